@@ -1,0 +1,69 @@
+# The commands of this repository. `make` alone lists them.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/mmrouter-installed
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+
+# The first of these that is there and is 3.11 or newer. `make venv PYTHON=...` takes another.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+ENGINE ?= sim
+ARGS ?=
+
+.PHONY: help venv demo check test e2e conformance bench lock clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## make .venv from requirements.lock, with the command mmrouter in it
+
+# The build backend is in the lock too: no step of the installation takes a version that nobody looked at.
+$(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "make: $(PYTHON) cannot make a venv; Debian and Ubuntu have it in python3-venv" >&2; exit 1; }
+	@echo "installing into $(VENV)"
+	@$(PIP) --require-hashes --requirement requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: venv ## show exact image routing in under a minute; ENGINE=vllm takes two real engines
+ifeq ($(ENGINE),vllm)
+	@env="$$($(PY) tests/tools/vllm_env.py)" || { echo "not run: see the reason above" >&2; exit 3; }; \
+		exec $(VENV)/bin/mmrouter up examples/demo-vllm.yaml --demo --engines path --engine-env "$$env" $(ARGS)
+else
+	@exec $(VENV)/bin/mmrouter up examples/demo.yaml --demo $(ARGS)
+endif
+
+check: venv ## the inner loop: format, lint, types, import rules, unit tests
+	@$(PY) tests/tools/levels.py check
+
+test: venv ## every level that this machine can run, with a summary
+	@$(PY) tests/tools/levels.py check e2e conformance
+
+e2e: venv ## only the level on local processes
+	@$(PY) tests/tools/levels.py e2e
+
+conformance: venv ## only the level with the real engine
+	@$(PY) tests/tools/levels.py conformance
+
+bench: venv ## the benchmarks; ARGS=--json for a machine
+	@$(PY) -m bench $(ARGS)
+
+# pip-tools stays out of the development environment: it is needed here only, and brings its own pins.
+lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upgrade takes newer versions
+	@test -x build/lock/bin/pip-compile || { $(PYTHON) -m venv build/lock && \
+		build/lock/bin/python -m pip --disable-pip-version-check install --quiet pip-tools; }
+	build/lock/bin/pip-compile --quiet --extra dev --build-deps-for editable --generate-hashes --allow-unsafe \
+		--strip-extras --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
+		$(ARGS) --output-file requirements.lock pyproject.toml
+	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock || { echo "make: requirements.lock names a host" >&2; exit 1; }
+
+clean: ## remove what was made in the checkout, .venv too; the cache outside it stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

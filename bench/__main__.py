@@ -1,0 +1,53 @@
+"""``python -m bench``: run benchmarks and show their rows. Exit status 0 whether goals are met or not."""
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from bench import report, rows
+from bench.peers.environment import MODE, MODES
+
+NAMES = ("decision", "ingest", "proxy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line names (default: everything). Errors are raised: a figure that is wrong is none."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure the router against peers and floors.")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"which: {', '.join(NAMES)} (default: all)")
+    parser.add_argument("--json", action="store_true", help='print {"rows": [...]}')
+    parser.add_argument("--write", action="store_true", help=f"put the table into {report.PAGE.name}")
+    parser.add_argument("--peers", choices=MODES, help=f"other routers (default: ${MODE}, else install)")
+    options = parser.parse_args(argv)
+    names = options.names or list(NAMES)
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        parser.error(f"no benchmark is named {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    if options.write and set(names) != set(NAMES):
+        parser.error("--write takes a run of everything")
+    if options.peers:
+        os.environ[MODE] = options.peers
+    machine = report.machine()
+    found: list[rows.Row] = []
+    for name in names:
+        began = time.monotonic()
+        sys.stderr.write(f"bench: {name} ...\n")
+        found += importlib.import_module(f"bench.{name}").run()
+        sys.stderr.write(f"bench: {name} took {time.monotonic() - began:.0f} s\n")
+    if options.write:
+        report.write(found, machine)
+    if options.json:
+        sys.stdout.write(rows.to_json(found) + "\n")
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(rows.table(found))
+        console.print(machine, style="dim")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

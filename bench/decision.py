@@ -1,0 +1,231 @@
+"""Token ids -> worker: microseconds per decision at 8k tokens, against a naive scan and Dynamo's selection service.
+
+All of them decide about the same prompts over the same stored blocks, interleaved query by query in one run, and the
+overlap that each one's winner has must be equal in every query.
+"""
+
+import gc
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+
+from bench import fleet as bench_fleet
+from bench.peers.dynamo import Dynamo, EngineSockets
+from bench.peers.environment import PeerMissingError
+from bench.rows import Row, not_run, percentile, row
+from bench.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
+from mmrouter.blocks import Span, block_keys, pack_keys
+from mmrouter_router.schedule import Candidate, choose
+
+SIZES = (64, 256)
+QUERIES = 1000
+SCAN_EVERY = 4
+"""The full scan takes longer than all others and empties the caches: it is timed once in so many queries."""
+BLOCKS_PER_WORKER = 4000
+IMAGE = Span(1024, 2048, bytes(32))
+GOALS = {64: "<= 160"}
+
+
+class AnswersDifferError(Exception):
+    """Two implementations gave different answers: their times mean nothing."""
+
+
+def run() -> list[Row]:
+    """Measure every size. Raises :class:`AnswersDifferError`."""
+    rows = _keys()
+    for workers in SIZES:
+        load = build(workers=workers, blocks_per_worker=BLOCKS_PER_WORKER, queries=QUERIES)
+        rows += compare(load)
+    return rows
+
+
+class Ours:
+    """The router's pure core (keys, index, choice) and, over the same index, its placer with live workers."""
+
+    def __init__(self, load: Workload) -> None:
+        fleet, members = bench_fleet.synced(load.workers)
+        seqs = [0] * load.workers
+        for event in load.events:
+            seqs[event.worker] += 1
+            fleet.published(members[event.worker], bench_fleet.delta(seqs[event.worker], pack_keys(event.keys)))
+        self._index = fleet.index
+        self._slots = [worker.slots[0] for worker in members]
+        self._names = [(f"{worker.id}#0", worker.member.name, worker.slots[0]) for worker in members]
+        self._placer = bench_fleet.placer(fleet, load.workers)
+
+    def decide(self, ids: "array[int]") -> int:
+        """Return the overlap of the worker that is chosen."""
+        keys = block_keys(ids, BLOCK_SIZE, (), SEED)
+        overlap, held, blocks = self._index.match(keys, self._slots), self._index.held, len(keys)
+        candidates = [
+            Candidate(
+                id=id_,
+                name=name,
+                pool="worker",
+                overlap=overlap[slot],
+                blocks=blocks,
+                prefill=0.0,
+                active=0.0,
+                waiting=0.0,
+                held=held(slot),
+                scored=True,
+            )
+            for id_, name, slot in self._names
+        ]
+        return choose(candidates, policy="kv", overlap_weight=1.0, fingerprint=77, turn=0).winner.overlap
+
+    def place(self, ids: "array[int]") -> int:
+        """The same with what the router knows of its workers: standing, loads, ranks."""
+        return self._placer.place(bench_fleet.prepared(ids)).choice.winner.overlap
+
+
+class Naive:
+    """One set of keys per worker; every worker's is scanned with the whole prompt."""
+
+    def __init__(self, load: Workload) -> None:
+        self.held: list[set[int]] = [set() for _ in range(load.workers)]
+        for event in load.events:
+            self.held[event.worker].update(event.keys)
+
+    def decide(self, ids: "array[int]") -> int:
+        """Return the overlap of the worker that is chosen."""
+        keys = block_keys(ids, BLOCK_SIZE, (), SEED)
+        best = 0
+        for held in self.held:
+            found = [key in held for key in keys]
+            best = max(best, found.index(False) if False in found else len(keys))
+        return best
+
+    def overlap(self, ids: "array[int]") -> int:
+        """Return the same answer without scanning past a worker's first missing block."""
+        keys = block_keys(ids, BLOCK_SIZE, (), SEED)
+        return max(sum(1 for _ in takewhile(held.__contains__, keys)) for held in self.held)
+
+
+@dataclass
+class Timed:
+    """Microseconds of each decision, and the winners' overlaps."""
+
+    us: list[float] = field(default_factory=list)
+    overlaps: list[int] = field(default_factory=list)
+
+    def take(self, us: float, overlap: int) -> None:
+        """Note one decision."""
+        self.us.append(us)
+        self.overlaps.append(overlap)
+
+    def measure(self, decide: Callable[["array[int]"], int], ids: "array[int]") -> None:
+        """Time one decision of ours."""
+        began = time.perf_counter_ns()
+        overlap = decide(ids)
+        self.take((time.perf_counter_ns() - began) / 1000, overlap)
+
+    def at(self, share: float) -> float:
+        """Return a percentile in microseconds."""
+        return percentile(self.us, share)
+
+    def __str__(self) -> str:
+        return f"p50 {self.at(0.5):.4g} us, p99 {self.at(0.99):.4g} us"
+
+
+def compare(load: Workload) -> list[Row]:
+    """Return the rows of one workload. Raises :class:`AnswersDifferError`."""
+    ours, naive = Ours(load), Naive(load)
+    deciders = {"ours": ours.decide, "placement": ours.place}
+    times = {name: Timed() for name in (*deciders, "naive")}
+    reason = ""
+    with ExitStack() as stack:
+        try:
+            dynamo = _dynamo(stack, load)
+        except PeerMissingError as missing:
+            dynamo, reason = None, str(missing)
+        else:
+            times["dynamo"] = Timed()
+        # As the router does at its start: what lives for good is not looked at by collections.
+        gc.collect()
+        gc.freeze()
+        try:
+            for number, ids in enumerate(load.queries):
+                # Who comes first finds cold caches, so they take turns at it.
+                for name in sorted(deciders, reverse=number % 2 == 1):
+                    times[name].measure(deciders[name], ids)
+                if dynamo is not None:
+                    times["dynamo"].take(*dynamo.select(number))
+                if number % SCAN_EVERY == 0:
+                    times["naive"].measure(naive.decide, ids)
+        finally:
+            gc.unfreeze()
+        scanned, times["naive"].overlaps = times["naive"].overlaps, [naive.overlap(ids) for ids in load.queries]
+        require_equal({"naive": times["naive"].overlaps[::SCAN_EVERY], "full scan": scanned})
+        require_equal({name: timed.overlaps for name, timed in times.items()})
+        peer = dynamo.name if dynamo is not None else None
+    return _rows(load, times, peer, reason)
+
+
+def require_equal(answers: dict[str, Sequence[int]]) -> None:
+    """Raise :class:`AnswersDifferError` that names the first query on which two implementations disagree."""
+    (first, expected), *others = answers.items()
+    for name, found in others:
+        if len(found) != len(expected):
+            raise AnswersDifferError(f"{name} answered {len(found)} queries, {first} {len(expected)}")
+        for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+            if a != b:
+                raise AnswersDifferError(f"query {number}: {first} has {a} blocks of overlap, {name} {b}")
+
+
+def _dynamo(stack: ExitStack, load: Workload) -> Dynamo:
+    """Start the peer and feed it the events that the workload's engines would publish."""
+    dynamo = stack.enter_context(Dynamo())
+    with EngineSockets(load.workers) as sockets:
+        dynamo.start(sockets.endpoints, BLOCK_SIZE)
+        sockets.wait()
+        for event in load.events:
+            sockets.send(event.worker, vllm_payload(event))
+        dynamo.load(load.probes)
+        dynamo.settle([len(ids) // BLOCK_SIZE for ids in load.probes])
+    dynamo.load(load.queries)
+    return dynamo
+
+
+def _rows(load: Workload, times: dict[str, Timed], peer: str | None, reason: str) -> list[Row]:
+    what = f"decision, {load.workers} workers"
+    ours, naive = times["ours"], times["naive"]
+    scan = f"naive full scan: {naive}"
+    rows = [
+        row(f"{what}: p50", ours.at(0.5), "us", goal=GOALS.get(load.workers)),
+        row(f"{what}: p99", ours.at(0.99), "us"),
+        row(f"{what}: through the placer, p50", times["placement"].at(0.5), "us"),
+        row(f"{what}: through the placer, p99", times["placement"].at(0.99), "us"),
+        row(f"{what}: below a full scan, p50", naive.at(0.5) / ours.at(0.5), "x", peer=scan),
+    ]
+    name = f"{what}: below Dynamo, "
+    if peer is None:
+        return [*rows, not_run(name + "p50", "x", reason, goal=">= 4"), not_run(name + "p99", "x", reason)]
+    dynamo = times["dynamo"]
+    words, count = f"{peer}: {dynamo}", len(load.queries)
+    return [
+        *rows,
+        row(name + "p50", dynamo.at(0.5) / ours.at(0.5), "x", peer=words, goal=">= 4"),
+        row(name + "p99", dynamo.at(0.99) / ours.at(0.99), "x", peer=words),
+        row(name + "p50, through the placer", dynamo.at(0.5) / times["placement"].at(0.5), "x", peer=words),
+        row(f"{what}: queries with the same overlap as Dynamo", count, f"of {count}", peer=peer),
+    ]
+
+
+def _keys(rounds: int = 400) -> list[Row]:
+    """Block keys alone: text, and an image over a quarter of the prompt."""
+    ids = array("I", range(PROMPT_TOKENS))
+    rows = []
+    for what, spans, goal in (("text", (), "<= 0.12"), ("an image over a quarter of it", (IMAGE,), None)):
+        once = partial(block_keys, ids, BLOCK_SIZE, spans, SEED)
+        took = []
+        for _ in range(rounds):
+            began = time.perf_counter_ns()
+            blocks = len(once())
+            took.append((time.perf_counter_ns() - began) / 1000 / blocks)
+        rows.append(row(f"block keys, 8k tokens, {what}: p50 per block", percentile(took, 0.5), "us", goal=goal))
+    return rows

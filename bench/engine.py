@@ -1,0 +1,103 @@
+"""A process that answers like an engine and costs next to nothing: fixed JSON, or a stream of 64 tokens.
+
+A request's ``seed`` is the pause between two tokens in milliseconds; without one the stream comes as fast as it can.
+"""
+
+import asyncio
+import re
+import sys
+from typing import cast
+
+import uvloop
+
+TOKENS = 64
+_LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
+_PAUSE = re.compile(rb'"seed":\s*(\d+)')
+_STREAM = re.compile(rb'"stream":\s*true')
+
+_ANSWER = (
+    b'{"id":"chatcmpl-bench","object":"chat.completion","created":1,"model":"bench","choices":[{"index":0,"message":'
+    b'{"role":"assistant","content":"The quick brown fox jumps over the lazy dog."},"finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":64,"completion_tokens":10,"total_tokens":74}}'
+)
+_INFO = b'{"object":"list","data":[{"id":"bench","object":"model"}],"model_path":"bench","is_generation":true}'
+
+
+def _plain(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    return head + body
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _token(number: int) -> bytes:
+    return _chunk(
+        b'data: {"id":"chatcmpl-bench","object":"chat.completion.chunk","created":1,"model":"bench","choices":'
+        b'[{"index":0,"delta":{"content":" token%02d"},"finish_reason":null}]}\n\n' % number
+    )
+
+
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_PIECES = [_token(number) for number in range(TOKENS)]
+_END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+class Engine(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._data = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, found, rest = self._data.partition(b"\r\n\r\n")
+        if not found:
+            return
+        declared = _LENGTH.search(head)
+        length = int(declared[1]) if declared else 0
+        if len(rest) < length:
+            return
+        body, self._data = rest[:length], rest[length:]
+        self._answer(head, body)
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        assert self._transport is not None
+        if not head.startswith(b"POST"):
+            self._transport.write(_plain(_INFO))
+        elif not _STREAM.search(body):
+            self._transport.write(_plain(_ANSWER))
+        else:
+            pause = _PAUSE.search(body)
+            self._transport.write(_HEAD)
+            if pause:
+                self._next(0, int(pause[1]) / 1000)
+            else:
+                self._transport.writelines([*_PIECES, _END])
+
+    def _next(self, number: int, pause: float) -> None:
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        if number == TOKENS:
+            self._transport.write(_END)
+            return
+        self._transport.write(_PIECES[number])
+        asyncio.get_running_loop().call_later(pause, self._next, number + 1, pause)
+
+
+async def main(host: str, port: int) -> None:
+    """Serve until killed; a line on stdout says that the port is open."""
+    server = await asyncio.get_running_loop().create_server(Engine, host, port)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,98 @@
+"""The router's own objects around a workload: a fleet whose workers are synced and verified, and its placer."""
+
+from array import array
+
+from bench.workload import BLOCK_SIZE, SEED
+from mmrouter import feed
+from mmrouter.api import MMRouterDeployment, parse_deployment
+from mmrouter_router.fleet import Fleet, Member, Worker
+from mmrouter_router.intake import Limits, parse_chat
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.place import Placer
+from mmrouter_router.prepare import Prepared
+
+EPOCH = 1
+_REQUEST = parse_chat(b'{"model": "bench", "messages": [{"role": "user", "content": "in the ids"}]}', Limits(), "bench")
+
+
+def deployment(*, replicas: int, policy: str = "kv") -> MMRouterDeployment:
+    """Return a resource with one pool of workers."""
+    return parse_deployment(resource(replicas=replicas, policy=policy))
+
+
+def resource(*, replicas: int, policy: str = "kv") -> dict[str, object]:
+    """Return the resource as JSON values."""
+    return {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": "bench"},
+        "spec": {
+            "model": {"id": "bench/model"},
+            "engine": {"type": "vllm", "blockSize": BLOCK_SIZE},
+            "routing": {"policy": policy},
+            "pools": [{"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": "cpu"}}],
+        },
+    }
+
+
+def heartbeat(uid: str, seq: int) -> feed.Heartbeat:
+    """Return the heartbeat of a worker whose engine is up and whose canary compared equal."""
+    return feed.Heartbeat(
+        worker=f"{uid}/boot",
+        epoch=EPOCH,
+        seq=seq,
+        engine="vllm",
+        engine_state="up",
+        engine_version="bench",
+        block_size=BLOCK_SIZE,
+        model="bench/model",
+        revision="",
+        digests={},
+        canary=feed.Canary(EPOCH, "True"),
+    )
+
+
+def empty_snapshot(request: int, uid: str) -> feed.SnapshotPart:
+    """Return the answer of a sidecar whose engine holds nothing yet."""
+    return feed.SnapshotPart(request, f"{uid}/boot", EPOCH, 0, 0, 0, "GPU", b"", True)
+
+
+def delta(seq: int, packed: bytes) -> feed.Delta:
+    """Return a delta that stores packed keys."""
+    return feed.Delta(EPOCH, seq, 0.0, 0, 0, "GPU", packed, b"")
+
+
+def synced(workers: int) -> tuple[Fleet, list[Worker]]:
+    """Return a fleet of workers that hold nothing, each synced and verified."""
+    fleet = Fleet(Metrics())
+    members = []
+    for number in range(workers):
+        uid = f"uid-{number}"
+        worker = fleet.join(Member(uid, f"worker-{number}", f"127.77.0.{number}", "worker", "worker"))
+        for step in fleet.connect(worker):
+            fleet.replied(worker, empty_snapshot(getattr(step, "id", 0), uid))
+        fleet.published(worker, heartbeat(uid, 0))
+        if not worker.routable or worker.canary != "True":
+            raise RuntimeError(f"worker {number} is not routable")
+        members.append(worker)
+    return fleet, members
+
+
+def placer(fleet: Fleet, workers: int) -> Placer:
+    """Return a placer with policy ``kv``."""
+    return Placer(deployment(replicas=workers), fleet)
+
+
+def prepared(ids: "array[int]") -> Prepared:
+    """Return a predicted prompt that is ready to be placed; its keys are not computed yet."""
+    return Prepared(
+        request=_REQUEST,
+        salt=None,
+        images=(),
+        ids=ids,
+        spans=(),
+        exactness="exact",
+        reasons=(),
+        seed=SEED,
+        fingerprint=77,
+    )

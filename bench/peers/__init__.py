@@ -1,0 +1,1 @@
+"""Other routers, each in an environment of its own outside the checkout, driven as processes."""

@@ -1,0 +1,91 @@
+"""The shape of a figure, and how it is shown."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from rich.table import Table
+
+NOT_RUN = "not run: "
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One figure of one run.
+
+    ``peer`` names what the figure is a ratio to, with the peer's own figure, or says why it was not run. ``goal`` is a
+    bound such as ``<= 160``; ``met`` is null where there is no goal or no value.
+    """
+
+    name: str
+    value: float | None
+    unit: str
+    peer: str | None = None
+    goal: str | None = None
+    met: bool | None = None
+
+
+def row(name: str, value: float | None, unit: str, *, peer: str | None = None, goal: str | None = None) -> Row:
+    """Return a row, rounded to four digits, its goal judged. Raises ``ValueError`` for a goal it cannot read."""
+    if value is not None:
+        value = float(f"{value:.4g}")
+    return Row(name, value, unit, peer, goal, _met(value, goal))
+
+
+def not_run(name: str, unit: str, reason: str, *, goal: str | None = None) -> Row:
+    """Return the row of a comparison that did not take place."""
+    return Row(name, None, unit, NOT_RUN + reason, goal, None)
+
+
+def _met(value: float | None, goal: str | None) -> bool | None:
+    if goal is None:
+        return None
+    sign, _, bound = goal.partition(" ")
+    if sign not in ("<=", ">="):
+        raise ValueError(f"a goal begins with <= or >=, not {goal!r}")
+    limit = float(bound)
+    if value is None:
+        return None
+    return value <= limit if sign == "<=" else value >= limit
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the nearest-rank percentile, ``share`` from 0 to 1. Raises ``ValueError`` without values."""
+    if not values:
+        raise ValueError("no values")
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def to_json(rows: Iterable[Row]) -> str:
+    """Return ``{"rows": [...]}``."""
+    return msgspec.json.encode({"rows": list(rows)}).decode()
+
+
+def number(value: float | None) -> str:
+    """Return a value for people."""
+    return "-" if value is None else f"{value:,.6g}"
+
+
+def cells(item: Row) -> tuple[str, str, str, str, str]:
+    """Return name, value with unit, goal, whether it is met, peer: one line of a table."""
+    met = {None: "", True: "yes", False: "no"}[item.met]
+    value = number(item.value) if item.value is None else f"{number(item.value)} {item.unit}"
+    return item.name, value, item.goal or "", met, item.peer or ""
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """Return the rows as a table for a terminal."""
+    shown = Table(box=None, pad_edge=False)
+    for title in ("figure", "value", "goal", "met", "peer"):
+        shown.add_column(title, justify="right" if title in ("value", "goal") else "left", overflow="fold")
+    colours = {None: "", True: "green", False: "red"}
+    for item in rows:
+        name, value, goal, met, peer = cells(item)
+        shown.add_row(name, value, goal, met, peer, style=None if item.met is None else colours[item.met])
+    return shown
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = ["| figure | value | goal | met | peer |", "|---|---:|---:|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(item)) + " |" for item in rows]
+    return "\n".join(lines)

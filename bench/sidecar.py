@@ -1,0 +1,265 @@
+"""CPU seconds per million blocks in the sidecar: engine batches in, journal and feed out.
+
+Twice: the work alone (order, decode, ledger, journal, deltas) and the real process between real sockets, CURVE on the
+feed. The goal is 200,000 blocks/s of 16 tokens in 64-block events on half a core.
+"""
+
+import gc
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+import psutil
+import zmq
+
+from bench.feedends import Curve
+from bench.rows import Row, row, to_json
+from bench.workload import BLOCK_SIZE, Event, build, split, vllm_payload
+from mmrouter import feed
+from mmrouter.blocks import block_keys, unpack_keys
+from mmrouter_sidecar.metrics import Metrics
+from mmrouter_sidecar.relay import Relay
+from mmrouter_sidecar.settings import CurveKeys, Ports, Settings
+from mmrouter_sidecar.stream import Ready, Stream
+
+UNIT = "CPU s per M blocks"
+GOAL = "<= 2.5"
+ROUNDS = 5
+BATCHES_PER_FLUSH = 16
+"""5 ms of 200,000 blocks/s in 64-block events."""
+HOST = "127.78.0.1"
+PORTS = Ports()
+PATIENCE = 60.0
+IDENTITY_KEY = bytes(range(32))
+RESOURCE: Final[dict[str, Any]] = {
+    "apiVersion": "mmrouter.io/v1alpha1",
+    "kind": "MMRouterDeployment",
+    "metadata": {"name": "bench"},
+    "spec": {
+        "model": {"id": "bench/model"},
+        "engine": {"type": "vllm"},
+        "pools": [{"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}}],
+    },
+}
+LAST_IDS = array("I", range(BLOCK_SIZE))
+LAST = vllm_payload(Event(0, None, array("Q", [1]), LAST_IDS, array("Q", [1])))
+"""A batch with one block that no other holds: when it arrives, everything before it has been applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Payloads in order, and what they amount to."""
+
+    name: str
+    payloads: tuple[bytes, ...]
+    blocks: int
+    held: int
+    goal: str | None = None
+
+
+def cases() -> list[Case]:
+    """Return prefill-like events, the same with every block evicted again, and decode-like events."""
+    load = build(workers=1, blocks_per_worker=60_000, queries=0)
+    stores = tuple(vllm_payload(event) for event in load.events)
+    evictions = tuple(eviction(event) for event in load.events)
+    turnover = tuple(itertools.chain.from_iterable(zip(stores, evictions, strict=True)))
+    small = list(split(load.events, 1))[:10_000]
+    return [
+        Case("64-block events", stores, load.blocks, load.blocks, GOAL),
+        Case("64-block events, every block evicted again", turnover, load.blocks, 0),
+        Case("1-block events", tuple(vllm_payload(event) for event in small), len(small), len(small)),
+    ]
+
+
+def eviction(event: Event) -> bytes:
+    """Return the batch in which vLLM removes an event's blocks: one removal per block, leaf first."""
+    removals = [
+        {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU", "group_idx": 0}
+        for number in reversed(event.hashes)
+    ]
+    return msgspec.msgpack.encode([1.0, removals, 0])
+
+
+def run() -> list[Row]:
+    """Measure every case; the best of rounds that take turns, because other load on the machine only ever adds."""
+    rows: list[Row] = []
+    for case in cases():
+        alone, wired = [], []
+        for _ in range(ROUNDS):
+            alone.append(work(case))
+            wired.append(process(case))
+        name = f"sidecar ingest, {case.name}"
+        per_million = 1e6 / case.blocks
+        rows.append(row(f"{name}: the work alone", min(alone) * per_million, UNIT, goal=case.goal))
+        rows.append(row(f"{name}: over sockets", min(wired) * per_million, UNIT, goal=case.goal))
+    return rows
+
+
+def work(case: Case) -> float:
+    """Run a case in this process, without sockets; return CPU seconds. Raises ``RuntimeError`` on a wrong result."""
+    with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
+        sent = 0
+
+        def publish(frame: feed.Published) -> None:
+            nonlocal sent
+            sent += len(feed.encode(frame))
+
+        relay, stream = Relay(_settings(Path(folder)), Metrics(), publish), Stream()
+        gc.collect()
+        began = time.process_time()
+        for number, payload in enumerate(case.payloads):
+            for step in stream.live(number, payload):
+                if isinstance(step, Ready):
+                    relay.batch(0, step.seq, step.payload, step.digest)
+            if number % BATCHES_PER_FLUSH == 0:
+                relay.flush()
+        relay.flush()
+        took = time.process_time() - began
+        if relay.ledger.held != case.held or not sent:
+            raise RuntimeError(f"{case.name}: {relay.ledger.held} blocks are held instead of {case.held}")
+        relay.close()
+    return took
+
+
+def process(case: Case) -> float:
+    """Run a case through ``python -m mmrouter_sidecar``; return its CPU seconds, all threads.
+
+    Raises ``RuntimeError`` when the feed does not say what the events say, ``TimeoutError`` when it says nothing.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder,
+        _Wires() as wires,
+        _sidecar(Path(folder), wires.curve) as sidecar,
+    ):
+        wires.connect()
+        before = _cpu(sidecar)
+        wires.publish([*case.payloads, LAST])
+        held = wires.follow_until(_last_key(_settings(Path(folder))))
+        after = _cpu(sidecar)
+    if held != case.held + 1:
+        raise RuntimeError(f"{case.name}: the feed holds {held} blocks instead of {case.held + 1}")
+    return after - before
+
+
+class _Wires:
+    """An engine's sockets and a router's, in this process."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self.curve = Curve.fresh()
+        self._pub = self._context.socket(zmq.PUB)
+        self._replay = self._context.socket(zmq.ROUTER)
+        self._sub = self._context.socket(zmq.SUB)
+
+    def __enter__(self) -> Self:
+        self._pub.set_hwm(0)
+        self._replay.bind(f"tcp://{HOST}:{PORTS.replay}")
+        self._sub.setsockopt(zmq.RCVHWM, 0)
+        self._sub.setsockopt(zmq.CURVE_PUBLICKEY, self.curve.router_public)
+        self._sub.setsockopt(zmq.CURVE_SECRETKEY, self.curve.router_secret)
+        self._sub.setsockopt(zmq.CURVE_SERVERKEY, self.curve.sidecar_public)
+        self._sub.subscribe(b"")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def connect(self) -> None:
+        """Connect both ends; return when the sidecar has asked for its first replay and the router hears it."""
+        self._sub.connect(f"tcp://{HOST}:{PORTS.pub}")
+        self._frame(PATIENCE)
+        self._pub.connect(f"tcp://{HOST}:{PORTS.events}")
+        if not self._replay.poll(int(PATIENCE * 1000)):
+            raise TimeoutError("the sidecar asked for no replay")
+        client, empty, _ = self._replay.recv_multipart()
+        self._replay.send_multipart([client, empty, b"", b"\xff" * 8, b""])
+
+    def publish(self, payloads: Sequence[bytes]) -> None:
+        """Publish as an engine does, numbered from 0."""
+        for number, payload in enumerate(payloads):
+            self._pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+    def follow_until(self, key: int) -> int:
+        """Apply deltas until one stores ``key``; return how many keys are held then."""
+        held: set[int] = set()
+        while key not in held:
+            frame = self._frame(PATIENCE)
+            if isinstance(frame, feed.Delta):
+                held.difference_update(unpack_keys(frame.removed))
+                held.update(unpack_keys(frame.stored))
+        return len(held)
+
+    def _frame(self, seconds: float) -> feed.Published:
+        if not self._sub.poll(int(seconds * 1000)):
+            raise TimeoutError("the feed is silent")
+        return feed.decode_published(self._sub.recv())
+
+
+@contextmanager
+def _sidecar(folder: Path, curve: Curve) -> Iterator[psutil.Process]:
+    """The real process; its words are shown when it ends early."""
+    secrets = folder / "secrets"
+    secrets.mkdir()
+    (folder / "deployment.json").write_text(json.dumps(RESOURCE))
+    (secrets / "identity.key").write_bytes(IDENTITY_KEY)
+    (secrets / "sidecar.curve.public").write_bytes(curve.sidecar_public)
+    (secrets / "sidecar.curve.secret").write_bytes(curve.sidecar_secret)
+    (secrets / "router.curve.public").write_bytes(curve.router_public)
+    environment = {
+        "MMROUTER_CONFIG": str(folder),
+        "MMROUTER_STATE_DIR": str(folder / "state"),
+        "MMROUTER_POOL": "worker",
+        "POD_UID": "bench",
+        "POD_IP": HOST,
+        "POD_LOOPBACK": HOST,
+    }
+    process = psutil.Popen([sys.executable, "-m", "mmrouter_sidecar"], env={**os.environ, **environment})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _cpu(process: psutil.Process) -> float:
+    """CPU seconds of all threads; in nanoseconds where the kernel counts so, because a run takes few clock ticks."""
+    counted = list(Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
+    if counted:
+        return sum(int(path.read_text().split()[0]) for path in counted) / 1e9
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _settings(folder: Path) -> Settings:
+    return Settings(
+        pod_uid="bench",
+        pod_ip=HOST,
+        loopback=HOST,
+        engine="vllm",
+        model=RESOURCE["spec"]["model"]["id"],
+        revision="main",
+        ranks=1,
+        identity_key=IDENTITY_KEY,
+        curve=CurveKeys(b"", b"", b""),
+        state_dir=folder / "state",
+        model_dir=folder / "none",
+        hub_dir=folder / "none",
+    )
+
+
+def _last_key(settings: Settings) -> int:
+    return block_keys(LAST_IDS, BLOCK_SIZE, (), settings.seed(None, None))[0]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_json(run()) + "\n")

@@ -1,0 +1,148 @@
+"""Synthetic caches and prompts: the same seed gives the same tokens, events and queries on every machine.
+
+A conversation is a system prompt (one of a few, shared), an image (Zipf: few images are asked about often) and turns of
+its own. Images stand here as runs of token ids, because every system names an image in its own way and all of them must
+give the same answers. A worker holds beginnings of conversations, each stored once, as a prefix cache does.
+"""
+
+import itertools
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from mmrouter.blocks import block_keys
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 8192
+EVENT_BLOCKS = 64
+SEED, ENGINE_SEED = 0x6D6D, 0xE16E
+SYSTEM_PROMPTS, IMAGES, CONVERSATIONS = 4, 64, 256
+PART_TOKENS = 1024
+"""Tokens of a system prompt, and of an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Blocks that one worker stores: as its engine announces them (``hashes``), as the feed carries them (``keys``)."""
+
+    worker: int
+    parent: int | None  # engine hash of the block before
+    hashes: "array[int]"
+    ids: "array[int]"
+    keys: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What workers hold and are asked. ``probes``: per worker, the ids of the longest conversation that it holds."""
+
+    workers: int
+    events: tuple[Event, ...]
+    queries: tuple["array[int]", ...]
+    probes: tuple["array[int]", ...]
+
+    @property
+    def blocks(self) -> int:
+        """Number of (block, worker) pairs stored."""
+        return sum(len(event.keys) for event in self.events)
+
+
+def build(*, workers: int, blocks_per_worker: int, queries: int, seed: int = 1) -> Workload:
+    """Return a workload. The workers' events are interleaved, each worker's own in order."""
+    rnd = random.Random(seed)
+    talks = _conversations(rnd)
+    keys = [block_keys(ids, BLOCK_SIZE, (), SEED) for ids in talks]
+    hashes = [block_keys(ids, BLOCK_SIZE, (), ENGINE_SEED) for ids in talks]
+    per_worker: list[list[Event]] = []
+    probes: list[array[int]] = []
+    for worker in range(workers):
+        held: set[int] = set()
+        events: list[Event] = []
+        longest = 0
+        probe: array[int] = array("I")
+        while len(held) < blocks_per_worker:
+            talk = rnd.randrange(CONVERSATIONS)
+            room = blocks_per_worker - len(held)
+            length = rnd.randint(PART_TOKENS // BLOCK_SIZE, PROMPT_TOKENS // BLOCK_SIZE)
+            first = next((n for n in range(length) if hashes[talk][n] not in held), length)
+            length = min(length, first + room)
+            held.update(hashes[talk][first:length])
+            events += _events(worker, talks[talk], hashes[talk], keys[talk], first, length)
+            if length > longest:
+                longest, probe = length, talks[talk][: length * BLOCK_SIZE]
+        per_worker.append(events)
+        probes.append(probe)
+    mixed = [event for turn in itertools.zip_longest(*per_worker) for event in turn if event is not None]
+    return Workload(workers, tuple(mixed), tuple(_query(rnd, talks) for _ in range(queries)), tuple(probes))
+
+
+def split(events: Sequence[Event], blocks: int) -> Iterator[Event]:
+    """Cut events into events of at most ``blocks`` blocks: what engines publish while they decode."""
+    for event in events:
+        for first in range(0, len(event.hashes), blocks):
+            yield replace(
+                event,
+                parent=event.hashes[first - 1] if first else event.parent,
+                hashes=event.hashes[first : first + blocks],
+                ids=event.ids[first * BLOCK_SIZE : (first + blocks) * BLOCK_SIZE],
+                keys=event.keys[first : first + blocks],
+            )
+
+
+def vllm_payload(event: Event) -> bytes:
+    """Return an event batch as vLLM 0.32 publishes it (facts on vLLM 2.3)."""
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": list(event.hashes),
+        "parent_block_hash": event.parent,
+        "token_ids": list(event.ids),
+        "block_size": BLOCK_SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * len(event.hashes),
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    return msgspec.msgpack.encode([1.0, [stored], 0])
+
+
+def tokens(rnd: random.Random, count: int) -> "array[int]":
+    """Return random token ids below 2**17."""
+    mask = int.from_bytes(b"\xff\xff\x01\x00" * count, "little")
+    ids = array("I")
+    ids.frombytes((int.from_bytes(rnd.randbytes(4 * count), "little") & mask).to_bytes(4 * count, "little"))
+    return ids
+
+
+def _conversations(rnd: random.Random) -> list["array[int]"]:
+    systems = [tokens(rnd, PART_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    images = [tokens(rnd, PART_TOKENS) for _ in range(IMAGES)]
+    popularity = [1 / (rank + 1) for rank in range(IMAGES)]
+    return [
+        rnd.choice(systems) + rnd.choices(images, popularity)[0] + tokens(rnd, PROMPT_TOKENS - 2 * PART_TOKENS)
+        for _ in range(CONVERSATIONS)
+    ]
+
+
+def _events(
+    worker: int, ids: "array[int]", hashes: "array[int]", keys: "array[int]", first: int, end: int
+) -> Iterator[Event]:
+    for start in range(first, end, EVENT_BLOCKS):
+        stop = min(start + EVENT_BLOCKS, end)
+        yield Event(
+            worker,
+            hashes[start - 1] if start else None,
+            hashes[start:stop],
+            ids[start * BLOCK_SIZE : stop * BLOCK_SIZE],
+            keys[start:stop],
+        )
+
+
+def _query(rnd: random.Random, talks: list["array[int]"]) -> "array[int]":
+    """A conversation as far as it went, and a new turn up to the prompt's length."""
+    known = rnd.randint(2 * PART_TOKENS, PROMPT_TOKENS)
+    return rnd.choice(talks)[:known] + tokens(rnd, PROMPT_TOKENS - known)

@@ -1,0 +1,1 @@
+"""The command line tool: `mmrouter up | verify | explain`, and the entry of every container."""

@@ -1,0 +1,28 @@
+"""Entry of the command ``mmrouter``.
+
+A container's command (``mmrouter router``, ``mmrouter sidecar``) is dispatched before anything else is imported: a
+sidecar has no use for a terminal library and must be ready in a moment.
+"""
+
+import sys
+
+
+def main() -> None:
+    """Run a deployable, or the command line tool."""
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command == "router":
+        from mmrouter_router.__main__ import main as run_router
+
+        sys.exit(run_router())
+    if command == "sidecar":
+        from mmrouter_sidecar.__main__ import main as run_sidecar
+
+        run_sidecar()
+        sys.exit(0)
+    from mmrouter_cli.app import app
+
+    app(prog_name="mmrouter")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The commands. Each one parses its options, calls one function and prints what came of it."""
+
+import asyncio
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from mmrouter import __version__
+from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter_cli.reach import Reach, UnreachableError, reach
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
+)
+FAILED, USAGE = 1, 2
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
+Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
+
+
+class Engines(StrEnum):
+    """Where engine commands come from."""
+
+    sim = "sim"
+    path = "path"
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    """Options that need no command."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def up(
+    file: Annotated[Path, typer.Argument(help="A file with one MMRouterDeployment, YAML or JSON.")],
+    engines: Annotated[Engines, typer.Option(help="sim: simulated engines; path: real ones.")] = Engines.sim,
+    engine_env: Annotated[
+        Path | None, typer.Option(help="With --engines path: the environment whose bin/ holds the engine's command.")
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Send a short workload, show how it was routed, and leave.")
+    ] = False,
+    as_json: Json = False,
+    wait: Annotated[float, typer.Option(help="Seconds until everything must be ready.")] = 600.0,
+) -> None:
+    """Run a deployment's pods as local processes, in the foreground, until ctrl-C."""
+    from mmrouter_cli import foreground
+    from mmrouter_cli.local import LocalError
+
+    deployment, objects = _read(file)
+    console = Console(stderr=True)
+    run = foreground.run(
+        deployment,
+        base_dir=file.resolve().parent,
+        engines=engines.value,
+        engine_env=engine_env,
+        objects=objects,
+        demo=demo,
+        wait_seconds=wait,
+        console=console,
+    )
+    try:
+        shown = asyncio.run(run)
+    except (LocalError, foreground.NotReadyError, foreground.DemoError) as error:
+        console.print(f"[red]mmrouter:[/red] {error}", highlight=False)
+        raise typer.Exit(FAILED) from error
+    except SpecError as error:
+        _refuse(file, error)
+    if shown is None:
+        raise typer.Exit(FAILED if demo else 0)
+    # Last, below the log of everything that has ended by now.
+    if as_json:
+        typer.echo(json.dumps(shown.as_json()))
+    else:
+        shown.print(Console(width=max(Console().width, 140)))
+    raise typer.Exit(0 if shown.passed else FAILED)
+
+
+@app.command()
+def verify(
+    url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
+    control: Control = None,
+    token: Token = None,
+    api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=20, help="Rounds under fresh text.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Prove that routing is exact, end to end; exit status 1 if it is not."""
+    from mmrouter_cli import gate
+
+    with httpx.Client(timeout=60) as client:
+        checks = gate.Gate(_reach(url, control, token), api_key=api_key, client=client).run(rounds)
+    result = gate.as_json(checks)
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        table = Table(title=f"gate of {url}")
+        for heading in ("check", "result", "seen"):
+            table.add_column(heading)
+        for check in checks:
+            table.add_row(check.name, "[green]PASS" if check.passed else "[red]FAIL", check.message.replace("[", "\\["))
+        console = Console()
+        console.print(table)
+        console.print("[green]exact[/green]" if result["passed"] else "[red]NOT exact[/red]")
+    raise typer.Exit(0 if result["passed"] else FAILED)
+
+
+@app.command()
+def explain(
+    url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
+    request_id: Annotated[str | None, typer.Argument(help="x-mmrouter-request-id of an answer.")] = None,
+    dry_run: Annotated[
+        Path | None, typer.Option(help="A chat request as JSON: explain where it would go, without sending it.")
+    ] = None,
+    control: Control = None,
+    token: Token = None,
+    api_key: Annotated[str | None, typer.Option(help="With --dry-run: whose request it is.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show why a request went where it went: every candidate's score, term by term, and who holds which block."""
+    from mmrouter_cli import explain as explained
+
+    if (request_id is None) == (dry_run is None):
+        _fail("give either a request id or --dry-run FILE")
+    where = _reach(url, control, token)
+    with httpx.Client(timeout=30, headers=where.authorization) as client:
+        base = where.controls[0]
+        try:
+            if dry_run is not None:
+                headers = {"x-mmrouter-api-key": api_key} if api_key else {}
+                answer = client.post(f"{base}/control/explain", content=dry_run.read_bytes(), headers=headers)
+            else:
+                answer = client.get(f"{base}/control/decisions/{request_id}")
+        except (OSError, httpx.HTTPError) as error:
+            _fail(str(error))
+    if answer.status_code != 200:
+        _fail(explained.error_text(answer))
+    if as_json:
+        typer.echo(json.dumps(answer.json()))
+    else:
+        explained.show(Console(), answer.json())
+
+
+def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
+    """Return the file's one deployment, and the ConfigMaps and Secrets beside it that it may name."""
+    try:
+        documents = [d for d in yaml.safe_load_all(file.read_text()) if d is not None]
+    except OSError as error:
+        _fail(f"cannot read {file}: {error.strerror}")
+    except yaml.YAMLError as error:
+        _fail(f"{file} is not YAML: {error}")
+    companions = [d for d in documents if isinstance(d, dict) and d.get("kind") in ("ConfigMap", "Secret")]
+    deployments = [d for d in documents if d not in companions]
+    if len(deployments) != 1:
+        _fail(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
+    try:
+        return parse_deployment(deployments[0]), companions
+    except SpecError as error:
+        _refuse(file, error)
+
+
+def _refuse(file: Path, error: SpecError) -> NoReturn:
+    for path, sentence in error.errors:
+        typer.echo(f"{file}: {path}: {sentence}", err=True)
+    raise typer.Exit(USAGE) from error
+
+
+def _reach(url: str, control: str | None, token: str | None) -> Reach:
+
+    try:
+        return reach(url, control, token)
+    except UnreachableError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"mmrouter: {message}", err=True)
+    raise typer.Exit(USAGE)

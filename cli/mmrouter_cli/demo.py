@@ -1,0 +1,270 @@
+"""``mmrouter up FILE --demo``: a short mixed workload through the OpenAI API, by policy kv and by round robin."""
+
+import functools
+import http.server
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from mmrouter_cli.pictures import data_uri, picture
+from mmrouter_cli.reach import Reach
+
+SETTLE_SECONDS = 5.0
+STORY = (
+    "The two pictures were taken on one morning from the same window. Please read the question first, look at every "
+    "part of what is shown, and answer in one short sentence that names the colours you see from left to right."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One request of the workload. ``repeats`` names the step that must make this one an exact whole hit."""
+
+    name: str
+    messages: tuple[dict[str, Any], ...]
+    repeats: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one step showed."""
+
+    name: str
+    worker: str
+    blocks: int
+    overlap: int
+    prompt_tokens: int
+    cached_tokens: int
+    exactness: str
+    why: str
+    milliseconds: float
+    failure: str = ""
+
+
+def workload(nonce: str, served: str) -> list[Step]:
+    """Text, one image, the same by ``data:`` and by http, two images, the same swapped, a second turn, with repeats.
+
+    ``served`` is the URL below which pictures A.png and B.png lie.
+    """
+    a, b = picture(nonce + "a"), picture(nonce + "b", 336, 224)
+
+    def desk(number: int) -> dict[str, Any]:
+        # Conversations of different desks share no block, so they may live on different workers.
+        return {"role": "system", "content": f"Desk {number} of {nonce}: you answer in one sentence."}
+
+    def ask(*content: Any) -> dict[str, Any]:
+        return {"role": "user", "content": list(content)}
+
+    def text(words: str) -> dict[str, Any]:
+        return {"type": "text", "text": words}
+
+    def image(url: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    words = (desk(1), {"role": "user", "content": STORY})
+    one = (desk(2), ask(text(STORY), image(data_uri(a)), text("What is shown?")))
+    by_http = (desk(2), ask(text(STORY), image(f"{served}/A.png"), text("What is shown?")))
+    pair = (desk(3), ask(image(data_uri(a)), image(data_uri(b)), text(STORY)))
+    swapped = (desk(3), ask(image(data_uri(b)), image(data_uri(a)), text(STORY)))
+    turn = (
+        *one,
+        {"role": "assistant", "content": "Sixteen squares."},
+        ask(text("Which one is the brightest of them?")),
+    )
+    return [
+        Step("text", words),
+        Step("text again", words, repeats="text"),
+        Step("image, data:", one),
+        Step("image, data: again", one, repeats="image, data:"),
+        Step("same image, http:", by_http, repeats="image, data:"),
+        Step("two images A B", pair),
+        Step("two images B A", swapped),
+        Step("two images A B again", pair, repeats="two images A B"),
+        Step("second turn", turn),
+        Step("second turn again", turn, repeats="second turn"),
+    ]
+
+
+@contextmanager
+def picture_server(nonce: str) -> Iterator[str]:
+    """Serve pictures A.png and B.png on loopback while the block runs; yields the URL."""
+    with tempfile.TemporaryDirectory(prefix="mmrouter-demo-") as folder:
+        Path(folder, "A.png").write_bytes(picture(nonce + "a"))
+        Path(folder, "B.png").write_bytes(picture(nonce + "b", 336, 224))
+
+        class Quiet(http.server.SimpleHTTPRequestHandler):
+            def log_message(self, format: str, *args: Any) -> None:
+                """The table is the log."""
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
+class DemoError(Exception):
+    """The workload could not be sent; the message says why."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The workload by the deployment's own policy, and the same by round robin on the same engines."""
+
+    rows: list[Row]
+    baseline: list[Row]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every repeat was an exact whole hit."""
+        return not any(row.failure for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return {
+            "passed": self.passed,
+            "rows": [asdict(row) for row in self.rows],
+            "hit_ratio": hit_ratio(self.rows),
+            "round_robin": {"rows": [asdict(row) for row in self.baseline], "hit_ratio": hit_ratio(self.baseline)},
+        }
+
+    def print(self, console: Console) -> None:
+        """Print the table and the round-robin figure beside it."""
+        show(console, self.rows, self.baseline)
+
+
+def run(reach: Reach, model: str) -> Shown:
+    """Send the workload by the deployment's policy, then by round robin. Raises :class:`DemoError`."""
+    try:
+        return Shown(_run(reach, model), _run(reach, model, policy="roundRobin"))
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        raise DemoError(f"the demo's workload failed: {error}") from error
+
+
+def _run(reach: Reach, model: str, *, policy: str | None = None) -> list[Row]:
+    """Send the workload once, under fresh text."""
+    nonce = secrets.token_hex(4)
+    headers = {"x-mmrouter-control": reach.token} | ({"x-mmrouter-policy": policy} if policy else {})
+    client = openai.OpenAI(base_url=f"{reach.url}/v1", api_key="demo", default_headers=headers, timeout=120)
+    rows: list[Row] = []
+    with picture_server(nonce) as served, httpx.Client(timeout=10) as control:
+        for step in workload(nonce, served):
+            row = _send(client, control, reach, model, step)
+            rows.append(row)
+            _settle(control, reach, step, model)
+    return rows
+
+
+def _send(client: openai.OpenAI, control: httpx.Client, reach: Reach, model: str, step: Step) -> Row:
+    began = time.perf_counter()
+    messages: Any = list(step.messages)
+    answer = client.chat.completions.with_raw_response.create(
+        model=model, messages=messages, max_tokens=8, temperature=0
+    )
+    took = (time.perf_counter() - began) * 1000
+    usage = answer.parse().usage
+    details = usage.prompt_tokens_details if usage else None
+    cached = details.cached_tokens if details and details.cached_tokens is not None else -1
+    request_id = answer.headers["x-mmrouter-request-id"]
+    trace: dict[str, Any] = {}
+    for url in reach.controls:
+        found = control.get(f"{url}/control/decisions/{request_id}", headers=reach.authorization)
+        if found.status_code == 200:
+            trace = found.json()
+            break
+    row = Row(
+        name=step.name,
+        worker=trace.get("worker", "?"),
+        blocks=trace.get("blocks", 0),
+        overlap=trace.get("overlap", 0),
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        cached_tokens=cached,
+        exactness=trace.get("exactness", "?"),
+        why=trace.get("why", ""),
+        milliseconds=took,
+    )
+    return Row(**{**asdict(row), "failure": _failure(step, row, trace)})
+
+
+def _failure(step: Step, row: Row, trace: dict[str, Any]) -> str:
+    """Why a repeat was not an exact whole hit; empty where it was, or where the step is no repeat."""
+    if not step.repeats:
+        return ""
+    if row.exactness != "exact":
+        return f"{row.exactness}, not exact: {', '.join(trace.get('reasons', []))}"
+    if row.overlap != row.blocks:
+        return f"{row.overlap} of {row.blocks} blocks"
+    size = int(trace["block_size"])
+    expected = min(row.overlap * size, (row.prompt_tokens - 1) // size * size)
+    if row.cached_tokens != expected:
+        return f"the engine says {row.cached_tokens} cached tokens, predicted {expected}"
+    return ""
+
+
+def _settle(control: httpx.Client, reach: Reach, step: Step, model: str) -> None:
+    """Wait until every frontend sees what the step left in an engine's cache (a few milliseconds)."""
+    body = {"model": model, "messages": list(step.messages)}
+    deadline = time.monotonic() + SETTLE_SECONDS
+    for url in reach.controls:
+        while time.monotonic() < deadline:
+            dry = control.post(f"{url}/control/explain", headers=reach.authorization, json=body)
+            if dry.status_code != 200:
+                break
+            best = max((c["overlap"] for c in dry.json()["candidates"]), default=0)
+            if best >= dry.json()["blocks"]:
+                break
+            time.sleep(0.01)
+
+
+def hit_ratio(rows: Sequence[Row]) -> float:
+    """Share of all prompt tokens that the engines served from their caches (ratio of sums)."""
+    total = sum(row.prompt_tokens for row in rows)
+    return sum(max(row.cached_tokens, 0) for row in rows) / total if total else 0.0
+
+
+def _computed(rows: Sequence[Row]) -> int:
+    return sum(row.prompt_tokens - max(row.cached_tokens, 0) for row in rows)
+
+
+def show(console: Console, rows: Sequence[Row], baseline: Sequence[Row]) -> None:
+    """Print the table and the round-robin figure beside it."""
+    table = Table(title="one workload, policy kv")
+    for heading, justify in (
+        ("request", "left"), ("worker", "left"), ("blocks", "right"), ("overlap", "right"),
+        ("cached_tokens", "right"), ("exactness", "left"), ("why", "left"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        style = "red" if row.failure else None
+        why = f"{row.why} [FAIL: {row.failure}]" if row.failure else row.why
+        cached = str(row.cached_tokens) if row.cached_tokens >= 0 else "absent"
+        cells = (
+            row.name,
+            row.worker,
+            str(row.blocks),
+            str(row.overlap),
+            cached,
+            row.exactness,
+            why.replace("[", "\\["),
+        )
+        table.add_row(*cells, style=style)
+    console.print(table)
+    ours, theirs = hit_ratio(rows), hit_ratio(baseline)
+    console.print(
+        f"prompt tokens served from cache: [bold]{ours:.1%}[/bold] by kv, {theirs:.1%} by round robin "
+        f"({_computed(rows)} against {_computed(baseline)} tokens to compute)"
+    )

@@ -1,0 +1,82 @@
+"""How a decision is shown to people."""
+
+from itertools import groupby
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+
+def show(console: Console, trace: dict[str, Any]) -> None:
+    """Print a decision: what was predicted, every candidate's score, and the evidence per block."""
+    reasons = f" ({', '.join(trace['reasons'])})" if trace["reasons"] else ""
+    console.print(
+        f"{trace['request_id']}: {trace['worker']} rank {trace['rank']}, {trace['exactness']}{reasons}, policy "
+        f"{trace['policy']}; {trace['overlap']} of {trace['blocks']} blocks of {trace['block_size']} tokens held, "
+        f"{trace['prompt_tokens']} prompt tokens",
+        highlight=False,
+    )
+    console.print(f"why: {trace['why']}", highlight=False, markup=False)
+    for number, attempt in enumerate(trace["attempts"], 1):
+        console.print(f"attempt {number}: {attempt['worker']}: {attempt['outcome']}", highlight=False, markup=False)
+    console.print(_candidates(trace))
+    if trace["images"]:
+        console.print(_images(trace))
+    if trace["keys"]:
+        console.print(_blocks(trace))
+
+
+def error_text(answer: httpx.Response) -> str:
+    """The sentence of a refusal, whichever shape it has."""
+    try:
+        body = answer.json()
+    except ValueError:
+        return f"the control API answered {answer.status_code}: {answer.text[:300]}"
+    error = body.get("error")
+    if isinstance(error, dict):
+        return f"{error.get('message')} (param {error.get('param')})"
+    return f"{answer.status_code}: {body.get('detail', body)}"
+
+
+def _candidates(trace: dict[str, Any]) -> Table:
+    terms = sorted({term for candidate in trace["candidates"] for term in candidate["terms"]})
+    table = Table(title="candidates, best first")
+    for heading in ("worker", "overlap", "in cache", *terms, "cost"):
+        table.add_column(heading, justify="left" if heading == "worker" else "right")
+    for candidate in trace["candidates"]:
+        name = candidate["worker"] if candidate["scored"] else f"{candidate['worker']} (not verified)"
+        values = [f"{candidate['terms'].get(term, 0):g}" for term in terms]
+        table.add_row(name, str(candidate["overlap"]), str(candidate["held"]), *values, f"{candidate['cost']:g}")
+    return table
+
+
+def _images(trace: dict[str, Any]) -> Table:
+    table = Table(title="images")
+    for heading in ("part", "size", "tokens", "first token", "identity"):
+        table.add_column(heading)
+    for image in trace["images"]:
+        size = f"{image['width']}x{image['height']}"
+        identity = image["identity"][:19] + "..."
+        table.add_row(image["param"], size, str(image["tokens"]), str(image["offset"]), identity)
+    return table
+
+
+def _blocks(trace: dict[str, Any]) -> Table:
+    """Runs of blocks with the same holders; a long prompt stays a short table."""
+    table = Table(title="blocks and who holds them now")
+    for heading in ("blocks", "first key", "held by", "images"):
+        table.add_column(heading)
+    size = trace["block_size"]
+    rows = list(enumerate(zip(trace["keys"], trace["holders_now"], strict=True)))
+    for holders, group in groupby(rows, key=lambda row: row[1][1]):
+        run = list(group)
+        first, last = run[0][0], run[-1][0]
+        inside = [
+            image["param"]
+            for image in trace["images"]
+            if image["offset"] < (last + 1) * size and image["offset"] + image["tokens"] > first * size
+        ]
+        span = f"{first}" if first == last else f"{first}-{last}"
+        table.add_row(span, run[0][1][0], ", ".join(holders) or "nobody", ", ".join(inside))
+    return table

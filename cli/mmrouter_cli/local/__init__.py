@@ -1,0 +1,51 @@
+"""The second substrate: the pods that the operator renders, run as processes of this machine (DESIGN.md 7).
+
+A pod is a loopback address of its own, so every port is the same as in a cluster; a volume is a folder, and mount paths
+are rewritten in arguments and environment; a Service is a small forwarder. Nothing outlives the run.
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mmrouter_cli.local.folders import LocalError, run_root
+
+if TYPE_CHECKING:
+    from mmrouter.api import MMRouterDeployment
+    from mmrouter_cli.local.cluster import LocalCluster
+    from mmrouter_cli.local.logs import LogSink
+
+__all__ = ["LocalError", "run_root", "up"]
+
+
+@asynccontextmanager
+async def up(
+    deployment: "MMRouterDeployment",
+    *,
+    base_dir: Path,
+    engines: Literal["sim", "path"] = "sim",
+    engine_env: Path | None = None,
+    log: "LogSink | None" = None,
+    objects: Iterable[dict[str, Any]] = (),
+) -> "AsyncIterator[LocalCluster]":
+    """Render a deployment with fresh secrets and run it until the block ends.
+
+    ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
+    the deployment names. Raises :class:`LocalError`, or ``mmrouter.api.SpecError`` for what cannot be rendered.
+    """
+    # Deployables are imported when they are needed, and only by the command line tool (DESIGN.md 2).
+    from mmrouter_cli.local.cluster import run_local
+    from mmrouter_operator.render import render
+    from mmrouter_operator.secrets import new_secret_data
+
+    rendered = render(deployment, secrets=new_secret_data())
+    async with run_local(
+        [*objects, *rendered],
+        base_dir=base_dir,
+        name=deployment.metadata.name,
+        engines=engines,
+        engine_env=engine_env,
+        log=log,
+    ) as cluster:
+        yield cluster

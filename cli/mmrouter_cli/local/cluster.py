@@ -1,0 +1,266 @@
+"""Rendered objects as local processes, all together: one address per pod, Services, discovery, and a clean end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from mmrouter.api.paths import CONFIG_DIR
+from mmrouter_cli.local.address import AddressBlock, can_bind, take_block
+from mmrouter_cli.local.commands import Commands, Engines, engine_commands, inherited_env
+from mmrouter_cli.local.expand import PodFacts, expand, resolve_env, rewriter
+from mmrouter_cli.local.folders import SHM, LocalError, RunFolders, make_folders
+from mmrouter_cli.local.logs import LogSink, console_sink
+from mmrouter_cli.local.plan import ContainerPlan, Plan, PodPlan, ServicePlan, ServicePort, make_plan
+from mmrouter_cli.local.pod import Container, LocalPod, tell_failure
+from mmrouter_cli.local.probes import Target
+from mmrouter_cli.local.process import Guard
+from mmrouter_cli.local.roster import is_frontend, roster, write_atomically
+from mmrouter_cli.local.service import Forwarder
+from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
+
+NODE = "local"
+UNPRIVILEGED_PORT = 8000
+"""Port of a Service whose own port this user may not bind."""
+
+TOKEN_FILE = "secrets/control.token"  # noqa: S105 - a file's name
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendAddress:
+    """Where one frontend is reached past the Service."""
+
+    name: str
+    url: str
+    control: str
+
+
+class LocalCluster:
+    """A run in progress; made by :func:`run_local`."""
+
+    def __init__(
+        self, plan: Plan, name: str, folders: RunFolders, block: AddressBlock, guard: Guard, log: LogSink
+    ) -> None:
+        self.name = name
+        self.run_dir = folders.run
+        self.pods: list[LocalPod] = []
+        self.endpoint = ""
+        self.endpoints: dict[str, str] = {}
+        self._plan, self._folders, self._block, self._guard, self._log = plan, folders, block, guard, log
+        self._forwarders: list[Forwarder] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._roster = ""
+
+    @property
+    def frontends(self) -> tuple[FrontendAddress, ...]:
+        """Every frontend's own addresses."""
+        found = []
+        for pod in filter(is_frontend, self.pods):
+            http, control = pod.plan.port("http"), pod.plan.port("control")
+            found.append(FrontendAddress(pod.name, f"http://{pod.ip}:{http}", f"http://{pod.ip}:{control}"))
+        return tuple(found)
+
+    @property
+    def control_token_path(self) -> Path | None:
+        """File with the control token; ``None`` without a frontend."""
+        for folder in self._config_folders():
+            return folder / TOKEN_FILE
+        return None
+
+    @property
+    def control_token(self) -> str:
+        """The token of the frontends' control API; empty without a frontend."""
+        path = self.control_token_path
+        return path.read_text().strip() if path is not None else ""
+
+    def pod(self, name: str) -> LocalPod:
+        """Return a pod by name. Raises ``KeyError``."""
+        for pod in self.pods:
+            if pod.name == name:
+                return pod
+        raise KeyError(name)
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Wait until every pod is Ready. Raises ``TimeoutError`` that says which are not, and why."""
+        await self.wait_until(lambda: all(pod.ready for pod in self.pods), timeout)
+
+    async def wait_until(self, condition: Callable[[], bool], timeout: float) -> None:
+        """Wait until something holds that depends on the pods' readiness. Raises ``TimeoutError``."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    await self._changed.wait()
+        except TimeoutError:
+            missing = "; ".join(f"{pod.name} ({pod.waiting_for()})" for pod in self.pods if not pod.ready)
+            raise TimeoutError(f"not ready after {timeout:g} s: {missing or 'the condition does not hold'}") from None
+
+    async def start(self, session: aiohttp.ClientSession, commands: Commands, base_dir: Path, *, serial: bool) -> None:
+        """Make every pod's folders and begin to start them. ``serial``: engine pods start one after the other."""
+        for number, pod_plan in enumerate(self._plan.pods):
+            self.pods.append(self._make_pod(pod_plan, number, session, commands, base_dir))
+        for service in self._plan.services:
+            await self._serve(service)
+        self._notify()
+        self._write_run_file()
+        turn: AbstractAsyncContextManager[object] = asyncio.Lock() if serial else contextlib.nullcontext()
+        for pod in self.pods:
+            mine = contextlib.nullcontext() if is_frontend(pod) else turn
+            task = asyncio.create_task(pod.run(mine), name=f"pod {pod.name}")
+            task.add_done_callback(tell_failure(pod.say))
+            self._tasks.append(task)
+
+    async def stop(self) -> None:
+        """End every process, in the order in which pods are deleted."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(pod.stop() for pod in self.pods))
+        for forwarder in self._forwarders:
+            await forwarder.close()
+
+    def _make_pod(
+        self, plan: PodPlan, number: int, session: aiohttp.ClientSession, commands: Commands, base_dir: Path
+    ) -> LocalPod:
+        ip = self._block.next_pod()
+        facts = PodFacts(plan.name, plan.namespace, str(uuid.uuid4()), ip, NODE, plan.labels, plan.annotations)
+        # Numbers, not names: paths stay short (see folders.NAME_LENGTH).
+        folder, tmpfs = self._folders.run / str(number), self._folders.tmpfs / str(number)
+        folder.mkdir()
+        volumes = make_volumes(plan, self._plan, folder=folder, tmpfs=tmpfs, base_dir=base_dir)
+        pod = LocalPod(plan, facts, volumes, [], [], partial(self._log, plan.name), self._notify)
+        for container in (*plan.init, *plan.containers):
+            made = self._make_container(container, pod, folder, session, commands)
+            (pod.init if container in plan.init else pod.containers).append(made)
+        return pod
+
+    def _make_container(
+        self, plan: ContainerPlan, pod: LocalPod, folder: Path, session: aiohttp.ClientSession, commands: Commands
+    ) -> Container:
+        where = f"{pod.name}/{plan.name}"
+        mounts = mount_paths(plan, pod.volumes, where)
+        link_nested(mounts, (self._folders.run, self._folders.tmpfs))
+        rewrite = rewriter(mounts)
+        inside = resolve_env(plan.env, plan.env_from, pod.facts, self._plan.config_maps, self._plan.secrets)
+        home = folder / "home" / plan.name
+        home.mkdir(parents=True)
+        temporary = mounts.get("/tmp", str(home))  # noqa: S108 - a path in the container
+        env = {**inherited_env(), "HOME": str(home), "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"}
+        env |= {name: rewrite(value) for name, value in inside.items()}
+
+        def line(words: Sequence[str]) -> tuple[str, ...]:
+            # Expanded from the container's own view, so that a path is rewritten once.
+            first, *rest = (rewrite(expand(word, inside)) for word in words)
+            return (*commands.resolve(first, env), *rest)
+
+        probes = {"startup": plan.startup, "readiness": plan.readiness}
+        return Container(
+            plan=plan,
+            argv=line(plan.command),
+            env=env,
+            folder=Path(rewrite(plan.working_dir)) if plan.working_dir else home,
+            target=Target(pod.ip, plan.ports, env, str(home), session),
+            probe_commands={n: line(p.command) for n, p in probes.items() if p is not None and p.command is not None},
+            guard=self._guard,
+            private_memory=str(SHM) in mounts,
+            log=partial(self._log, where),
+            changed=pod.container_changed,
+        )
+
+    async def _serve(self, service: ServicePlan) -> None:
+        for port in service.ports:
+            forwarder = Forwarder(partial(self._backends, service, port))
+            listen = port.port
+            if not can_bind(self._block.service, listen):
+                listen = UNPRIVILEGED_PORT
+            try:
+                await forwarder.listen(self._block.service, listen)
+            except OSError as error:
+                raise LocalError(f"Service {service.name}: cannot listen on {self._block.service}:{listen}") from error
+            self._forwarders.append(forwarder)
+            url = f"http://{self._block.service}:{listen}"
+            self.endpoints[service.name] = url
+            self.endpoint = self.endpoint or url
+            self._log(service.name, f"Service port {port.port} at {url}")
+
+    def _backends(self, service: ServicePlan, port: ServicePort) -> list[tuple[str, int]]:
+        found = []
+        for pod in self.pods:
+            number = pod.plan.port(port.target)
+            if pod.ready and number is not None and service.selector.items() <= pod.labels.items():
+                found.append((pod.ip, number))
+        return found
+
+    def _config_folders(self) -> Iterable[Path]:
+        for pod in filter(is_frontend, self.pods):
+            for container in pod.plan.containers:
+                for mount in container.mounts:
+                    if mount.path == CONFIG_DIR:
+                        yield pod.volumes[mount.volume]
+
+    def _notify(self) -> None:
+        text = roster(self.pods)
+        if text != self._roster:
+            self._roster = text
+            for folder in self._config_folders():
+                write_atomically(folder / "workers.json", text)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _write_run_file(self) -> None:
+        run = {
+            "deployment": self.name,
+            "pid": os.getpid(),
+            "endpoint": self.endpoint,
+            "frontends": [{"name": f.name, "url": f.url, "control": f.control} for f in self.frontends],
+            "control_token": str(self.control_token_path or ""),
+        }
+        write_atomically(self.run_dir / "run.json", json.dumps(run, indent=1))
+
+
+@asynccontextmanager
+async def run_local(
+    objects: Iterable[dict[str, Any]],
+    *,
+    base_dir: Path,
+    name: str = "local",
+    engines: Engines = "sim",
+    engine_env: Path | None = None,
+    log: LogSink | None = None,
+) -> AsyncIterator[LocalCluster]:
+    """Run rendered objects as local processes until the block ends; nothing of them is left then.
+
+    ``base_dir`` is where relative host paths start. Must be entered in the main thread, with which the processes die.
+    Raises :class:`LocalError` for what cannot be run here.
+    """
+    plan = make_plan(objects)
+    ports = {port for pod in plan.pods for port in pod.ports}
+    block = take_block(ports)
+    try:
+        guard = Guard(uuid.uuid4().hex)
+        try:
+            folders = make_folders(name)
+            for folder in {folders.run, folders.tmpfs}:
+                guard.folder(folder)
+            commands = engine_commands(engines, engine_env, folders.run / "bin")
+            cluster = LocalCluster(plan, name, folders, block, guard, log or console_sink())
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+                try:
+                    await cluster.start(session, commands, base_dir, serial=engines == "path")
+                    yield cluster
+                finally:
+                    await cluster.stop()
+        finally:
+            await guard.close()
+    finally:
+        block.close()

@@ -1,0 +1,127 @@
+"""A container's view -> a process's: variables as Kubernetes expands them, mount paths as they lie on this machine."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmrouter_cli.local.folders import LocalError
+
+LOOPBACK = "POD_LOOPBACK"
+"""The variable that differs from a cluster by design: a local pod's loopback is its own address (DESIGN.md 10)."""
+
+_REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
+_SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
+
+
+@dataclass(frozen=True, slots=True)
+class PodFacts:
+    """What the downward API tells about a pod."""
+
+    name: str
+    namespace: str
+    uid: str
+    ip: str
+    node: str
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Replace ``$(NAME)`` by known variables; ``$$`` is a dollar sign; what is not known stays as it is."""
+    return _REFERENCE.sub(
+        lambda match: "$" if match[1] is None else variables.get(match[1], match[0]),
+        text,
+    )
+
+
+def resolve_env(
+    env: Iterable[Mapping[str, Any]],
+    env_from: Iterable[Mapping[str, Any]],
+    pod: PodFacts,
+    config_maps: Mapping[str, Mapping[str, bytes]],
+    secrets: Mapping[str, Mapping[str, bytes]],
+) -> dict[str, str]:
+    """Return a container's environment. A value sees the variables before it. Raises :class:`LocalError`."""
+    values: dict[str, str] = {}
+    for source in env_from:
+        prefix = source.get("prefix", "")
+        for kind, objects in (("configMapRef", config_maps), ("secretRef", secrets)):
+            reference = source.get(kind)
+            if reference is None:
+                continue
+            for key, raw in _object(objects, reference, kind).items():
+                values[prefix + key] = raw.decode()
+    for item in env:
+        name = item["name"]
+        if name == LOOPBACK:
+            values[name] = pod.ip
+        elif "valueFrom" in item:
+            value = _from(item["valueFrom"], name, pod, config_maps, secrets)
+            if value is not None:
+                values[name] = value
+        else:
+            values[name] = expand(str(item.get("value", "")), values)
+    return values
+
+
+def _from(
+    source: Mapping[str, Any],
+    name: str,
+    pod: PodFacts,
+    config_maps: Mapping[str, Mapping[str, bytes]],
+    secrets: Mapping[str, Mapping[str, bytes]],
+) -> str | None:
+    if "fieldRef" in source:
+        return _field(source["fieldRef"]["fieldPath"], name, pod)
+    for kind, objects in (("configMapKeyRef", config_maps), ("secretKeyRef", secrets)):
+        if kind in source:
+            reference = source[kind]
+            data = _object(objects, reference, kind)
+            if reference["key"] in data:
+                return data[reference["key"]].decode()
+            if reference.get("optional"):
+                return None
+            raise LocalError(f"environment variable {name}: {reference['name']} has no key {reference['key']}")
+    raise LocalError(f"environment variable {name}: {', '.join(source)} cannot be had locally")
+
+
+def _object(objects: Mapping[str, Mapping[str, bytes]], reference: Mapping[str, Any], kind: str) -> Mapping[str, bytes]:
+    if reference["name"] in objects:
+        return objects[reference["name"]]
+    if reference.get("optional"):
+        return {}
+    what = "Secret" if kind.startswith("secret") else "ConfigMap"
+    raise LocalError(f"there is no {what} {reference['name']} here")
+
+
+def _field(path: str, name: str, pod: PodFacts) -> str:
+    fields = {
+        "metadata.name": pod.name,
+        "metadata.namespace": pod.namespace,
+        "metadata.uid": pod.uid,
+        "spec.nodeName": pod.node,
+        "spec.serviceAccountName": "default",
+        "status.hostIP": pod.ip,
+        "status.podIP": pod.ip,
+        "status.podIPs": pod.ip,
+    }
+    if path in fields:
+        return fields[path]
+    match = _SUBSCRIPT.fullmatch(path)
+    if match is None:
+        raise LocalError(f"environment variable {name}: the field {path} is not known locally")
+    return (pod.labels if match[1] == "labels" else pod.annotations).get(match[2], "")
+
+
+def rewriter(mounts: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that puts real folders for mount paths wherever they stand as paths in a text.
+
+    The longest mount path wins, a path ends where no name can go on (``/tmp`` is not part of ``/tmpfs`` nor of
+    ``/a/tmp``), and what was put in is not looked at again.
+    """
+    if not mounts:
+        return lambda text: text
+    paths = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w./~-])(?:{paths})(?![\w.-])")
+    return lambda text: pattern.sub(lambda match: mounts[match[0]], text)

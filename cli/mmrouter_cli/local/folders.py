@@ -1,0 +1,73 @@
+"""Where a local run keeps its files: one folder that only its owner can read, gone when the run ends."""
+
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SHM = Path("/dev/shm")  # noqa: S108 - the tmpfs itself; what lies below it belongs to one user and one run
+NAME_LENGTH = 20
+"""Longer names are cut: engines put unix sockets below these folders, whose whole path may have 107 characters."""
+
+
+class LocalError(Exception):
+    """The deployment cannot be run here; the message says why and what to do."""
+
+
+def run_root() -> Path:
+    """Return the folder below which every local run of this user has a folder with a ``run.json``. It may not exist."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"mmrouter-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolders:
+    """The folder of one run, and its twin on tmpfs (the same one where there is no tmpfs)."""
+
+    run: Path
+    tmpfs: Path
+
+
+def make_folders(name: str) -> RunFolders:
+    """Make the folders of a run of this process. What runs left behind whose process is gone is removed first.
+
+    Raises :class:`LocalError` when the root belongs to somebody else.
+    """
+    run = _make(run_root(), name)
+    return RunFolders(run, _make(SHM / f"mmrouter-{os.getuid()}", name) if os.access(SHM, os.W_OK) else run)
+
+
+def _make(root: Path, name: str) -> Path:
+    for number in itertools.count():  # one process may have several runs
+        folder = root / f"{name[:NAME_LENGTH]}{f'.{number}' if number else ''}-{os.getpid()}"
+        # Existing: another run of ours. Missing root: the last run in it ended at this moment.
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            _sweep(root)
+            folder.mkdir(mode=0o700)
+            return folder
+    raise AssertionError("itertools.count never ends")
+
+
+def _sweep(root: Path) -> None:
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = root.lstat()
+    # A shared temporary folder: somebody else may have made this name, to read the secrets that will lie in it.
+    if status.st_uid != os.getuid() or root.is_symlink() or status.st_mode & 0o077:
+        raise LocalError(f"{root} is not a private folder of this user: remove it")
+    for folder in root.iterdir():
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody else's
+    return True

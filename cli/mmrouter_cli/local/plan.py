@@ -1,0 +1,178 @@
+"""Rendered Kubernetes objects -> what to run, typed. Pure; what has no meaning on one machine is named here."""
+
+import base64
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.probes import Probe, parse_probe
+
+MEANINGLESS = frozenset(
+    {
+        "ControllerRevision",
+        "HorizontalPodAutoscaler",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "PodMonitor",
+        "Role",
+        "RoleBinding",
+        "ScaledObject",
+        "ServiceAccount",
+    }
+)
+"""Kinds that only a cluster gives a meaning to. Of pods: resources, security context, placement, lifecycle hooks,
+readiness gates, and liveness probes (a machine that wakes from sleep would kill all its engines)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One volume at one path of a container."""
+
+    volume: str
+    path: str
+    sub_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerPlan:
+    """One container. ``sidecar``: a native one, which starts before the others and never ends."""
+
+    name: str
+    command: tuple[str, ...]
+    env: tuple[dict[str, Any], ...]
+    env_from: tuple[dict[str, Any], ...]
+    mounts: tuple[Mount, ...]
+    ports: dict[str, int]
+    working_dir: str
+    startup: Probe | None
+    readiness: Probe | None
+    sidecar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PodPlan:
+    """One replica."""
+
+    name: str
+    namespace: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    init: tuple[ContainerPlan, ...]
+    containers: tuple[ContainerPlan, ...]
+    volumes: tuple[dict[str, Any], ...]
+    grace_seconds: float
+
+    @property
+    def ports(self) -> set[int]:
+        return {port for container in (*self.init, *self.containers) for port in container.ports.values()}
+
+    def port(self, name: str | int) -> int | None:
+        """Return a container port by name; a number is itself."""
+        if isinstance(name, int):
+            return name
+        return next((c.ports[name] for c in (*self.init, *self.containers) if name in c.ports), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePort:
+    """One port of a Service; ``target`` is a number or the name of a container port."""
+
+    port: int
+    target: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """One Service."""
+
+    name: str
+    selector: dict[str, str]
+    ports: tuple[ServicePort, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything to run. ConfigMaps and Secrets are name -> key -> bytes."""
+
+    pods: list[PodPlan] = field(default_factory=list)
+    services: list[ServicePlan] = field(default_factory=list)
+    config_maps: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    secrets: dict[str, dict[str, bytes]] = field(default_factory=dict)
+
+
+def make_plan(objects: Iterable[dict[str, Any]]) -> Plan:
+    """Read rendered objects. Raises :class:`LocalError` for a kind or a container that cannot be run here."""
+    plan = Plan()
+    for obj in objects:
+        kind, name = obj.get("kind"), obj["metadata"]["name"]
+        match kind:
+            case "Deployment":
+                plan.pods += _pods(obj)
+            case "Service":
+                plan.services.append(_service(obj))
+            case "ConfigMap":
+                plan.config_maps[name] = {key: text.encode() for key, text in (obj.get("data") or {}).items()}
+                plan.config_maps[name] |= _decoded(obj.get("binaryData"))
+            case "Secret":
+                texts = {key: text.encode() for key, text in (obj.get("stringData") or {}).items()}
+                plan.secrets[name] = _decoded(obj.get("data")) | texts
+            case _ if kind not in MEANINGLESS:
+                raise LocalError(f"{kind} {name} cannot be run locally")
+    return plan
+
+
+def _decoded(data: dict[str, str] | None) -> dict[str, bytes]:
+    return {key: base64.b64decode(value) for key, value in (data or {}).items()}
+
+
+def _pods(obj: dict[str, Any]) -> list[PodPlan]:
+    name, template = obj["metadata"]["name"], obj["spec"]["template"]
+    metadata, spec = template.get("metadata") or {}, template["spec"]
+    init = tuple(_container(c, f"{name}/{c['name']}", init=True) for c in spec.get("initContainers") or [])
+    containers = tuple(_container(c, f"{name}/{c['name']}") for c in spec["containers"])
+    return [
+        PodPlan(
+            name=f"{name}-{number}",
+            namespace=obj["metadata"].get("namespace", "default"),
+            labels=metadata.get("labels") or {},
+            annotations=metadata.get("annotations") or {},
+            init=init,
+            containers=containers,
+            volumes=tuple(spec.get("volumes") or []),
+            grace_seconds=float(spec.get("terminationGracePeriodSeconds", 30)),
+        )
+        for number in range(obj["spec"].get("replicas", 1))
+    ]
+
+
+def _container(obj: dict[str, Any], where: str, *, init: bool = False) -> ContainerPlan:
+    if not obj.get("command"):
+        raise LocalError(
+            f"container {where} has no command: its image would say what to run, and no image is used here"
+        )
+    for mount in obj.get("volumeMounts") or []:
+        if "subPathExpr" in mount:
+            raise LocalError(f"container {where}: subPathExpr is not supported locally; use subPath")
+        if not mount["mountPath"].strip("/"):
+            raise LocalError(f"container {where}: nothing can be mounted at /")
+    return ContainerPlan(
+        name=obj["name"],
+        command=(*obj["command"], *(obj.get("args") or [])),
+        env=tuple(obj.get("env") or []),
+        env_from=tuple(obj.get("envFrom") or []),
+        mounts=tuple(
+            Mount(m["name"], m["mountPath"].rstrip("/"), m.get("subPath", "")) for m in obj.get("volumeMounts") or []
+        ),
+        ports={p.get("name", str(p["containerPort"])): p["containerPort"] for p in obj.get("ports") or []},
+        working_dir=obj.get("workingDir", ""),
+        startup=parse_probe(obj.get("startupProbe"), f"{where}: startupProbe"),
+        readiness=parse_probe(obj.get("readinessProbe"), f"{where}: readinessProbe"),
+        sidecar=init and obj.get("restartPolicy") == "Always",
+    )
+
+
+def _service(obj: dict[str, Any]) -> ServicePlan:
+    spec = obj["spec"]
+    ports = tuple(ServicePort(p["port"], p.get("targetPort", p["port"])) for p in spec["ports"])
+    return ServicePlan(obj["metadata"]["name"], spec.get("selector") or {}, ports)

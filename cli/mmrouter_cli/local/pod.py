@@ -1,0 +1,272 @@
+"""One pod as processes: sidecars first, each behind its startup probe; what ends is started again."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmrouter_cli.local.expand import PodFacts
+from mmrouter_cli.local.plan import ContainerPlan, PodPlan
+from mmrouter_cli.local.probes import Probe, Target, attempt
+from mmrouter_cli.local.process import Child, Guard, spawn
+
+FIRST_BACKOFF = 0.2
+LAST_BACKOFF = 5.0
+STEADY_SECONDS = 10.0
+"""A process that ran for so long begins again at the first backoff."""
+
+STARTING_STEP = 0.1
+"""Seconds between probes of what is not ready yet, where the probe's own period is longer: people are waiting."""
+
+MAX_GRACE = 10.0
+MEMORY_SECONDS = 2.0
+"""How often a container with a /dev/shm of its own is asked which shared memory it has made."""
+
+TURN_SECONDS = 120.0
+"""How long one pod may keep the others from starting."""
+
+
+def tell_failure(say: Callable[[str], None]) -> Callable[["asyncio.Task[None]"], None]:
+    """Return a callback that says what ended a task that should have gone on: that would be a mistake of ours."""
+
+    def done(task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            say(f"internal error: {error!r}")
+
+    return done
+
+
+@dataclass(slots=True)
+class Container:
+    """A container as a process: what to run, and how it is doing."""
+
+    plan: ContainerPlan
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    folder: Path
+    target: Target
+    probe_commands: dict[str, tuple[str, ...]]
+    guard: Guard
+    private_memory: bool
+    log: Callable[[str], None]
+    changed: Callable[[], None]
+    child: Child | None = None
+    restarts: int = 0
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: bool = False
+    waiting_for: str = "not started"
+    stopping: bool = False
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def pid(self) -> int | None:
+        return self.child.pid if self.child is not None else None
+
+    def start(self) -> None:
+        """Run the container until :meth:`stop`."""
+        self.task = asyncio.create_task(self._supervise(), name=f"container {self.name}")
+        self.task.add_done_callback(tell_failure(self.log))
+
+    async def once(self) -> None:
+        """Run an init container until it succeeds."""
+        backoff = FIRST_BACKOFF
+        while await self._run() != 0 and not self.stopping:
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    async def stop(self, grace: float) -> None:
+        """Ask the process to end, wait ``grace`` seconds, then end it."""
+        self.stopping = True
+        if self.task is None:
+            return
+        if self.child is not None:
+            self._look_at_memory(self.child, every=0)
+            self.child.terminate()
+        else:
+            self.task.cancel()
+        await asyncio.wait([self.task], timeout=grace)
+        if self.child is not None:
+            self.log(f"does not end within {grace:g} s: killed")
+            self.child.kill()
+            await asyncio.wait([self.task], timeout=grace)
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def _supervise(self) -> None:
+        backoff = FIRST_BACKOFF
+        while not self.stopping:
+            began = time.monotonic()
+            code = await self._run()
+            if self.stopping:
+                return
+            if time.monotonic() - began >= STEADY_SECONDS:
+                backoff = FIRST_BACKOFF
+            how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            self.waiting_for = f"{how}, restarts in {backoff:g} s"
+            self.log(self.waiting_for)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+            self.restarts += 1
+            self.changed()
+
+    async def _run(self) -> int:
+        """Start the process and wait for its end. A command that cannot be started ends with 127, as in a shell."""
+        try:
+            self.child = await spawn(self.argv, env=self.env, folder=self.folder, guard=self.guard, line=self.log)
+        except OSError as error:
+            self.log(f"cannot be started: {error}")
+            return 127
+        if self.stopping:  # asked to stop while it was being born
+            self.child.terminate()
+        watch = asyncio.create_task(self._watch(self.child))
+        watch.add_done_callback(tell_failure(self.log))
+        try:
+            return await self.child.wait()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            self.child = None
+            self.started.clear()
+            self._set_ready(False, "not running")
+
+    async def _watch(self, child: Child) -> None:
+        startup, readiness = self.plan.startup, self.plan.readiness
+        if startup is not None and not await self._start_up(startup, child):
+            return
+        self.started.set()
+        if readiness is None:
+            self._set_ready(True, "")
+            return
+        self.waiting_for = "readiness probe"
+        await asyncio.sleep(readiness.delay)
+        failures = successes = 0
+        while True:
+            problem = await attempt(readiness, self.target, self.probe_commands.get("readiness"))
+            failures, successes = (0, successes + 1) if problem is None else (failures + 1, 0)
+            if problem is None and successes >= readiness.successes:
+                self._set_ready(True, "")
+            elif problem is not None and (failures >= readiness.failures or not self.ready):
+                self._set_ready(False, f"readiness probe: {problem}")
+            self._look_at_memory(child)
+            await asyncio.sleep(readiness.period if self.ready else min(readiness.period, STARTING_STEP))
+
+    async def _start_up(self, probe: Probe, child: Child) -> bool:
+        await asyncio.sleep(probe.delay)
+        deadline = time.monotonic() + probe.failures * probe.period
+        while True:
+            problem = await attempt(probe, self.target, self.probe_commands.get("startup"))
+            if problem is None:
+                return True
+            self.waiting_for = f"startup probe: {problem}"
+            if time.monotonic() >= deadline:
+                self.log(f"{self.waiting_for} for {probe.failures * probe.period:g} s: killed")
+                child.kill()
+                return False
+            self._look_at_memory(child)
+            await asyncio.sleep(min(probe.period, STARTING_STEP))
+
+    def _look_at_memory(self, child: Child, every: float = MEMORY_SECONDS) -> None:
+        if self.private_memory:
+            child.look_at_memory(every=every)
+
+    def _set_ready(self, ready: bool, waiting_for: str) -> None:
+        self.waiting_for = waiting_for
+        if ready != self.ready:
+            self.ready = ready
+            self.changed()
+
+
+@dataclass(slots=True)
+class LocalPod:
+    """A pod: its facts, its volumes, its containers."""
+
+    plan: PodPlan
+    facts: PodFacts
+    volumes: dict[str, Path]
+    init: list[Container]
+    containers: list[Container]
+    say: Callable[[str], None]
+    changed: Callable[[], None]
+    was_ready: bool = False
+    stopping: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def uid(self) -> str:
+        return self.facts.uid
+
+    @property
+    def ip(self) -> str:
+        return self.facts.ip
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return self.plan.labels
+
+    @property
+    def ready(self) -> bool:
+        """Whether every container that stays is ready."""
+        return all(container.ready for container in self._staying)
+
+    @property
+    def _staying(self) -> list[Container]:
+        return [container for container in self.init if container.plan.sidecar] + self.containers
+
+    @property
+    def pids(self) -> dict[str, int | None]:
+        """Container name -> process id, ``None`` while it is not running."""
+        return {container.name: container.pid for container in self.init + self.containers}
+
+    def container(self, name: str) -> Container:
+        """Return a container by name. Raises ``KeyError``."""
+        for container in self.init + self.containers:
+            if container.name == name:
+                return container
+        raise KeyError(name)
+
+    def container_changed(self) -> None:
+        """Called when a container's readiness has changed."""
+        if self.ready != self.was_ready:
+            self.was_ready = self.ready
+            if not self.stopping:
+                self.say("Ready" if self.ready else f"not Ready ({self.waiting_for()})")
+        self.changed()
+
+    def waiting_for(self) -> str:
+        """Say in words what keeps the pod from being Ready."""
+        return "; ".join(f"{c.name}: {c.waiting_for}" for c in self._staying if not c.ready)
+
+    async def run(self, turn: AbstractAsyncContextManager[object]) -> None:
+        """Bring the pod up. Its containers start while it has its ``turn``, which it keeps until they have started."""
+        for container in self.init:
+            if container.plan.sidecar:
+                container.start()
+                await container.started.wait()
+            else:
+                await container.once()
+        async with turn:
+            for container in self.containers:
+                container.start()
+            started = [asyncio.create_task(container.started.wait()) for container in self.containers]
+            try:
+                await asyncio.wait(started, timeout=TURN_SECONDS)
+            finally:
+                for task in started:
+                    task.cancel()
+
+    async def stop(self) -> None:
+        """Stop the containers, then the sidecars in reverse order: they relay what the others said last."""
+        self.stopping = True
+        grace = min(self.plan.grace_seconds, MAX_GRACE)
+        await asyncio.gather(*(container.stop(grace) for container in self.containers))
+        for container in reversed(self.init):
+            await container.stop(grace)

@@ -1,0 +1,169 @@
+"""Child processes that cannot be lost: own session, own group, and death when this process dies."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmrouter_cli.local.guard import members, remove_unused, shared_memory
+
+LINE_LIMIT = 64 * 1024
+OUTPUT_SECONDS = 0.3
+MARK = "MMROUTER_LOCAL_RUN"
+_PR_SET_PDEATHSIG = 1
+
+
+class Guard:
+    """The other end of ``guard.py``."""
+
+    def __init__(self, mark: str) -> None:
+        script = Path(__file__).with_name("guard.py")
+        self.mark = mark
+        self._process = subprocess.Popen(  # noqa: S603 - our own script
+            [sys.executable, "-I", "-S", str(script), f"{MARK}={mark}"],
+            stdin=subprocess.PIPE,
+            # It must not keep a reader of our output waiting.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # killed: the parent-death signal of each child is left
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+    def folder(self, path: Path) -> None:
+        """Have a folder removed in the end."""
+        self._tell(str(path))
+
+    def began(self, group: int) -> None:
+        """Have a process group killed in the end."""
+        self._tell(f"+{group}")
+
+    def ended(self, group: int) -> None:
+        """Forget a process group."""
+        self._tell(f"-{group}")
+
+    async def close(self) -> None:
+        """Clean up now: what is left of the run is gone when this returns."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        await asyncio.to_thread(self._process.wait)
+
+
+@dataclass(slots=True)
+class Child:
+    """A running process and the end of its output."""
+
+    process: asyncio.subprocess.Process
+    output: "asyncio.Task[None]"
+    guard: Guard
+    began: float
+    memory: set[str] = field(default_factory=set)
+    looked: float = 0.0
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def terminate(self) -> None:
+        """Ask the process to end, as a kubelet does: the first process, not its children."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+
+    def look_at_memory(self, *, every: float = 0.0) -> None:
+        """Remember which shared memory the group has, at most once in ``every`` seconds: a crash tells nobody."""
+        if time.time() - self.looked >= every:
+            self.looked = time.time()
+            self.memory |= shared_memory(members(self.pid), self.began)
+
+    def kill(self) -> None:
+        """End the process and all that it started in its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait for the process; what it started dies with it, as in a container. Returns the exit status."""
+        try:
+            code = await self.process.wait()
+        finally:
+            self.kill()
+            self.guard.ended(self.pid)
+        # Its output ends with the last process that holds it; one that left the group may hold it for long.
+        await asyncio.wait([self.output], timeout=OUTPUT_SECONDS)
+        self.output.cancel()
+        remove_unused(self.memory)
+        return code
+
+
+async def spawn(
+    argv: Sequence[str], *, env: Mapping[str, str], folder: Path, guard: Guard, line: Callable[[str], None]
+) -> Child:
+    """Start a process; ``line`` gets each line of its output. Raises ``OSError``."""
+    reader_end, writer_end = os.pipe()
+    began = time.time()
+    try:
+        # A pipe of our own: with asyncio's, wait() would wait for grandchildren that hold it, too.
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            env={**env, MARK: guard.mark},
+            cwd=folder,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=writer_end,
+            stderr=writer_end,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+    except BaseException:
+        os.close(reader_end)
+        raise
+    finally:
+        os.close(writer_end)
+    guard.began(process.pid)
+    return Child(process, asyncio.create_task(_pump(reader_end, line)), guard, began)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    # Looked up here: between fork and exec only the call itself is safe.
+    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+
+    def before_exec() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return before_exec
+
+
+async def _pump(descriptor: int, line: Callable[[str], None]) -> None:
+    reader = asyncio.StreamReader(limit=LINE_LIMIT)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    rest = b""
+    try:
+        while chunk := await reader.read(LINE_LIMIT):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > LINE_LIMIT:
+                lines.append(rest)
+                rest = b""
+            for raw in lines:
+                line(raw.decode(errors="replace").rstrip("\r"))
+        if rest:
+            line(rest.decode(errors="replace"))
+    finally:
+        transport.close()

@@ -1,0 +1,59 @@
+"""Where a deployment's control ports are, and their token.
+
+A running ``mmrouter up`` leaves a ``run.json`` in its run folder; a URL that stands in one needs no further option. Any
+other deployment is reached by ``--control`` and ``--token`` (or ``MMROUTER_CONTROL_TOKEN``).
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mmrouter_cli.local import run_root
+
+
+class UnreachableError(Exception):
+    """There is no way to the control API; the message says what to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """One deployment: where clients go, where every frontend's control API is, and the token for it."""
+
+    url: str
+    controls: tuple[str, ...]
+    token: str
+
+    @property
+    def authorization(self) -> dict[str, str]:
+        """Headers for the control API."""
+        return {"authorization": f"Bearer {self.token}"}
+
+
+def reach(url: str, control: str | None, token: str | None) -> Reach:
+    """Find a deployment's control API. Raises :class:`UnreachableError`."""
+    url = url.rstrip("/").removesuffix("/v1")
+    token = token or os.environ.get("MMROUTER_CONTROL_TOKEN")
+    if control and token:
+        return Reach(url, (control.rstrip("/"),), token)
+    for folder in sorted(run_root().glob("*/run.json")):
+        found = _from_run_file(folder, url)
+        if found is not None:
+            return found
+    raise UnreachableError(
+        f"{url} is not an endpoint of a running `mmrouter up`: name its control API with --control and --token"
+    )
+
+
+def _from_run_file(path: Path, url: str) -> Reach | None:
+    try:
+        run = json.loads(path.read_text())
+        token = Path(run["control_token"]).read_text().strip()
+    except (OSError, ValueError, KeyError):
+        return None  # that run is ending at this moment
+    here = urlsplit(url).netloc
+    urls = [run["endpoint"], *(f["url"] for f in run["frontends"]), *(f["control"] for f in run["frontends"])]
+    if here not in {urlsplit(known).netloc for known in urls}:
+        return None
+    return Reach(url, tuple(f["control"] for f in run["frontends"]), token)

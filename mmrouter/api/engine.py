@@ -1,0 +1,54 @@
+"""`spec.engine`: what runs the model. What changes prompts is typed, because the router must do the same."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mmrouter.api.base import Argument, ConfigMapKey, Image, Opaque, Resource, broken
+
+EngineType = Literal["vllm", "sglang"]
+BlockSize = Annotated[int, Field(ge=1, le=1024)]
+Pixels = Annotated[int, Field(ge=1, le=1_000_000_000)]
+
+
+class ChatTemplate(Resource):
+    """Where the chat template comes from."""
+
+    config_map: ConfigMapKey
+    """ConfigMap key that holds the Jinja text."""
+
+
+class ProcessorOptions(Resource):
+    """Options of the image processor: they decide an image's token count and are part of its identity."""
+
+    min_pixels: Pixels | None = None
+    """Images with fewer pixels are scaled up to this many. Default: the model's own."""
+    max_pixels: Pixels | None = None
+    """Images with more pixels are scaled down to this many. Default: the model's own."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ProcessorOptions":
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise broken("minPixels", "minPixels must not exceed maxPixels")
+        return self
+
+
+class Engine(Resource):
+    """The inference engine, the same for every pool."""
+
+    type: EngineType
+    """vllm or sglang. Immutable: create a second deployment and shift traffic."""
+    image: Image = ""
+    """Container image of the unmodified engine. Default: by engine type and accelerator."""
+    block_size: BlockSize | None = None
+    """Tokens per KV block. Default: by accelerator; a pool may differ."""
+    chat_template: ChatTemplate | None = None
+    """Chat template for engines and router. Default: the one in the model's files."""
+    processor: ProcessorOptions = ProcessorOptions()
+    """Image processor options for engines and router."""
+    kv_connector: Opaque = Field(default={})
+    """Engine configuration of the prefill -> decode transfer. Default: by engine and accelerator."""
+    ec_connector: Opaque = Field(default={})
+    """Engine configuration of the encoder -> language model transfer. Default: by engine and accelerator."""
+    args: list[Argument] = Field(default=[], max_length=100)
+    """More engine arguments, for every pool. Arguments that belong to another field of this resource are refused."""

@@ -1,0 +1,38 @@
+"""`spec.frontend`: the pods that run the router."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mmrouter.api.base import Opaque, Resource, Resources, SecretName
+
+
+class Service(Resource):
+    """The Service that clients talk to."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """Kubernetes Service type."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 80
+    """Port of the Service."""
+
+
+class ApiKeys(Resource):
+    """Who may call. Each key belongs to a tenant; tenants share no KV blocks."""
+
+    secret: SecretName
+    """Secret with one entry per tenant: its name is the tenant's, its text the tenant's API keys, one per line."""
+
+
+class Frontend(Resource):
+    """The routers: HTTP in, engine out. Any number of equal replicas."""
+
+    replicas: Annotated[int, Field(ge=1, le=100)] = 2
+    """Number of frontend pods."""
+    resources: Resources = Resources()
+    """Compute resources of the router container."""
+    service: Service = Service()
+    """The Service in front of the routers."""
+    api_keys: ApiKeys | None = None
+    """API keys and their tenants. Absent: no authentication and one tenant, and a condition says so."""
+    pod_template: Opaque = Field(default={})
+    """Strategic merge patch over the rendered pod template (`metadata` and `spec` of a pod)."""

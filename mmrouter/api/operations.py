@@ -1,0 +1,52 @@
+"""The smaller sections of the spec: verification, sidecar, observability, network policy."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mmrouter.api.base import Decimal, Resource, Resources, broken
+
+
+class Verification(Resource):
+    """How the exactness of routing is measured, and what happens where it does not hold."""
+
+    on_failure: Literal["Degrade", "Refuse"] = "Degrade"
+    """A worker that is not verified in time: Degrade routes to it without overlap, Refuse does not route to it."""
+    sample_ratio: Decimal = "0.01"
+    """Share of requests whose predicted blocks are compared with the engine's own events, 0 to 1."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 300
+    """How long a new worker may take to be verified."""
+
+    @model_validator(mode="after")
+    def _ratio(self) -> "Verification":
+        if float(self.sample_ratio) > 1:
+            raise broken("sampleRatio", "sampleRatio is a share between 0 and 1")
+        return self
+
+
+class Sidecar(Resource):
+    """The relay of KV events beside every engine."""
+
+    resources: Resources = Resources()
+    """Compute resources of the sidecar container."""
+    buffer_events: Annotated[int, Field(ge=100, le=1_000_000)] = 10_000
+    """Deltas and raw event batches kept for replay and for `explain`."""
+
+
+class Observability(Resource):
+    """What is told to the outside."""
+
+    pod_monitor: Literal["Auto", "Enabled", "Disabled"] = "Auto"
+    """PodMonitor objects for Prometheus; Auto where the cluster has that API."""
+    otlp_endpoint: Annotated[str, Field(max_length=500, pattern=r"^(https?://[^\s]+)?$")] = ""
+    """OTLP endpoint for traces; empty for none."""
+    debug_headers: bool = False
+    """Add worker, exactness and overlap headers to every response. They tell a tenant what others asked: for test
+    installations only."""
+
+
+class NetworkPolicy(Resource):
+    """Whether pods may be reached by their own kind only."""
+
+    enabled: bool = True
+    """Create NetworkPolicies."""

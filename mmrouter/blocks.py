@@ -1,0 +1,123 @@
+"""Block keys: token ids and image spans -> the chained 64-bit keys of complete blocks.
+
+    key[i] = XXH3_64(ids of block i, little-endian || extras of block i, seed = key[i-1])
+    key[-1] = namespace seed (model, revision, LoRA, salt; keyed per deployment)
+    extras  = identity (32 bytes) || span start - block start (i64, little-endian), per overlapping span in prompt order
+
+The ids of a block have a fixed length, so ids and extras cannot be mistaken for each other. The relative start is
+negative in the blocks that a span continues into: the same image one token further right is another block, as it is for
+the engine (facts on vLLM 2.6). Incomplete tails are not blocks.
+
+Token ids are u32 (``array('I')``) or, where an engine puts 62-bit sentinels into the ids, u64 (``array('Q')``) buffers.
+"""
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+from xxhash import xxh3_64_intdigest
+
+Key = int
+"""A block key: unsigned 64 bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where one image's placeholder tokens stand in the expanded prompt (offset and length in tokens)."""
+
+    offset: int
+    length: int
+    identity: bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def namespace_seed(
+    key: bytes, *, model: str, revision: str = "", lora: str | None = None, salt: str | None = None
+) -> Key:
+    """Return the seed of a chain: a 64-bit keyed BLAKE3 of everything that is true of the whole request.
+
+    An absent LoRA or salt and an empty one are the same thing; fields are length-prefixed, so a LoRA never equals a
+    salt of the same text.
+    """
+    hasher = blake3(key=key)
+    for field in ("namespace", model, revision, lora or "", salt or ""):
+        raw = field.encode()
+        hasher.update(len(raw).to_bytes(8, "little") + raw)
+    return int.from_bytes(hasher.digest(8), "little")
+
+
+def span_extra(identity: bytes, relative_start: int) -> bytes:
+    """Return the bytes that one overlapping span adds to a block: identity, then span start - block start."""
+    return identity + relative_start.to_bytes(8, "little", signed=True)
+
+
+def block_extras(spans: Sequence[Span], block_size: int, blocks: int) -> dict[int, bytes]:
+    """Return block number -> extras for every one of the first ``blocks`` blocks that a span overlaps."""
+    extras: dict[int, bytes] = {}
+    for span in sorted(spans, key=lambda s: s.offset):
+        if span.length <= 0:
+            raise ValueError(f"span at {span.offset} has length {span.length}: a span holds at least one token")
+        first, last = span.offset // block_size, (span.end - 1) // block_size
+        for number in range(first, min(last + 1, blocks)):
+            extra = span_extra(span.identity, span.offset - number * block_size)
+            extras[number] = extras.get(number, b"") + extra
+    return extras
+
+
+def block_keys(ids: "array[int]", block_size: int, spans: Sequence[Span], seed: Key) -> "array[int]":
+    """Return the keys of the complete blocks of a prompt as ``array('Q')``.
+
+    Raises ``ValueError`` for a block size below 1 or a span of no length.
+    """
+    if block_size < 1:
+        raise ValueError(f"block size must be at least 1, not {block_size}")
+    blocks = len(ids) // block_size
+    return chain(ids, block_size, blocks, block_extras(spans, block_size, blocks), seed)
+
+
+def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key) -> "array[int]":
+    """Continue a chain over ``blocks`` blocks of ``ids``, beginning after the block whose key is ``parent``.
+
+    ``extras`` maps a block number (counted from this buffer's first block) to its extras. This one loop serves both
+    sides: the router's prediction from a whole prompt and the sidecar's keys from one engine event.
+    Raises ``ValueError`` when ``ids`` is shorter than its blocks.
+    """
+    if blocks * block_size > len(ids):
+        raise ValueError(f"{len(ids)} ids do not hold {blocks} blocks of {block_size}")
+    # One call cuts the buffer into all its blocks: a slice per block costs as much as its hash (docs/performance.md).
+    # An own Struct, because the module's cache of formats would keep one for every prompt length.
+    cut: Sequence[bytes] = struct.Struct(f"{block_size * ids.itemsize}s" * blocks).unpack_from(ids)
+    if extras:
+        plain = cut
+        cut = list(plain)
+        for number, extra in extras.items():
+            cut[number] = plain[number] + extra
+    digest = xxh3_64_intdigest
+    key = parent
+    return array("Q", [key := digest(block, key) for block in cut])
+
+
+def pack_keys(keys: Iterable[Key]) -> bytes:
+    """Return keys as 8 little-endian bytes each: the form that travels in the feed."""
+    packed = array("Q", keys)
+    return _little_endian(packed).tobytes()
+
+
+def unpack_keys(raw: bytes) -> "array[int]":
+    """Return the keys of :func:`pack_keys`. Raises ``ValueError`` when the length is no multiple of 8."""
+    keys = array("Q")
+    keys.frombytes(raw)
+    return _little_endian(keys)
+
+
+def _little_endian(keys: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        keys = keys[:]
+        keys.byteswap()
+    return keys

@@ -1,0 +1,1 @@
+"""One file per engine: launch flags, event decoding, request rewriting, metric names."""

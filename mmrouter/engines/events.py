@@ -1,0 +1,62 @@
+"""Engine events in one shape, whatever engine and encoding they came from.
+
+Block hashes are the engine's own, as unsigned 64-bit numbers: engines that publish whole digests are narrowed to the
+low 64 bits, which is what the same engine publishes in its integer form.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks that the engine now holds, in chain order, right after ``parent`` (``None``: from the prompt's start).
+
+    ``ids`` holds the tokens of the blocks back to back; ``extras`` maps a block's number within this event to the bytes
+    that ``mmrouter.blocks.chain`` wants for it. ``spans`` lists (block number, identity, span start - block start).
+    """
+
+    hashes: tuple[int, ...]
+    parent: int | None
+    ids: "array[int]"
+    block_size: int
+    extras: dict[int, bytes]
+    spans: tuple[tuple[int, bytes, int], ...]
+    lora: str | None
+    salt: str | None
+    group: int
+    medium: str
+    window: int | None = None  # tokens; None for full attention
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """One physical copy of each block is gone."""
+
+    hashes: tuple[int, ...]
+    group: int
+    medium: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The rank holds nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """An event that changes nothing for us, and the reason it is counted under."""
+
+    reason: str
+
+
+Event = Stored | Removed | Cleared | Ignored
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One message of an engine's event stream."""
+
+    sent: float  # seconds since 1970, engine clock
+    rank: int
+    events: tuple[Event, ...]

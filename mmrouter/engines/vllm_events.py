@@ -1,0 +1,289 @@
+"""vLLM's KV events -> :mod:`mmrouter.engines.events` (facts on vLLM 2.3 to 2.6, 2.10).
+
+A payload is a msgpack array ``[ts, events, data parallel rank]``. Today's releases send each event as a map that names
+its type; older ones send positional arrays in the same field order. Hashes are 64-bit numbers or whole digests. Unknown
+fields are skipped; an event that we cannot use becomes :class:`~mmrouter.engines.events.Ignored` with a reason from
+:data:`IGNORED_REASONS`, and is never indexed by guesswork.
+"""
+
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from mmrouter.blocks import span_extra
+from mmrouter.engines.events import Batch, Cleared, Event, Ignored, Removed, Stored
+from mmrouter.identity import foreign_identity, from_wire
+
+INDEXED_KINDS = frozenset(
+    {None, "full_attention", "mla_attention", "sink_full_attention", "sliding_window", "sliding_window_mla"}
+)
+"""Cache kinds whose blocks stand for ``block_size`` consecutive tokens; releases that name none have full attention."""
+
+OTHER_KINDS = (
+    "mamba",
+    "chunked_local_attention",
+    "encoder_only_attention",
+    "cross_attention",
+    "unknown",
+)
+
+IGNORED_REASONS = frozenset(
+    {
+        "empty_store",  # full hits of sliding-window groups announce no block
+        "ragged_sliding_window",  # fewer hashes than the tokens have blocks: which ones is not said
+        "ragged_store",
+        "empty_remove",
+        "remote",  # a block that another node holds
+        "spec_other",
+        "unknown_event",
+        *(f"spec_{kind}" for kind in OTHER_KINDS),
+    }
+)
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+_EMBEDS_TAG = b"prompt embeddings of this block:"
+
+
+class EventError(ValueError):
+    """An event batch cannot be read; the message says where."""
+
+
+class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: Any = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+_WireEvent = _Stored | _Removed | _Cleared
+
+
+class _WireBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_WireEvent]
+    rank: int | None = None
+
+
+class _AnyBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    rank: int | None = None
+
+
+_TYPES: dict[str, type[_Stored] | type[_Removed] | type[_Cleared]] = {
+    "BlockStored": _Stored,
+    "BlockRemoved": _Removed,
+    "AllBlocksCleared": _Cleared,
+}
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError)
+"""What msgspec raises for bytes that are no batch; text that is not UTF-8 and odd map keys get errors of their own."""
+
+_typed = msgspec.msgpack.Decoder(_WireBatch)
+_untyped = msgspec.msgpack.Decoder(_AnyBatch)
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Read one message of a vLLM engine's event stream. Raises :class:`EventError`."""
+    try:
+        wire = _typed.decode(payload)
+    except msgspec.ValidationError:
+        # Positional events, event types of later releases, or a real fault: the slow path tells them apart.
+        return _decode_slowly(payload)
+    except _UNREADABLE as error:
+        raise EventError(f"not msgpack: {error}") from error
+    return Batch(wire.ts, wire.rank or 0, _events(wire.events))
+
+
+def _decode_slowly(payload: bytes) -> Batch:
+    try:
+        wire = _untyped.decode(payload)
+    except _UNREADABLE as error:
+        raise EventError(f"not an event batch: {error}") from error
+    named: list[_WireEvent | Ignored] = []
+    for number, raw in enumerate(wire.events):
+        try:
+            named.append(_named(raw))
+        except (msgspec.ValidationError, EventError) as error:
+            raise EventError(f"event {number}: {error}") from error
+    return Batch(wire.ts, wire.rank or 0, _events(named))
+
+
+def _named(raw: Any) -> _WireEvent | Ignored:
+    """Return a typed event from its map or positional form."""
+    if isinstance(raw, dict):
+        kind = raw.get("type")
+    elif isinstance(raw, list) and raw:
+        kind = raw[0]
+    else:
+        raise EventError(f"neither a map nor a positional array: {type(raw).__name__}")
+    if not isinstance(kind, str):
+        raise EventError("an event names its type as text")
+    shape = _TYPES.get(kind)
+    if shape is None:
+        return Ignored("unknown_event")
+    if isinstance(raw, list):
+        # Fields were only ever appended, so the order of today's map is the order of the older arrays.
+        raw = dict(zip(shape.__struct_fields__, raw[1:], strict=False))
+    return msgspec.convert(raw | {"type": kind}, shape)
+
+
+def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
+    """Translate a batch. Engines send a removal per block; those that follow each other become one event."""
+    events: list[Event] = []
+    run: list[int | bytes] = []
+    place = (0, "")
+    for event in wire:
+        if isinstance(event, _Removed) and event.locality != "REMOTE" and event.block_hashes:
+            here = (event.group_idx or 0, event.medium or "GPU")
+            if run and here != place:
+                events.append(Removed(_hashes(run), *place))
+                run = []
+            place = here
+            run += event.block_hashes
+            continue
+        if run:
+            events.append(Removed(_hashes(run), *place))
+            run = []
+        events.append(_event(event))
+    if run:
+        events.append(Removed(_hashes(run), *place))
+    return tuple(events)
+
+
+def _event(event: _WireEvent | Ignored) -> Event:
+    if isinstance(event, _Stored):
+        return _stored(event)
+    if isinstance(event, _Cleared):
+        return Cleared()
+    if isinstance(event, _Removed):
+        return Ignored("remote" if event.locality == "REMOTE" else "empty_remove")
+    return event
+
+
+def _stored(event: _Stored) -> Event:
+    kind = event.kv_cache_spec_kind
+    if kind not in INDEXED_KINDS:
+        return Ignored(f"spec_{kind}" if kind in OTHER_KINDS else "spec_other")
+    if event.locality == "REMOTE":
+        return Ignored("remote")
+    size, blocks = event.block_size, len(event.block_hashes)
+    if size < 1:
+        raise EventError(f"block size {size}")
+    if not blocks:
+        return Ignored("empty_store")
+    if blocks * size != len(event.token_ids):
+        sliding = kind is not None and kind.startswith("sliding_window")
+        return Ignored("ragged_sliding_window" if sliding else "ragged_store")
+    try:
+        ids = array("I", event.token_ids)
+    except OverflowError as error:
+        raise EventError(f"token id: {error}") from error
+    lora = event.lora_name
+    if lora is None and event.lora_id is not None:
+        # A counter of that process, not a name: distinct from every name that could be predicted.
+        lora = f"\0lora_id:{event.lora_id}"
+    parent = event.parent_block_hash
+    extras, spans, salt = _extras(event, blocks) if event.extra_keys else ({}, (), None)
+    return Stored(
+        hashes=_hashes(event.block_hashes),
+        parent=None if parent is None else _narrow(parent),
+        ids=ids,
+        block_size=size,
+        extras=extras,
+        spans=spans,
+        lora=lora,
+        salt=salt,
+        group=event.group_idx or 0,
+        medium=event.medium or "GPU",
+        window=event.kv_cache_spec_sliding_window,
+    )
+
+
+def _extras(event: _Stored, blocks: int) -> tuple[dict[int, bytes], tuple[tuple[int, bytes, int], ...], str | None]:
+    """Return extras per block, spans and the salt from ``extra_keys`` (one list, or nil, per block).
+
+    Items of a block, in order: the LoRA name, ``[identifier, start - block start]`` per image, the cache salt (first
+    block of a prompt only), the digest of prompt embeddings. They are untagged on the wire. What stands where nothing
+    is expected becomes part of the block's extras, so that such a block equals no predicted one.
+    """
+    keys = event.extra_keys or []
+    if len(keys) != blocks:
+        raise EventError(f"{len(keys)} extra_keys for {blocks} blocks")
+    extras: dict[int, bytes] = {}
+    spans: list[tuple[int, bytes, int]] = []
+    salt: str | None = None
+    starts_prompt = event.parent_block_hash is None
+    for number, entry in enumerate(keys):
+        if not entry:
+            continue
+        lora, raw = event.lora_name, b""
+        for item in entry:
+            match item:
+                case [str(identifier), int(start)]:
+                    identity = _identity(identifier)
+                    try:
+                        raw += span_extra(identity, start)
+                    except OverflowError as error:
+                        raise EventError(f"span start {start}") from error
+                    spans.append((number, identity, start))
+                case str(text) if text == lora:
+                    lora = None  # named once per block, before everything else
+                case str(text) if starts_prompt and number == 0 and salt is None:
+                    salt = text
+                case str(text):
+                    raw += foreign_identity(text)
+                case bytes(digest):
+                    raw += _EMBEDS_TAG + digest
+                case _:
+                    raise EventError(f"extra key of type {type(item).__name__} in block {number}")
+        if raw:
+            extras[number] = raw
+    return extras, tuple(spans), salt
+
+
+@lru_cache(maxsize=4096)
+def _identity(identifier: str) -> bytes:
+    """Return our own identity that an identifier carries, or 32 bytes that stand for a foreign one."""
+    return from_wire(identifier) or foreign_identity(identifier)
+
+
+def _hashes(values: list[int | bytes]) -> tuple[int, ...]:
+    if type(values[0]) is int:
+        try:
+            if min(values) >= 0:  # type: ignore[operator]
+                return tuple(values)  # type: ignore[arg-type]
+        except TypeError:
+            pass  # numbers and digests in one list: narrow one by one
+    return tuple([_narrow(value) for value in values])
+
+
+def _narrow(value: int | bytes) -> int:
+    """Return a hash as the engine's integer form: the low 64 bits; a negative number is the same bits unsigned."""
+    if isinstance(value, int):
+        return value & _U64
+    if len(value) < 8:
+        raise EventError(f"block hash of {len(value)} bytes")
+    return int.from_bytes(value[-8:], "big")

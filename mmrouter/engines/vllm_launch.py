@@ -1,0 +1,160 @@
+"""The command line of ``vllm serve``: each flag that exactness, the wiring or a field of the resource depends on."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from mmrouter.api import MMRouterDeployment, Pool
+
+HTTP_PORT = 8000
+EVENTS_PORT = 5557
+REPLAY_PORT = 5657
+"""Plus the data parallel rank each; both are on the pod's loopback (DESIGN.md 10)."""
+
+EVENTS_HWM = 10_000
+"""Messages that an engine keeps while its sidecar is away. They are the engine's memory: far below vLLM's 100,000."""
+REPLAY_STEPS = 10_000
+
+OWNED_FLAGS: Final[dict[str, str]] = {
+    "--model": "model.id",
+    "--revision": "model.revision",
+    "--tokenizer": "",
+    "--tokenizer-mode": "",
+    "--tokenizer-revision": "model.revision",
+    "--skip-tokenizer-init": "",
+    "--served-model-name": "model.servedName",
+    "--trust-remote-code": "model.trustRemoteCode",
+    "--hf-token": "model.tokenSecret",
+    "--config": "engine.args",
+    "--host": "",
+    "--port": "",
+    "--uds": "",
+    "--root-path": "",
+    "--ssl-keyfile": "",
+    "--ssl-certfile": "",
+    "--api-key": "",
+    "--headless": "",
+    "--grpc": "",
+    "--block-size": "engine.blockSize",
+    "--enable-prefix-caching": "",
+    "--prefix-caching-hash-algo": "",
+    "--kv-events-config": "",
+    "--enable-prompt-tokens-details": "",
+    "--chat-template": "engine.chatTemplate",
+    "--chat-template-content-format": "",
+    "--trust-request-chat-template": "",
+    "--default-chat-template-kwargs": "",
+    "--interleave-mm-strings": "",
+    "--exclude-tools-when-tool-choice-none": "",
+    "--mm-processor-kwargs": "engine.processor",
+    "--media-io-kwargs": "",
+    "--trust-request-mm-kwargs": "",
+    "--enable-tower-connector-lora": "",
+    "--enable-prompt-embeds": "",
+    "--enable-mm-embeds": "",
+    "--limit-mm-per-prompt": "routing.media.maxImages",
+    "--allowed-local-media-path": "routing.transfer",
+    "--mm-encoder-only": "pools[].role",
+    "--kv-transfer-config": "engine.kvConnector",
+    "--ec-transfer-config": "engine.ecConnector",
+    "--shutdown-timeout": "pools[].updates.drainSeconds",
+    "--tensor-parallel-size": "pools[].parallelism.tensor",
+    "-tp": "pools[].parallelism.tensor",
+    "--data-parallel-size": "pools[].parallelism.data",
+    "-dp": "pools[].parallelism.data",
+    "--data-parallel-rank": "",
+    "-dpn": "",
+    "--data-parallel-start-rank": "",
+    "-dpr": "",
+    "--data-parallel-size-local": "",
+    "-dpl": "",
+    "--data-parallel-hybrid-lb": "",
+    "-dph": "",
+    "--data-parallel-external-lb": "",
+    "-dpe": "",
+    "--data-parallel-multi-port-external-lb": "",
+    "-dpm": "",
+}
+"""Flags refused in ``engine.args`` and ``pools[].args`` -> the field to use instead, empty where there is none.
+
+vLLM takes them with underscores, with ``=``, with a dotted suffix (``--kv-events-config.endpoint``), negated
+(``--no-``) and shortened; all of these are the same flag.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The engine container: ``$(POD_IP)`` and ``$(POD_LOOPBACK)`` are expanded by whoever starts it."""
+
+    command: list[str]
+    args: list[str]
+    env: dict[str, str]
+    health_path: str
+
+
+def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
+    """Return the command line of one worker pool's engines.
+
+    Raises ``ValueError`` for a role whose transfer between engines this adapter cannot configure.
+    """
+    # The models import the adapters' flag tables, so the arrow back is taken at call time.
+    from mmrouter.api import block_size_of  # noqa: PLC0415
+    from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
+
+    if pool.role != "worker":
+        raise ValueError(f"pool {pool.name!r}: vLLM engines of role {pool.role!r} cannot be launched, only worker")
+    spec = dep.spec
+    model, engine = spec.model, spec.engine
+    args = [
+        MODEL_DIR if model.volume is not None else model.id,
+        *_flag("--served-model-name", model.served_name or dep.metadata.name),
+        *_flag("--host", "$(POD_IP)"),
+        *_flag("--port", HTTP_PORT),
+        *_flag("--block-size", block_size_of(dep, pool)),
+        "--enable-prefix-caching",
+        *_flag("--prefix-caching-hash-algo", "sha256_cbor"),
+        *_flag("--kv-events-config", _events_config()),
+        "--enable-prompt-tokens-details",
+        *_flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images}),
+        *_flag("--shutdown-timeout", pool.updates.drain_seconds),
+    ]
+    if model.volume is None:
+        args += _flag("--revision", model.revision)
+    if model.trust_remote_code:
+        args.append("--trust-remote-code")
+    if engine.chat_template is not None:
+        args += _flag("--chat-template", CHAT_TEMPLATE_PATH)
+    processor = {"min_pixels": engine.processor.min_pixels, "max_pixels": engine.processor.max_pixels}
+    if set_options := {name: value for name, value in processor.items() if value is not None}:
+        args += _flag("--mm-processor-kwargs", set_options)
+    if pool.parallelism.tensor > 1:
+        args += _flag("--tensor-parallel-size", pool.parallelism.tensor)
+    if pool.parallelism.data > 1:
+        args += _flag("--data-parallel-size", pool.parallelism.data)
+    args += [*engine.args, *pool.args]
+    return Launch(command=["vllm", "serve"], args=args, env=_environment(), health_path="/health")
+
+
+def _events_config() -> dict[str, Any]:
+    """A concrete host makes the publisher connect, so the sidecar, which starts first, binds (facts on vLLM 2.2)."""
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://$(POD_LOOPBACK):{EVENTS_PORT}",
+        "replay_endpoint": f"tcp://$(POD_LOOPBACK):{REPLAY_PORT}",
+        "buffer_steps": REPLAY_STEPS,
+        "hwm": EVENTS_HWM,
+    }
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "VLLM_HOST_IP": "$(POD_IP)",
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes on the wire for each hash instead of 34
+        "VLLM_NO_USAGE_STATS": "1",  # engines need no way out of the cluster
+    }
+
+
+def _flag(name: str, value: object) -> list[str]:
+    return [name, json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)]

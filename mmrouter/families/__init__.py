@@ -1,0 +1,30 @@
+"""Model families: image size -> number and layout of placeholder tokens, exactly as the engine's processor has it.
+
+A family is a file here with ``MODEL_TYPE`` and ``load``, and a line in :func:`load`.
+"""
+
+from pathlib import Path
+
+from mmrouter.families import qwen2vl, qwen3vl, qwen25vl
+from mmrouter.families.family import Family, ImageSizeError, ProcessorLimits
+from mmrouter.families.folder import ModelFolderError, read_json
+
+__all__ = ["Family", "ImageSizeError", "ModelFolderError", "ProcessorLimits", "load"]
+
+
+def load(model_dir: Path, processor: ProcessorLimits | None) -> Family | None:
+    """Return the family of a model folder, ``None`` for a ``model_type`` that is not modelled.
+
+    ``processor`` holds the resource's pixel limits, which win over the folder's. Raises :class:`ModelFolderError` for a
+    folder whose config.json cannot be read, or of a known family with a geometry that cannot be used.
+    """
+    config = read_json(model_dir, "config.json")
+    match config.get("model_type"):
+        case qwen2vl.MODEL_TYPE:
+            return qwen2vl.load(model_dir, config, processor)
+        case qwen25vl.MODEL_TYPE:
+            return qwen25vl.load(model_dir, config, processor)
+        case qwen3vl.MODEL_TYPE:
+            return qwen3vl.load(model_dir, config, processor)
+        case _:
+            return None

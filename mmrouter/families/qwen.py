@@ -1,0 +1,116 @@
+"""What the Qwen-VL families share: one image processor, read from the folder as transformers 5.19 reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mmrouter.families.family import ProcessorLimits
+from mmrouter.families.folder import ModelFolderError, find_json, positive_int, read_json
+from mmrouter.families.resize import smart_resize
+
+# The processor class's own defaults, for keys that preprocessor_config.json leaves out.
+DEFAULT_PATCH, DEFAULT_MERGE, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280
+
+MEDIA_TEXT: Mapping[str, str] = MappingProxyType(
+    {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVL:
+    """A Qwen-VL folder: an image is one unbroken run of placeholders, one per merged square of patches."""
+
+    name: str
+    placeholder_id: int
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    placeholder_text: str = "<|image_pad|>"
+    rotates_exif: bool = True
+    """vLLM applies the EXIF orientation while it loads an image, before its processor counts (facts on routing 2.2)."""
+
+    @property
+    def media_text(self) -> Mapping[str, str]:
+        return MEDIA_TEXT
+
+    @property
+    def pixel_options(self) -> dict[str, int]:
+        return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+
+    def count(self, width: int, height: int) -> int:
+        """Return the number of placeholder tokens: (width'/patch)(height'/patch)/merge^2 of the resized image."""
+        unit = self.patch_size * self.merge_size
+        wide, high = smart_resize(width, height, unit=unit, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        return (wide // unit) * (high // unit)
+
+
+def load_qwen(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> QwenVL:
+    """Return the family of a folder whose config.json is ``config``.
+
+    Raises :class:`ModelFolderError` for a geometry that is missing, contradictory or not modelled.
+    """
+    file, processor = _image_processor(folder)
+    patch = positive_int(file, processor, "patch_size", DEFAULT_PATCH)
+    merge = positive_int(file, processor, "merge_size", DEFAULT_MERGE)
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        raise ModelFolderError(f"{folder / 'config.json'}: vision_config is missing")
+    network = (vision.get("patch_size", patch), vision.get("spatial_merge_size", merge))
+    if network != (patch, merge):
+        raise ModelFolderError(
+            f"{file}: patch_size and merge_size {(patch, merge)} are not those of config.json's vision_config {network}"
+        )
+    if processor.get("do_resize") is False:
+        raise ModelFolderError(f"{file}: do_resize false is not modelled")
+    low, high = _pixel_limits(file, processor, limits)
+    return QwenVL(
+        name=str(config["model_type"]),
+        placeholder_id=positive_int(str(folder / "config.json"), config, "image_token_id"),
+        patch_size=patch,
+        merge_size=merge,
+        min_pixels=low,
+        max_pixels=high,
+    )
+
+
+def _image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the image processor's settings: those nested in processor_config.json win over the file of their own."""
+    nested = (find_json(folder, "processor_config.json") or {}).get("image_processor")
+    if isinstance(nested, dict):
+        return str(folder / "processor_config.json"), nested
+    return str(folder / "preprocessor_config.json"), read_json(folder, "preprocessor_config.json")
+
+
+def _pixel_limits(file: str, processor: dict[str, Any], limits: ProcessorLimits | None) -> tuple[int, int]:
+    """Return (min, max) pixels: the resource, else ``min_pixels``/``max_pixels``, else ``size``, else the class's own.
+
+    That is also the order where a file has both forms: transformers 5.19 writes the pixel keys into ``size`` on
+    loading, and vLLM 0.32 writes the engine's ``--mm-processor-kwargs`` over the result.
+    """
+    size = processor.get("size")
+    if size is None:
+        size = {"shortest_edge": DEFAULT_MIN_PIXELS, "longest_edge": DEFAULT_MAX_PIXELS}
+    if not isinstance(size, dict) or set(size) - {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
+        raise ModelFolderError(f"{file}: size must hold shortest_edge and longest_edge, not {size!r}")
+    layers = [
+        (file, {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}),
+        (file, processor),
+    ]
+    if limits is not None:
+        layers.append(("spec.engine.processor", {"min_pixels": limits.min_pixels, "max_pixels": limits.max_pixels}))
+    low, high = (_last_set(layers, key) for key in ("min_pixels", "max_pixels"))
+    if low > high:
+        raise ModelFolderError(f"{file}: the least number of pixels, {low}, is above the greatest, {high}")
+    return low, high
+
+
+def _last_set(layers: list[tuple[str, dict[str, Any]]], key: str) -> int:
+    """Return the value of ``key`` in the last layer that sets it."""
+    name, values = next(((name, values) for name, values in reversed(layers) if values.get(key) is not None), layers[0])
+    return positive_int(name, values, key)

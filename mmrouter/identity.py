@@ -1,0 +1,80 @@
+"""Media identity: what makes two images the same image to a deployment.
+
+An identity is a 256-bit BLAKE3 hash, keyed per deployment, of the encoded bytes *and* of every option that changes the
+pixels the engine makes of them. The same bytes by http, by ``data:`` URI or behind two signed URLs are one identity;
+other bytes behind the same URL are another. It travels to vLLM as ``uuid`` and comes back verbatim in the engine's own
+events (DESIGN.md 3, facts on vLLM 3.2), so a predicted and a published block carry the same 32 bytes.
+"""
+
+import re
+from collections.abc import Mapping
+
+from blake3 import blake3
+
+KEY_BYTES = 32
+IDENTITY_BYTES = 32
+SCHEME = "m1"
+"""Version of the identity scheme; a new scheme is a new prefix, so old and new never compare equal."""
+
+_WIRE = re.compile(rf"{SCHEME}-([0-9a-f]{{64}})")
+
+PIXEL_OPTIONS = frozenset({"min_pixels", "max_pixels", "num_crops", "rgba_background_color"})
+"""Names of the options that may change pixels. Anything else is an error, because we could not say what it changes."""
+
+OptionValue = bool | int | float | str | tuple[int, ...]
+
+
+def media_identity(data: bytes, options: Mapping[str, OptionValue], *, key: bytes) -> bytes:
+    """Return the 32-byte identity of an encoded image.
+
+    ``data`` is the encoded file (JPEG, PNG, ...), ``options`` the processor options in force, ``key`` 32 secret bytes
+    of the deployment. Raises ``ValueError`` for empty data, a key of another length, or an option that is not in
+    :data:`PIXEL_OPTIONS`.
+    """
+    if not data:
+        raise ValueError("media is empty: there is nothing to identify")
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"identity key must be {KEY_BYTES} bytes, not {len(key)}")
+    unknown = sorted(set(options) - PIXEL_OPTIONS)
+    if unknown:
+        raise ValueError(f"unknown processor option {unknown[0]!r}: its effect on pixels is not modelled")
+    hasher = blake3(key=key)
+    hasher.update(_frame(b"media"))
+    for name in sorted(options):
+        hasher.update(_frame(name.encode()))
+        hasher.update(_frame(_canonical(options[name])))
+    hasher.update(_frame(b"bytes"))
+    hasher.update(data)
+    return hasher.digest()
+
+
+def foreign_identity(identifier: str) -> bytes:
+    """Return 32 bytes for an identifier that an engine publishes and that is not ours.
+
+    Requests that reach an engine past the router carry the engine's own image hash. Such blocks must stay distinct from
+    each other and from ours, but nobody ever predicts them, so the hash needs no key.
+    """
+    return blake3(b"foreign media identifier:" + identifier.encode("utf-8", "surrogatepass")).digest()
+
+
+def to_wire(identity: bytes) -> str:
+    """Return the text form (``m1-`` + 64 lower hex digits) that engines carry verbatim."""
+    if len(identity) != IDENTITY_BYTES:
+        raise ValueError(f"an identity is {IDENTITY_BYTES} bytes, not {len(identity)}")
+    return f"{SCHEME}-{identity.hex()}"
+
+
+def from_wire(text: str) -> bytes | None:
+    """Return the 32 bytes of a text form that :func:`to_wire` made, ``None`` for any other text."""
+    match = _WIRE.fullmatch(text)
+    return bytes.fromhex(match[1]) if match else None
+
+
+def _frame(value: bytes) -> bytes:
+    """Length-prefix a value, so that no two option lists share one encoding."""
+    return len(value).to_bytes(8, "little") + value
+
+
+def _canonical(value: OptionValue) -> bytes:
+    # The type is part of the value: True, 1 and "1" are three different options to a processor.
+    return f"{type(value).__name__}:{value!r}".encode()

@@ -1,0 +1,157 @@
+"""Messages -> prompt text -> token ids and spans, for one model folder."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jinja2
+from tokenizers import Tokenizer
+
+from mmrouter.families import Family, ModelFolderError
+from mmrouter.families.folder import find_json
+from mmrouter.prompt.environment import Compiled, compile_template
+from mmrouter.prompt.errors import TemplateError
+from mmrouter.prompt.expand import Expanded, PromptImage, expand_ids
+from mmrouter.prompt.messages import conversation, normal_tools, without_developer
+from mmrouter.prompt.sources import Templates, find_templates
+from mmrouter.prompt.tokens import load_tokenizer, special_tokens
+
+_OURS = frozenset({"messages", "conversation", "chat_template", "return_assistant_tokens_mask"})
+"""Names in ``chat_template_kwargs`` that the engine answers with 400: they would replace the request's own parts."""
+
+_UNSET = (None, "auto")
+"""Values in ``chat_template_kwargs`` that vLLM takes for absent."""
+
+_TAG = "END OF THE MESSAGE THAT GOES ON "
+"""Marks where a continued final message ends; the trailing space tells whether the template strips it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompter:
+    """Renders, tokenizes and expands as vLLM 0.32 does. Immutable and safe to share between threads."""
+
+    family: Family
+    templates: Templates
+    compiled: Mapping[str, Compiled]
+    tokenizer: Tokenizer
+    variables: Mapping[str, str]
+
+    @classmethod
+    def load(cls, model_dir: Path, *, chat_template: str | None = None, family: Family) -> Self:
+        """Read a model folder's templates and tokenizer; ``chat_template`` (a text) replaces the folder's template.
+
+        Raises :class:`ModelFolderError` for files that are missing or contradict each other, a template that does not
+        compile, or a tokenizer that knows the family's placeholder under another id.
+        """
+        config = find_json(model_dir, "tokenizer_config.json") or {}
+        templates = find_templates(model_dir, chat_template, config)
+        try:
+            compiled = {source: compile_template(source) for source in templates.texts()}
+        except jinja2.TemplateError as error:
+            raise ModelFolderError(f"{model_dir}: the chat template does not compile: {error}") from error
+        tokenizer = load_tokenizer(model_dir, config)
+        found = tokenizer.token_to_id(family.placeholder_text)
+        if found != family.placeholder_id:
+            raise ModelFolderError(
+                f"{model_dir}: the tokenizer has {family.placeholder_text!r} as {found}, "
+                f"config.json as {family.placeholder_id}"
+            )
+        return cls(family, templates, compiled, tokenizer, special_tokens(config))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt text of OpenAI chat messages. The arguments are the fields of a chat request.
+
+        ``tools`` and ``documents`` within ``chat_template_kwargs`` count as they do for vLLM: the former replace the
+        request's, the latter only fill in. Raises :class:`TemplateError`, also with the template's own refusal, and
+        :class:`PlaceholderError` as :func:`~mmrouter.prompt.messages.conversation` does.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise TemplateError("continue_final_message and add_generation_prompt cannot both be true")
+        if tools is not None:
+            tools = normal_tools(tools)
+        variables = {k: v for k, v in (chat_template_kwargs or {}).items() if v not in _UNSET}
+        if refused := sorted(_OURS & variables.keys()):
+            raise TemplateError(f"chat_template_kwargs.{refused[0]} is not accepted")
+        for name in ("tokenize", "add_generation_prompt", "continue_final_message"):
+            variables.pop(name, None)
+        tools = variables.pop("tools", tools)
+        fallback = variables.pop("documents", None)
+        documents = fallback if documents is None else documents
+        for name, objects in (("tools", tools), ("documents", documents)):
+            if objects is not None and not _is_object_list(objects):
+                raise TemplateError(f"{name} must be a list of objects")
+        compiled = self.compiled[self.templates.choose(tools=tools is not None)]
+        chat = conversation(messages, compiled.content, self.family.media_text)
+        if not compiled.knows_developer:
+            chat = without_developer(chat)
+        final = ""
+        if continue_final_message:
+            if not compiled.mentions_content:
+                raise TemplateError("continue_final_message: the chat template shows no message content")
+            chat, final = _tag_final(chat)
+        context = {
+            **self.variables,
+            **variables,
+            "messages": chat,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            text = compiled.template.render(context)
+        except Exception as error:
+            # A template is a program over the client's data: whatever it stumbles over, vLLM answers 400 and says why.
+            raise TemplateError(f"the chat template refuses the messages: {error}") from error
+        return _cut_final(text, final) if continue_final_message else text
+
+    def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
+        """Return the token ids of a prompt text with every image expanded, and the images' spans.
+
+        vLLM's chat adds no special tokens by default. Raises :class:`PlaceholderError` when the text has fewer
+        placeholders than there are images, :class:`TemplateError` for text that is not Unicode.
+        """
+        try:
+            # The batch call, even for one text: it computes no offsets and runs without the interpreter's lock.
+            encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except TypeError as error:
+            raise TemplateError("the prompt holds half of a surrogate pair, which is no character") from error
+        return expand_ids(array("I", encoding.ids), self.family.placeholder_id, images)
+
+
+def _is_object_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _tag_final(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the conversation with the last text of the final message tagged, and that text."""
+    last = deepcopy(chat[-1])
+    parts = last["content"]
+    if isinstance(parts, str):
+        last["content"] = parts + _TAG
+        return [*chat[:-1], last], parts
+    for part in reversed(parts):
+        if "text" in part:
+            final = str(part["text"])
+            part["text"] = final + _TAG
+            return [*chat[:-1], last], final
+    raise TemplateError("continue_final_message: the final message has no text to continue")
+
+
+def _cut_final(text: str, final: str) -> str:
+    """Return the rendered text up to where the final message ends."""
+    at = text.rfind(_TAG.strip())
+    if at < 0 or final.strip() not in text:
+        raise TemplateError("continue_final_message: the chat template does not show the final message as it is")
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()

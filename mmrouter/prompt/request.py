@@ -1,0 +1,29 @@
+"""A chat request's body -> the arguments of :meth:`Prompter.render`, as vLLM 0.32 takes them from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmrouter.prompt.errors import TemplateError
+
+
+def render_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments for ``Prompter.render(messages, ...)`` that the fields of a chat request stand for.
+
+    ``reasoning_effort`` reaches the template as a variable, and switches ``enable_thinking`` where the client does not.
+    Raises :class:`TemplateError` for ``chat_template_kwargs`` that are no object.
+    """
+    given = body.get("chat_template_kwargs")
+    if not (given is None or isinstance(given, Mapping)):
+        raise TemplateError("chat_template_kwargs must be an object")
+    kwargs = dict(given or {})
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs["reasoning_effort"] = effort
+    return {
+        "tools": body.get("tools"),
+        "documents": body.get("documents"),
+        "add_generation_prompt": bool(body.get("add_generation_prompt", True)),
+        "continue_final_message": bool(body.get("continue_final_message", False)),
+        "chat_template_kwargs": kwargs,
+    }

@@ -1,0 +1,77 @@
+"""The tokenizer of a model folder, with the tokens that only tokenizer_config.json has."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from mmrouter.families.folder import ModelFolderError
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of ``folder/tokenizer.json`` completed by ``config`` (its tokenizer_config.json).
+
+    As transformers 5.19 does: tokens of ``added_tokens_decoder`` that the file lacks or has with other properties are
+    added in the order of their ids, then named and additional special tokens that are still unknown. Qwen2-VL's
+    placeholder is such a token. Raises :class:`ModelFolderError` for a file that cannot be read or a token that does
+    not get the id it claims.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:
+        # The tokenizers library raises bare Exception for a missing and for a malformed file alike.
+        raise ModelFolderError(f"{path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    claimed = _claimed_tokens(folder, config)
+    present = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = [token for _, token in sorted(claimed.items()) if repr(token) not in present]
+    vocabulary = {token.content for token in tokenizer.get_added_tokens_decoder().values()} | {
+        token.content for token in missing
+    }
+    missing += [AddedToken(text, special=True) for text in _special_texts(config) if text not in vocabulary]
+    if missing:
+        tokenizer.add_tokens(missing)
+    for number, token in claimed.items():
+        if tokenizer.token_to_id(token.content) != number:
+            raise ModelFolderError(
+                f"{folder / 'tokenizer_config.json'}: {token.content!r} is given the id {number}, "
+                f"but the tokenizer has it as {tokenizer.token_to_id(token.content)}"
+            )
+    return tokenizer
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return name -> text of the special tokens that a chat template can use as variables (``eos_token`` ...)."""
+    found = {name: _text(config.get(name)) for name in _NAMED}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        found |= {name: _text(value) for name, value in extra.items()}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _claimed_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+    claimed: dict[int, AddedToken] = {}
+    try:
+        for number, fields in (config.get("added_tokens_decoder") or {}).items():
+            flags = {k: bool(v) for k, v in fields.items() if k in ("single_word", "lstrip", "rstrip", "normalized")}
+            claimed[int(number)] = AddedToken(fields["content"], special=bool(fields.get("special")), **flags)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelFolderError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {error!r}") from error
+    return claimed
+
+
+def _special_texts(config: dict[str, Any]) -> list[str]:
+    listed = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
+    texts = [_text(value) for values in listed if isinstance(values, list) for value in values]
+    return list(dict.fromkeys([*special_tokens(config).values(), *(text for text in texts if text is not None)]))
+
+
+def _text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

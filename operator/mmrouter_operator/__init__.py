@@ -1,0 +1,1 @@
+"""From the resource to Kubernetes objects."""

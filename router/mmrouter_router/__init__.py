@@ -1,0 +1,1 @@
+"""The router: HTTP in, engine out (DESIGN.md 3)."""

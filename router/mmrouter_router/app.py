@@ -1,0 +1,274 @@
+"""Wiring: one process, one event loop, three ports (8000 clients, 8001 control, 9090 metrics and health)."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+import uvicorn
+import zmq.asyncio
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from mmrouter_router import control, discovery
+from mmrouter_router.canary import Canary, CanaryError
+from mmrouter_router.chat import CHAT, FORWARDED, Chat, Receive, Scope, Send
+from mmrouter_router.decisions import Decisions
+from mmrouter_router.errors import RequestError
+from mmrouter_router.feeds import Feed, FeedSilentError
+from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.forward import Forwarder
+from mmrouter_router.intake import Limits
+from mmrouter_router.media import MediaResolver
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.place import Placer
+from mmrouter_router.prepare import Preparer
+from mmrouter_router.settings import Settings
+from mmrouter_router.tenants import Tenants
+from mmrouter_router.upstream import Upstream
+
+log = logging.getLogger("mmrouter.router")
+
+CLIENT_PORT, METRICS_PORT = 8000, 9090
+READY_SECONDS = 30.0
+"""Ready at the latest so long after start, with whatever is known then (DESIGN.md 4)."""
+CANARY_RETRY_SECONDS = 1.0
+SWEEP_SECONDS = 0.05
+
+
+class Router:
+    """Everything that lives as long as the process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        spec = settings.deployment.spec
+        self.served_model = spec.model.served_name or settings.deployment.metadata.name
+        self.metrics = Metrics()
+        self.fleet = Fleet(self.metrics)
+        self.upstream = Upstream()
+        self.placer = Placer(settings.deployment, self.fleet)
+        self.media = MediaResolver(spec.routing.media, registry=self.metrics.registry)
+        self.preparer = Preparer(settings, self.media)
+        self.decisions = Decisions()
+        self.tenants = Tenants(
+            settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
+        )
+        self.forwarder = Forwarder(self.placer, self.upstream, settings.engine_key, self.metrics)
+        self.chat = Chat(
+            router_id=settings.router_id,
+            served_model=self.served_model,
+            limits=Limits.of(spec.routing.media),
+            tenants=self.tenants,
+            preparer=self.preparer,
+            forwarder=self.forwarder,
+            decisions=self.decisions,
+            metrics=self.metrics,
+            control_token=settings.control_token,
+            debug_headers=spec.observability.debug_headers,
+        )
+        self.canary = Canary(
+            settings.router_id,
+            self.fleet,
+            self.preparer,
+            self.upstream,
+            settings.engine_key,
+            self.served_model,
+            settings.identity_key,
+            self.metrics,
+        )
+        self.peers: tuple[discovery.Peer, ...] = ()
+        self._context = zmq.asyncio.Context()
+        # One group for everything that runs: what none of us expects ends the process loudly, never one feed silently.
+        self._tasks = asyncio.TaskGroup()
+        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
+        self._canaries: dict[str, asyncio.Task[None]] = {}
+        self._started = time.monotonic()
+        self._ready = False
+        self._rostered = False
+        self._changed = asyncio.Event()
+        self.fleet.on_change(self._changed.set)
+
+    @property
+    def ready(self) -> bool:
+        """True once every known sidecar's snapshot is in or the deadline has passed; then for good."""
+        if not self._ready:
+            known = all(w.follower.synced and w.beat is not None for w in self.fleet if w.member.ready)
+            self._ready = (self._rostered and known) or time.monotonic() - self._started > READY_SECONDS
+        return self._ready
+
+    def roster(self, roster: discovery.Roster) -> None:
+        """Take over who is there."""
+        self.peers = tuple(p for p in roster.peers if p.ip != self.settings.pod_ip)
+        here = {member.uid for member in roster.members}
+        for member in roster.members:
+            known = self._feeds.get(member.uid)
+            worker = self.fleet.join(member)
+            if known is None:
+                feeder = Feed(worker, self.fleet, self.settings.curve, self._context, self.metrics)
+                self._feeds[member.uid] = (feeder, self._tasks.create_task(feeder.run(), name=f"feed {member.name}"))
+        for uid in set(self._feeds) - here:
+            self._feeds.pop(uid)[1].cancel()
+            self.fleet.leave(uid)
+        self._rostered = True
+
+    async def run(self) -> None:
+        """Serve until cancelled or told to stop by a signal."""
+        discover = discovery.watch_file(self.settings.config_dir / "workers.json", self.roster)
+        servers = [
+            _server(self._client_app(), self.settings.pod_ip, CLIENT_PORT),
+            _server(self._control_app(), self.settings.pod_ip, control.CONTROL_PORT),
+            _server(self._metrics_app(), self.settings.pod_ip, METRICS_PORT),
+        ]
+        log.info(
+            "router %s serves %s on %s:%d",
+            self.settings.router_id,
+            self.served_model,
+            self.settings.pod_ip,
+            CLIENT_PORT,
+        )
+        try:
+            async with self._tasks as tasks:
+                background = [
+                    tasks.create_task(discover, name="discovery"),
+                    tasks.create_task(self._verify_all(), name="canaries"),
+                    tasks.create_task(self._sweep(), name="sweep"),
+                ]
+                # The first server owns the signals; when it has drained, the others have nothing left to serve.
+                await _serve(servers)
+                for task in [*background, *self._canaries.values(), *(task for _, task in self._feeds.values())]:
+                    task.cancel()
+        finally:
+            self.upstream.close()
+            await self.media.close()
+            self._context.destroy(linger=0)
+
+    async def _verify_all(self) -> None:
+        """Start a canary for every worker that is routable and not verified; one at a time per worker."""
+        while True:
+            self._changed.clear()
+            for worker in self.fleet:
+                task = self._canaries.get(worker.member.uid)
+                if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
+                    self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))
+            self.metrics.index_keys.set(len(self.fleet.index))
+            for standing in ("verified", "degraded", "pending", "refused", "unsynced"):
+                count = sum(self.placer.standing(worker) == standing for worker in self.fleet)
+                self.metrics.workers.labels(standing).set(count)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CANARY_RETRY_SECONDS):
+                    await self._changed.wait()
+
+    async def _verify(self, worker: Worker) -> None:
+        feeder = self._feeds[worker.member.uid][0]
+        try:
+            await self.canary.verify(worker, feeder, self.placer.block_size(worker))
+        except (CanaryError, FeedSilentError) as error:
+            log.warning("%s: canary not carried out: %s", worker.member.name, error)
+            self.metrics.parity.labels("Unknown", "not_run").inc()
+        await asyncio.sleep(CANARY_RETRY_SECONDS)  # the next round looks again; a result is in the heartbeat by then
+
+    async def _sweep(self) -> None:
+        while True:
+            more = self.fleet.index.sweep()
+            await asyncio.sleep(0 if more else SWEEP_SECONDS)
+
+    def _client_app(self) -> Any:
+        fallback = self._public_app()
+        hot = frozenset((CHAT, *FORWARDED))
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"] in hot:
+                await self.chat(scope, receive, send)
+            else:
+                await fallback(scope, receive, send)
+
+        return app
+
+    def _public_app(self) -> FastAPI:
+        app = FastAPI(title="mmrouter", openapi_url=None)
+
+        @app.exception_handler(RequestError)
+        async def refused(_: Request, error: RequestError) -> Response:
+            return Response(error.to_body(), error.status, headers=error.headers, media_type="application/json")
+
+        @app.exception_handler(404)
+        async def unknown_path(request: Request, _: Exception) -> Response:
+            return await refused(request, RequestError.not_found(request.method, request.url.path))
+
+        @app.exception_handler(405)
+        async def wrong_method(request: Request, _: Exception) -> Response:
+            return await refused(request, RequestError.method_not_allowed(request.method, request.url.path))
+
+        @app.get("/v1/models")
+        async def models(request: Request) -> dict[str, Any]:
+            self.tenants.authenticate(request.scope["headers"])
+            model = {"id": self.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
+            return {"object": "list", "data": [{**model, "root": self.settings.deployment.spec.model.id}]}
+
+        @app.get("/health")
+        async def health() -> Response:
+            return Response(status_code=200 if self.ready else 503)
+
+        return app
+
+    def _control_app(self) -> FastAPI:
+        return control.create(
+            token=self.settings.control_token,
+            router_id=self.settings.router_id,
+            fleet=self.fleet,
+            placer=self.placer,
+            chat=self.chat,
+            decisions=self.decisions,
+            peers=lambda: self.peers,
+            ready=lambda: self.ready,
+        )
+
+    def _metrics_app(self) -> FastAPI:
+        app = FastAPI(title="mmrouter metrics", openapi_url=None)
+
+        @app.get("/healthz")
+        async def alive() -> Response:
+            return Response("ok")
+
+        @app.get("/readyz")
+        async def ready() -> Response:
+            return JSONResponse({"ready": self.ready}, 200 if self.ready else 503)
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+        return app
+
+
+def _server(app: Any, host: str, port: int) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http="httptools",
+        loop="uvloop",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=30,
+    )
+    return uvicorn.Server(config)
+
+
+async def _serve(servers: list[uvicorn.Server]) -> None:
+    """Run all servers until the first one has shut down (it handles SIGTERM and SIGINT)."""
+    first, *others = servers
+    for server in others:
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    tasks = [asyncio.create_task(server.serve()) for server in others]
+    try:
+        await first.serve()
+    finally:
+        for server in others:
+            server.should_exit = True
+        await asyncio.gather(*tasks)

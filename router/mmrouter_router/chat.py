@@ -1,0 +1,257 @@
+"""The hot route: ``POST /v1/chat/completions`` and its forwarded siblings as bare ASGI (facts on performance 3).
+
+Request in, stages of DESIGN.md 3, answer out: the engine's bytes pass through untouched. A client that leaves aborts
+the request in the engine.
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, cast, get_args
+
+from blake3 import blake3
+from ulid import ULID
+
+from mmrouter.engines.vllm import ImageRewrite, prompt_error_field, rewrite_chat
+from mmrouter.identity import to_wire
+from mmrouter_router.decisions import Decisions
+from mmrouter_router.errors import RequestError
+from mmrouter_router.forward import ERROR_LIMIT, Forwarder, Reply, encode_body
+from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.prepare import Prepared, Preparer
+from mmrouter_router.schedule import Policy
+from mmrouter_router.tenants import Tenant, Tenants
+from mmrouter_router.upstream import UpstreamError
+
+log = logging.getLogger("mmrouter.chat")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+CHAT = "/v1/chat/completions"
+FORWARDED = ("/v1/completions", "/v1/responses")
+REQUEST_ID = "x-mmrouter-request-id"
+CONTROL = b"x-mmrouter-control"
+POLICY = b"x-mmrouter-policy"
+"""With the control token: route this one request by another policy, to compare policies on the same engines."""
+_HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
+_PASSED_ON = (b"traceparent", b"tracestate")
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection."""
+
+
+class Chat:
+    """ASGI handler of the routes that end in an engine."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        served_model: str,
+        limits: Limits,
+        tenants: Tenants,
+        preparer: Preparer,
+        forwarder: Forwarder,
+        decisions: Decisions,
+        metrics: Metrics,
+        control_token: str,
+        debug_headers: bool,
+    ) -> None:
+        self._router_id, self._served_model, self._limits = router_id, served_model, limits
+        self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
+        self._decisions, self._metrics = decisions, metrics
+        self._control_token, self._debug_headers = control_token.encode(), debug_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; never raises for what a client or an engine did."""
+        path: str = scope["path"]
+        request_id = f"{self._router_id}-{ULID()}"
+        received = time.perf_counter()
+        self._metrics.in_flight.inc()
+        code = "499"
+        try:
+            code = str(await self._answer(path, request_id, received, scope, receive, send))
+        except RequestError as error:
+            code = str(error.status)
+            await _respond_error(send, error, request_id)
+        except ClientGoneError:
+            self._metrics.disconnects.inc()
+        except UpstreamError as error:
+            # Bytes are out, so this answer cannot be retried; returning without its end makes the server cut the
+            # connection, and the client sees that the answer is short.
+            code = "broken_off"
+            log.warning("%s: answer broke off: %s", request_id, error)
+        finally:
+            self._metrics.in_flight.dec()
+            self._metrics.requests.labels(path, code).inc()
+
+    def tenant(self, api_key: str) -> Tenant:
+        """Whose key this is. Raises :class:`RequestError` (401)."""
+        return self._tenants.authenticate([(b"authorization", f"Bearer {api_key}".encode())])
+
+    async def prepare(self, path: str, raw: bytes, tenant: Tenant) -> Prepared:
+        """Stages intake to blocks, without placing: what a dry run explains. Raises :class:`RequestError`."""
+        with self._metrics.stage.labels("intake").time():
+            parse = parse_chat if path == CHAT else parse_forwarded
+            request = parse(raw, self._limits, self._served_model)
+        with self._metrics.stage.labels("prepare").time():
+            return await self._preparer.prepare(request, tenant.salt, tenant.name)
+
+    async def _answer(
+        self, path: str, request_id: str, received: float, scope: Scope, receive: Receive, send: Send
+    ) -> int:
+        headers = scope["headers"]
+        if scope["method"] != "POST":
+            raise RequestError.method_not_allowed(scope["method"], path)
+        tenant = self._tenants.authenticate(headers)
+        raw = await _read_body(headers, receive, self._limits.max_request_bytes)
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        work = asyncio.create_task(self._serve(path, request_id, received, headers, raw, tenant, send))
+        try:
+            await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGoneError
+            return await work
+        finally:
+            for task in (gone, work):
+                task.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _serve(
+        self,
+        path: str,
+        request_id: str,
+        received: float,
+        headers: Iterable[tuple[bytes, bytes]],
+        raw: bytes,
+        tenant: Tenant,
+        send: Send,
+    ) -> int:
+        prepared = await self.prepare(path, raw, tenant)
+        body = self._body(path, prepared)
+        fingerprint = blake3(raw).digest()
+        passed = {n.decode("latin-1"): v.decode("latin-1") for n, v in headers if n in _PASSED_ON}
+        trusted = self._trusted(headers)
+        policy = _policy(headers) if trusted else None
+        reply = await self._forwarder.send(request_id, prepared, path, body, fingerprint, passed, policy)
+        try:
+            self._decisions.add(request_id, reply.trace)
+            self._count(prepared, reply)
+            self._metrics.first_byte.observe(time.perf_counter() - received)
+            extra = self._headers(request_id, reply, debug=trusted or self._debug_headers)
+            if reply.answer.status >= 400:
+                await _pass_error(send, reply, extra)
+            else:
+                await _pass_answer(send, reply, extra)
+            return reply.answer.status
+        finally:
+            reply.close()
+
+    def _body(self, path: str, prepared: Prepared) -> bytes:
+        if path != CHAT:
+            rewritten = rewrite_chat(prepared.request.body, (), model=self._served_model, cache_salt=prepared.salt)
+        else:
+            images = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in prepared.images]
+            rewritten = rewrite_chat(prepared.request.body, images, model=self._served_model, cache_salt=prepared.salt)
+        for name in {*rewritten.removed, *prepared.request.removed}:
+            self._metrics.stripped.labels(name).inc()
+        return encode_body(rewritten.body)
+
+    def _count(self, prepared: Prepared, reply: Reply) -> None:
+        decision = reply.decision
+        for reason in decision.reasons or ("",):  # the cause is one of few, the field behind it is not
+            self._metrics.decisions.labels(decision.exactness, reason.split(":")[0]).inc()
+        self._metrics.prompt_blocks.inc(decision.choice.winner.blocks)
+        self._metrics.overlap_blocks.inc(decision.choice.winner.overlap)
+
+    def _trusted(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether the control token came along: then a request may see overlap and choose its policy."""
+        return any(name == CONTROL and hmac.compare_digest(value, self._control_token) for name, value in headers)
+
+    @staticmethod
+    def _headers(request_id: str, reply: Reply, *, debug: bool) -> list[tuple[bytes, bytes]]:
+        ours = [(REQUEST_ID.encode(), request_id.encode())]
+        # Overlap tells a tenant what others asked, so it needs the control token (DESIGN.md 10).
+        if debug:
+            decision = reply.decision
+            winner = decision.choice.winner
+            ours += [
+                (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
+                (b"x-mmrouter-exactness", decision.exactness.encode()),
+                (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
+                (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
+                (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),
+                (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
+            ]
+        return ours
+
+
+def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:
+    wanted = next((value.decode("latin-1") for name, value in headers if name == POLICY), None)
+    if wanted is None:
+        return None
+    if wanted not in get_args(Policy):
+        raise RequestError.invalid(f"{wanted!r} is no policy: {', '.join(get_args(Policy))}", param=POLICY.decode())
+    return cast(Policy, wanted)
+
+
+async def _read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, limit: int) -> bytes:
+    declared = next((value for name, value in headers if name == b"content-length"), b"0")
+    if declared.isdigit() and int(declared) > limit:
+        raise RequestError.too_large(limit)
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > limit:
+            raise RequestError.too_large(limit)
+        pieces.append(piece)
+        if not message.get("more_body"):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _pass_answer(send: Send, reply: Reply, extra: list[tuple[bytes, bytes]]) -> None:
+    headers = [(n, v) for n, v in reply.answer.headers if n not in _HOP_BY_HOP]
+    await send({"type": "http.response.start", "status": reply.answer.status, "headers": headers + extra})
+    await send({"type": "http.response.body", "body": reply.first, "more_body": True})
+    async for piece in reply.rest:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _pass_error(send: Send, reply: Reply, extra: list[tuple[bytes, bytes]]) -> None:
+    """Pass an engine's error on in OpenAI's shape, with the field named where we know it."""
+    raw = reply.first
+    async for piece in reply.rest:
+        raw += piece
+        if len(raw) > ERROR_LIMIT:
+            break
+    error = RequestError.from_engine(reply.answer.status, raw, prompt_error_field)
+    await _respond_error(send, error, "", extra)
+
+
+async def _respond_error(
+    send: Send, error: RequestError, request_id: str, extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    body = error.to_body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    headers += extra if extra is not None else [(REQUEST_ID.encode(), request_id.encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,177 @@
+"""The control API on its own port, behind the control token: workers, decisions, explain, stream (DESIGN.md 10)."""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+import aiohttp
+import orjson
+from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from mmrouter_router.chat import CHAT, Chat
+from mmrouter_router.decisions import Decisions, trace_of
+from mmrouter_router.discovery import Peer
+from mmrouter_router.errors import RequestError
+from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.place import NoWorkerError, Placer
+from mmrouter_router.tenants import DEFAULT
+
+CONTROL_PORT = 8001
+PEER_SECONDS = 2.0
+STREAM_SECONDS = 0.2
+"""Changes that come together are one event of the stream."""
+
+
+def create(
+    *,
+    token: str,
+    router_id: str,
+    fleet: Fleet,
+    placer: Placer,
+    chat: Chat,
+    decisions: Decisions,
+    peers: Callable[[], tuple[Peer, ...]],
+    ready: Callable[[], bool],
+) -> FastAPI:
+    """Build the control application."""
+
+    def authorized(authorization: Annotated[str, Header()] = "") -> None:
+        if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "the control token is missing or wrong")
+
+    app = FastAPI(title="mmrouter control", openapi_url=None, dependencies=[Depends(authorized)])
+
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> Response:
+        return Response(error.to_body(), error.status, headers=error.headers, media_type="application/json")
+
+    @app.get("/control/state")
+    async def state() -> dict[str, Any]:
+        return state_of(router_id, fleet, placer, ready=ready())
+
+    @app.get("/control/stream")
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(_events(router_id, fleet, placer, ready), media_type="text/event-stream")
+
+    @app.get("/control/workers/{uid}/keys")
+    async def keys(uid: str) -> dict[str, Any]:
+        worker = fleet.workers.get(uid)
+        if worker is None:
+            raise HTTPException(404, f"no worker {uid}")
+        return {
+            "worker": worker.id,
+            "epoch": worker.follower.epoch,
+            "seq": worker.follower.seq,
+            "keys": {rank: sorted(f"{k:016x}" for k in fleet.index.keys(slot)) for rank, slot in worker.slots.items()},
+        }
+
+    @app.get("/control/decisions")
+    async def latest(count: int = 50) -> list[dict[str, Any]]:
+        return [trace.as_json() for trace in decisions.latest(min(max(count, 1), 1000))]
+
+    @app.get("/control/decisions/{request_id}")
+    async def decision(request_id: str, ask: bool = True) -> JSONResponse:
+        trace = decisions.get(request_id)
+        if trace is not None:
+            return JSONResponse(_with_holders(trace.as_json(), fleet))
+        if ask and not request_id.startswith(f"{router_id}-"):
+            found = await _ask_peers(peers(), request_id, token)
+            if found is not None:
+                return JSONResponse(found)
+        raise HTTPException(404, f"no decision {request_id} is kept")
+
+    @app.post("/control/explain")
+    async def explain(request: Request, x_mmrouter_api_key: Annotated[str, Header()] = "") -> dict[str, Any]:
+        """A dry run: everything but sending, for the tenant of an API key where one is given."""
+        tenant = chat.tenant(x_mmrouter_api_key) if x_mmrouter_api_key else DEFAULT
+        prepared = await chat.prepare(CHAT, await request.body(), tenant)
+        try:
+            chosen = placer.place(prepared, dry_run=True)
+        except NoWorkerError as error:
+            raise RequestError.no_worker(str(error)) from error
+        return _with_holders(trace_of("dry-run", prepared, chosen).as_json(), fleet)
+
+    return app
+
+
+def state_of(router_id: str, fleet: Fleet, placer: Placer, *, ready: bool) -> dict[str, Any]:
+    """What this router knows, as plain values."""
+    return {
+        "router": router_id,
+        "ready": ready,
+        "index_keys": len(fleet.index),
+        "workers": [worker_of(worker, fleet, placer) for worker in fleet],
+    }
+
+
+def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
+    """One worker's standing, for people, tests and the operator."""
+    beat = worker.beat
+    return {
+        "uid": worker.member.uid,
+        "name": worker.member.name,
+        "ip": worker.member.ip,
+        "pool": worker.member.pool,
+        "role": worker.member.role,
+        "id": worker.id,
+        "standing": placer.standing(worker),
+        "routable": worker.routable,
+        "synced": worker.follower.synced,
+        "epoch": worker.follower.epoch,
+        "seq": worker.follower.seq,
+        "engine": beat.engine if beat else "",
+        "engine_state": beat.engine_state if beat else "",
+        "engine_version": beat.engine_version if beat else "",
+        "block_size": placer.block_size(worker),
+        "draining": bool(beat and beat.draining) or worker.member.draining,
+        "digests": beat.digests if beat else {},
+        "canary": worker.canary,
+        "canary_cause": beat.canary.cause if beat and beat.canary else "",
+        "canary_message": beat.canary.message if beat and beat.canary else "",
+        "held": {rank: fleet.index.held(slot) for rank, slot in worker.slots.items()},
+        "heard_seconds_ago": round(fleet.now() - worker.beat_at, 3) if worker.beat_at else None,
+        "waiting": sum(worker.waiting.values()),
+        "in_flight": sum(usage.requests for usage in worker.usage.values()),
+    }
+
+
+def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
+    """Add per-block evidence: who holds each block *now*."""
+    names = {slot: worker.member.name for worker in fleet for slot in worker.slots.values()}
+    holders = [
+        sorted(name for slot, name in names.items() if fleet.index.holds(slot, int(key, 16))) for key in trace["keys"]
+    ]
+    return {**trace, "holders_now": holders}
+
+
+async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str) -> Any | None:
+    headers = {"authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PEER_SECONDS)) as session:
+        for peer in peers:
+            url = f"http://{peer.ip}:{CONTROL_PORT}/control/decisions/{request_id}?ask=false"
+            try:
+                async with session.get(url, headers=headers) as answer:
+                    if answer.status == 200:
+                        return await answer.json()
+            except (aiohttp.ClientError, TimeoutError):
+                continue  # that frontend is down; its decisions went with it
+    return None
+
+
+async def _events(router_id: str, fleet: Fleet, placer: Placer, ready: Callable[[], bool]) -> AsyncIterator[bytes]:
+    changed = asyncio.Event()
+    fleet.on_change(changed.set)
+    try:
+        while True:
+            changed.clear()
+            yield (
+                b"data: "
+                + orjson.dumps(state_of(router_id, fleet, placer, ready=ready()), option=orjson.OPT_NON_STR_KEYS)
+                + b"\n\n"
+            )
+            await changed.wait()
+            await asyncio.sleep(STREAM_SECONDS)
+    finally:
+        fleet.off_change(changed.set)

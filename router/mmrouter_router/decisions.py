@@ -1,0 +1,106 @@
+"""Decision traces: a bounded ring of what was decided and why, by request id (DESIGN.md 3, `explain`)."""
+
+import time
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrouter.identity import to_wire
+from mmrouter_router.place import Decision
+from mmrouter_router.prepare import Prepared
+
+RING = 1000
+KEYS_SHOWN = 4096
+
+
+@dataclass(slots=True)
+class Trace:
+    """One decision and what came of it. Rendered when somebody asks: few are looked at, and a request must not pay."""
+
+    request_id: str
+    decision: Decision
+    prompt_tokens: int
+    keys: "array[int]"
+    images: list[dict[str, Any]]  # their bytes are not kept
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+
+    def tried(self, decision: Decision, outcome: str) -> None:
+        """Note where the request was sent and what came of it."""
+        self.attempts.append({"worker": decision.target.worker.member.name, "outcome": outcome, "at": time.time()})
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        decision = self.decision
+        target, winner = decision.target, decision.choice.winner
+        return {
+            "request_id": self.request_id,
+            "at": decision.at,
+            "exactness": decision.exactness,
+            "reasons": list(decision.reasons),
+            "policy": decision.policy,
+            "worker": winner.name,
+            "worker_id": winner.id,
+            "pool": winner.pool,
+            "rank": target.rank,
+            "block_size": target.block_size,
+            "prompt_tokens": self.prompt_tokens,
+            "blocks": winner.blocks,
+            "overlap": winner.overlap,
+            "why": decision.choice.reason,
+            "candidates": [
+                {
+                    "worker": score.candidate.name,
+                    "id": score.candidate.id,
+                    "overlap": score.candidate.overlap,
+                    "held": score.candidate.held,
+                    "scored": score.candidate.scored,
+                    "terms": score.terms,
+                    "cost": score.cost,
+                }
+                for score in decision.choice.scores
+            ],
+            "images": self.images,
+            "keys": [f"{key:016x}" for key in self.keys[:KEYS_SHOWN]],
+            "attempts": self.attempts,
+        }
+
+
+class Decisions:
+    """The last :data:`RING` traces."""
+
+    def __init__(self, size: int = RING) -> None:
+        self._size = size
+        self._traces: OrderedDict[str, Trace] = OrderedDict()
+
+    def add(self, request_id: str, trace: Trace) -> None:
+        """Keep a trace; the oldest one leaves."""
+        self._traces[request_id] = trace
+        if len(self._traces) > self._size:
+            self._traces.popitem(last=False)
+
+    def get(self, request_id: str) -> Trace | None:
+        """The trace of a request that this router answered, while it is kept."""
+        return self._traces.get(request_id)
+
+    def latest(self, count: int) -> list[Trace]:
+        """The newest traces, newest first."""
+        return [trace for _, trace in zip(range(count), reversed(self._traces.values()), strict=False)]
+
+
+def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
+    """Keep what explains a decision."""
+    images = [
+        {
+            "param": image.param,
+            "identity": to_wire(image.identity),
+            "width": image.width,
+            "height": image.height,
+            "tokens": image.tokens,
+            "bytes": len(image.media.data),
+            "offset": span.offset,
+        }
+        for image, span in zip(prepared.images, prepared.spans, strict=False)
+    ]
+    keys = prepared.keys(decision.target.block_size)
+    return Trace(request_id, decision, len(prepared.ids), keys, images)

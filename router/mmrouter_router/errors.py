@@ -1,0 +1,192 @@
+"""Errors that a client sees, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+
+Everything that is wrong with a request is a :class:`RequestError` with a 4xx status, and ``param`` names the field as
+the client would write it: ``messages[2].content[0].image_url.url``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import orjson
+
+SHOWN_CHARACTERS = 80
+
+FieldOf = Callable[[int, Mapping[str, Any]], str | None]
+"""Engine adapter's knowledge: status and decoded error body -> the request field that the error is about."""
+
+
+class RequestError(Exception):
+    """An answer other than success: HTTP status, OpenAI error fields and extra response headers."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers: dict[str, str] = dict(headers or {})
+
+    def to_body(self) -> bytes:
+        """Return the JSON body. Text that is no valid Unicode (from a header or a path) is shown with replacements."""
+        param = None if self.param is None else _unicode(self.param)
+        error = {"message": _unicode(self.message), "type": self.type, "param": param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+    @classmethod
+    def invalid(cls, message: str, *, param: str | None = None, code: str | None = None) -> Self:
+        """400: the request cannot be served as it is written."""
+        return cls(400, message, param=param, code=code)
+
+    @classmethod
+    def invalid_json(cls, detail: str) -> Self:
+        """400: the body is no JSON; ``detail`` says where it ceases to be."""
+        return cls.invalid(f"The body is not valid JSON: {detail}", code="invalid_json")
+
+    @classmethod
+    def missing(cls, param: str) -> Self:
+        """400: a required field is absent."""
+        return cls.invalid(f"Missing required field: '{param}'.", param=param, code="missing_required_parameter")
+
+    @classmethod
+    def wrong_type(cls, param: str, expected: str, value: Any) -> Self:
+        """400: a field is of another JSON kind than ``expected`` ("a string")."""
+        message = f"Invalid type for '{param}': expected {expected}, but got {kind_of(value)}."
+        return cls.invalid(message, param=param, code="invalid_type")
+
+    @classmethod
+    def unknown_value(cls, param: str, value: Any, known: Sequence[str]) -> Self:
+        """400: a field is none of the words that it may be."""
+        message = f"Invalid value for '{param}': {shown(value)}. Known values: {', '.join(known)}."
+        return cls.invalid(message, param=param, code="invalid_value")
+
+    @classmethod
+    def unknown_part(cls, param: str, value: Any, known: Sequence[str]) -> Self:
+        """400: a content part of a type that is not served; ``param`` is the part's ``type`` field."""
+        message = f"Content parts of type {shown(value)} are not supported. Supported: {', '.join(known)}."
+        return cls.invalid(message, param=param, code="unsupported_content_part")
+
+    @classmethod
+    def unknown_model(cls, model: str) -> Self:
+        """404: another model than the one that is served."""
+        message = f"The model {shown(model)} does not exist or is not served here."
+        return cls(404, message, param="model", code="model_not_found")
+
+    @classmethod
+    def too_large(cls, limit: int) -> Self:
+        """413: the body is larger than ``limit`` bytes."""
+        return cls(413, f"The request body is larger than the limit of {limit} bytes.", code="request_too_large")
+
+    @classmethod
+    def unauthorized(cls, message: str = "Incorrect API key provided.") -> Self:
+        """401: no API key, or one that is not known."""
+        return cls(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    @classmethod
+    def not_found(cls, method: str, path: str) -> Self:
+        """404: a path that is not served; it is never forwarded."""
+        return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.", code="unknown_url")
+
+    @classmethod
+    def method_not_allowed(cls, method: str, path: str, allowed: Sequence[str] = ("POST",)) -> Self:
+        """405: a served path with another method."""
+        message = f"{method} is not allowed for {path[:SHOWN_CHARACTERS]}; use {' or '.join(allowed)}."
+        return cls(405, message, code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
+
+    @classmethod
+    def no_worker(cls, reason: str, *, retry_after_s: int = 1) -> Self:
+        """503: no engine can take the request now."""
+        message = f"No worker can take the request: {reason}. Try again."
+        headers = {"Retry-After": str(retry_after_s)}
+        return cls(503, message, type="server_error", code="no_worker", headers=headers)
+
+    @classmethod
+    def busy(cls, message: str, *, param: str | None, code: str, retry_after_s: int = 1) -> Self:
+        """429: a limit of ours on work in progress is reached; the same request may succeed later."""
+        headers = {"Retry-After": str(retry_after_s)}
+        return cls(429, message, type="rate_limit_error", param=param, code=code, headers=headers)
+
+    @classmethod
+    def quarantined(cls) -> Self:
+        """400: the same request ended engines before and may not take down another."""
+        message = "Engine processes ended under this request, so it is not sent to another one. Change the request."
+        return cls.invalid(message, code="request_quarantined")
+
+    @classmethod
+    def from_engine(cls, status: int, body: bytes, field_of: FieldOf | None = None) -> Self:
+        """Return an engine's error answer (status 400 or above) in OpenAI's shape.
+
+        Accepts OpenAI's shape, its older flat form, FastAPI's ``detail`` and plain text. ``field_of`` names the field
+        where the engine itself does not. An engine's 401 or 403 is our fault and becomes a 502. Raises ``ValueError``
+        for a status below 400.
+        """
+        if status < 400:
+            raise ValueError(f"status {status} is no error")
+        if status in (401, 403):
+            # It is us whom the engine does not know; the client's key was accepted.
+            message = "The engine refused the router's credentials."
+            return cls(502, message, type="server_error", code="engine_error")
+        try:
+            answer = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            answer = body[:2000].decode("utf-8", "replace").strip()
+        message, param = _engine_words(answer)
+        if field_of is not None and isinstance(answer, dict):
+            param = field_of(status, answer) or param
+        kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+        message = message or f"The engine answered with status {status} and no readable error."
+        return cls(status, message, type=kind, param=param, code="engine_error")
+
+
+def shown(value: Any) -> str:
+    """Return a client's value for a message: scalars as written (shortened), containers by their kind only."""
+    if isinstance(value, dict | list):
+        return kind_of(value)
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    short = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    return f"'{short}'" if isinstance(value, str) else short
+
+
+def kind_of(value: Any) -> str:
+    """Return the JSON kind of a value, with its article."""
+    kinds = ((bool, "a boolean"), (str, "a string"), (int | float, "a number"), (list, "an array"), (dict, "an object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "null")
+
+
+def field_path(place: Sequence[str | int]) -> str | None:
+    """Return a validation error's location (``["body", "messages", 0, "role"]``) as clients write it."""
+    path = ""
+    for step in place[1:] if place and place[0] == "body" else place:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
+    return path or None
+
+
+def _engine_words(answer: Any) -> tuple[str, str | None]:
+    """Return (message, param) of an engine's decoded error body; the message is empty where there is none."""
+    if isinstance(answer, str):
+        return answer, None
+    if not isinstance(answer, dict):
+        return "", None
+    error = answer.get("error", answer)
+    if not isinstance(error, dict):
+        return (error, None) if isinstance(error, str) else ("", None)
+    message, param, detail = error.get("message"), error.get("param"), error.get("detail")
+    if isinstance(message, str):
+        return message, param if isinstance(param, str) and param else None
+    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
+        place = detail[0].get("loc")
+        return str(detail[0].get("msg") or ""), field_path(place) if isinstance(place, list) else None
+    return (detail, None) if isinstance(detail, str) else ("", None)
+
+
+def _unicode(value: str) -> str:
+    return value.encode("utf-8", "replace").decode()

@@ -1,0 +1,243 @@
+"""What the router knows of its workers: feeds, slots in the index, load and standing. State only; no I/O."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mmrouter.blocks import unpack_keys
+from mmrouter.feed import Delta, Heartbeat, Load, Published, ReplayPart, Reply, Sighting, SnapshotPart
+from mmrouter_router import follow
+from mmrouter_router.index import Index, Slot
+from mmrouter_router.metrics import Metrics
+
+INDEXED_MEDIUM = "GPU"
+"""Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device (facts on vLLM 10)."""
+INDEXED_GROUP = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One engine pod as discovery reports it (DESIGN.md 10)."""
+
+    uid: str
+    name: str
+    ip: str
+    pool: str
+    role: str
+    node: str = ""
+    ready: bool = True
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class Usage:
+    """Blocks that this router's own requests occupy on one rank."""
+
+    requests: int = 0
+    prefill: float = 0.0
+    active: float = 0.0
+
+
+@dataclass
+class Worker:
+    """Everything about one engine pod. ``slots`` has one index slot per rank of the present epoch."""
+
+    member: Member
+    since: float
+    follower: follow.Follower = field(default_factory=follow.Follower)
+    beat: Heartbeat | None = None
+    beat_at: float = 0.0
+    slots: dict[int, Slot] = field(default_factory=dict)
+    usage: dict[int, Usage] = field(default_factory=dict)
+    loads: dict[int, Load] = field(default_factory=dict)
+    waiting: dict[int, float] = field(default_factory=dict)  # requests of others that queue in the engine
+    moved: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; whoever waits clears it
+
+    @property
+    def id(self) -> str:
+        """``<pod uid>/<boot id>``; only the uid while the sidecar has not spoken."""
+        return self.beat.worker if self.beat else self.member.uid
+
+    @property
+    def ranks(self) -> int:
+        return self.beat.ranks if self.beat else 1
+
+    @property
+    def serving(self) -> bool:
+        """The engine was up and not draining when the sidecar last spoke."""
+        beat = self.beat
+        return beat is not None and beat.engine_state == "up" and not beat.draining and not self.member.draining
+
+    @property
+    def routable(self) -> bool:
+        """The engine is up and the index equals its cache."""
+        return self.serving and self.follower.synced
+
+    @property
+    def canary(self) -> str:
+        """True, False or Unknown, for the present epoch."""
+        beat = self.beat
+        if beat is None or beat.canary is None or beat.canary.epoch != self.follower.epoch:
+            return "Unknown"
+        return beat.canary.result
+
+
+class Fleet:
+    """All workers and the one index over their caches."""
+
+    def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.index = Index()
+        self.workers: dict[str, Worker] = {}
+        self.sightings: dict[tuple[str, int], int] = {}
+        self._metrics = metrics
+        self._clock = clock
+        self._listeners: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.workers.values())
+
+    def now(self) -> float:
+        """Seconds on the clock that ``since`` and ``beat_at`` are on."""
+        return self._clock()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after every change of membership, sync, verification or engine state."""
+        self._listeners.append(listener)
+
+    def off_change(self, listener: Callable[[], None]) -> None:
+        """Stop calling ``listener``."""
+        self._listeners.remove(listener)
+
+    def changed(self) -> None:
+        """Tell the listeners."""
+        for listener in tuple(self._listeners):
+            listener()
+
+    def join(self, member: Member) -> Worker:
+        """Add a pod, or update what discovery says of it."""
+        worker = self.workers.get(member.uid)
+        if worker is None:
+            worker = self.workers[member.uid] = Worker(member, self._clock())
+            self.changed()
+        elif worker.member != member:
+            worker.member = member
+            self.changed()
+        return worker
+
+    def leave(self, uid: str) -> None:
+        """Drop a pod and everything that it held."""
+        worker = self.workers.pop(uid, None)
+        if worker is not None:
+            self._reset(worker)
+            self.changed()
+
+    def published(self, worker: Worker, frame: Published) -> list[follow.Step]:
+        """Take a frame of a worker's stream; returns the steps that need I/O (questions to the sidecar)."""
+        if worker.beat_at:
+            worker.beat_at = self._clock()  # whatever comes shows that the sidecar lives
+        match frame:
+            case Heartbeat():
+                return self._heartbeat(worker, frame)
+            case Delta():
+                return self._carry_out(worker, worker.follower.on_delta(frame))
+            case Load():
+                usage = worker.usage.get(frame.rank)
+                worker.loads[frame.rank] = frame
+                # Our own requests are counted exactly; only a queue that others made is news.
+                worker.waiting[frame.rank] = max(0.0, frame.waiting - (usage.requests if usage else 0))
+                return []
+            case Sighting():
+                self._metrics.sightings.inc()
+                return []
+
+    def replied(self, worker: Worker, frame: Reply) -> list[follow.Step]:
+        """Take an answer that belongs to the stream (snapshot or replay)."""
+        match frame:
+            case SnapshotPart():
+                return self._carry_out(worker, worker.follower.on_snapshot(frame))
+            case ReplayPart():
+                return self._carry_out(worker, worker.follower.on_replay(frame))
+            case _:
+                return self._carry_out(worker, worker.follower.on_refused(frame.id))
+
+    def silence(self, worker: Worker) -> list[follow.Step]:
+        """A question stayed unanswered."""
+        return self._carry_out(worker, worker.follower.on_silence())
+
+    def connect(self, worker: Worker) -> list[follow.Step]:
+        """The feed's sockets are (again) open."""
+        return self._carry_out(worker, worker.follower.start())
+
+    def lost(self, worker: Worker) -> None:
+        """The feed fell silent: what the index says of this worker is not proved any more."""
+        if worker.follower.synced:
+            worker.follower.synced = False
+            self._metrics.feed_events.labels("stale").inc()
+            self.changed()
+
+    def _heartbeat(self, worker: Worker, beat: Heartbeat) -> list[follow.Step]:
+        before, worker.beat, worker.beat_at = worker.beat, beat, self._clock()
+        if before is None or before.epoch != beat.epoch:
+            worker.since = self._clock()  # verification has its time anew: this cache has proved nothing yet
+        steps = self._carry_out(worker, worker.follower.on_heartbeat(beat))
+        quiet = ("seq",)
+        if before is None or any(
+            getattr(before, name) != getattr(beat, name) for name in beat.__struct_fields__ if name not in quiet
+        ):
+            self.changed()
+        return steps
+
+    def _carry_out(self, worker: Worker, steps: list[follow.Step]) -> list[follow.Step]:
+        questions: list[follow.Step] = []
+        for step in steps:
+            match step:
+                case follow.Reset():
+                    self._reset(worker)
+                case follow.Apply(delta):
+                    self._apply(worker, delta)
+                case follow.Load(part):
+                    if self._indexed(part.group, part.medium):
+                        self.index.store(self._slot(worker, part.rank), unpack_keys(part.keys))
+                case follow.Synced():
+                    for rank in range(worker.ranks):
+                        self._slot(worker, rank)
+                    self._metrics.feed_events.labels("synced").inc()
+                    self.changed()
+                case follow.AskSnapshot() | follow.AskReplay():
+                    self._metrics.feed_events.labels(type(step).__name__).inc()
+                    questions.append(step)
+        return questions
+
+    def _apply(self, worker: Worker, delta: Delta) -> None:
+        self._metrics.feed_deltas.inc()
+        worker.moved.set()
+        if delta.cleared and delta.rank in worker.slots:
+            self.index.retire(worker.slots.pop(delta.rank))
+        if not self._indexed(delta.group, delta.medium):
+            return
+        slot = self._slot(worker, delta.rank)
+        if delta.removed:
+            self.index.remove(slot, unpack_keys(delta.removed))
+        if delta.stored:
+            self.index.store(slot, unpack_keys(delta.stored))
+
+    def _indexed(self, group: int, medium: str) -> bool:
+        if medium != INDEXED_MEDIUM:
+            self._metrics.feed_ignored.labels("medium").inc()
+            return False
+        if group != INDEXED_GROUP:
+            self._metrics.feed_ignored.labels("group").inc()
+            return False
+        return True
+
+    def _slot(self, worker: Worker, rank: int) -> Slot:
+        slot = worker.slots.get(rank)
+        if slot is None:
+            slot = worker.slots[rank] = self.index.join()
+        return slot
+
+    def _reset(self, worker: Worker) -> None:
+        for slot in worker.slots.values():
+            self.index.retire(slot)
+        worker.slots.clear()

@@ -1,0 +1,171 @@
+"""Send a placed request to its engine; before the first answer byte, and only then, try another (DESIGN.md 10)."""
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from mmrouter_router.decisions import Trace, trace_of
+from mmrouter_router.errors import RequestError
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
+from mmrouter_router.prepare import Prepared
+from mmrouter_router.schedule import Policy
+from mmrouter_router.upstream import Answer, Upstream, UpstreamError
+
+ENGINE_PORT = 8000
+DRAINING = b"cannot schedule new futures after shutdown"
+"""What vLLM answers with status 500 while it drains (facts on vLLM 8.5)."""
+ERROR_LIMIT = 256 * 1024
+DEATHS = 2
+"""Engines that may end under one request before it is quarantined."""
+QUARANTINE = 1024
+
+
+class Quarantine:
+    """Fingerprints of requests under which engines ended; bounded, oldest forgotten first."""
+
+    def __init__(self, size: int = QUARANTINE) -> None:
+        self._size = size
+        self._bad: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, fingerprint: bytes) -> bool:
+        return fingerprint in self._bad
+
+    def add(self, fingerprint: bytes) -> None:
+        """Refuse this request from now on."""
+        self._bad[fingerprint] = None
+        if len(self._bad) > self._size:
+            self._bad.popitem(last=False)
+
+
+@dataclass
+class Reply:
+    """An engine's answer whose first bytes are there. Call ``close`` in every case."""
+
+    decision: Decision
+    trace: Trace
+    booking: Booking
+    answer: Answer
+    first: bytes
+    rest: AsyncIterator[bytes]
+
+    def close(self) -> None:
+        """End the booking and give the connection back (or drop it: the engine then aborts)."""
+        self.booking.end()
+        self.answer.close()
+
+
+class Forwarder:
+    """Places and sends requests until one engine answers."""
+
+    def __init__(self, placer: Placer, upstream: Upstream, engine_key: str, metrics: Metrics) -> None:
+        self._placer, self._upstream, self._metrics = placer, upstream, metrics
+        self._authorization = f"Bearer {engine_key}"
+        self.quarantine = Quarantine()
+
+    async def send(
+        self,
+        request_id: str,
+        prepared: Prepared,
+        path: str,
+        body: bytes,
+        fingerprint: bytes,
+        headers: Mapping[str, str],
+        policy: Policy | None = None,
+    ) -> Reply:
+        """Return the first answer that is not a retryable refusal.
+
+        Raises :class:`RequestError` (503 with ``Retry-After``) when nobody can take the request, and a 400 when two
+        engines ended under it.
+        """
+        if fingerprint in self.quarantine:
+            self._metrics.quarantined.inc()
+            raise RequestError.quarantined()
+        tried: set[str] = set()
+        deaths = 0
+        trace: Trace | None = None
+        while True:
+            try:
+                decision = self._placer.place(prepared, exclude=tried, policy=policy)
+            except NoWorkerError as error:
+                raise RequestError.no_worker(str(error)) from error
+            fresh = trace_of(request_id, prepared, decision)
+            fresh.attempts = trace.attempts if trace else []
+            trace = fresh
+            tried.add(decision.target.worker.member.uid)
+            booking = self._placer.begin(decision)
+            try:
+                reply = await self._exchange(decision, trace, booking, path, body, headers)
+                retry = await self._refused(reply)
+            except UpstreamError as error:
+                booking.end()
+                cause = "engine_lost" if error.sent else "connect"
+                trace.tried(decision, f"{cause}: {error}")
+                self._metrics.retries.labels(cause).inc()
+                deaths += error.sent
+                if deaths >= DEATHS:
+                    self.quarantine.add(fingerprint)
+                    self._metrics.quarantined.inc()
+                    raise RequestError.quarantined() from error
+                continue
+            except BaseException:
+                booking.end()
+                raise
+            if retry is None:
+                trace.tried(decision, f"answered {reply.answer.status}")
+                return reply
+            reply.close()
+            trace.tried(decision, retry)
+            self._metrics.retries.labels(retry).inc()
+
+    async def _exchange(
+        self, decision: Decision, trace: Trace, booking: Booking, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> Reply:
+        target = decision.target
+        own = {
+            "content-type": "application/json",
+            "authorization": self._authorization,
+            "x-request-id": trace.request_id,
+            "accept-encoding": "identity",
+        }
+        if target.worker.ranks > 1:
+            own["x-data-parallel-rank"] = str(target.rank)
+        answer = await self._upstream.request(
+            target.worker.member.ip, ENGINE_PORT, "POST", path, {**headers, **own}, body
+        )
+        rest = answer.body()
+        try:
+            # An engine sends its headers before it computes: only a body byte shows that it lives.
+            first = await anext(rest, b"")
+        except BaseException:
+            answer.close()
+            raise
+        booking.answered()
+        return Reply(decision, trace, booking, answer, first, rest)
+
+    @staticmethod
+    async def _refused(reply: Reply) -> str | None:
+        """Return why another worker should be asked, or ``None``."""
+        if reply.answer.status == 503:
+            return "busy"
+        if reply.answer.status == 500:
+            body = reply.first
+            try:
+                async for piece in reply.rest:
+                    body += piece
+                    if len(body) > ERROR_LIMIT:
+                        break
+            except BaseException:  # broken off or cancelled: nobody else will give the connection back
+                reply.close()
+                raise
+            reply.first = body
+            if DRAINING in body:
+                return "draining"
+        return None
+
+
+def encode_body(body: object) -> bytes:
+    """JSON for an engine."""
+    return orjson.dumps(body)

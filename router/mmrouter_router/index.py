@@ -1,0 +1,174 @@
+"""Which candidate holds which block: block key -> set of candidates, as one bit per candidate.
+
+A candidate is one rank of one worker in one epoch and owns one bit (its *slot*). Looking a prompt up is one dictionary
+access per block, whatever the number of candidates; it stops at the first block that nobody holds. A key stands for its
+block and all before it, but an engine may drop a block in the middle: a candidate's overlap ends at the first block
+that it does not hold, never later.
+
+Equal sets are one object (:meth:`Index._shared`). Neighbouring blocks of a prompt mostly have the same holders, so
+every loop here works out a set once per run of blocks and passes over the rest of the run by identity; and no key needs
+an integer of its own. Identity is only a shortcut: two objects with equal bits give the same answers, slower.
+
+A candidate that leaves is *retired*: its bit no longer matches at once, and is wiped from the table in small steps
+(:meth:`Index.sweep`), because wiping a million entries in one go would stall every request in flight.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+Slot = int
+"""Number of a candidate's bit."""
+
+MAX_SETS = 65_536
+"""Distinct holder sets that are shared; beyond it sharing starts anew, which costs memory and time but no answer."""
+FEW = 4
+
+
+class Index:
+    """Block key -> candidates. Not thread-safe; every method but ``sweep`` is bounded by the size of its argument."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        self._sets: dict[int, int] = {}
+        self._live = 0
+        self._retired = 0
+        self._held: dict[Slot, int] = {}
+        self._sweep: Iterator[int] | None = None
+        self._sweeping = 0
+
+    def __len__(self) -> int:
+        """Number of distinct keys, retired candidates' included until they are swept."""
+        return len(self._holders)
+
+    def join(self) -> Slot:
+        """Add a candidate that holds nothing and return its slot."""
+        used = self._live | self._retired
+        slot = (~used & (used + 1)).bit_length() - 1  # lowest zero bit
+        self._live |= 1 << slot
+        self._held[slot] = 0
+        return slot
+
+    def retire(self, slot: Slot) -> None:
+        """Remove a candidate: it matches nothing from now on. Retiring twice is harmless."""
+        bit = 1 << slot
+        if self._live & bit:
+            self._live ^= bit
+            del self._held[slot]
+            self._retired |= bit
+
+    def store(self, slot: Slot, keys: Iterable[int]) -> None:
+        """Add keys to a candidate; keys that it holds already change nothing."""
+        bit = 1 << slot
+        if not self._live & bit:
+            raise KeyError(f"slot {slot} is not in the index")
+        holders, added = self._holders, 0
+        get = holders.get
+        seen, joined, grows = -1, 0, False
+        for key in keys:
+            have = get(key, 0)
+            if have is not seen:
+                seen, grows = have, not have & bit
+                joined = self._shared(have | bit)
+            if grows:
+                holders[key] = joined
+                added += 1
+        self._held[slot] += added
+
+    def remove(self, slot: Slot, keys: Iterable[int]) -> None:
+        """Take keys from a candidate; keys that it does not hold change nothing."""
+        bit = 1 << slot
+        if not self._live & bit:
+            raise KeyError(f"slot {slot} is not in the index")
+        holders, gone = self._holders, 0
+        get = holders.get
+        seen, rest, shrinks = -1, 0, False
+        for key in keys:
+            have = get(key, 0)
+            if have is not seen:
+                seen, shrinks = have, bool(have & bit)
+                rest = self._shared(have & ~bit)
+            if shrinks:
+                gone += 1
+                if rest:
+                    holders[key] = rest
+                else:
+                    del holders[key]
+        self._held[slot] -= gone
+
+    def held(self, slot: Slot) -> int:
+        """Number of keys that a candidate holds."""
+        return self._held[slot]
+
+    def holds(self, slot: Slot, key: int) -> bool:
+        """Whether a live candidate holds a key."""
+        return bool(self._holders.get(key, 0) & self._live & (1 << slot))
+
+    def keys(self, slot: Slot) -> set[int]:
+        """All keys of one candidate: a scan of the whole table, for tests and the control API."""
+        bit = 1 << slot
+        return {key for key, have in self._holders.items() if have & bit} if self._live & bit else set()
+
+    def match(self, keys: Sequence[int], slots: Iterable[Slot]) -> dict[Slot, int]:
+        """Return slot -> number of leading blocks of ``keys`` that the candidate holds, for the given live slots."""
+        alive = 0
+        for slot in slots:
+            alive |= 1 << slot
+        alive &= self._live
+        overlap: dict[Slot, int] = {}
+        get = self._holders.get
+        seen = -1
+        for depth, key in enumerate(keys):
+            have = get(key, 0)
+            if have is not seen:
+                seen, still = have, have & alive
+                if still != alive:
+                    for slot in bits(alive ^ still):
+                        overlap[slot] = depth
+                    alive = still
+                    if not alive:
+                        return overlap
+        for slot in bits(alive):
+            overlap[slot] = len(keys)
+        return overlap
+
+    def sweep(self, budget: int = 20_000) -> bool:
+        """Wipe up to ``budget`` keys of retired candidates. Return True while there is more to do."""
+        if self._sweep is None:
+            if not self._retired:
+                return False
+            # Keys stored from now on cannot carry these bits: the slots are not given out before the sweep ends.
+            self._sweeping = self._retired
+            self._sweep = iter(list(self._holders))
+        holders, keep = self._holders, ~self._sweeping
+        batch = list(islice(self._sweep, budget))
+        for key in batch:
+            have = holders.get(key, 0)
+            if have & self._sweeping:
+                rest = self._shared(have & keep)
+                if rest:
+                    holders[key] = rest
+                else:
+                    del holders[key]
+        if len(batch) < budget:
+            self._sweep = None
+            self._retired &= keep
+            self._sweeping = 0
+        return bool(self._retired)
+
+    def _shared(self, mask: int) -> int:
+        """Return the one object that stands for this set of candidates."""
+        if len(self._sets) >= MAX_SETS:
+            self._sets.clear()
+        return self._sets.setdefault(mask, mask)
+
+
+def bits(mask: int) -> list[Slot]:
+    """Return the numbers of the bits that are set, lowest first."""
+    if mask.bit_count() > FEW:
+        return [number for number, digit in enumerate(f"{mask:b}"[::-1]) if digit == "1"]
+    numbers = []
+    while mask:  # a pass over all digits is not worth it for a few bits
+        low = mask & -mask
+        numbers.append(low.bit_length() - 1)
+        mask ^= low
+    return numbers

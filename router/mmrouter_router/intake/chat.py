@@ -1,0 +1,45 @@
+"""``POST /v1/chat/completions``."""
+
+from mmrouter.prompt import render_arguments
+from mmrouter_router.errors import RequestError
+from mmrouter_router.intake.body import parse_object
+from mmrouter_router.intake.checks import flag, mapping, max_tokens, model_of, objects, text
+from mmrouter_router.intake.fields import inexact_fields
+from mmrouter_router.intake.messages import MAX_REASONS, Messages, tools_of
+from mmrouter_router.intake.request import ChatRequest, Limits
+
+
+def parse_chat(raw: bytes, limits: Limits, served_model: str) -> ChatRequest:
+    """Check a chat request's body. Raises :class:`RequestError` and nothing else."""
+    body = parse_object(raw, limits.max_request_bytes)
+    model = model_of(body, served_model)
+    messages = objects(body, "messages", "messages")
+    if messages is None:
+        raise RequestError.missing("messages")
+    if not messages:
+        raise RequestError.invalid("'messages' must hold at least one message.", param="messages", code="empty_array")
+    found = Messages(limits)
+    found.read(messages)
+    add, proceed = flag(body, "add_generation_prompt", default=True), flag(body, "continue_final_message")
+    if add and proceed:
+        message = "A final message is either continued or followed by a new one: set 'add_generation_prompt' to false."
+        raise RequestError.invalid(message, param="continue_final_message", code="invalid_value")
+    mapping(body, "chat_template_kwargs", "chat_template_kwargs")
+    mapping(body, "vllm_xargs", "vllm_xargs")
+    text(body, "reasoning_effort", "reasoning_effort")
+    return ChatRequest(
+        model=model,
+        messages=messages,
+        images=tuple(found.images),
+        media=tuple(found.media),
+        stream=flag(body, "stream", nullable=True),
+        max_tokens=max_tokens(body, "max_completion_tokens", "max_tokens"),
+        tools=tools_of(body),
+        documents=objects(body, "documents", "documents"),
+        add_generation_prompt=add,
+        continue_final_message=proceed,
+        add_special_tokens=flag(body, "add_special_tokens"),
+        chat_template_kwargs=render_arguments(body)["chat_template_kwargs"] or None,
+        body=body,
+        inexact=(*found.inexact, *inexact_fields(body))[:MAX_REASONS],
+    )

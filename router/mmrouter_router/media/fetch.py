@@ -1,0 +1,221 @@
+"""One guarded GET with its redirects: resolve, judge, connect to the judged address only, read within limits.
+
+Every hop starts from nothing: parsed, judged, resolved and connected anew, with no cookie, credential, proxy or kept
+connection. The socket is opened by us, so an address that was not judged cannot be connected to even if name, resolver
+or client library changed its mind in between.
+"""
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from mmrouter_router.media.address import Address
+from mmrouter_router.media.cache import Stored, freshness
+from mmrouter_router.media.guard import Guard, Target, redirected
+from mmrouter_router.media.types import MediaError
+
+Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Host and port -> all its addresses as text. Raises ``OSError`` where it has none."""
+
+_HEADERS = {"User-Agent": "mmrouter-media/1", "Accept": "*/*", "Accept-Encoding": "identity"}
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """Times in seconds. ``max_bytes`` is of one answer; all redirects of a fetch share ``total_s``."""
+
+    max_bytes: int
+    total_s: float = 10.0
+    connect_s: float = 3.0
+    queue_s: float = 2.0
+    redirects: int = 3
+    concurrent: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An answer. ``fresh_s``: how long it may be used unasked, ``None`` where it must not be kept."""
+
+    data: bytes
+    url: str
+    etag: str | None
+    modified: str | None
+    fresh_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotModified:
+    """The origin confirmed what is stored, for ``fresh_s`` seconds."""
+
+    fresh_s: float
+
+
+class Fetcher:
+    """Fetches URLs that a guard accepts, at most ``limits.concurrent`` at a time."""
+
+    def __init__(
+        self, guard: Guard, limits: FetchLimits, *, lookup: Lookup | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._guard, self._limits = guard, limits
+        self._threads = ThreadPoolExecutor(limits.concurrent, "media-lookup")
+        self._lookup = lookup or self._system_lookup
+        self._tls: ssl.SSLContext | bool = tls or True
+        self._slots = asyncio.Semaphore(limits.concurrent)
+
+    async def fetch(self, url: str, stored: Stored | None = None) -> Fetched | NotModified:
+        """Return the bytes behind a URL, or that ``stored`` still holds. Raises ``MediaError``."""
+        try:
+            async with asyncio.timeout(self._limits.queue_s):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise MediaError("busy", "Too many media URLs are being fetched. Try again.") from error
+        try:
+            async with asyncio.timeout(self._limits.total_s):
+                return await self._follow(url, stored)
+        except TimeoutError as error:
+            raise MediaError("timeout", "The media's host did not deliver in time.") from error
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        """Let go of the resolver's threads; a lookup under way ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _follow(self, text: str, stored: Stored | None) -> Fetched | NotModified:
+        for hop in range(self._limits.redirects + 1):
+            target = self._guard.target(text)
+            addresses = await self._addresses(target)
+            self._guard.judge(target, addresses)
+            try:
+                answer = await self._get(target, addresses, stored)
+            except ssl.SSLError as error:  # aiohttp's TLS errors are these, too
+                raise MediaError("unreachable", f"No trusted TLS connection to host '{target.host}'.") from error
+            except TimeoutError:
+                raise
+            except aiohttp.ClientPayloadError as error:
+                raise MediaError("unreachable", f"The host '{target.host}' broke off its answer.") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise MediaError("unreachable", f"The host '{target.host}' cannot be reached.") from error
+            if not isinstance(answer, str):
+                # Where a URL redirects to is asked every time, so what came from there is never fresh by itself.
+                return answer if hop == 0 or answer.fresh_s is None else replace(answer, fresh_s=0.0)
+            text = redirected(target, answer)
+        raise MediaError("redirect", f"The media's host redirects more than {self._limits.redirects} times.")
+
+    async def _system_lookup(self, host: str, port: int) -> list[str]:
+        # Threads of its own: slow name servers hold up fetches and nothing else.
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(
+            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )
+        return list(dict.fromkeys(str(where[0]) for *_, where in found))
+
+    async def _addresses(self, target: Target) -> list[Address]:
+        if target.literal is not None:
+            return [target.literal]
+        try:
+            return [ipaddress.ip_address(text) for text in await self._lookup(target.host, target.port)]
+        except TimeoutError:
+            raise
+        except (OSError, UnicodeError) as error:
+            raise MediaError("unreachable", f"The host '{target.host}' cannot be resolved.") from error
+
+    async def _get(
+        self, target: Target, addresses: Sequence[Address], stored: Stored | None
+    ) -> Fetched | NotModified | str:
+        """Return the answer of one hop; a text is where it redirects to."""
+        # What is stored was said by the last URL of a chain; no other one may be asked about it.
+        conditions = stored.conditions() if stored is not None and stored.url == str(target.url) else {}
+        connector = aiohttp.TCPConnector(
+            resolver=_Pinned(addresses),
+            use_dns_cache=False,
+            force_close=True,
+            limit=1,
+            ssl=self._tls,
+            socket_factory=socket_factory(addresses),
+        )
+        async with (
+            aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_s),
+            ) as session,
+            session.get(target.url, headers=_HEADERS | conditions, allow_redirects=False) as answer,
+        ):
+            if answer.status in _REDIRECTS and "Location" in answer.headers:
+                return answer.headers["Location"]
+            if answer.status == 304 and conditions:
+                return NotModified(freshness(answer.headers) or 0.0)
+            return await self._read(target, answer)
+
+    async def _read(self, target: Target, answer: aiohttp.ClientResponse) -> Fetched:
+        if answer.status != 200:
+            raise MediaError("status", f"The host '{target.host}' answered with status {answer.status}.")
+        headers = answer.headers
+        if any(coding.strip().lower() != "identity" for coding in headers.getall("Content-Encoding", ())):
+            # Asked for identity; what unpacks to who knows how much is not unpacked.
+            raise MediaError("encoding", f"The host '{target.host}' answered with a compressed body.")
+        limit = self._limits.max_bytes
+        data = bytearray()
+        if (answer.content_length or 0) <= limit:
+            async for piece in answer.content.iter_any():
+                data += piece
+                if len(data) > limit:
+                    break
+        if (answer.content_length or 0) > limit or len(data) > limit:
+            raise MediaError("too_large", f"The media is larger than the limit of {limit} bytes.")
+        return Fetched(
+            bytes(data), str(target.url), headers.get("ETag"), headers.get("Last-Modified"), freshness(headers)
+        )
+
+
+class _Pinned(AbstractResolver):
+    """Answers every question with the judged addresses."""
+
+    def __init__(self, addresses: Iterable[Address]) -> None:
+        self._addresses = tuple(addresses)
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        return [
+            ResolveResult(
+                hostname=host,
+                host=str(address),
+                port=port,
+                family=socket.AF_INET if address.version == 4 else socket.AF_INET6,
+                proto=0,
+                flags=socket.AI_NUMERICHOST,
+            )
+            for address in self._addresses
+        ]
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def socket_factory(addresses: Iterable[Address]) -> Callable[[Any], socket.socket]:
+    """Return what opens the sockets of a connection: for the judged addresses and for no other.
+
+    The check stands before ``connect``, so that not even a handshake reaches an address that was not judged.
+    """
+    judged = frozenset(addresses)
+
+    def create(info: tuple[Any, Any, int, str, tuple[Any, ...]]) -> socket.socket:
+        family, kind, proto, _, where = info
+        if ipaddress.ip_address(where[0]) not in judged:
+            raise PermissionError("the address was not judged")
+        return socket.socket(family, kind, proto)
+
+    return create

@@ -1,0 +1,52 @@
+"""What encoded bytes look like, by their first bytes. Pure.
+
+The type only labels bytes for the engine and tells a web page from an image; whether an image is one is judged by its
+header (``mmrouter.imagesize``).
+"""
+
+UNKNOWN = "application/octet-stream"
+
+_PREFIXES = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF87a", "image/gif"),
+    (b"GIF89a", "image/gif"),
+    (b"BM", "image/bmp"),
+    (b"II*\x00", "image/tiff"),
+    (b"MM\x00*", "image/tiff"),
+    (b"\x1aE\xdf\xa3", "video/webm"),
+    (b"OggS", "audio/ogg"),
+    (b"fLaC", "audio/flac"),
+    (b"ID3", "audio/mpeg"),
+    (b"\xff\xfb", "audio/mpeg"),
+    (b"\xff\xf3", "audio/mpeg"),
+    (b"\xff\xf2", "audio/mpeg"),
+)
+_RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav", b"AVI ": "video/x-msvideo"}
+_BRANDS = {
+    b"avif": "image/avif",
+    b"avis": "image/avif",
+    b"heic": "image/heic",
+    b"heix": "image/heic",
+    b"mif1": "image/heif",
+    b"M4A ": "audio/mp4",
+    b"qt  ": "video/quicktime",
+}
+_PAGES = (b"<!doctype html", b"<html", b"<head", b"<body", b"<script", b"<?xml", b"<svg")
+
+
+def mime(data: bytes) -> str:
+    """Return the media type that the bytes begin like, :data:`UNKNOWN` where no rule fits."""
+    for prefix, kind in _PREFIXES:
+        if data.startswith(prefix):
+            return kind
+    if data[:4] == b"RIFF":
+        return _RIFF.get(data[8:12], UNKNOWN)
+    if data[4:8] == b"ftyp":
+        return _BRANDS.get(data[8:12], "video/mp4")
+    return UNKNOWN
+
+
+def is_page(data: bytes) -> bool:
+    """Whether the bytes are a web page or another XML text: what origins answer instead of an image."""
+    return data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES)

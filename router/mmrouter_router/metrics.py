@@ -1,0 +1,59 @@
+"""Names and labels of everything the router counts (facts on Kubernetes 10: bounded labels, base units)."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_LATENCY = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """The router's metrics, in a registry of their own so that tests can have several routers in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter(
+            "mmrouter_requests_total", "Client requests by path and status", ["path", "code"], registry=r
+        )
+        self.decisions = Counter(
+            "mmrouter_decisions_total", "Routing decisions by exactness and reason", ["exactness", "reason"], registry=r
+        )
+        self.prompt_blocks = Counter(
+            "mmrouter_prompt_blocks_total", "Complete prompt blocks of routed requests", registry=r
+        )
+        self.overlap_blocks = Counter(
+            "mmrouter_overlap_blocks_total", "Prompt blocks that the chosen worker held", registry=r
+        )
+        self.stage = Histogram(
+            "mmrouter_stage_seconds", "Time spent per stage of a request", ["stage"], buckets=_LATENCY, registry=r
+        )
+        self.first_byte = Histogram(
+            "mmrouter_first_byte_seconds", "Request received to first answer byte", buckets=_FIRST_BYTE, registry=r
+        )
+        self.retries = Counter(
+            "mmrouter_retries_total", "Requests sent to another worker, by cause", ["cause"], registry=r
+        )
+        self.quarantined = Counter(
+            "mmrouter_quarantined_total", "Requests refused because they ended engines", registry=r
+        )
+        self.stripped = Counter(
+            "mmrouter_stripped_fields_total", "Request fields that clients may not set, removed", ["field"], registry=r
+        )
+        self.disconnects = Counter("mmrouter_client_disconnects_total", "Clients that left before the end", registry=r)
+        self.in_flight = Gauge("mmrouter_requests_in_flight", "Requests that are being answered", registry=r)
+        self.workers = Gauge("mmrouter_workers", "Workers by standing", ["standing"], registry=r)
+        self.index_keys = Gauge("mmrouter_index_keys", "Distinct block keys in the index", registry=r)
+        self.feed_deltas = Counter("mmrouter_feed_deltas_total", "Deltas applied to the index", registry=r)
+        self.feed_events = Counter(
+            "mmrouter_feed_events_total", "Feed transitions and questions", ["event"], registry=r
+        )
+        self.feed_ignored = Counter(
+            "mmrouter_feed_ignored_total", "Feed frames not indexed, by reason", ["reason"], registry=r
+        )
+        self.sightings = Counter("mmrouter_feed_sightings_total", "First sightings of an image in the feed", registry=r)
+        self.parity = Counter(
+            "mmrouter_parity_total",
+            "Predicted against published blocks, by result and cause",
+            ["result", "cause"],
+            registry=r,
+        )

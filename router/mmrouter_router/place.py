@@ -1,0 +1,174 @@
+"""A prepared request and the fleet -> a decision (stages index and schedule of DESIGN.md 3)."""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from mmrouter.api import MMRouterDeployment, block_size_of
+from mmrouter_router.fleet import Fleet, Usage, Worker
+from mmrouter_router.prepare import Prepared
+from mmrouter_router.schedule import Candidate, Choice, Exactness, Policy, choose
+
+Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
+"""What a worker may be used for: with its overlap, without it, only where nobody else is, or not at all."""
+
+SERVING_ROLES = frozenset({"worker"})
+_IDLE = Usage()
+
+
+class Target(NamedTuple):
+    """Where a request goes."""
+
+    worker: Worker
+    rank: int
+    block_size: int
+
+
+@dataclass
+class Decision:
+    """A choice, where it leads and how exactly it was made."""
+
+    target: Target
+    choice: Choice
+    policy: Policy
+    exactness: Exactness
+    reasons: tuple[str, ...]
+    at: float = field(default_factory=time.time)
+
+
+class NoWorkerError(Exception):
+    """Nobody can take the request now; the message says what is missing."""
+
+
+class Placer:
+    """Chooses a worker for a request and keeps count of what this router has in flight."""
+
+    def __init__(self, deployment: MMRouterDeployment, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._policy: Policy = deployment.spec.routing.policy
+        self._overlap_weight = float(deployment.spec.routing.overlap_weight)
+        self._verification = deployment.spec.verification
+        self._block_sizes = {pool.name: block_size_of(deployment, pool) for pool in deployment.spec.pools}
+        self._turn = 0
+
+    def standing(self, worker: Worker) -> Standing:
+        """The table of DESIGN.md 5.3 for roles ``worker`` and ``prefill``."""
+        if not worker.routable:
+            return "unsynced"
+        if worker.canary == "True":
+            return "verified"
+        waited = self._fleet.now() - worker.since
+        if worker.canary == "Unknown" and waited < self._verification.timeout_seconds:
+            return "pending"
+        return "degraded" if self._verification.on_failure == "Degrade" else "refused"
+
+    def block_size(self, worker: Worker) -> int:
+        """What the engine says of itself, else what the resource says of its pool."""
+        said = worker.beat.block_size if worker.beat else 0
+        return said or self._block_sizes.get(worker.member.pool, 0)
+
+    def place(
+        self, prepared: Prepared, *, exclude: Collection[str] = (), policy: Policy | None = None, dry_run: bool = False
+    ) -> Decision:
+        """Choose among the workers that may serve, pod uids in ``exclude`` left out. Raises :class:`NoWorkerError`."""
+        targets = self._targets(exclude)
+        exactness, reasons, policy = prepared.exactness, prepared.reasons, policy or self._policy
+        if exactness == "affinity" and policy == "kv":
+            policy = "consistentHash"
+        rows: list[Candidate] = []
+        for size, group in targets.items():
+            keys = prepared.keys(size)
+            overlap = self._fleet.index.match(
+                keys, [slot for target, _ in group if (slot := target.worker.slots.get(target.rank)) is not None]
+            )
+            rows += [self._candidate(target, overlap, len(keys), standing) for target, standing in group]
+        choice = choose(
+            rows,
+            policy=policy,
+            overlap_weight=self._overlap_weight,
+            fingerprint=prepared.fingerprint,
+            turn=self._turn,
+        )
+        if not dry_run:
+            self._turn += 1
+        if exactness != "affinity" and not choice.winner.scored:
+            exactness, reasons = "affinity", (*reasons, "unverified:worker")
+        ordered = (target for group in targets.values() for target, _ in group)
+        chosen = next(target for target, row in zip(ordered, rows, strict=True) if row is choice.winner)
+        return Decision(chosen, choice, policy, exactness, reasons)
+
+    def begin(self, decision: Decision) -> "Booking":
+        """Count a request against the chosen worker until the booking ends."""
+        target, winner = decision.target, decision.choice.winner
+        usage = target.worker.usage.setdefault(target.rank, Usage())
+        return Booking(usage, float(winner.blocks - (winner.overlap if winner.scored else 0)), float(winner.blocks))
+
+    def _targets(self, exclude: Collection[str]) -> dict[int, list[tuple[Target, Standing]]]:
+        """Return block size -> what may serve at it; one pass, because it is once per request and worker."""
+        usable: list[tuple[Worker, Standing]] = []
+        pending: list[tuple[Worker, Standing]] = []
+        others: list[tuple[Worker, Standing]] = []
+        for worker in self._fleet:
+            if worker.member.role in SERVING_ROLES and worker.member.uid not in exclude:
+                standing = self.standing(worker)
+                if standing in ("verified", "degraded"):
+                    usable.append((worker, standing))
+                elif standing == "pending" or (standing == "unsynced" and worker.serving):
+                    # An engine whose sidecar is away still answers: better without overlap than not at all.
+                    pending.append((worker, standing))
+                else:
+                    others.append((worker, standing))
+        targets: dict[int, list[tuple[Target, Standing]]] = {}
+        for worker, standing in usable or pending:
+            size = self.block_size(worker)
+            if size > 0:
+                group = targets.setdefault(size, [])
+                for rank in range(worker.ranks):
+                    group.append((Target(worker, rank, size), standing))
+        if not targets:
+            found = ", ".join(f"{w.member.name} {s}" for w, s in (*usable, *pending, *others)) or "no worker is known"
+            raise NoWorkerError(f"no worker can take the request ({found})")
+        return targets
+
+    def _candidate(self, target: Target, overlap: dict[int, int], blocks: int, standing: Standing) -> Candidate:
+        worker, rank, _ = target
+        slot = worker.slots.get(rank)
+        usage = worker.usage.get(rank, _IDLE)
+        member = worker.member
+        return Candidate(
+            id=f"{worker.id}#{rank}",
+            name=member.name,
+            pool=member.pool,
+            overlap=overlap.get(slot, 0) if slot is not None else 0,
+            blocks=blocks,
+            prefill=usage.prefill,
+            active=usage.active,
+            waiting=worker.waiting.get(rank, 0.0) * blocks,
+            held=self._fleet.index.held(slot) if slot is not None else 0,
+            scored=standing == "verified",
+        )
+
+
+class Booking:
+    """What one request occupies on its worker; ``answered`` and ``end`` may be called any number of times."""
+
+    def __init__(self, usage: Usage, prefill: float, active: float) -> None:
+        self._usage, self._prefill, self._active = usage, prefill, active
+        usage.requests += 1
+        usage.prefill += prefill
+        usage.active += active
+        self._open = True
+
+    def answered(self) -> None:
+        """The first byte came: nothing is left to prefill."""
+        self._usage.prefill -= self._prefill
+        self._prefill = 0.0
+
+    def end(self) -> None:
+        """The request is over."""
+        if self._open:
+            self._open = False
+            self.answered()
+            self._usage.requests -= 1
+            self._usage.active -= self._active

@@ -1,0 +1,174 @@
+"""A parsed request -> token ids, spans and how exactly we know them (stages media, identity, prompt of DESIGN.md 3)."""
+
+import json
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from mmrouter.blocks import Span, block_keys, namespace_seed
+from mmrouter.families import Family, ImageSizeError
+from mmrouter.families import load as load_family
+from mmrouter.identity import media_identity
+from mmrouter.imagesize import ImageHeaderError, TooManyPixels, probe
+from mmrouter.prompt import PlaceholderError, Prompter, PromptImage, TemplateError
+from mmrouter_router.errors import RequestError
+from mmrouter_router.intake import ChatRequest
+from mmrouter_router.media import Media, MediaResolver
+from mmrouter_router.schedule import Exactness
+from mmrouter_router.settings import Settings
+
+PROBE_CACHE = 4096
+_SPOIL_IMAGES = frozenset({"processor_options"})
+"""Causes that change what images become and leave the text alone: exact up to the first image."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedImage:
+    """One image of a request: where its part stands, its bytes and what they are to the engine."""
+
+    message: int
+    part: int
+    param: str
+    media: Media
+    identity: bytes
+    width: int
+    height: int
+    tokens: int
+
+
+@dataclass
+class Prepared:
+    """A request that is ready to be placed; no ``ids`` and no ``spans`` where the prompt could not be predicted."""
+
+    request: ChatRequest
+    salt: str | None
+    images: tuple[ResolvedImage, ...]
+    ids: "array[int]"
+    spans: tuple[Span, ...]
+    exactness: Exactness
+    reasons: tuple[str, ...]
+    seed: int
+    fingerprint: int
+    _keys: dict[int, "array[int]"] = field(default_factory=dict)
+
+    def keys(self, block_size: int) -> "array[int]":
+        """Keys of the complete blocks at this block size; computed once per distinct size."""
+        keys = self._keys.get(block_size)
+        if keys is None:
+            keys = block_keys(self.ids, block_size, self.spans, self.seed)
+            self._keys[block_size] = keys
+        return keys
+
+
+class Preparer:
+    """What is fixed for a deployment: family, template, tokenizer, identity key, limits."""
+
+    def __init__(self, settings: Settings, media: MediaResolver) -> None:
+        spec, model_dir = settings.deployment.spec, settings.model_dir
+        self._deployment = settings.deployment
+        self._identity_key = settings.identity_key
+        self._media = media
+        self._max_pixels = spec.routing.media.max_pixels
+        self.family: Family | None = load_family(model_dir, spec.engine.processor)
+        self.prompter: Prompter | None = None
+        self.unknown_family = ""
+        if self.family is None:
+            config = json.loads((model_dir / "config.json").read_text())
+            self.unknown_family = str(config.get("model_type", "unknown"))
+        else:
+            template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
+            self.prompter = Prompter.load(model_dir, chat_template=template, family=self.family)
+        self._known: OrderedDict[bytes, tuple[int, int, int]] = OrderedDict()
+
+    def seed(self, salt: str | None) -> int:
+        """The namespace seed of a tenant's chains."""
+        model = self._deployment.spec.model
+        return namespace_seed(self._identity_key, model=model.id, revision=model.revision, salt=salt)
+
+    async def prepare(self, request: ChatRequest, salt: str | None, tenant: str = "") -> Prepared:
+        """Resolve images and predict the prompt. Raises :class:`RequestError` that names the field."""
+        images = await self._resolve(request, tenant)
+        reasons = tuple(f"{reason.reason}:{reason.field}" for reason in request.inexact)
+        exactness: Exactness = "exact"
+        spoiled = bool(reasons) and {reason.reason for reason in request.inexact} <= _SPOIL_IMAGES
+        if spoiled and images:
+            exactness = "partial"
+        elif reasons:
+            exactness = "affinity"
+        if self.prompter is None:
+            exactness, reasons = "affinity", (*reasons, f"family:{self.unknown_family}")
+        ids, spans = array("I"), tuple[Span, ...]()
+        if exactness != "affinity":
+            ids, spans = self._predict(request, images, poisoned=spoiled)
+        fingerprint = self._fingerprint(request, images)
+        return Prepared(request, salt, images, ids, spans, exactness, reasons, self.seed(salt), fingerprint)
+
+    def _predict(
+        self, request: ChatRequest, images: tuple[ResolvedImage, ...], *, poisoned: bool
+    ) -> tuple["array[int]", tuple[Span, ...]]:
+        """Return token ids and spans of the expanded prompt.
+
+        ``poisoned``: what the engine makes of the images is not known, so each gets a value that nothing else has.
+        Blocks before the first image still count; from there on the prompt equals nothing, not even itself.
+        """
+        assert self.prompter is not None
+        expand = [PromptImage(secrets.token_bytes(32) if poisoned else i.identity, i.tokens) for i in images]
+        try:
+            text = self.prompter.render(
+                request.messages,
+                tools=request.tools,
+                documents=request.documents,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                chat_template_kwargs=request.chat_template_kwargs,
+            )
+            expanded = self.prompter.expand(text, expand, add_special_tokens=request.add_special_tokens)
+        except (TemplateError, PlaceholderError) as error:
+            raise RequestError.invalid(str(error), param="messages") from error
+        return expanded.ids, expanded.spans
+
+    async def _resolve(self, request: ChatRequest, tenant: str) -> tuple[ResolvedImage, ...]:
+        if not request.images and not request.media:
+            return ()
+        media = await self._media.resolve_all([*request.images, *request.media], tenant=tenant)
+        for part, item in zip(request.media, media[len(request.images) :], strict=True):
+            part.inline(item.data_uri())
+        return tuple(
+            self._image(part.message, part.part, part.param, item)
+            for part, item in zip(request.images, media[: len(request.images)], strict=True)
+        )
+
+    def _image(self, message: int, part: int, param: str, media: Media) -> ResolvedImage:
+        family = self.family
+        options: Mapping[str, Any] = family.pixel_options if family is not None else {}
+        identity = media_identity(media.data, options, key=self._identity_key)
+        known = self._known.get(identity)
+        if known is None:
+            try:
+                size = probe(media.data, max_pixels=self._max_pixels, exif=family is not None and family.rotates_exif)
+                tokens = family.count(size.width, size.height) if family is not None else 0
+            except (ImageHeaderError, TooManyPixels, ImageSizeError) as error:
+                raise RequestError.invalid(str(error), param=param) from error
+            known = self._known[identity] = (size.width, size.height, tokens)
+            if len(self._known) > PROBE_CACHE:
+                self._known.popitem(last=False)
+        return ResolvedImage(message, part, param, media, identity, *known)
+
+    @staticmethod
+    def _fingerprint(request: ChatRequest, images: tuple[ResolvedImage, ...]) -> int:
+        """A hash of how the conversation begins: its first two messages and their images. Turns of it share it."""
+        head = []
+        for message in request.messages[:2]:
+            content = message.get("content")
+            texts = [content] if isinstance(content, str) else [p.get("text", "") for p in content or ()]
+            head.append((message.get("role"), texts))
+        raw = json.dumps(head, ensure_ascii=True).encode()
+        for image in images:
+            if image.message < 2:
+                raw += image.identity
+        return xxh3_64_intdigest(raw)

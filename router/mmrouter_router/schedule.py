@@ -1,0 +1,154 @@
+"""Pure choice of a candidate: one score per candidate, term by term, and the decision that follows from it.
+
+Policy ``kv`` minimises the work that a choice causes, counted in blocks (the form of the field's cost functions,
+facts on routing 5.1):
+
+    cost = overlapWeight * (prompt blocks - overlap + prefill blocks there) + active blocks there + waiting blocks there
+
+``leastLoaded`` drops the overlap term, ``roundRobin`` takes turns, ``consistentHash`` ranks by rendezvous hash. Every
+tie is broken the same way on every router: fewer blocks held, then rendezvous hash of the prompt's fingerprint.
+
+A decision needs the winner only; its explanation is worked out from the same values when somebody asks for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+Policy = Literal["kv", "leastLoaded", "roundRobin", "consistentHash"]
+Exactness = Literal["exact", "partial", "affinity"]
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """One rank of one worker, as the router knows it at the moment of the decision. Loads are in blocks.
+
+    A struct, because one is made per candidate and request: a frozen dataclass takes ten times as long.
+    """
+
+    id: str  # <worker id>#<rank>
+    name: str  # pod name, for people
+    pool: str
+    overlap: int  # leading prompt blocks that it holds
+    blocks: int  # complete blocks of the prompt at this candidate's block size
+    prefill: float = 0.0  # blocks of requests sent there that have not answered yet
+    active: float = 0.0  # blocks of requests in flight there
+    waiting: float = 0.0  # blocks of requests of others that queue in the engine
+    held: int = 0  # blocks in its cache
+    scored: bool = True  # False: not verified, so its overlap does not count
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One candidate's cost and what it is made of; lower is better."""
+
+    candidate: Candidate
+    terms: dict[str, float]
+    cost: float
+    tie: int  # rendezvous hash, lower wins
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The winner, and everything that the choice was made from."""
+
+    winner: Candidate
+    candidates: tuple[Candidate, ...]
+    policy: Policy
+    overlap_weight: float
+    fingerprint: int
+    turn: int
+
+    @cached_property
+    def scores(self) -> tuple[Score, ...]:
+        """Every candidate's score, best first."""
+        costs = _costs(self.candidates, self.policy, self.overlap_weight)
+        scores = [
+            Score(c, _terms(c, self.policy, self.overlap_weight), cost, _tie(c, self.fingerprint))
+            for c, cost in zip(self.candidates, costs, strict=True)
+        ]
+        if self.policy == "roundRobin":
+            ring = sorted(scores, key=lambda s: s.candidate.id)
+            start = self.turn % len(ring)
+            return tuple(ring[start:] + ring[:start])
+        if self.policy == "consistentHash":
+            return tuple(sorted(scores, key=lambda s: (s.tie, s.candidate.id)))
+        return tuple(sorted(scores, key=lambda s: (s.cost, s.candidate.held, s.tie, s.candidate.id)))
+
+    @property
+    def reason(self) -> str:
+        """Why the winner won, in words."""
+        if self.policy == "roundRobin":
+            return f"turn {self.turn % len(self.candidates)} of {len(self.candidates)} candidates"
+        if self.policy == "consistentHash":
+            return "lowest rendezvous hash of the prompt"
+        return _reason(self.scores)
+
+
+def choose(
+    candidates: Sequence[Candidate], *, policy: Policy, overlap_weight: float, fingerprint: int, turn: int
+) -> Choice:
+    """Return the best candidate. ``turn`` counts requests (only round robin looks at it).
+
+    Raises ``ValueError`` without candidates: the caller answers 503 before it asks.
+    """
+    if not candidates:
+        raise ValueError("no candidate to choose from")
+    if policy == "roundRobin":
+        winner = sorted(candidates, key=lambda c: c.id)[turn % len(candidates)]
+    elif policy == "consistentHash":
+        winner = _lowest_tie(candidates, fingerprint)
+    else:
+        costs = _costs(candidates, policy, overlap_weight)
+        least = min(costs)
+        best = [c for c, cost in zip(candidates, costs, strict=True) if cost == least]
+        emptiest = min([c.held for c in best])
+        winner = _lowest_tie([c for c in best if c.held == emptiest], fingerprint)
+    return Choice(winner, tuple(candidates), policy, overlap_weight, fingerprint, turn)
+
+
+def _costs(candidates: Sequence[Candidate], policy: Policy, weight: float) -> list[float]:
+    if policy == "kv":
+        return [
+            weight * (c.blocks - (c.overlap if c.scored else 0) + c.prefill) + c.active + c.waiting for c in candidates
+        ]
+    if policy == "leastLoaded":
+        return [c.prefill + c.active + c.waiting for c in candidates]
+    return [0.0] * len(candidates)
+
+
+def _terms(c: Candidate, policy: Policy, weight: float) -> dict[str, float]:
+    """What a candidate's cost is the sum of."""
+    if policy == "kv":
+        prefill = weight * (c.blocks - (c.overlap if c.scored else 0) + c.prefill)
+        return {"prefill": prefill, "active": c.active, "waiting": c.waiting}
+    if policy == "leastLoaded":
+        return {"prefill": c.prefill, "active": c.active, "waiting": c.waiting}
+    return {}
+
+
+def _lowest_tie(candidates: Sequence[Candidate], fingerprint: int) -> Candidate:
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda c: (_tie(c, fingerprint), c.id))
+
+
+def _tie(c: Candidate, fingerprint: int) -> int:
+    return xxh3_64_intdigest(c.id.encode(), fingerprint)
+
+
+def _reason(ranked: Sequence[Score]) -> str:
+    best = ranked[0]
+    cost = f"cost {best.cost:g}"
+    held = f"{best.candidate.overlap} of {best.candidate.blocks} blocks held"
+    if len(ranked) == 1:
+        return f"only candidate; {held}"
+    second = ranked[1]
+    if second.cost > best.cost:
+        return f"{cost} against {second.cost:g} of {second.candidate.name}; {held}"
+    if second.candidate.held != best.candidate.held:
+        return f"{cost} as {second.candidate.name}, fewer blocks in its cache; {held}"
+    return f"{cost} as {second.candidate.name}, rendezvous hash; {held}"

@@ -1,0 +1,171 @@
+"""API keys -> tenants -> salts.
+
+A folder holds one file per tenant, named after it, with one key per line (a mounted Secret); blank lines and lines that
+begin with ``#`` are skipped. Without the folder there is one tenant, no authentication and no salt. Two tenants never
+share blocks: each has a salt that follows from the deployment's identity key and the tenant's name, so every router
+replica makes the same one and no client can guess it.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from mmrouter_router.errors import RequestError
+
+log = logging.getLogger("mmrouter.tenants")
+
+SALT_SCHEME = "t1"
+CHECK_SECONDS = 1.0
+"""How long a change of the folder may stay unseen."""
+MAX_FILE_BYTES = 1024 * 1024
+
+Signature = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, modification time and size of every file: what tells that a folder changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who asks, and the text that keeps this tenant's blocks apart (``None``: the single default tenant)."""
+
+    name: str
+    salt: str | None
+
+
+DEFAULT = Tenant("", None)
+
+
+class Tenants:
+    """Keys of a folder, read anew when it changes.
+
+    Once there is authentication, it never goes away: a folder that vanishes lets nobody in. ``required`` says that the
+    resource asks for authentication, so a missing folder lets nobody in from the start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity_key: bytes,
+        *,
+        required: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._identity_key, self._clock = folder, identity_key, clock
+        self._closed = required
+        self._keys: dict[bytes, Tenant] = {}
+        self._checked = clock()
+        self.problems: tuple[str, ...] = ()
+        """What is wrong with the folder, for logs and conditions; holds no key."""
+        self._signature = _signature(folder)
+        self._load()
+
+    @property
+    def authenticating(self) -> bool:
+        """Whether requests need a key."""
+        return self._closed
+
+    def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
+        """Return the tenant of a request by its ``Authorization`` header (names in lower case, as ASGI has them).
+
+        Raises :class:`RequestError` (401) for no key, an unknown one, or more than one header.
+        """
+        now = self._clock()
+        if now - self._checked >= CHECK_SECONDS:
+            self._checked = now
+            signature = _signature(self._folder)
+            if signature != self._signature:
+                self._signature = signature
+                self._load()
+        if not self._closed:
+            return DEFAULT
+        values = [value for name, value in headers if name == b"authorization"]
+        if not values:
+            raise RequestError.unauthorized("No API key provided: send 'Authorization: Bearer <key>'.")
+        scheme, _, key = values[0].strip().partition(b" ")
+        if len(values) > 1 or scheme.lower() != b"bearer":
+            raise RequestError.unauthorized("The 'Authorization' header must be one 'Bearer <key>'.")
+        digest = _digest(key.strip())
+        # The table is searched by hash, so the time of the search says nothing about a key.
+        tenant = self._keys.get(digest)
+        if tenant is None:
+            raise RequestError.unauthorized()
+        return tenant
+
+    def salt(self, tenant: str) -> str:
+        """Return a tenant's salt: a keyed hash of its name."""
+        hasher = blake3(key=self._identity_key)
+        hasher.update(b"tenant salt:" + tenant.encode())
+        return f"{SALT_SCHEME}-{hasher.hexdigest()}"
+
+    def _load(self) -> None:
+        if self._signature is None:
+            self._keys = {}
+            self._report([f"{self._folder.name}: the folder is missing"] if self._closed else [])
+            return
+        self._closed = True
+        problems: list[str] = []
+        owners: dict[bytes, set[str]] = {}
+        for name, *_ in self._signature:
+            keys = _read(self._folder / name, problems)
+            if not keys:
+                problems.append(f"{name}: no key")
+            for key in keys:
+                owners.setdefault(_digest(key), set()).add(name)
+        shared = [names for names in owners.values() if len(names) > 1]
+        # Whose blocks such a request may see cannot be said, so nobody gets in by it.
+        problems += sorted(
+            f"{', '.join(sorted(names))}: these tenants share a key, which is refused" for names in shared
+        )
+        self._keys = {
+            digest: Tenant(name, self.salt(name))
+            for digest, names in owners.items()
+            if len(names) == 1
+            for name in names
+        }
+        self._report(problems)
+
+    def _report(self, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        for problem in problems:
+            log.warning("API keys: %s", problem)
+
+
+def _signature(folder: Path) -> Signature | None:
+    """Return what the folder holds, ``None`` where it is missing. Mounted Secrets hide their own files behind a dot."""
+    try:
+        files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        log.warning("API keys: %s: %s", folder.name, error.strerror)
+        return ()  # a folder that cannot be read lets nobody in
+    found = []
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # it is being replaced; the next look sees the new one
+        found.append((path.name, status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+def _read(path: Path, problems: list[str]) -> set[bytes]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror}")
+        return set()
+    if len(raw) > MAX_FILE_BYTES:
+        problems.append(f"{path.name}: larger than {MAX_FILE_BYTES} bytes")
+        return set()
+    lines = (line.strip() for line in raw.splitlines())
+    return {line for line in lines if line and not line.startswith(b"#")}
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

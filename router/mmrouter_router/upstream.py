@@ -1,0 +1,281 @@
+"""HTTP/1.1 client of the data path: pooled connections, httptools parser, answer bytes passed on as they come.
+
+The hot route has its own transport because a general client costs several times the CPU of a decision (facts on
+performance 3). It speaks only what engines speak: one request at a time per connection, no redirects, no cookies,
+no proxies. Reading stops while the consumer is behind, so a slow client holds at most ``HIGH_WATER`` bytes.
+"""
+
+import asyncio
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import cast
+
+import httptools
+
+HIGH_WATER = 256 * 1024
+IDLE_SECONDS = 4.0
+"""uvicorn closes idle connections after 5 s; ours are given up earlier, so that a reuse rarely meets a close."""
+
+
+class UpstreamError(ConnectionError):
+    """The engine could not be reached or broke off; ``sent``: it may have the request, ``began``: it answered."""
+
+    def __init__(self, message: str, *, sent: bool, began: bool = False) -> None:
+        super().__init__(message)
+        self.sent = sent
+        self.began = began
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; parses one answer at a time."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.idle_since = 0.0
+        self.closed = False
+        self.complete = True
+        self._parser: httptools.HttpResponseParser | None = None
+        self._chunks: deque[bytes] = deque()
+        self._buffered = 0
+        self._paused = False
+        self._wake: asyncio.Future[None] | None = None
+        self._began = False
+        self._headers_done = False
+        self._keep_alive = False
+        self._writable: asyncio.Future[None] | None = None
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:  # bytes that nobody asked for: the connection cannot be trusted any more
+            self.close()
+            return
+        self._began = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+        self._notify()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self.pause_done()
+        if not self.complete and self._headers_done and self._ends_with_close():
+            self.complete = True
+        self._notify()
+
+    def pause_writing(self) -> None:
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        self.pause_done()
+
+    def pause_done(self) -> None:
+        """Let a writer go on."""
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    # -- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        assert parser is not None
+        self.status = parser.get_status_code()
+        self._keep_alive = parser.should_keep_alive()
+        if self.status >= 200:
+            self._headers_done = True
+        else:
+            self.headers.clear()  # 1xx: the real answer follows
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+        self._buffered += len(body)
+        if self._buffered > HIGH_WATER and not self._paused and self.transport is not None:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        if self._headers_done:
+            self.complete = True
+
+    # -- use
+
+    async def send(self, head: bytes, body: bytes) -> None:
+        """Send one request and wait for the answer's headers."""
+        assert self.transport is not None
+        self.status, self.headers, self.complete = 0, [], False
+        self._began = self._headers_done = False
+        self._parser = httptools.HttpResponseParser(self)
+        self.transport.writelines((head, body))
+        if self._writable is not None:
+            await self._writable
+        while not self._headers_done:
+            if self.closed:
+                raise UpstreamError("the engine closed the connection", sent=True, began=self._began)
+            await self._wait()
+
+    async def read(self) -> AsyncIterator[bytes]:
+        """Yield body bytes as they come. Raises :class:`UpstreamError` when the answer breaks off."""
+        while True:
+            if self._chunks:
+                data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
+                self._chunks.clear()
+                self._buffered = 0
+                if self._paused and self.transport is not None and not self.closed:
+                    self._paused = False
+                    self.transport.resume_reading()
+                yield data
+            elif self.complete:
+                return
+            elif self.closed:
+                raise UpstreamError("the engine broke off its answer", sent=True, began=True)
+            else:
+                await self._wait()
+
+    @property
+    def reusable(self) -> bool:
+        return self.complete and self._keep_alive and not self.closed and not self._chunks
+
+    def close(self) -> None:
+        """Drop the connection: the engine sees a disconnect and aborts the request."""
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _ends_with_close(self) -> bool:
+        names = {name for name, _ in self.headers}
+        return b"content-length" not in names and b"transfer-encoding" not in names
+
+    async def _wait(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class Answer:
+    """An engine's answer: status and headers now, body as it comes. Call ``close`` in every case."""
+
+    def __init__(self, pool: "Upstream", address: tuple[str, int], connection: _Connection) -> None:
+        self._pool, self._address, self._connection = pool, address, connection
+        self.status = connection.status
+        self.headers = connection.headers
+
+    def body(self) -> AsyncIterator[bytes]:
+        """Yield the body's bytes, de-chunked, in the pieces in which they arrive."""
+        return self._connection.read()
+
+    async def read(self, limit: int) -> bytes:
+        """Return the whole body, at most ``limit`` bytes of it."""
+        data = bytearray()
+        async for piece in self.body():
+            data += piece
+            if len(data) >= limit:
+                break
+        return bytes(data[:limit])
+
+    def close(self) -> None:
+        """Give the connection back, or drop it when the answer was not read to its end (the engine then aborts)."""
+        self._pool.release(self._address, self._connection)
+
+
+class Upstream:
+    """A pool of connections to engines, keyed by address."""
+
+    def __init__(self, *, connect_seconds: float = 2.0) -> None:
+        self._idle: dict[tuple[str, int], list[_Connection]] = {}
+        self._connect_seconds = connect_seconds
+
+    async def request(
+        self, host: str, port: int, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> Answer:
+        """Send a request and return once the answer's headers are there. Raises :class:`UpstreamError`.
+
+        A kept connection that turns out to be closed before the engine said anything is replaced by a fresh one once.
+        """
+        address = (host, port)
+        head = _head(method, path, host, port, headers.items(), len(body))
+        connection = self._take(address)
+        if connection is not None:
+            try:
+                return await self._exchange(address, connection, head, body)
+            except UpstreamError as error:
+                if error.began:
+                    raise
+            try:
+                fresh = await self._connect(address)
+            except UpstreamError as error:
+                # Not an idle close: the engine is gone, and it may have gone with this request.
+                raise UpstreamError(str(error), sent=True) from error
+            return await self._exchange(address, fresh, head, body)
+        return await self._exchange(address, await self._connect(address), head, body)
+
+    def release(self, address: tuple[str, int], connection: _Connection) -> None:
+        """Keep a connection whose answer was read whole, drop any other."""
+        if connection.reusable:
+            connection.idle_since = time.monotonic()
+            self._idle.setdefault(address, []).append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Drop all idle connections."""
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+        self._idle.clear()
+
+    async def _exchange(self, address: tuple[str, int], connection: _Connection, head: bytes, body: bytes) -> Answer:
+        try:
+            await connection.send(head, body)
+        except BaseException:
+            connection.close()
+            raise
+        return Answer(self, address, connection)
+
+    def _take(self, address: tuple[str, int]) -> _Connection | None:
+        oldest = time.monotonic() - IDLE_SECONDS
+        idle = self._idle.get(address, [])
+        while idle:
+            connection = idle.pop()
+            if not connection.closed and connection.idle_since > oldest:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, address: tuple[str, int]) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                _, connection = await loop.create_connection(_Connection, *address)
+        except (OSError, TimeoutError) as error:
+            raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=False) from error
+        return connection
+
+
+def _head(method: str, path: str, host: str, port: int, headers: Iterable[tuple[str, str]], length: int) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}:{port}", f"content-length: {length}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    head = "\r\n".join(lines)
+    if head.count("\r\n") != len(lines) - 1:
+        raise ValueError("a header value holds a line break")
+    return head.encode("latin-1") + b"\r\n\r\n"

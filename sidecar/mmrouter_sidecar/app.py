@@ -1,0 +1,104 @@
+"""One running sidecar: which part starts when, when changes are flushed, and in what order everything stops."""
+
+import asyncio
+import logging
+
+import zmq.asyncio
+
+from mmrouter_sidecar import http
+from mmrouter_sidecar.engine import Engine
+from mmrouter_sidecar.metrics import Counted, Metrics
+from mmrouter_sidecar.probe import Probe
+from mmrouter_sidecar.publisher import Publisher
+from mmrouter_sidecar.relay import Relay
+from mmrouter_sidecar.settings import Settings
+
+log = logging.getLogger("mmrouter.sidecar")
+
+FLUSH_SECONDS = 0.005
+"""Changes of this long travel together; a change after a silence travels at once."""
+BEAT_SECONDS = 0.5
+LINGER_MS = 200
+
+
+class Sidecar:
+    """Everything of one process. ``run`` serves until ``stop`` is called."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.metrics = Metrics()
+        self._context = zmq.asyncio.Context()
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.publisher = Publisher(settings, self._context, self.metrics)
+        self.relay = Relay(settings, self.metrics, self.publisher.publish)
+        self.metrics.watch(self._counted)
+        self.engine = Engine(settings, self.relay, self._context, self.metrics, self._settle)
+        self._probe = Probe(settings, self.relay, self.metrics)
+        self._settings = settings
+        self._flushed = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.ready = asyncio.Event()
+
+    def stop(self) -> None:
+        """End ``run`` in order."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serve. Raises ``OSError`` or ``zmq.ZMQError`` when an address cannot be bound."""
+        web = http.serving(
+            self._settings,
+            self.metrics,
+            ready=self.ready.is_set,
+            drain=lambda: self.relay.learned(draining=True),
+        )
+        try:
+            async with web, asyncio.TaskGroup() as tasks:
+                working = [
+                    tasks.create_task(self.publisher.run(self.relay.answer)),
+                    tasks.create_task(self.engine.run()),
+                    tasks.create_task(self._probe.run()),
+                    tasks.create_task(self._beats()),
+                    tasks.create_task(self._boot()),
+                ]
+                await self._stop.wait()
+                log.info("stopping")
+                self.ready.clear()
+                for task in working:
+                    task.cancel()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self.relay.close()
+            self._context.destroy(linger=LINGER_MS)
+            log.info("stopped at seq %d of epoch %d", self.relay.seq, self.relay.epoch)
+
+    async def _boot(self) -> None:
+        """Ready means that both ends listen; it does not wait for the engine, which starts only afterwards."""
+        await self.publisher.bound.wait()
+        await self.engine.bound()
+        self.ready.set()
+        log.info("ready: worker %s, epoch %d", self.relay.worker, self.relay.epoch)
+
+    def _counted(self) -> Counted:
+        ledger = self.relay.ledger
+        return Counted(self.relay.batches, ledger.counts, ledger.held, ledger.aside)
+
+    async def _beats(self) -> None:
+        while True:
+            self.relay.beat()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _settle(self) -> None:
+        """Something may have changed: flush now, or as soon as the last flush is long enough ago."""
+        if self._timer is not None or not self.relay.dirty:
+            return
+        wait = self._flushed + FLUSH_SECONDS - self._loop.time()
+        if wait <= 0:
+            self._flush()
+        else:
+            self._timer = self._loop.call_later(wait, self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        self._flushed = self._loop.time()
+        self.relay.flush()

@@ -1,0 +1,44 @@
+"""Health, readiness and metrics on the pod's address; the drain hook on its loopback."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from mmrouter_sidecar.metrics import Metrics
+from mmrouter_sidecar.settings import Settings
+
+
+@asynccontextmanager
+async def serving(
+    settings: Settings, metrics: Metrics, *, ready: Callable[[], bool], drain: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Run both servers for as long as the context lasts. Raises ``OSError`` when an address is taken."""
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def readyz(_: web.Request) -> web.Response:
+        is_ready = ready()
+        return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
+
+    async def exposition(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def drained(_: web.Request) -> web.Response:
+        drain()
+        return web.json_response({"draining": True})
+
+    public, hook = web.Application(), web.Application()
+    public.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)])
+    # A preStop hook sends GET; whoever drains by hand is right to use POST.
+    hook.add_routes([web.get("/drain", drained), web.post("/drain", drained)])
+    places = ((public, settings.pod_ip, settings.ports.health), (hook, settings.loopback, settings.ports.hook))
+    async with AsyncExitStack() as stack:
+        for app, host, port in places:
+            runner = web.AppRunner(app, access_log=None, handle_signals=False)
+            stack.push_async_callback(runner.cleanup)
+            await runner.setup()
+            await web.TCPSite(runner, host, port).start()
+        yield

@@ -1,0 +1,146 @@
+"""The journal: what a restarted sidecar needs to go on where it stopped.
+
+Engines replay only their last batches and have no snapshot, so the ledger's operations are appended to one file. A
+record is ``[length u32][XXH3-64 u64][msgpack]``; it is written with one ``write`` before what it describes is
+published, so the journal is never behind the feed, and a process that is killed at any byte leaves at most one torn
+record at the end, which is cut off. Nothing is synced to disk: the file lives and dies with the pod, not with the
+node's power.
+"""
+
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from mmrouter.feed import Canary
+from mmrouter_sidecar.ledger import Op
+
+MAGIC = b"mmrouter journal 1\n"
+_FRAME = struct.Struct("<IQ")
+MIN_COMPACT_BYTES = 16 << 20
+COMPACT_FACTOR = 4
+"""The file is rewritten when it is this many times larger than just after the last rewriting."""
+
+
+class Epoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
+    """A new epoch began. ``fresh``: nothing of the ledger belongs to it; else ``ops`` say what does not.
+
+    ``last`` is as in :class:`Flush`.
+    """
+
+    boot: str
+    epoch: int
+    fresh: bool
+    last: dict[int, tuple[int, int]]
+    ops: list[Op]
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    """Operations up to feed number ``seq``; ``last`` is rank -> (engine number, digest) of the last batch in them."""
+
+    seq: int
+    last: dict[int, tuple[int, int]]
+    ops: list[Op]
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True, tag="verdict"):
+    """The canary's result."""
+
+    canary: Canary
+
+
+Record = Epoch | Flush | Verdict
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+class Journal:
+    """One open journal file. ``fingerprint`` names all that keys depend on; a file with another one is discarded."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        """Open or begin the file. Raises ``OSError`` when the folder cannot be written."""
+        self._path = folder / "ledger.journal"
+        self._head = MAGIC + fingerprint.encode() + b"\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self.size = 0
+        self._compacted = 0
+        self.torn_bytes = 0
+        """Bytes at the end of the file found at opening that belonged to no whole record."""
+
+    def recover(self) -> Iterator[Record]:
+        """Yield every whole record in order, then cut off what is torn. To be exhausted before anything is appended."""
+        raw = self._path.read_bytes()
+        if not raw.startswith(self._head):
+            os.ftruncate(self._fd, 0)
+            os.write(self._fd, self._head)
+            self.size = self._compacted = len(self._head)
+            return
+        place = len(self._head)
+        view = memoryview(raw)
+        while place + _FRAME.size <= len(raw):
+            length, checksum = _FRAME.unpack_from(raw, place)
+            body = view[place + _FRAME.size : place + _FRAME.size + length]
+            if len(body) < length or xxh3_64_intdigest(body) != checksum:
+                break
+            try:
+                record = _decoder.decode(body)
+            except msgspec.DecodeError:
+                break  # whole, but of another version
+            yield record
+            place += _FRAME.size + length
+        self.torn_bytes = len(raw) - place
+        if self.torn_bytes:
+            os.ftruncate(self._fd, place)
+        self.size = self._compacted = place
+
+    @property
+    def bloated(self) -> bool:
+        """Whether the file is worth rewriting."""
+        return self.size > max(MIN_COMPACT_BYTES, COMPACT_FACTOR * self._compacted)
+
+    def append(self, record: Record) -> None:
+        """Write one record. Raises ``OSError``; the file must then be given up with :meth:`discard`."""
+        self.size += _write(self._fd, _framed(record))
+
+    def compact(self, records: Iterable[Record]) -> None:
+        """Replace the file by one that holds ``records`` only. Raises ``OSError`` and leaves the old file in force."""
+        new = self._path.with_suffix(".new")
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        try:
+            size = _write(fd, self._head)
+            for record in records:
+                size += _write(fd, _framed(record))
+            os.replace(new, self._path)  # a process killed before this line leaves the old file in force
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(self._fd)
+        self._fd, self.size, self._compacted = fd, size, size
+
+    def discard(self) -> None:
+        """Remove the file: a restart then begins honestly empty instead of going on from a stale state."""
+        self._path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; what was appended is in it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _framed(record: Record) -> bytes:
+    body = _encoder.encode(record)
+    return _FRAME.pack(len(body), xxh3_64_intdigest(body)) + body
+
+
+def _write(fd: int, raw: bytes) -> int:
+    written = os.write(fd, raw)
+    while written < len(raw):  # a full disk or a signal may cut a write short
+        written += os.write(fd, raw[written:])
+    return written

@@ -1,0 +1,69 @@
+"""The sidecar's own metrics, all named ``mmrouter_sidecar_*``."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+PREFIX = "mmrouter_sidecar"
+
+
+class Counted(NamedTuple):
+    """What is counted in plain numbers, because a metric object costs as much as several blocks."""
+
+    batches: int
+    events: Mapping[str, int]
+    held: int
+    aside: int
+
+
+class Metrics:
+    """One registry per process, so that tests can have several."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{PREFIX}_{name}", text, registry=self.registry)
+
+        self.duplicates = counter("duplicates", "Event batches that came again and were known.")
+        self.gaps = counter("gaps", "Replays asked for because a number was missing.")
+        self.skipped = counter("skipped_batches", "Event batches that the engine no longer had.")
+        self.replays = counter("replays", "Replays, by outcome.", "outcome")
+        self.lost = counter("lost", "Losses of history that ended an epoch, by reason.", "reason")
+        self.epochs = counter("epochs", "Epochs begun, by reason.", "reason")
+        self.connections = counter("engine_connections", "Connections of the engine's publisher, by event.", "event")
+        self.frames = counter("engine_frames_refused", "Messages on an engine socket that are no event frame.")
+        self.deltas = counter("deltas", "Deltas published.")
+        self.requests = counter("requests", "Questions of routers, by kind.", "kind")
+        self.refusals = counter("refusals", "Questions and handshakes refused, by reason.", "reason")
+        self.unsent = counter("answers_unsent", "Answers that a slow or vanished router did not take.")
+        self.probes = counter("probe_failures", "Engine HTTP probes that failed, by path.", "path")
+        self.journal_errors = counter("journal_errors", "Failures of the journal; it is off after one.")
+        self.journal_bytes = gauge("journal_bytes", "Size of the journal.")
+        self.lag = gauge("lag_seconds", "Age of the last event batch when it was applied.")
+        self.up = gauge("engine_up", "1 while the engine answers.")
+
+    def watch(self, counted: Callable[[], Counted]) -> None:
+        """Expose what the hot path counts by itself, when it is asked for."""
+        self.registry.register(_Collector(counted))
+
+
+class _Collector:
+    def __init__(self, counted: Callable[[], Counted]) -> None:
+        self._counted = counted
+
+    def collect(self) -> Iterable[Metric]:
+        """Counts by reason (blocks for stored, removed and quarantined ones, else events), and what is held."""
+        counted = self._counted()
+        yield CounterMetricFamily(f"{PREFIX}_batches", "Event batches applied.", counted.batches)
+        events = CounterMetricFamily(f"{PREFIX}_events", "Blocks and events by what became of them.", labels=["what"])
+        for what, number in sorted(counted.events.items()):
+            events.add_metric([what], number)
+        yield events
+        yield GaugeMetricFamily(f"{PREFIX}_blocks", "Distinct block keys held.", counted.held)
+        yield GaugeMetricFamily(f"{PREFIX}_blocks_aside", "Blocks held whose key is not known.", counted.aside)

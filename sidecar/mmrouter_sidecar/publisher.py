@@ -1,0 +1,155 @@
+"""The feed's two sockets towards routers: PUB and ROUTER, CURVE, only one client key let in."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from mmrouter import feed
+from mmrouter_sidecar.metrics import Metrics
+from mmrouter_sidecar.settings import CurveKeys, Settings
+
+log = logging.getLogger("mmrouter.sidecar")
+
+DOMAIN = "mmrouter"
+SEND_HWM = 10_000
+MAX_QUESTION_BYTES = 1 << 20
+HEARTBEAT_MS = 2_000
+REFUSED: dict[int, str] = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "key",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "protocol",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "handshake",
+}
+
+
+class RouterKeyOnly:
+    """ZAP credentials provider: without one, CURVE lets every client in that knows the server's public key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether this client key may speak (Z85)."""
+        return domain == DOMAIN and key == self._key
+
+
+class Publisher:
+    """Owns both sockets."""
+
+    def __init__(self, settings: Settings, context: zmq.asyncio.Context, metrics: Metrics) -> None:
+        self._settings, self._context, self._metrics = settings, context, metrics
+        self._authenticator = AsyncioAuthenticator(context)
+        self._pub: zmq.asyncio.Socket = self._socket(zmq.PUB)
+        self._router: zmq.asyncio.Socket = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that cannot be sent is an error, not silence
+        # Sending never waits here, so the plain sockets under the asyncio ones spare a future per frame.
+        self._send_pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub)
+        self._send_router: zmq.Socket[bytes] = zmq.Socket.shadow(self._router)
+        self.bound = asyncio.Event()
+
+    def publish(self, frame: feed.Published) -> None:
+        """Send a frame to every router; a router that does not keep up misses it and asks for it again."""
+        self._send_pub.send(feed.encode(frame), zmq.NOBLOCK)
+
+    async def run(self, answer: Callable[[feed.Request], Iterator[feed.Reply]]) -> None:
+        """Serve until cancelled; ``answer`` turns a question into its parts.
+
+        Raises ``zmq.ZMQError`` when an address cannot be bound.
+        """
+        self._authenticator.start()
+        try:
+            self._authenticator.configure_curve_callback(DOMAIN, RouterKeyOnly(self._settings.curve.client))
+            ports = self._settings.ports
+            monitors = [
+                socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | _any(REFUSED))
+                for socket in (self._pub, self._router)
+            ]
+            self._pub.bind(f"tcp://{self._settings.pod_ip}:{ports.pub}")
+            self._router.bind(f"tcp://{self._settings.pod_ip}:{ports.router}")
+            self.bound.set()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._questions(answer))
+                    for monitor in monitors:
+                        tasks.create_task(self._watch(monitor))
+            finally:
+                for socket, monitor in zip((self._pub, self._router), monitors, strict=True):
+                    socket.disable_monitor()
+                    monitor.close(0)
+        finally:
+            self._authenticator.stop()
+
+    async def _questions(self, answer: Callable[[feed.Request], Iterator[feed.Reply]]) -> None:
+        while True:
+            parts = await self._router.recv_multipart()
+            if len(parts) != 3 or parts[1]:
+                self._metrics.refusals.labels("frames").inc()
+                continue
+            client, _, payload = parts
+            for reply in self._replies(payload, answer):
+                try:
+                    self._send_router.send_multipart([client, b"", feed.encode(reply)], zmq.NOBLOCK)
+                except zmq.ZMQError as error:  # its queue is full or it has gone; it asks again when it is back
+                    self._metrics.unsent.inc()
+                    log.warning("an answer was not taken: %s", error.strerror)
+                    break
+            await asyncio.sleep(0)
+
+    def _replies(self, payload: bytes, answer: Callable[[feed.Request], Iterator[feed.Reply]]) -> Iterator[feed.Reply]:
+        try:
+            request = feed.decode_request(payload)
+        except (feed.FeedError, UnicodeDecodeError) as error:
+            self._metrics.refusals.labels("undecodable").inc()
+            log.warning("a question was refused: %s", error)
+            yield feed.Refused(_request_id(payload), str(error))
+            return
+        self._metrics.requests.labels(type(request).__name__).inc()
+        for reply in answer(request):
+            if isinstance(reply, feed.Refused):
+                self._metrics.refusals.labels("question").inc()
+            yield reply
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            message = await recv_monitor_message(monitor)
+            reason = REFUSED.get(message["event"])
+            if reason is not None:
+                self._metrics.refusals.labels(reason).inc()
+                log.warning("a connection to the feed was refused: %s", reason)
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        keys: CurveKeys = self._settings.curve
+        socket: zmq.asyncio.Socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        return socket
+
+
+def _any(events: dict[int, str]) -> int:
+    mask = 0
+    for event in events:
+        mask |= event
+    return mask
+
+
+def _request_id(payload: bytes) -> int:
+    """Return the id of a question of another version, so that its asker hears of the refusal; 0 where there is none."""
+    try:
+        frame = msgspec.msgpack.decode(memoryview(payload)[1:])
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError):
+        return 0
+    if isinstance(frame, list) and len(frame) > 1 and isinstance(frame[1], int) and not isinstance(frame[1], bool):
+        return frame[1]
+    return 0

@@ -1,0 +1,33 @@
+"""How long a simulated step takes.
+
+    seconds = (prefill tokens / prefill rate + visual tokens * encode seconds + decode seconds if anything decodes)
+              * (1 + uniform(-jitter, jitter)) / speed
+
+Decoding is bound by memory bandwidth, so a step of one sequence and a step of many cost the same; prefill and
+encoding are bound by arithmetic and add up.
+"""
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The figures of one simulated accelerator. Defaults make a request of the demo take some tens of milliseconds."""
+
+    prefill_rate: float = 20_000.0  # tokens per second
+    encode_seconds: float = 20e-6  # per visual token
+    decode_seconds: float = 2e-3  # per step that decodes
+    jitter: float = 0.1  # half-width of the uniform factor, as a share
+    speed: float = 1.0  # divides every time
+
+    def __post_init__(self) -> None:
+        if self.prefill_rate <= 0 or self.speed <= 0:
+            raise ValueError("prefill rate and speed must be above 0")
+        if self.encode_seconds < 0 or self.decode_seconds < 0 or not 0 <= self.jitter < 1:
+            raise ValueError("times must not be negative and jitter must be in [0, 1)")
+
+    def seconds(self, *, prefill: int, visual: int, decoding: bool, rng: random.Random) -> float:
+        """Return the duration of a step over ``prefill`` prompt tokens and ``visual`` visual tokens."""
+        work = prefill / self.prefill_rate + visual * self.encode_seconds + (self.decode_seconds if decoding else 0.0)
+        return work * (1 + rng.uniform(-self.jitter, self.jitter)) / self.speed

@@ -1,0 +1,66 @@
+"""KV events and their encoding, byte for byte as vLLM 0.32 puts them on the wire (facts on vLLM 2.3, 2.4).
+
+An event is a msgpack map with ``type`` first; fields that have a default are left out when they have it. A batch is a
+msgpack array of time, events and data-parallel rank.
+"""
+
+from typing import Any
+
+import msgspec
+
+PublishedHash = int | bytes
+
+MEDIUM = "GPU"  # the engine says so on every device (facts on vLLM 10)
+FULL_ATTENTION = "full_attention"
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks that became cached, in chain order, after ``parent_block_hash`` (None: from the start of the prompt)."""
+
+    block_hashes: list[PublishedHash]
+    parent_block_hash: PublishedHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None  # one entry per block: None or a list
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    """One physical copy of each block was given up. The engine puts one hash into each event."""
+
+    block_hashes: list[PublishedHash]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
+    """The rank's prefix cache was reset."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True):
+    """What one engine step published: seconds since 1970, events, rank."""
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(batch: EventBatch) -> bytes:
+    """Return the payload frame of a batch."""
+    return _ENCODER.encode(batch)

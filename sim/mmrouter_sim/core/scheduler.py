@@ -1,0 +1,325 @@
+"""Continuous batching over the block pool: what one rank of the engine does, step by step.
+
+A step is two calls. :meth:`Scheduler.schedule` decides what runs, takes and fills blocks, and says how long that
+takes; :meth:`Scheduler.complete`, called that much later, samples tokens, ends requests and hands over the events.
+Blocks become findable when they are scheduled, as in the engine, so of two equal requests in one step the second one
+hits the first; physical copies come from blocks that are filled side by side: decoding, the last block of a prompt of
+exactly n blocks, and prompts whose computation is spread over steps.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mmrouter_sim.core.cost import Cost
+from mmrouter_sim.core.encoder import EncoderCache
+from mmrouter_sim.core.events import (
+    FULL_ATTENTION,
+    MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    PublishedHash,
+)
+from mmrouter_sim.core.hashing import Hash, Media, first_parent, published_int, sha256_cbor
+from mmrouter_sim.core.pool import BlockPool
+from mmrouter_sim.core.request import Chain, Finish, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the launch flags say about one rank. Raises ``ValueError`` where the engine would not start."""
+
+    blocks: int  # the reserved one included
+    block_size: int = 16
+    max_model_len: int = 32_768
+    max_batched_tokens: int = 2048
+    max_seqs: int = 256
+    largest_image: int = 0  # visual tokens; the encoder's room is at least this
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.max_batched_tokens < 1 or self.max_seqs < 1:
+            raise ValueError("block size, batched tokens and sequences must be at least 1")
+        room = (self.blocks - 1) * self.block_size
+        if self.max_model_len > room:
+            raise ValueError(
+                f"the KV cache holds {room} tokens ({self.blocks} blocks of {self.block_size}, one reserved), "
+                f"fewer than the maximum model length of {self.max_model_len}"
+            )
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduled step: tokens per request, and its duration in seconds."""
+
+    tokens: dict[Request, int]
+    seconds: float
+    prefill_tokens: int
+    visual_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One sampled token of a request; ``finished`` says why it was the last one."""
+
+    request: Request
+    token: int
+    finished: Finish | None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, in tokens unless the name says otherwise."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0  # requests
+    finished: dict[Finish, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})  # requests
+
+
+class Scheduler:
+    """One data-parallel rank. Deterministic for a given seed and order of calls."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        cost: Cost | None = None,
+        seed: int = 0,
+        hash_: Hash = sha256_cbor,
+        hash_seed: str | None = None,
+        published: Callable[[bytes], PublishedHash] = published_int,
+    ) -> None:
+        self.limits = limits
+        self.cost = cost or Cost()
+        self.counters = Counters()
+        self.pool = BlockPool(limits.blocks, self._evicted)
+        self.encoder = EncoderCache(max(limits.max_batched_tokens, limits.largest_image))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._chain = Chain(hash_, first_parent(hash_, hash_seed), limits.block_size)
+        self._published = published
+        self._rng = random.Random(seed)
+        self._events: list[Event] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return not self.waiting and not self.running
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ``ValueError`` when it can never run here; the server refuses those before."""
+        if not request.ids:
+            raise ValueError("the prompt is empty")
+        if len(request.ids) >= self.limits.max_model_len:
+            raise ValueError(f"the prompt has {len(request.ids)} tokens, the model takes {self.limits.max_model_len}")
+        if any(item.length > self.encoder.room for item in request.media):
+            raise ValueError(f"an image has more than {self.encoder.room} tokens")
+        self._chain.extend(request)
+        self.waiting.append(request)
+
+    def abort(self, request: Request, reason: Finish = "abort") -> None:
+        """End a request from outside: its client is gone, or has all it asked for. Does nothing for one that ended."""
+        if request.finished is None:
+            self._end(request, reason)
+
+    def reset(self) -> bool:
+        """Forget the prefix cache. ``False`` while requests hold blocks. The event goes out with the next step."""
+        if not self.pool.clear():
+            return False
+        self._events.append(AllBlocksCleared())
+        return True
+
+    def schedule(self, now: float) -> Step | None:
+        """Return the next step, ``None`` when nothing can run. Running requests go first, oldest first."""
+        budget = self.limits.max_batched_tokens
+        visual = 0
+        tokens: dict[Request, int] = {}
+        position = 0
+        while position < len(self.running) and budget > 0:
+            request = self.running[position]
+            wanted = min(len(request.ids) - request.computed, budget)
+            wanted, fresh = self._encode(request, wanted, visual)
+            if wanted <= 0:
+                position += 1
+                continue
+            # The youngest give way until this one fits, itself last (first come, first served).
+            while (fits := self._allocate(request, wanted)) is False:
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is request:
+                    break
+            if not fits:
+                break
+            visual += self._encoded(request, fresh)
+            tokens[request] = wanted
+            budget -= wanted
+            position += 1
+        # A request that just gave way stands first here; it lacks the block it gave, so nobody comes in before it.
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
+            admitted = self._admit(self.waiting[0], budget, visual, now)
+            if admitted is None:
+                break
+            wanted, encoded = admitted
+            request = self.waiting.popleft()
+            self.running.append(request)
+            visual += encoded
+            tokens[request] = wanted
+            budget -= wanted
+        if not tokens:
+            return None
+        prefill = sum(count for request, count in tokens.items() if request.computed < request.prompt_length)
+        decoding = any(request.computed >= request.prompt_length for request in tokens)
+        seconds = self.cost.seconds(prefill=prefill, visual=visual, decoding=decoding, rng=self._rng)
+        return Step(tokens, seconds, prefill, visual)
+
+    def complete(self, step: Step, now: float) -> tuple[list[Output], list[Event]]:
+        """Return what a step produced: sampled tokens, and the events of everything since the last step."""
+        outputs: list[Output] = []
+        for request, count in step.tokens.items():
+            if request.finished is not None:  # aborted while it ran
+                continue
+            before = request.computed
+            request.computed += count
+            for item in request.media:
+                if before < item.end <= request.computed:
+                    self.encoder.done(request.id, item.identifier)
+            if request.computed == len(request.ids):
+                outputs.append(self._sample(request, now))
+        events, self._events = self._events, []
+        return outputs, events
+
+    def _sample(self, request: Request, now: float) -> Output:
+        token = request.sample(request.answer_length)
+        if request.first_token is None:
+            request.first_token = now
+            self.counters.prompt_tokens += request.prompt_length
+        request.ids.append(token)
+        self._chain.extend(request)
+        self.counters.generation_tokens += 1
+        finished: Finish | None = None
+        if token in request.stop_ids:
+            finished = "stop"
+        elif request.answer_length >= request.max_tokens or len(request.ids) >= self.limits.max_model_len:
+            finished = "length"
+        if finished is not None:
+            self._end(request, finished)
+        return Output(request, token, finished)
+
+    def _admit(self, request: Request, budget: int, visual: int, now: float) -> tuple[int, int] | None:
+        """Give a waiting request its first blocks. Returns (tokens, visual tokens), ``None`` when it has to wait."""
+        hits = self._hits(request)
+        request.computed = len(hits) * self.limits.block_size
+        wanted = min(len(request.ids) - request.computed, budget)
+        wanted, fresh = self._encode(request, wanted, visual)
+        size = self.limits.block_size
+        whole = -(-len(request.ids) // size) - len(hits)
+        # All of the prompt has to fit now, or a long one would be preempted by itself half-way.
+        if wanted <= 0 or whole + self.pool.idle(hits) > self.pool.free:
+            request.computed = 0
+            self._forget_images(request)  # or a waiting request could keep the running ones from encoding
+            return None
+        self.pool.hold(hits)
+        request.blocks = hits
+        request.stored = len(hits)
+        if hits and request.report_hits:
+            self._announce(request, 0, len(hits))
+        if not self._allocate(request, wanted):
+            raise AssertionError("a prompt that fits whole does not fit in part")
+        if request.cached_tokens is None:
+            request.cached_tokens = request.computed
+            request.started = now
+            self.counters.prefix_queries += len(request.ids)
+            self.counters.prefix_hits += request.computed
+        return wanted, self._encoded(request, fresh)
+
+    def _hits(self, request: Request) -> list[int]:
+        """Return the cached blocks of the longest prefix. The last token is always computed: it has to be sampled
+        from.
+        """
+        if not self.limits.prefix_caching:
+            return []
+        hits: list[int] = []
+        for digest in request.digests[: (len(request.ids) - 1) // self.limits.block_size]:
+            block = self.pool.find(digest)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _encode(self, request: Request, wanted: int, visual: int) -> tuple[int, list[Media]]:
+        if not request.media:
+            return wanted, []
+        return self.encoder.plan(request.id, request.media, request.computed, wanted, self.encoder.room - visual)
+
+    def _encoded(self, request: Request, fresh: list[Media]) -> int:
+        for item in fresh:
+            self.encoder.add(request.id, item)
+        return sum(item.length for item in fresh)
+
+    def _allocate(self, request: Request, count: int) -> bool:
+        """Take the blocks for ``count`` more tokens and make those that get full findable. ``False``: no room."""
+        size = self.limits.block_size
+        reach = request.computed + count
+        missing = -(-reach // size) - len(request.blocks)
+        if missing > self.pool.free:
+            return False
+        if missing > 0:
+            request.blocks += self.pool.take(missing)
+        full = reach // size
+        if self.limits.prefix_caching and full > request.stored:
+            self.pool.fill(request.blocks[request.stored : full], request.digests[request.stored : full])
+            self._announce(request, request.stored, full)
+            request.stored = full
+        return True
+
+    def _announce(self, request: Request, first: int, last: int) -> None:
+        size = self.limits.block_size
+        self._events.append(
+            BlockStored(
+                block_hashes=[self._published(digest) for digest in request.digests[first:last]],
+                parent_block_hash=self._published(request.digests[first - 1]) if first else None,
+                token_ids=list(request.ids[first * size : last * size]),
+                block_size=size,
+                lora_id=1 if request.lora else None,
+                medium=MEDIUM,
+                lora_name=request.lora[0] if request.lora else None,
+                extra_keys=self._chain.published(request, first, last),
+                group_idx=0,
+                kv_cache_spec_kind=FULL_ATTENTION,
+            )
+        )
+
+    def _evicted(self, digest: bytes) -> None:
+        self._events.append(BlockRemoved(block_hashes=[self._published(digest)], medium=MEDIUM, group_idx=0))
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.computed = 0
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _end(self, request: Request, reason: Finish) -> None:
+        request.finished = reason
+        self.counters.finished[reason] += 1
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.stored = 0
+        self._forget_images(request)
+
+    def _forget_images(self, request: Request) -> None:
+        for item in request.media:
+            self.encoder.done(request.id, item.identifier)

@@ -1,0 +1,107 @@
+"""One simulated vLLM process without its HTTP side: model, ranks, processor cache, and whether it is going down."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from mmrouter_sim.answers import Speaker, Vocabulary
+from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
+from mmrouter_sim.core.scheduler import Limits, Scheduler
+from mmrouter_sim.flags import Settings
+from mmrouter_sim.media import ProcessorCache
+from mmrouter_sim.metrics import Metrics
+from mmrouter_sim.model import Model
+from mmrouter_sim.publisher import Publisher
+from mmrouter_sim.runner import Runner
+
+_CACHE_TOKENS = 131_072  # of each rank's KV cache, unless a flag says otherwise or the context is longer
+
+
+class Engine:
+    """Everything that requests share. Raises ``ValueError`` for settings that the engine would not start with."""
+
+    def __init__(self, settings: Settings, model: Model) -> None:
+        self.settings = settings
+        self.model = model
+        self.context = settings.max_model_len or model.context
+        self.images = ProcessorCache(settings.processor_cache_bytes)
+        self.speaker = Speaker(
+            Vocabulary(model.tokenizer), model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
+        )
+        self.runners = [Runner(self._scheduler(rank), self._publisher(rank)) for rank in range(settings.ranks)]
+        self.metrics = Metrics(settings, self.runners, self.images)
+        # One thread, as templates, tokenizing and decoding images must not stall the steps; the engine has a process.
+        self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
+        self.draining = False
+        self.started = int(time.time())
+
+    def _scheduler(self, rank: int) -> Scheduler:
+        settings = self.settings
+        size = settings.block_size
+        limits = Limits(
+            blocks=settings.blocks or max(_CACHE_TOKENS, self.context) // size + 2,
+            block_size=size,
+            max_model_len=self.context,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_seqs=settings.max_seqs,
+            largest_image=self.model.largest_image,
+            prefix_caching=settings.prefix_caching,
+        )
+        return Scheduler(
+            limits,
+            cost=settings.cost,
+            seed=settings.seed + rank,
+            hash_=ALGORITHMS[settings.hash_algorithm],
+            published=published_int if settings.int_hashes else published_bytes,
+        )
+
+    def _publisher(self, rank: int) -> Publisher | None:
+        return Publisher(self.settings.events, rank) if self.settings.events.publishes else None
+
+    def sources(self) -> dict[str, Any]:
+        """Return the body of ``/kv_event_sources``: the resolved event configuration of each rank."""
+        return {
+            str(rank): msgspec.structs.asdict(runner.publisher.config)
+            for rank, runner in enumerate(self.runners)
+            if runner.publisher is not None
+        }
+
+    def pick(self, header: str | None) -> tuple[int, Runner]:
+        """Return the rank that a request is pinned to, else the least loaded. Raises ``ValueError``."""
+        if header is None:
+            return min(enumerate(self.runners), key=lambda pair: pair[1].load)
+        if not header.isdecimal() or int(header) >= len(self.runners):
+            raise ValueError(f"data_parallel_rank {header} is out of range [0, {len(self.runners)}).")
+        return int(header), self.runners[int(header)]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every rank's prefix cache. ``False`` when a rank could not, because requests hold blocks."""
+        done = [runner.scheduler.reset() for runner in self.runners]  # all of them, also after one that could not
+        return all(done)
+
+    async def run(self) -> None:
+        """Open the event sockets and step until cancelled. Raises ``zmq.ZMQError`` for an address that is taken."""
+        try:
+            for runner in self.runners:
+                if runner.publisher is not None:
+                    runner.publisher.start()
+            await asyncio.gather(*(runner.run() for runner in self.runners))
+        finally:
+            for runner in self.runners:
+                if runner.publisher is not None:
+                    runner.publisher.close()
+            self.renderer.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self) -> None:
+        """Take no more requests; let those under way finish for ``--shutdown-timeout`` seconds, then end them."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(self.settings.shutdown_seconds):
+                for runner in self.runners:
+                    await runner.quiet()
+        except TimeoutError:
+            for runner in self.runners:
+                runner.abort_all()

@@ -1,0 +1,147 @@
+"""Images of a request: where their bytes come from, what they are called, and what the processor remembers of them.
+
+Engines in a deployment have no way out of the cluster, so an image comes as a ``data:`` URI or as a file below
+``--allowed-local-media-path``; http is refused, which is the one difference from the real engine. The name of an
+image is the ``uuid`` of its content part, verbatim, or else the engine's own hash of the file (facts on vLLM 3.2,
+3.3).
+"""
+
+import binascii
+import io
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pybase64
+from blake3 import blake3
+from PIL import Image, UnidentifiedImageError
+
+from mmrouter_sim.web.errors import RequestError
+
+_LEAF = b"\x03"
+_ORIENTATION = 0x0112
+_SIDEWAYS = frozenset({5, 6, 7, 8})  # EXIF orientations that swap width and height
+
+BYTES_PER_TOKEN = 4800
+"""What the processor's output for one visual token weighs in its cache: four patches of 1.2 KB (facts on vLLM 5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A decoded image: its size in pixels as the processor sees it, and the mode that the file has."""
+
+    width: int
+    height: int
+    mode: str
+
+
+def load(url: str, root: Path | None) -> bytes:
+    """Return the encoded bytes behind a URL. Raises :class:`RequestError` (400) for what may not or cannot be read."""
+    scheme = url.partition(":")[0].lower()
+    if scheme == "data":
+        return _from_data_uri(url)
+    if scheme == "file":
+        return _from_file(url, root)
+    raise RequestError("The URL must be either a data or a file URL: this engine fetches nothing over the network.")
+
+
+def _from_data_uri(url: str) -> bytes:
+    head, comma, payload = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise RequestError("Only base64 data URLs are supported.")
+    try:
+        return pybase64.b64decode(payload, validate=True)
+    except binascii.Error as error:
+        raise RequestError(f"Invalid base64 in the data URL: {error}") from error
+
+
+def _from_file(url: str, root: Path | None) -> bytes:
+    if root is None:
+        raise RequestError("Cannot load local files without `--allowed-local-media-path`.")
+    path = Path(unquote(urlsplit(url).path)).resolve()
+    if not path.is_relative_to(root):
+        raise RequestError(f"The file path {path} must be a subpath of `--allowed-local-media-path {root}`.")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"Cannot read {path}: {error.strerror}") from error
+
+
+def decode(data: bytes, *, rotates: bool) -> Picture:
+    """Decode an image whole. ``rotates``: the processor turns it as its EXIF orientation says.
+
+    Raises :class:`RequestError`: 400 for what is no image or a damaged one, 500 for a header that claims more pixels
+    than the decoder takes, as the engine answers them (facts on vLLM 8.6).
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            if rotates and image.getexif().get(_ORIENTATION) in _SIDEWAYS:
+                width, height = height, width
+            image.load()
+            return Picture(width, height, image.mode)
+    except Image.DecompressionBombError as error:
+        raise RequestError(str(error), status=500) from error
+    except UnidentifiedImageError as error:
+        raise RequestError("Failed to load image: cannot identify image file") from error
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow's readers raise for damaged files
+        raise RequestError(f"Failed to load image: {error}") from error
+
+
+def default_identifier(model: str, data: bytes, mode: str = "RGB") -> str:
+    """Return the engine's own name of an image: BLAKE3 of the encoded bytes and of the engine's model argument.
+
+    The form for RGB files is verified against a real engine. For files of another mode the engine adds how it converts
+    them in a form that is not known here, so the mode goes in and the name is only as distinct as the engine's.
+    """
+    hasher = blake3()
+    hasher.update(_frame(b"image") + _LEAF + _frame(b"image") + _LEAF)
+    if mode != "RGB":
+        hasher.update(_frame(b"io_config") + _LEAF + _frame(mode.encode()) + _LEAF)
+    hasher.update(_frame(data))
+    hasher.update(_frame(b"model_id") + _LEAF + _frame(model.encode()))
+    return hasher.hexdigest()
+
+
+def _frame(value: bytes) -> bytes:
+    return len(value).to_bytes(8, "little") + value
+
+
+class ProcessorCache:
+    """What the API server remembers of processed images: identifier -> token count, least recently used out first.
+
+    An image that is known by its identifier is not looked at again, whatever bytes come with it (facts on vLLM 3.2).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity  # bytes
+        self.queries = 0
+        self.hits = 0
+        self._counts: OrderedDict[str, int] = OrderedDict()
+        self._held = 0
+
+    def get(self, identifier: str) -> int | None:
+        """Return the token count of a known image and note that it was used."""
+        self.queries += 1
+        count = self._counts.get(identifier)
+        if count is not None:
+            self.hits += 1
+            self._counts.move_to_end(identifier)
+        return count
+
+    def put(self, identifier: str, count: int) -> None:
+        """Remember an image; one that alone is above the capacity is not kept."""
+        weight = count * BYTES_PER_TOKEN
+        if weight > self.capacity or identifier in self._counts:
+            return
+        self._counts[identifier] = count
+        self._held += weight
+        while self._held > self.capacity:
+            _, oldest = self._counts.popitem(last=False)
+            self._held -= oldest * BYTES_PER_TOKEN
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._counts.clear()
+        self._held = 0

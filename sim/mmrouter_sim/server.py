@@ -1,0 +1,98 @@
+"""Running a simulated vLLM as a process: load, open sockets, serve, drain on SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from types import FrameType
+
+import uvicorn
+import uvloop
+import zmq
+
+from mmrouter_sim import model
+from mmrouter_sim.engine import Engine
+from mmrouter_sim.flags import VERSION, Settings
+from mmrouter_sim.web.app import build
+
+log = logging.getLogger("mmrouter_sim")
+
+
+class _Server(uvicorn.Server):
+    """Drains the engine before it stops: the port stays open and ``/health`` 200 meanwhile (facts on vLLM 8.5)."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining is not None:  # a second signal: now
+            self.should_exit = self.force_exit = True
+            return
+        self._draining = asyncio.get_running_loop().create_task(self._leave())
+
+    async def _leave(self) -> None:
+        log.info("draining for up to %g s", self._engine.settings.shutdown_seconds)
+        await self._engine.drain()
+        self.should_exit = True
+
+
+async def serve(engine: Engine) -> None:
+    """Serve until a signal ends it. Raises ``zmq.ZMQError`` when an event address is taken."""
+    settings = engine.settings
+    config = uvicorn.Config(
+        build(engine),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        headers=[("server", "mmrouter-sim")],
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,
+    )
+    server = _Server(config, engine)
+    stepping = asyncio.create_task(engine.run())
+    serving = asyncio.create_task(server.serve())
+    try:
+        # The ranks step for ever: when they end, they failed, and the process has to end with them.
+        await asyncio.wait((stepping, serving), return_when=asyncio.FIRST_COMPLETED)
+        if stepping.done():
+            stepping.result()
+        await serving
+    finally:
+        stepping.cancel()
+        serving.cancel()
+        await asyncio.gather(stepping, serving, return_exceptions=True)
+
+
+def run(settings: Settings) -> int:
+    """Run ``vllm serve`` and return its exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
+    try:
+        folder = model.find_folder(settings.model, settings.revision)
+        loaded = model.load(settings.model, folder, chat_template=settings.chat_template, processor=settings.processor)
+        engine = Engine(settings, loaded)
+    except (ValueError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+    limits = engine.runners[0].scheduler.limits
+    log.info(
+        "simulated vLLM %s: %s, context %d, %d rank(s) of %d blocks of %d tokens, on %s:%d",
+        VERSION,
+        settings.model,
+        engine.context,
+        settings.ranks,
+        limits.blocks,
+        limits.block_size,
+        settings.host,
+        settings.port,
+    )
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvloop.run(serve(engine))
+    except (zmq.ZMQError, ValueError) as error:
+        log.error("event sockets: %s", error)
+        return 1
+    return 0

@@ -1,0 +1,116 @@
+"""Messages -> token ids and named images, as the engine's renderer makes them. Runs in the renderer's thread."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mmrouter.prompt import PlaceholderError, TemplateError, render_arguments
+from mmrouter_sim import media
+from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.engine import Engine
+from mmrouter_sim.web.errors import RequestError, parameter_error
+from mmrouter_sim.web.schema import Common
+
+_IMAGES = ("image_url", "input_image")
+_OTHER_MEDIA = {"video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """An expanded prompt, and the visual tokens in it (``None`` without images)."""
+
+    ids: "array[int]"
+    media: tuple[Media, ...] = ()
+
+    @property
+    def visual_tokens(self) -> int | None:
+        return sum(item.length for item in self.media) or None
+
+
+def from_messages(engine: Engine, body: Common, messages: list[dict[str, Any]], *, special: bool) -> Prompt:
+    """Return the prompt of a chat. Raises :class:`RequestError` (400) naming what is wrong with it."""
+    if not messages:
+        raise RequestError("list index out of range", param="messages")
+    parts = list(_image_parts(messages))
+    limit = engine.settings.image_limit
+    if limit is not None and len(parts) > limit:
+        raise parameter_error(f"At most {limit} image(s) may be provided in one prompt.", "image", len(parts))
+    # Bytes are fetched and decoded for every part before the first one is looked up by its name.
+    pictures = [_fetch(engine, part) for part in parts]
+    images = [_name(engine, n, part, found) for n, (part, found) in enumerate(zip(parts, pictures, strict=True))]
+    try:
+        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
+        return Prompt(*engine.model.expand(text, images, add_special_tokens=special))
+    except (TemplateError, PlaceholderError) as error:
+        raise RequestError(str(error)) from error
+
+
+def from_text(engine: Engine, prompt: str | list[int | str], *, special: bool) -> Prompt:
+    """Return the prompt of a completion: one text, or token ids. Raises :class:`RequestError` (400)."""
+    if isinstance(prompt, list):
+        if all(isinstance(token, int) for token in prompt):
+            return _from_ids(engine, [token for token in prompt if isinstance(token, int)])
+        if len(prompt) != 1:
+            raise parameter_error("A list of prompts is not simulated.", "prompt")
+        prompt = str(prompt[0])
+    try:
+        return Prompt(*engine.model.expand(prompt, [], add_special_tokens=special))
+    except (TemplateError, PlaceholderError) as error:
+        raise RequestError(str(error)) from error
+
+
+def _from_ids(engine: Engine, tokens: list[int]) -> Prompt:
+    size = engine.model.tokenizer.get_vocab_size()
+    for token in tokens:
+        if not 0 <= token < size:
+            raise parameter_error(f"Token id {token} is out of vocabulary", "prompt")
+    return Prompt(array("I", tokens))
+
+
+def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict):
+                continue
+            # A part without a type is what its key says.
+            kind = part.get("type") or next((key for key in (*_IMAGES, *_OTHER_MEDIA) if key in part), None)
+            if kind in _IMAGES:
+                yield part
+            elif kind in _OTHER_MEDIA:
+                modality = _OTHER_MEDIA[kind]
+                raise parameter_error(f"At most 0 {modality}(s) may be provided in one prompt.", modality)
+
+
+def _fetch(engine: Engine, part: dict[str, Any]) -> tuple[bytes, media.Picture] | None:
+    """Return an image's bytes and what is in them, ``None`` for a part that gives only a uuid."""
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    if url is None:
+        if not part.get("uuid"):
+            raise RequestError("image_url must be given when uuid is not", param="image_url")
+        return None
+    if not isinstance(url, str):
+        raise RequestError("image_url.url must be a string", param="image_url")
+    data = media.load(url, engine.settings.media_root)
+    return data, media.decode(data, rotates=engine.model.family.rotates_exif)
+
+
+def _name(
+    engine: Engine, number: int, part: dict[str, Any], found: tuple[bytes, media.Picture] | None
+) -> tuple[str, int]:
+    """Return an image's identifier and token count. One that is known by its identifier is not looked at again."""
+    identifier = part.get("uuid")
+    if not identifier and found is not None:
+        identifier = media.default_identifier(engine.model.name, found[0], found[1].mode)
+    identifier = str(identifier)
+    count = engine.images.get(identifier)
+    if count is None:
+        if found is None:
+            raise RequestError(f"Cache miss for image at index {number} but data is not provided.")
+        count = engine.model.count(found[1].width, found[1].height)
+        engine.images.put(identifier, count)
+    return identifier, count

@@ -1,0 +1,84 @@
+"""The real engine's environment, the shrunk models, and the figures of a run.
+
+A level that cannot run says why: every skip below begins with ``not run:``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tests" / "tools"
+CANNOT = 3  # exit status of vllm_env.py: not on this machine, reason on stderr
+FIGURES = pytest.StashKey[dict[str, Any]]()
+
+Record = Callable[[str, Any], None]
+
+
+def models_dir() -> Path:
+    return Path(os.environ.get("MMROUTER_MODELS") or ROOT.parent / "shared" / "models")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    figures = config.stash[FIGURES]
+    if figures:
+        terminalreporter.section("figures")
+        for name, value in figures.items():
+            terminalreporter.write_line(f"{name}: {value}")
+
+
+@pytest.fixture(scope="session")
+def record(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """Keep a figure: it is printed at the end, and written to ``conformance.json`` in the run's temporary folder."""
+    figures = pytestconfig.stash[FIGURES]
+    path = tmp_path_factory.getbasetemp() / "conformance.json"
+
+    def keep(name: str, value: Any) -> None:
+        figures[name] = value
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+    return keep
+
+
+@pytest.fixture(scope="session")
+def vllm_env() -> Path:
+    """The environment with the real vLLM, made when it is not there yet and there is a model to serve with it."""
+    if not models_dir().is_dir():
+        pytest.skip(f"not run: no model folders at {models_dir()} (MMROUTER_MODELS)")
+    made = subprocess.run(
+        [sys.executable, str(TOOLS / "vllm_env.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode == CANNOT:
+        pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
+    assert made.returncode == 0, made.stderr
+    return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give a shrunk copy of a model folder, named by its repository (``org/name``)."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(repository: str) -> Path:
+        source = models_dir() / repository.replace("/", "--")
+        if not (source / "tokenizer.json").is_file():
+            pytest.skip(f"not run: no model folder {source.name} in MMROUTER_MODELS")
+        out = root / source.name
+        if not out.exists():
+            subprocess.run([sys.executable, str(TOOLS / "shrink_model.py"), str(source), str(out)], check=True)
+        return out
+
+    return make

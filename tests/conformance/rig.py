@@ -1,0 +1,270 @@
+"""A real engine as a subprocess on a loopback address of its own, and a listener for what it publishes."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import zmq
+
+from mmrouter.api import parse_deployment
+from mmrouter.engines.events import Batch, Stored
+from mmrouter.engines.vllm import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, decode_batch, launch
+
+BLOCK_SIZE = 32  # the CPU attention of vLLM takes multiples of 32 only
+START_SECONDS = 300
+FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
+REPLAY_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class Listener:
+    """Binds the engine's event socket, as a sidecar does, and keeps every message in order.
+
+    A thread reads all the time: a bound subscriber announces its subscription only when its own thread serves the
+    socket, and until then the engine's publisher drops what it sends.
+    """
+
+    def __init__(self, ip: str) -> None:
+        self.frames: list[tuple[int, bytes]] = []
+        self._arrived = threading.Condition()
+        self._stop = threading.Event()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.bind(f"tcp://{ip}:{EVENTS_PORT}")
+        self._ip = ip
+        self._thread = threading.Thread(target=self._read, name=f"listener {ip}")
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            if self._socket.poll(100):
+                _, number, payload = self._socket.recv_multipart()
+                with self._arrived:
+                    self.frames.append((int.from_bytes(number, "big"), payload))
+                    self._arrived.notify_all()
+
+    def wait_for_prompt(self, ids: Sequence[int], seconds: float = 20) -> None:
+        """Wait until a block with the first tokens of a prompt arrived; messages come in order, so all before too."""
+        seen = 0
+        deadline = time.monotonic() + seconds
+        with self._arrived:
+            while True:
+                for _, payload in self.frames[seen:]:
+                    seen += 1
+                    for event in decode_batch(payload).events:
+                        if isinstance(event, Stored) and event.ids.tolist() == list(ids[: len(event.ids)]):
+                            return
+                if not self._arrived.wait(deadline - time.monotonic()):
+                    pytest.fail(f"the blocks of the last prompt were not published within {seconds:g} s")
+
+    def batches(self) -> list[Batch]:
+        return [decode_batch(payload) for _, payload in self.frames]
+
+    def replayed(self, seconds: float = 20) -> list[tuple[int, bytes]]:
+        """Ask the engine for everything that it published so far."""
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 0
+        try:
+            dealer.connect(f"tcp://{self._ip}:{REPLAY_PORT}")
+            dealer.send_multipart([b"", bytes(8)])
+            got: list[tuple[int, bytes]] = []
+            while dealer.poll(int(seconds * 1000)):
+                _, _, number, payload = dealer.recv_multipart()
+                if number == REPLAY_END:
+                    return got
+                got.append((int.from_bytes(number, "big"), payload))
+            pytest.fail(f"no end of the replay within {seconds:g} s")
+        finally:
+            dealer.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@dataclass
+class Engine:
+    """A running engine. ``start_s`` is the time from its start to its first healthy answer."""
+
+    model: str
+    ip: str
+    process: subprocess.Popen[bytes]
+    listener: Listener
+    log: Path
+    start_s: float = 0.0
+    client: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = httpx.Client(base_url=self.url, timeout=120)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.ip}:{HTTP_PORT}"
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a chat request, with its token ids."""
+        answer = self.post(body)
+        assert answer.status_code == 200, f"{answer.status_code}: {answer.text}\n{self.log_tail()}"
+        decoded: dict[str, Any] = answer.json()
+        return decoded
+
+    def post(self, body: dict[str, Any], **options: Any) -> httpx.Response:
+        """Send a chat request that asks for token ids; greedy, never shortened by a stop token."""
+        asked = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **body}
+        return self.client.post("/v1/chat/completions", json=asked, **options)
+
+    def healthy(self) -> bool:
+        try:
+            return self.client.get("/health", timeout=2).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def memory_bytes(self) -> int:
+        """Return the proportional set size of all its processes."""
+        root = psutil.Process(self.process.pid)
+        return sum(process.memory_full_info().pss for process in (root, *root.children(recursive=True)))
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def engine(env: Path, model_dir: Path, log: Path, *extra: str) -> Iterator[Engine]:
+    """Run a real vLLM over a shrunk model folder, with the product's own command line, until the block ends.
+
+    It gets a loopback address that nobody uses. Skips the test where there is no memory for an engine.
+    """
+    require_memory()
+    ip = free_address()
+    listener = Listener(ip)
+    try:
+        with log.open("wb") as out:
+            # A process group of its own, so that the engine's children end with it whatever happens.
+            process = subprocess.Popen(
+                [str(env / "bin" / "vllm"), *command(model_dir, ip), *extra],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment(env, ip),
+                start_new_session=True,
+            )
+        running = Engine(model_dir.name, ip, process, listener, log)
+        try:
+            wait_healthy(running)
+            yield running
+        finally:
+            running.client.close()
+            stop(process)
+    finally:
+        listener.close()
+
+
+def require_memory() -> None:
+    free = psutil.virtual_memory().available
+    if free < FREE_BYTES:
+        pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, an engine needs {FREE_BYTES >> 30}")
+
+
+def free_address() -> str:
+    """Return a loopback address on which all of an engine's ports are free: ports are fixed, addresses are many."""
+    for number in range(1, 255):
+        ip = f"127.1.9.{number}"
+        if all(is_free(ip, port) for port in (HTTP_PORT, EVENTS_PORT, REPLAY_PORT)):
+            return ip
+    pytest.fail("no loopback address in 127.1.9.0/24 is free")
+
+
+def is_free(ip: str, port: int) -> bool:
+    with socket.socket() as probe:
+        # Connections of an engine that just ended linger on its port, which keeps no server from binding it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+        except OSError:
+            return False
+        return True
+
+
+def command(model_dir: Path, ip: str) -> list[str]:
+    """Return the arguments that the product renders for a CPU pool, expanded for one address."""
+    pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
+    spec = {
+        "model": {"id": f"test/{model_dir.name}", "servedName": model_dir.name, "volume": {"emptyDir": {}}},
+        "engine": {"type": "vllm", "blockSize": BLOCK_SIZE, "args": engine_args()},
+        "pools": [pool],
+    }
+    dep = parse_deployment(
+        {
+            "apiVersion": "mmrouter.io/v1alpha1",
+            "kind": "MMRouterDeployment",
+            "metadata": {"name": "conformance"},
+            "spec": spec,
+        }
+    )
+    made = launch(dep, dep.spec.pools[0])
+    assert made.command == ["vllm", "serve"]
+    args = [arg.replace("$(POD_IP)", ip).replace("$(POD_LOOPBACK)", ip) for arg in made.args]
+    return ["serve", str(model_dir), *args[1:]]  # the first argument is where a pod mounts the model
+
+
+def engine_args() -> list[str]:
+    """What makes a real engine small: no weights, no compilation, a context that holds the workload's largest image."""
+    return [
+        *("--load-format", "dummy"),
+        *("--dtype", "float32"),
+        "--enforce-eager",
+        *("--max-model-len", "8192"),
+        *("--max-num-seqs", "4"),
+    ]
+
+
+def environment(env: Path, ip: str) -> dict[str, str]:
+    dropped = {"PYTHONPATH", "VIRTUAL_ENV"}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in dropped},
+        "PATH": f"{env / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_HOST_IP": ip,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def wait_healthy(engine: Engine) -> None:
+    began = time.monotonic()
+    while not engine.healthy():
+        if engine.process.poll() is not None:
+            pytest.fail(f"the engine ended with {engine.process.returncode}\n{engine.log_tail()}")
+        if time.monotonic() - began > START_SECONDS:
+            pytest.fail(f"the engine is not healthy after {START_SECONDS} s\n{engine.log_tail()}")
+        time.sleep(0.2)
+    engine.start_s = time.monotonic() - began
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End an engine by its pid, and whatever is left of its process group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,256 @@
+"""Two real engines behind real sidecars and routers: every predicted key is published, every repeat a whole hit.
+
+The engines' caches are small, so blocks are evicted and stored again while the workload runs. At the end the routers'
+index must equal what an independent reader makes of the engines' own event history, copies counted.
+"""
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+import zmq
+from conformance.pictures import image_part, picture
+from conformance.rig import engine_args, require_memory
+from conformance.workload import Case, user, workload
+from e2e.rig import Deployment, running, wait_for
+
+from mmrouter.blocks import chain, namespace_seed
+from mmrouter.engines.events import Cleared, Removed, Stored
+from mmrouter.engines.vllm import decode_batch
+
+BLOCK = 32
+CACHE_BLOCKS = 290  # the longest context and little more
+REPOSITORIES = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen3-VL-2B-Instruct")
+END = b"\xff" * 8
+
+
+def resource(name: str, repository: str, model_dir: Path) -> dict:
+    environment = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    env = [{"name": key, "value": value} for key, value in environment.items()]
+    return {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"id": repository, "volume": {"hostPath": {"path": str(model_dir)}}},
+            "engine": {
+                "type": "vllm",
+                "blockSize": BLOCK,
+                "args": [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"],
+            },
+            "frontend": {"replicas": 2, "service": {"port": 8000}},
+            "pools": [
+                {
+                    "name": "worker",
+                    "role": "worker",
+                    "replicas": 2,
+                    "accelerator": {"kind": "cpu"},
+                    "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
+                }
+            ],
+        },
+    }
+
+
+@pytest.fixture(scope="module", params=REPOSITORIES)
+def deployment(request, vllm_env, shrunk, tmp_path_factory):
+    """Two engines, two frontends; one family after the other, because each engine takes 3 GB."""
+    require_memory()
+    repository = request.param
+    name = repository.split("/")[1].split("-2B")[0].lower()
+    file = tmp_path_factory.mktemp("routing") / "deployment.yaml"
+    file.write_text(yaml.safe_dump(resource(name, repository, shrunk(repository))))
+    options = ("--engines", "path", "--engine-env", str(vllm_env))
+    with running(file, *options, start_seconds=650) as deployment:
+        deployment.name, deployment.repository = name, repository
+        yield deployment
+
+
+class Seen:
+    """One answered request: what the router predicted and where it went, what the engine said."""
+
+    def __init__(self, deployment: Deployment, raw) -> None:
+        headers, usage = raw.headers, raw.parse().usage
+        self.request_id = headers["x-mmrouter-request-id"]
+        self.worker = headers["x-mmrouter-worker"]
+        self.exactness = headers["x-mmrouter-exactness"]
+        self.overlap = int(headers["x-mmrouter-overlap-blocks"])
+        self.blocks = int(headers["x-mmrouter-prompt-blocks"])
+        self.predicted_tokens = int(headers["x-mmrouter-prompt-tokens"])
+        self.tokens = usage.prompt_tokens
+        self.cached = usage.prompt_tokens_details.cached_tokens
+        with deployment.control() as control:
+            trace = control.get(f"/control/decisions/{self.request_id}").json()
+        self.keys = trace["keys"]
+        self.images = trace["images"]
+
+    @property
+    def expected_cached(self) -> int:
+        """The overlap in tokens, up to the engine's rule that the last token is always computed."""
+        return min(self.overlap * BLOCK, (self.tokens - 1) // BLOCK * BLOCK)
+
+
+def send(deployment: Deployment, case: Case, max_tokens: int = 2) -> Seen:
+    client = deployment.client(max_retries=0)
+    body = dict(case.body)
+    messages = body.pop("messages")
+    raw = client.chat.completions.with_raw_response.create(
+        model=deployment.name, messages=messages, max_tokens=max_tokens, temperature=0, extra_body=body
+    )
+    return Seen(deployment, raw)
+
+
+def uids(deployment: Deployment) -> dict[str, str]:
+    return {worker["name"]: worker["uid"] for worker in deployment.state()["workers"]}
+
+
+def wait_until_published(deployment: Deployment, seen: Seen) -> None:
+    """Both frontends' index holds every predicted key for the worker: the engine has published each of them."""
+    uid = uids(deployment)[seen.worker]
+    for number in range(2):
+        missing = lambda number=number: set(seen.keys) - set(deployment.keys(uid, number)["keys"].get("0", ()))  # noqa: E731
+        wait_for(lambda m=missing: not m(), 10, f"{seen.request_id}: predicted keys that were never published")
+
+
+def test_the_gate_passes_on_real_engines(deployment):
+    done = deployment.mmrouter("verify", deployment.url, "--json")
+    result = json.loads(done.stdout)
+    assert result["passed"], [check for check in result["checks"] if not check["passed"]]
+
+
+def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deployment, record):
+    blocks = requests = refused = 0
+    mismatches = []
+    for case in workload():
+        if case.salt is not None:
+            continue
+        try:
+            first = send(deployment, case)
+        except openai.BadRequestError:
+            refused += 1  # by the engine too, where it came so far: test_prediction compares that
+            continue
+        assert first.exactness == "exact", case.name
+        wait_until_published(deployment, first)
+        again = send(deployment, case)
+        for seen in (first, again):
+            if seen.predicted_tokens != seen.tokens or seen.cached != seen.expected_cached:
+                mismatches.append((case.name, vars(seen)))
+        if (again.overlap, again.worker) != (again.blocks, first.worker):
+            mismatches.append((case.name, "repeat", vars(again)))
+        blocks += first.blocks
+        requests += 2
+    record(f"routing {deployment.name}: blocks compared", blocks)
+    record(f"routing {deployment.name}: requests, refused, mismatches", (requests, refused, len(mismatches)))
+    assert not mismatches, mismatches[:3]
+    assert blocks > 1000
+
+
+def test_a_different_image_never_hits_past_the_text_before_it(deployment):
+    for number in range(3):
+        text = f"Round {number}: the picture below is described in one sentence, whatever it shows. " * 6
+        first, other = (
+            Case(f"{number}{c}", {"messages": [user(text, image_part(picture(224, 224, seed=500 + number * 2 + c)))]})
+            for c in range(2)
+        )
+        wait_until_published(deployment, send(deployment, first))
+        seen = send(deployment, other)
+        before = seen.images[0]["offset"] // BLOCK
+        assert seen.overlap == before > 0
+        assert seen.cached == before * BLOCK
+
+
+def test_concurrent_identical_requests_eviction_and_restore_leave_index_and_engines_equal(deployment, record):
+    cases = [
+        Case(
+            str(n),
+            {"messages": [user(f"Volume {n} of the chronicle. " * 12, image_part(picture(448, 448, seed=900 + n)))]},
+        )
+        for n in range(24)
+    ]
+    for _ in range(2):  # more than both caches hold: the second pass stores again what the first one lost
+        for start in range(0, len(cases), 4):
+            batch = cases[start : start + 4]
+            # Answers that grow side by side fill equal blocks: one physical copy for each request.
+            threads = [threading.Thread(target=send, args=(deployment, case, 48)) for case in batch for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    compared, evicted, copies = 0, 0, 0
+    for worker in deployment.state()["workers"]:
+        truth = History(deployment, worker["ip"])
+        for number in range(2):
+            wait_for(
+                lambda t=truth, n=number, u=worker["uid"]: t.keys() == set(deployment.keys(u, n)["keys"]["0"]),
+                10,
+                f"frontend {number} and the engine of {worker['name']} agree",
+            )
+        compared += len(truth.keys())
+        evicted += truth.removed
+        copies += truth.most_copies
+    record(f"routing {deployment.name}: keys held at the end, removals seen", (compared, evicted))
+    assert evicted > 50
+    assert copies > len(deployment.state()["workers"])  # some block had two physical copies at once
+
+
+class History:
+    """What an engine holds, from its own replayed events alone: hash -> number of physical copies."""
+
+    def __init__(self, deployment: Deployment, ip: str) -> None:
+        self._ip = ip
+        environment = next(iter(deployment.processes("router").values())).environ()
+        key = Path(environment["MMROUTER_CONFIG"], "secrets", "identity.key").read_bytes()
+        self._seed = namespace_seed(key, model=deployment.repository, revision=_revision(environment))
+        self.removed = self.most_copies = 0
+
+    def keys(self) -> set[str]:
+        copies: Counter[int] = Counter()
+        key_of: dict[int, int] = {}
+        self.removed = 0
+        for payload in _replay(self._ip):
+            for event in decode_batch(payload).events:
+                match event:
+                    case Stored():
+                        parent = self._seed if event.parent is None else key_of[event.parent]
+                        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+                        key_of.update(zip(event.hashes, keys, strict=True))
+                        copies.update(event.hashes)
+                        self.most_copies = max(self.most_copies, *copies.values())
+                    case Removed():
+                        copies.subtract(event.hashes)
+                        self.removed += len(event.hashes)
+                    case Cleared():
+                        copies.clear()
+        assert min(copies.values()) >= 0
+        return {f"{key_of[block]:016x}" for block, count in copies.items() if count}
+
+
+def _revision(environment: dict[str, str]) -> str:
+    spec = json.loads(Path(environment["MMROUTER_CONFIG"], "deployment.json").read_text())["spec"]
+    return spec["model"].get("revision", "main")
+
+
+def _replay(ip: str) -> list[bytes]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.connect(f"tcp://{ip}:5657")
+        dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+        payloads = []
+        while dealer.poll(10_000):
+            parts = dealer.recv_multipart()
+            if parts[-2] == END:
+                return payloads
+            payloads.append(parts[-1])
+    pytest.fail(f"the engine at {ip} did not replay its events")

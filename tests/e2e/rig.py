@@ -1,0 +1,142 @@
+"""A whole deployment as local processes, started by the command that a user types."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 90
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll until ``condition`` returns something true; fail with ``what`` otherwise."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"not within {seconds:g} s: {what}")
+
+
+@dataclass
+class Deployment:
+    """A running ``mmrouter up``."""
+
+    process: subprocess.Popen[str]
+    run: dict[str, Any]
+    folder: Path
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return str(self.run["endpoint"])
+
+    @property
+    def token(self) -> str:
+        return Path(self.run["control_token"]).read_text().strip()
+
+    @property
+    def controls(self) -> list[str]:
+        return [frontend["control"] for frontend in self.run["frontends"]]
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        headers = {"x-mmrouter-control": self.token}
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", default_headers=headers, timeout=60, **options)
+
+    def control(self, number: int = 0) -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.token}"}
+        return httpx.Client(base_url=self.controls[number], headers=headers, timeout=10)
+
+    def state(self, number: int = 0) -> dict[str, Any]:
+        with self.control(number) as client:
+            answer: dict[str, Any] = client.get("/control/state").json()
+            return answer
+
+    def keys(self, uid: str, number: int = 0) -> dict[str, Any]:
+        with self.control(number) as client:
+            answer: dict[str, Any] = client.get(f"/control/workers/{uid}/keys").json()
+            return answer
+
+    def processes(self, command: str) -> dict[str, psutil.Process]:
+        """Pod name -> process, for ``router``, ``sidecar`` or ``vllm``."""
+        found: dict[str, psutil.Process] = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if command in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                    found[child.environ()["POD_NAME"]] = child
+            except (psutil.NoSuchProcess, KeyError):
+                continue
+        return found
+
+    def settled(self) -> bool:
+        """Every frontend sees every worker verified."""
+        try:
+            states = [self.state(number) for number in range(len(self.controls))]
+        except (httpx.TransportError, ValueError):
+            return False
+        workers = [worker for state in states for worker in state["workers"]]
+        # A sidecar that has just died is believed for two seconds; only a fresh heartbeat shows that it lives.
+        return bool(workers) and all(
+            worker["standing"] == "verified" and worker["heard_seconds_ago"] < 0.7 for worker in workers
+        )
+
+    def mmrouter(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "mmrouter_cli", *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT
+        )
+
+
+@contextmanager
+def running(file: Path, *options: str, start_seconds: float = START_SECONDS) -> Iterator[Deployment]:
+    """``mmrouter up FILE`` in the background until the block ends; leaves by SIGINT, as ctrl-C does."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmrouter_cli", "up", str(file), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    log: list[str] = []
+
+    def read() -> None:
+        assert process.stdout is not None
+        log.extend(iter(process.stdout.readline, ""))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        wait_for(
+            lambda: process.poll() is not None or any(line.startswith("ready ") for line in log),
+            start_seconds,
+            "ready\n" + "".join(log[-40:]),
+        )
+        assert process.poll() is None, "".join(log[-60:])
+        from mmrouter_cli.local import run_root
+
+        folder = next(p for p in run_root().glob("*/run.json") if json.loads(p.read_text())["pid"] == process.pid)
+        yield Deployment(process, json.loads(folder.read_text()), folder.parent, log)
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        reader.join(5)

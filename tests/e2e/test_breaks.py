@@ -1,0 +1,235 @@
+"""What is broken on purpose must be seen: a second router, in this process and broken, over the same engines."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import shutil
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from e2e.rig import wait_for
+
+from mmrouter_cli.gate import Gate
+from mmrouter_cli.reach import Reach
+
+_hosts = itertools.count(1)
+
+
+class Second:
+    """A router of ours in a thread: same configuration, another address; ``router`` may be broken before it runs."""
+
+    def __init__(self, demo, model_dir=None) -> None:
+        from mmrouter_router.app import Router
+        from mmrouter_router.settings import load
+
+        environment = next(iter(demo.processes("router").values())).environ()
+        self.ip = f"127.88.0.{next(_hosts)}"
+        settings = load({**environment, "POD_UID": f"second-{self.ip}", "POD_IP": self.ip})
+        if model_dir is not None:
+            settings = dataclasses.replace(settings, model_dir=model_dir)
+        self.demo = demo
+        self._make = lambda: Router(settings)
+        self._break = lambda router: None
+
+    @contextmanager
+    def running(self, break_it=lambda router: None):
+        loop = asyncio.new_event_loop()
+        began, failed = threading.Event(), []
+
+        async def serve():
+            self.router = self._make()
+            break_it(self.router)
+            self.task = asyncio.current_task()
+            began.set()
+            await self.router.run()
+
+        def run():
+            try:
+                loop.run_until_complete(serve())
+            except asyncio.CancelledError:
+                pass
+            except BaseException as error:
+                failed.append(error)
+                began.set()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        began.wait(20)
+        assert not failed, failed
+        self.loop = loop
+        try:
+            wait_for(self._settled, 15, "the second router knows its workers")
+            yield self
+        finally:
+            loop.call_soon_threadsafe(self.task.cancel)
+            thread.join(20)
+            loop.close()
+
+    def _settled(self):
+        try:
+            headers = {"authorization": f"Bearer {self.demo.token}"}
+            state = httpx.get(f"http://{self.ip}:8001/control/state", headers=headers, timeout=5).json()
+        except httpx.TransportError:
+            return False
+        return len(state["workers"]) == 3 and all(w["standing"] == "verified" for w in state["workers"])
+
+    def gate(self):
+        reach = Reach(f"http://{self.ip}:8000", (f"http://{self.ip}:8001",), self.demo.token)
+        with httpx.Client(timeout=60) as client:
+            return Gate(reach, api_key=None, client=client).run(rounds=1)
+
+    def compare(self):
+        """One canary's comparison against the first worker, outside of any claim."""
+        worker = next(iter(self.router.fleet))
+        feeder = self.router._feeds[worker.member.uid][0]
+        size = self.router.placer.block_size(worker)
+        future = asyncio.run_coroutine_threadsafe(self.router.canary._compare(worker, 0, feeder, size), self.loop)
+        return future.result(30)[0]
+
+
+def first_failure(checks):
+    return next((check for check in checks if not check.passed), None)
+
+
+@pytest.fixture
+def second(demo):
+    return Second(demo)
+
+
+def test_an_unbroken_second_router_passes_gate_and_canary(second):
+    with second.running():
+        assert first_failure(second.gate()) is None
+        assert second.compare() is None
+
+
+def test_a_wrong_family_is_named_by_its_token_count(demo, tmp_path):
+    folder = Path(next(iter(demo.processes("router").values())).environ()["MMROUTER_MODEL_DIR"])
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"]["spatial_merge_size"] = 1
+    preprocessor = tmp_path / "model" / "preprocessor_config.json"
+    options = json.loads(preprocessor.read_text())
+    options["merge_size"] = 1
+    file.write_text(json.dumps(config))
+    preprocessor.write_text(json.dumps(options))
+    second = Second(demo, tmp_path / "model")
+    with second.running():
+        assert second.compare().cause == "count"
+        assert "tokens" in first_failure(second.gate()).message
+
+
+def test_a_wrong_template_is_named(demo, tmp_path):
+    folder = Path(next(iter(demo.processes("router").values())).environ()["MMROUTER_MODEL_DIR"])
+    shutil.copytree(folder, tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("Hello! " + template.read_text())
+    second = Second(demo, tmp_path / "model")
+    with second.running():
+        assert second.compare().cause in ("template", "count")
+        assert first_failure(second.gate()) is not None
+
+
+def test_a_wrong_block_size_is_named(second):
+    def break_it(router):
+        router.placer.block_size = lambda worker: 32
+
+    with second.running(break_it):
+        found = second.compare()
+        assert (found.cause, "16" in found.message) == ("block_size", True)
+        assert "hit rate" in first_failure(second.gate()).message
+
+
+def test_a_wrong_identity_is_named(second, monkeypatch):
+    import mmrouter_router.canary
+    import mmrouter_router.chat
+
+    with second.running():
+        for module in (mmrouter_router.canary, mmrouter_router.chat):
+            monkeypatch.setattr(module, "to_wire", lambda identity: "m1-" + identity[::-1].hex())
+        assert second.compare().cause == "identity"
+        assert "hit rate" in first_failure(second.gate()).message
+
+
+def test_an_image_that_is_taken_as_equal_fails_the_gate(second, monkeypatch):
+    import mmrouter_router.prepare
+
+    with second.running():
+        monkeypatch.setattr(mmrouter_router.prepare, "media_identity", lambda data, options, key: bytes(32))
+        failed = first_failure(second.gate())
+        assert "wrong image" in failed.message
+        assert "another image misses" in failed.name
+
+
+def test_a_lost_event_that_nobody_noticed_fails_the_gate(second):
+    def break_it(router):
+        apply = router.fleet._apply
+
+        def forgetful(worker, delta):
+            if not delta.stored:
+                apply(worker, delta)
+
+        router.fleet._apply = forgetful
+
+    with second.running(break_it):
+        assert "hit rate" in first_failure(second.gate()).message
+        assert second.compare() is not None
+
+
+def test_a_lost_delta_is_noticed_and_replayed(second):
+    lost = []
+
+    def break_it(router):
+        published = router.fleet.published
+
+        def lossy(worker, frame):
+            if type(frame).__name__ == "Delta" and len(lost) < 5:
+                lost.append(frame.seq)
+                return []
+            return published(worker, frame)
+
+        router.fleet.published = lossy
+
+    with second.running(break_it):
+        assert first_failure(second.gate()) is None
+        assert lost
+
+
+def test_policy_round_robin_fails_the_gate(second):
+    def break_it(router):
+        router.placer._policy = "roundRobin"
+
+    with second.running(break_it):
+        assert first_failure(second.gate()) is not None
+
+
+def test_cached_tokens_that_are_absent_fail_the_gate(second, monkeypatch):
+    class Client(httpx.Client):
+        def post(self, url, **options):
+            answer = super().post(url, **options)
+            if "/v1/chat" in str(url):
+                body = answer.json()
+                body["usage"].pop("prompt_tokens_details", None)
+                answer._content = json.dumps(body).encode()
+            return answer
+
+    with second.running():
+        reach = Reach(f"http://{second.ip}:8000", (f"http://{second.ip}:8001",), second.demo.token)
+        with Client(timeout=60) as client:
+            checks = Gate(reach, api_key=None, client=client).run(rounds=1)
+        assert "cached_tokens is absent" in first_failure(checks).message
+
+
+def test_a_stale_feed_fails_the_gate(second):
+    with second.running():
+        for feeder, _ in second.router._feeds.values():
+            feeder._worker.beat_at -= 1000
+            second.loop.call_soon_threadsafe(second.router.fleet.lost, feeder._worker)
+        second.router.fleet.connect = lambda worker: []
+        failed = first_failure(second.gate())
+        assert failed is not None
+        assert "unsynced" in failed.message

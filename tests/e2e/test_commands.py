@@ -1,0 +1,156 @@
+"""The commands of the README against a running deployment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from e2e.rig import ROOT, running, wait_for
+
+
+def test_the_gate_passes_and_says_what_it_saw(demo):
+    done = demo.mmrouter("verify", demo.url, "--json")
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["passed"]) == (0, True), done.stdout + done.stderr
+    assert sum("repeats are whole hits" in check["name"] for check in result["checks"]) == 3
+    assert all(check["message"] for check in result["checks"])
+
+
+def test_the_gate_fails_closed_with_a_wrong_token_and_without_a_deployment(demo):
+    wrong = demo.mmrouter("verify", demo.url, "--control", demo.controls[0], "--token", "nonsense", "--json")
+    assert wrong.returncode == 1
+    assert not json.loads(wrong.stdout)["passed"]
+    nobody = demo.mmrouter("verify", "http://127.0.0.1:9", "--control", "http://127.0.0.1:9", "--token", "x")
+    assert nobody.returncode == 1
+
+
+def ask(demo, text="Describe the morning light over the harbour, please, in one short sentence."):
+    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    return httpx.post(f"{demo.run['frontends'][0]['url']}/v1/chat/completions", json=body, timeout=30)
+
+
+def test_explain_finds_a_decision_on_any_replica_and_shows_every_candidate(demo):
+    request_id = ask(demo).headers["x-mmrouter-request-id"]
+    for frontend in demo.run["frontends"]:
+        done = demo.mmrouter("explain", frontend["url"], request_id, "--json")
+        trace = json.loads(done.stdout)
+        assert trace["request_id"] == request_id
+        assert len(trace["candidates"]) == 3
+        assert len(trace["holders_now"]) == len(trace["keys"]) == trace["blocks"]
+    shown = demo.mmrouter("explain", demo.url, request_id)
+    assert shown.returncode == 0
+    assert "why: cost" in shown.stdout
+    assert "blocks and who holds them now" in shown.stdout
+
+
+def test_explain_asks_the_owner_when_the_asked_replica_does_not_know(demo):
+    request_id = ask(demo).headers["x-mmrouter-request-id"]
+    with demo.control(1) as other:
+        assert other.get(f"/control/decisions/{request_id}?ask=false").status_code == 404
+        assert other.get(f"/control/decisions/{request_id}").json()["request_id"] == request_id
+
+
+def test_a_dry_run_explains_without_sending(demo, tmp_path):
+    file = ROOT / "examples" / "request.json"
+    before = [demo.state(n)["workers"] for n in range(2)]
+    done = demo.mmrouter("explain", demo.url, "--dry-run", str(file), "--json")
+    trace = json.loads(done.stdout)
+    assert (done.returncode, trace["exactness"], trace["attempts"]) == (0, "exact", [])
+    held = [{w["name"]: w["held"] for w in view} for view in before]
+    assert [{w["name"]: w["held"] for w in demo.state(n)["workers"]} for n in range(2)] == held
+
+
+@pytest.mark.parametrize(
+    "arguments", [("explain",), ("explain", "x"), ("up", "missing.yaml"), ("verify", "http://x:1")]
+)
+def test_wrong_use_is_a_sentence_and_status_2(demo, arguments):
+    done = demo.mmrouter(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip()
+
+
+def test_a_bad_resource_names_the_field(demo, tmp_path):
+    text = (ROOT / "examples" / "demo.yaml").read_text().replace("role: worker", "role: wroker")
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    done = demo.mmrouter("up", str(file))
+    assert done.returncode == 2
+    assert "spec.pools[0].role" in done.stderr
+
+
+def test_headers_that_tell_what_others_asked_need_the_control_token(demo):
+    headers = {name for name in ask(demo).headers if name.startswith("x-mmrouter")}
+    assert headers == {"x-mmrouter-request-id"}
+
+
+def test_the_control_port_refuses_a_wrong_token(demo):
+    for path in ("/control/state", "/control/decisions", "/control/stream"):
+        for headers in ({}, {"authorization": "Bearer nonsense"}):
+            assert httpx.get(demo.controls[0] + path, headers=headers).status_code == 401
+
+
+def test_the_control_stream_tells_of_state_at_once(demo):
+    with demo.control() as client, client.stream("GET", "/control/stream") as stream:
+        line = next(line for line in stream.iter_lines() if line.startswith("data: "))
+    assert len(json.loads(line[6:])["workers"]) == 3
+
+
+def test_health_and_metrics_stand_on_their_own_port(demo):
+    texts = []
+    for frontend in demo.run["frontends"]:
+        ip = frontend["url"].split("//")[1].split(":")[0]
+        assert httpx.get(f"http://{ip}:9090/healthz").status_code == 200
+        assert httpx.get(f"http://{ip}:9090/readyz").json() == {"ready": True}
+        texts.append(httpx.get(f"http://{ip}:9090/metrics").text)
+    assert all('mmrouter_workers{standing="verified"} 3.0' in text for text in texts)
+    # Whichever frontend ran a canary counted it; nobody has seen one fail.
+    counted = [line for text in texts for line in text.splitlines() if line.startswith("mmrouter_parity_total{")]
+    assert any('result="True"' in line for line in counted)
+    assert not any('result="False"' in line for line in counted)
+
+
+def test_ctrl_c_leaves_no_process_and_no_file():
+    with running(ROOT / "examples" / "demo.yaml") as other:
+        children = psutil.Process(other.process.pid).children(recursive=True)
+        folder = other.folder
+        assert len(children) >= 8
+        tmpfs = [p for p in Path("/dev/shm").glob("mmrouter-*") if str(other.process.pid) in p.name]
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not folder.exists()
+    assert not [p for p in tmpfs if p.exists()]
+
+
+def test_the_demo_ends_by_itself_with_exact_hits_and_a_lower_round_robin_figure():
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "mmrouter_cli", "up", "examples/demo.yaml", "--demo", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, result["passed"]) == (0, True), done.stderr[-3000:]
+    assert time.monotonic() - began < 60
+    assert result["hit_ratio"] > result["round_robin"]["hit_ratio"]
+    assert [row["failure"] for row in result["rows"]] == [""] * len(result["rows"])
+
+
+def test_a_killed_up_leaves_no_child_behind():
+    with running(ROOT / "examples" / "demo.yaml") as other:
+        children = psutil.Process(other.process.pid).children(recursive=True)
+        os.kill(other.process.pid, signal.SIGKILL)
+        other.process.wait(5)
+        wait_for(
+            lambda: not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE],
+            10,
+            "children end with their parent",
+        )
+        wait_for(lambda: not other.folder.exists(), 10, "its run folder is removed by its guard")

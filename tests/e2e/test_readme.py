@@ -1,0 +1,61 @@
+"""Every command of the README and the concept pages runs, or is a target of make."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from e2e.rig import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def commands():
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text()):
+            # A quoted body may run over several lines: joined by what the shell would join.
+            lines = block.replace("\\\n", " ")
+            pending = ""
+            for line in lines.splitlines():
+                pending = f"{pending}\n{line}" if pending else line
+                if pending.count("'") % 2 == 0:
+                    if pending.split("#")[0].strip():
+                        yield page.name, pending.split("  #")[0].strip()
+                    pending = ""
+
+
+FOUND = list(commands())
+
+
+def test_the_pages_hold_commands():
+    assert sum(page == "README.md" for page, _ in FOUND) >= 7
+
+
+@pytest.mark.parametrize(("page", "command"), [c for c in FOUND if c[1].startswith("make ")])
+def test_make_targets_exist(page, command):
+    done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("page", "command"), [c for c in FOUND if not c[1].startswith("make ")])
+def test_commands_succeed_as_they_stand(page, command, demo):
+    if command.startswith(("URL=", ".venv/bin/mmrouter up")):
+        return  # the fixture runs this very command; its endpoint takes the place of URL
+    if "REQUEST_ID" in command:
+        answer = subprocess.run(
+            ["bash", "-c", _here(_curl(), demo)], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        command = command.replace("REQUEST_ID", re.search(r"x-mmrouter-request-id: (\S+)", answer.stdout)[1])
+    done = subprocess.run(["bash", "-c", _here(command, demo)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "error" not in done.stdout
+
+
+def _curl():
+    return next(command for _, command in FOUND if command.startswith("curl"))
+
+
+def _here(command, demo):
+    return command.replace("$URL", demo.url).replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli")

@@ -1,0 +1,222 @@
+"""Run the test levels of this repository and say what ran.
+
+    .venv/bin/python tests/tools/levels.py check [e2e] [conformance]
+
+Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
+of ``check`` run two at a time, and each one's output is shown when it ends. The end is a table of the levels, with the
+reason of everything that was not run, and one line ``N passed, N failed, N skipped`` over all of them. Exit status 1
+when anything failed.
+
+``passed`` and ``skipped`` count tests. ``failed`` counts tests and also commands that failed without a failing test
+(a linter, a crash, a time limit), so that a red run never says ``0 failed``.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+NO_TESTS = 5  # pytest's exit status
+RUNNING: set["subprocess.Popen[bytes]"] = set()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a level. A step with ``tests`` is a pytest run over that folder."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    tests: str = ""
+
+
+@dataclass(frozen=True)
+class Level:
+    steps: tuple[Step, ...]
+    limit_s: float  # for each step: a hang is a failure that names the step
+    lanes: int = 1  # with one lane the output is shown as it comes
+
+
+@dataclass
+class Outcome:
+    """What one level came to. ``failures`` names failed commands and tests, ``skips`` counts tests per reason."""
+
+    passed: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    skips: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Outcome") -> None:
+        self.passed += other.passed
+        self.failed += other.failed
+        self.failures += other.failures
+        self.skips += other.skips
+
+    @property
+    def skipped(self) -> int:
+        return self.skips.total()
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return "failed"
+        return "passed" if self.passed or not self.skipped else "not run"
+
+
+def program(name: str, *arguments: str) -> Step:
+    return Step(" ".join((name, *arguments[:1])), (str(BIN / name), *arguments))
+
+
+LEVELS = {
+    "check": Level(
+        (
+            Step("unit tests", tests="tests/unit"),  # the longest first
+            program("ruff", "format", "--check", "."),
+            program("ruff", "check", "."),
+            program("mypy"),
+            Step("mypy tests/tools", (str(BIN / "mypy"), "tests/tools")),
+            program("lint-imports"),
+        ),
+        limit_s=300,
+        lanes=2,
+    ),
+    "e2e": Level((Step("tests on local processes", tests="tests/e2e"),), limit_s=1200),
+    "conformance": Level((Step("tests on the real engine", tests="tests/conformance"),), limit_s=2400),
+}
+
+
+def run_level(level: Level, scratch: Path) -> Outcome:
+    outcome = Outcome()
+    began = time.monotonic()
+    with ThreadPoolExecutor(level.lanes) as lanes:
+        try:
+            for part in lanes.map(partial(run_step, level, scratch), level.steps):
+                outcome.add(part)
+        except KeyboardInterrupt:
+            lanes.shutdown(wait=False, cancel_futures=True)
+            end_all()
+            raise
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
+    """Run one command and count what came of it. Whatever keeps pytest from reporting is a failure."""
+    outcome = Outcome()
+    began = time.monotonic()
+    name = step.name.replace("/", "-").replace(" ", "-")
+    report = scratch / f"{name}.xml"
+    command = step.command
+    if step.tests:
+        command = (sys.executable, "-m", "pytest", step.tests, "-q", f"--junit-xml={report}")
+    if level.lanes == 1:
+        print(f"\n== {step.name}", flush=True)
+        status = execute(command, level.limit_s, None)
+    else:
+        with (scratch / f"{name}.out").open("w+b") as out:
+            status = execute(command, level.limit_s, out)
+            out.seek(0)
+            shown = out.read().decode(errors="replace").strip()
+        print(f"\n== {step.name}, {time.monotonic() - began:.1f} s\n{shown}", flush=True)
+    if report.is_file():
+        add_report(report, outcome)
+    if status and not outcome.failed:
+        outcome.failed = 1
+        why = f"no test was found in {step.tests}" if step.tests and status == NO_TESTS else ended(status)
+        outcome.failures.append(f"{step.name}: {why}")
+    return outcome
+
+
+def add_report(report: Path, outcome: Outcome) -> None:
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcome.failed += 1
+            outcome.failures.append(f"{case.get('classname')}.{case.get('name')}")
+        elif skip is not None:
+            outcome.skips[skip.get("message", "").removeprefix("Skipped: ") or "no reason given"] += 1
+        else:
+            outcome.passed += 1
+
+
+def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None) -> int:
+    """Return the exit status of a command; its whole process group is ended when it outlives the limit."""
+    stderr = None if out is None else subprocess.STDOUT
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=out, stderr=stderr)
+    RUNNING.add(process)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"ended after {limit_s:.0f} s: {' '.join(command)}", flush=True)
+        end(process)
+        return -signal.SIGKILL
+    finally:
+        RUNNING.discard(process)
+
+
+def end_all() -> None:
+    """End every command that still runs: nothing that a test started outlives the run."""
+    for process in list(RUNNING):
+        end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        # As ctrl-C does, so that pytest tears its fixtures down and with them the engines that they started.
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ended(status: int) -> str:
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def summary(outcomes: dict[str, Outcome]) -> str:
+    row = "{:<12} {:<8} {:>7} {:>7} {:>8} {:>8}"
+    lines = [row.format("level", "result", "passed", "failed", "skipped", "seconds")]
+    for name, outcome in outcomes.items():
+        counts = (outcome.passed, outcome.failed, outcome.skipped)
+        lines.append(row.format(name, outcome.verdict, *counts, f"{outcome.seconds:.1f}"))
+        lines += [f"    failed: {text}" for text in outcome.failures]
+        for reason, count in sorted(outcome.skips.items()):
+            text = reason if reason.startswith("not run: ") else f"not run: {reason}"
+            lines.append(f"    {text} ({count} test{'s' if count > 1 else ''})")
+    every = outcomes.values()
+    totals = (sum(o.passed for o in every), sum(o.failed for o in every), sum(o.skipped for o in every))
+    return "\n".join([*lines, "", "{} passed, {} failed, {} skipped".format(*totals)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run test levels and say what ran.")
+    parser.add_argument("levels", nargs="+", choices=list(LEVELS))
+    outcomes: dict[str, Outcome] = {}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled run cleans up as an interrupted one does
+    try:
+        with tempfile.TemporaryDirectory(prefix="mmrouter-levels-") as scratch:
+            for name in dict.fromkeys(parser.parse_args().levels):
+                outcomes[name] = run_level(LEVELS[name], Path(scratch))
+    except KeyboardInterrupt:
+        print("\ninterrupted", flush=True)
+        return 130
+    print(f"\n{summary(outcomes)}", flush=True)
+    return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Make a model folder small enough for a CPU engine with dummy weights.
+
+    python tests/tools/shrink_model.py MODEL_FOLDER OUT_FOLDER
+
+Everything that decides a prompt stays as it is: tokenizer, chat template, preprocessor, special ids, patch and merge
+sizes, context length. Only the network shrinks (two layers, hidden size 64), so that ``vllm serve --load-format dummy``
+holds it in the memory of a test machine. The source needs no weights.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+HIDDEN = 64
+HEADS = 2  # of 32 each: the CPU attention wants a multiple of 16
+TEXT = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "intermediate_size": 2 * HIDDEN,
+}
+# The vision tower must end in the text network's width; each family names its sizes differently.
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 2, "embed_dim": HIDDEN, "hidden_size": HIDDEN, "num_heads": HEADS, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_heads": HEADS,
+        "out_hidden_size": HIDDEN,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "depth": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_heads": HEADS,
+        "out_hidden_size": HIDDEN,
+        "deepstack_visual_indexes": [0],
+    },
+}
+COPIED = {".json", ".jinja", ".txt", ".model"}
+
+
+def shrink(source: Path, out: Path) -> None:
+    """Write the shrunk folder. Raises ``ValueError`` for a family it does not know, ``OSError`` without the files."""
+    config = json.loads((source / "config.json").read_text())
+    small = shrink_config(config)
+    out.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.suffix in COPIED and file.name != "config.json":
+            shutil.copyfile(file, out / file.name)
+    (out / "config.json").write_text(json.dumps(small, indent=1) + "\n")
+
+
+def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` with the same ids and geometry and a small network."""
+    family = config.get("model_type")
+    if family not in VISION:
+        raise ValueError(f"model_type {family!r} is none of {', '.join(VISION)}")
+    small: dict[str, Any] = json.loads(json.dumps(config))
+    text = small.get("text_config", small)
+    text.update(TEXT)
+    if "head_dim" in text:
+        text["head_dim"] = HIDDEN // HEADS
+    # Layers beyond the shrunk network; two layers need no list of which use a window.
+    text.pop("max_window_layers", None)
+    shrink_rope(text)
+    for part in (small, text):
+        for name in ("torch_dtype", "dtype"):
+            if name in part:
+                part[name] = "float32"
+    small["vision_config"].update(VISION[family])
+    return small
+
+
+def shrink_rope(text: dict[str, Any]) -> None:
+    """Divide half a head's width between time, height and width as the original does (it must add up exactly)."""
+    scaling = text.get("rope_scaling")
+    if not scaling or "mrope_section" not in scaling:
+        return
+    half, old = HIDDEN // HEADS // 2, scaling["mrope_section"]
+    spatial = [part * half // sum(old) for part in old[1:]]
+    scaling["mrope_section"] = [half - sum(spatial), *spatial]
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return 2
+    try:
+        shrink(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (OSError, ValueError) as error:
+        print(f"cannot shrink {sys.argv[1]}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

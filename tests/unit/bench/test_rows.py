@@ -1,0 +1,75 @@
+"""A figure's shape, its goal, and where it is shown."""
+
+import json
+
+import pytest
+
+from bench import __main__ as command
+from bench import report
+from bench.rows import NOT_RUN, markdown, not_run, percentile, row, table, to_json
+
+ROWS = [
+    row("fast enough", 3.14159, "us", goal="<= 4"),
+    row("too slow", 5.0, "us", goal="<= 4"),
+    row("ratio", 4.0, "x", peer="other 1.0: 12 us", goal=">= 4"),
+    row("no goal", 12345.678, "us"),
+    not_run("peer missing", "x", "no index", goal=">= 4"),
+]
+
+
+def test_json_has_exactly_the_fields_of_the_contract():
+    shown = json.loads(to_json(ROWS))
+    assert list(shown) == ["rows"]
+    assert all(list(item) == ["name", "value", "unit", "peer", "goal", "met"] for item in shown["rows"])
+    assert [item["met"] for item in shown["rows"]] == [True, False, True, None, None]
+
+
+def test_a_peer_that_was_not_run_says_so_and_meets_nothing():
+    missing = ROWS[-1]
+    assert missing.value is None
+    assert missing.met is None
+    assert missing.peer == NOT_RUN + "no index"
+
+
+def test_values_have_four_digits():
+    assert [item.value for item in ROWS[:4]] == [3.142, 5.0, 4.0, 12350.0]
+
+
+def test_a_goal_that_cannot_be_read_is_an_error():
+    with pytest.raises(ValueError, match="begins with"):
+        row("x", 1.0, "us", goal="< 4")
+
+
+def test_percentiles_are_values_that_were_measured():
+    values = [float(n) for n in range(1, 101)]
+    assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 0.5)
+
+
+def test_tables_have_one_line_per_row():
+    assert table(ROWS).row_count == len(ROWS)
+    assert len(markdown(ROWS).splitlines()) == len(ROWS) + 2
+
+
+def test_the_page_takes_the_table_between_its_markers_and_keeps_the_rest():
+    page = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
+    once = report.insert(page, ROWS, "a machine")
+    assert once.startswith("before\n")
+    assert once.endswith("\nafter\n")
+    assert "old" not in once
+    assert "| too slow | 5 us | <= 4 | no |" in once
+    assert report.insert(once, ROWS, "a machine") == once
+    with pytest.raises(report.PageError):
+        report.insert("no markers", ROWS, "a machine")
+
+
+def test_the_projects_page_has_the_markers():
+    assert report.insert(report.PAGE.read_text(), ROWS, "a machine")
+
+
+def test_an_unknown_benchmark_is_refused_and_the_known_ones_are_named(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["nonesuch"])
+    assert ended.value.code == 2
+    assert "decision" in capsys.readouterr().err

@@ -1,0 +1,33 @@
+"""The demo's figures and what it calls a failure."""
+
+from mmrouter_cli.demo import Row, Step, _failure, hit_ratio, workload
+
+
+def row(**values):
+    base = {"name": "x", "worker": "a", "blocks": 6, "overlap": 6, "prompt_tokens": 100, "cached_tokens": 96}
+    return Row(**{**base, "exactness": "exact", "why": "", "milliseconds": 1.0, **values})
+
+
+def test_the_hit_ratio_is_a_ratio_of_sums_and_absent_counts_as_none():
+    assert hit_ratio([row(), row(prompt_tokens=300, cached_tokens=-1)]) == 96 / 400
+    assert hit_ratio([]) == 0
+
+
+def test_a_repeat_must_be_an_exact_whole_hit_that_the_engine_confirms():
+    repeat, trace = Step("x", (), repeats="y"), {"block_size": 16, "reasons": ["why"]}
+    assert _failure(repeat, row(), trace) == ""
+    assert "affinity" in _failure(repeat, row(exactness="affinity"), trace)
+    assert "5 of 6" in _failure(repeat, row(overlap=5), trace)
+    assert "says 80" in _failure(repeat, row(cached_tokens=80), trace)
+    assert "says -1" in _failure(repeat, row(cached_tokens=-1), trace)
+    assert _failure(Step("x", ()), row(overlap=0), trace) == ""
+
+
+def test_every_repeat_names_a_step_of_the_same_prompt_before_it():
+    steps = workload("nonce", "http://127.0.0.1:1")
+    seen = {}
+    for step in steps:
+        if step.repeats:
+            assert len(seen[step.repeats].messages) == len(step.messages)
+        seen[step.name] = step
+    assert sum(bool(step.repeats) for step in steps) >= 5

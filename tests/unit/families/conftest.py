@@ -1,0 +1,48 @@
+"""Model folders: the real ones where this machine has them, and small ones written for one test."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+
+FolderMaker = Callable[..., Path]
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path) -> FolderMaker:
+    """Return a maker of folders with Qwen2-VL's geometry; keyword arguments change preprocessor_config.json."""
+
+    def make(model_type: str = "qwen2_vl", patch: int = 14, **processor: Any) -> Path:
+        vision = {"patch_size": patch, "spatial_merge_size": 2}
+        config = {"model_type": model_type, "image_token_id": 7, "vision_config": vision}
+        values = {"patch_size": patch, "merge_size": 2, **processor}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "preprocessor_config.json").write_text(
+            json.dumps({key: value for key, value in values.items() if value is not None})
+        )
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """The folder of real models' metadata."""
+    folder = Path(os.environ.get("MMROUTER_MODELS", REPOSITORY.parent / "shared" / "models"))
+    if not folder.is_dir():
+        pytest.skip(f"not run: no model folder at {folder} (MMROUTER_MODELS)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def images(models: Path) -> Path:
+    """Test images with the token counts that the Hugging Face processors give them."""
+    folder = models.parent / "images"
+    if not (folder / "expected_tokens.json").is_file():
+        pytest.skip(f"not run: no images with expected counts at {folder}")
+    return folder

@@ -1,0 +1,171 @@
+"""The wire between sidecar and router: every frame survives the trip, and frames of yesterday are still read.
+
+``golden/vN/NAME.bin`` holds a payload of every frame as version N wrote it. They are never changed: code that can no
+longer read one breaks every router or sidecar that was started before it.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter import feed
+
+GOLDEN = Path(__file__).parent / "golden"
+
+FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
+    "delta": feed.Delta(7, 3, 1.5, 1, 0, "GPU", b"\1" * 8, b"\2" * 16),
+    "delta_cleared": feed.Delta(2**53, 2**40, 1.5e9, 0, 2, "CPU", b"", b"", True),
+    "load": feed.Load(1, 3.0, 2.0, 0.25),
+    "heartbeat": feed.Heartbeat(
+        "pod-1/0a1b2c3d", 7, 3, "vllm", "up", "0.32.0", 16, "org/model", "main", {"config.json": "ab" * 32}
+    ),
+    "heartbeat_canary": feed.Heartbeat(
+        "pod-1/0a1b2c3d",
+        7,
+        3,
+        "vllm",
+        "down",
+        "",
+        0,
+        "org/model",
+        "c0ffee",
+        {},
+        2,
+        True,
+        feed.Canary(7, "False", "identity", "block 2 differs", 6, "router-a"),
+    ),
+    "sighting": feed.Sighting(0, 0, 2**64 - 1, 5, 64, b"\3" * 32),
+    "sighting_sentinels": feed.Sighting(0, 0, None, 0, 4, b"", (2**62 - 1, 1, 2, 3)),
+    "snapshot": feed.Snapshot(1),
+    "replay": feed.Replay(2, 7, 4),
+    "detail": feed.Detail(3, 7, 4, 5),
+    "canary_claim": feed.CanaryClaim(4, 7, "router-a", 30.0),
+    "canary_result": feed.CanaryResult(5, feed.Canary(7, "True", compared=6, router="router-a")),
+    "snapshot_part": feed.SnapshotPart(1, "pod-1/0a1b2c3d", 7, 3, 0, 0, "GPU", b"\4" * 24, True),
+    "replay_part": feed.ReplayPart(2, (feed.Delta(7, 4, 2.5, 0, 0, "GPU", b"\5" * 8, b""),), True),
+    "replay_part_gone": feed.ReplayPart(2, (), True, True),
+    "detail_part": feed.DetailPart(3, (feed.RawBatch(4, 0, 12, b"\x93\xcb"),), False, True),
+    "claim_answer": feed.ClaimAnswer(4, False, "router-b"),
+    "accepted": feed.Accepted(5),
+    "refused": feed.Refused(6, "epoch 6 is not the present one, 7"),
+}
+
+texts = st.text(max_size=20)
+numbers = st.integers(0, 2**63 - 1)
+keys = st.integers(0, 2**64 - 1)
+canaries = st.builds(feed.Canary, numbers, st.sampled_from(["True", "False", "Unknown"]), texts, texts, numbers, texts)
+deltas = st.builds(
+    feed.Delta, numbers, numbers, st.floats(0, 1e12), numbers, numbers, texts, st.binary(), st.binary(), st.booleans()
+)
+frames = st.one_of(
+    deltas,
+    st.builds(feed.Load, numbers, st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1)),
+    st.builds(
+        feed.Heartbeat,
+        worker=texts,
+        epoch=numbers,
+        seq=numbers,
+        engine=texts,
+        engine_state=st.sampled_from(["starting", "up", "down"]),
+        engine_version=texts,
+        block_size=numbers,
+        model=texts,
+        revision=texts,
+        digests=st.dictionaries(texts, texts, max_size=3),
+        ranks=numbers,
+        draining=st.booleans(),
+        canary=st.none() | canaries,
+    ),
+    st.builds(
+        feed.Sighting, numbers, numbers, st.none() | keys, numbers, numbers, st.binary(), st.lists(keys).map(tuple)
+    ),
+    st.builds(feed.Snapshot, numbers),
+    st.builds(feed.Replay, numbers, numbers, numbers),
+    st.builds(feed.Detail, numbers, numbers, numbers, numbers),
+    st.builds(feed.CanaryClaim, numbers, numbers, texts, st.floats(0, 1e6)),
+    st.builds(feed.CanaryResult, numbers, canaries),
+    st.builds(feed.SnapshotPart, numbers, texts, numbers, numbers, numbers, numbers, texts, st.binary(), st.booleans()),
+    st.builds(feed.ReplayPart, numbers, st.lists(deltas, max_size=3).map(tuple), st.booleans(), st.booleans()),
+    st.builds(
+        feed.DetailPart,
+        numbers,
+        st.lists(st.builds(feed.RawBatch, numbers, numbers, numbers, st.binary()), max_size=3).map(tuple),
+        st.booleans(),
+        st.booleans(),
+    ),
+    st.builds(feed.ClaimAnswer, numbers, st.booleans(), texts),
+    st.builds(feed.Accepted, numbers),
+    st.builds(feed.Refused, numbers, texts),
+)
+
+
+def decode(frame: Any, payload: bytes) -> Any:
+    if isinstance(frame, get_args(feed.Published)):
+        return feed.decode_published(payload)
+    return feed.decode_request(payload) if isinstance(frame, get_args(feed.Request)) else feed.decode_reply(payload)
+
+
+@given(frames)
+def test_every_frame_survives_the_trip(frame: Any) -> None:
+    assert decode(frame, feed.encode(frame)) == frame
+
+
+def test_every_kind_of_frame_has_a_golden_file_and_none_is_left_over() -> None:
+    kinds = {*get_args(feed.Published), *get_args(feed.Request), *get_args(feed.Reply)}
+    assert {type(frame) for frame in FRAMES.values()} == kinds
+    assert {path.stem for path in (GOLDEN / f"v{feed.VERSION}").iterdir()} == set(FRAMES)
+
+
+@pytest.mark.parametrize("version", feed.ACCEPTED)
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_of_every_accepted_version_are_read(version: int, name: str) -> None:
+    payload = (GOLDEN / f"v{version}" / f"{name}.bin").read_bytes()
+    assert payload[0] == version
+    assert decode(FRAMES[name], payload) == FRAMES[name]
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_todays_frames_are_written_as_the_golden_ones(name: str) -> None:
+    """A change of the bytes that older readers cannot skip needs a new version, not a new golden file."""
+    written = feed.encode(FRAMES[name])
+    golden = (GOLDEN / f"v{feed.VERSION}" / f"{name}.bin").read_bytes()
+    old, new = (msgspec.msgpack.decode(payload[1:]) for payload in (golden, written))
+    assert new[: len(old)] == old
+    assert written[0] == golden[0]
+
+
+@given(frames)
+def test_a_field_added_at_the_end_by_a_later_release_is_skipped(frame: Any) -> None:
+    payload = feed.encode(frame)
+    longer = payload[:1] + msgspec.msgpack.encode([*msgspec.msgpack.decode(payload[1:]), {"later": 1}])
+    assert decode(frame, longer) == frame
+
+
+@pytest.mark.parametrize("version", [0, feed.VERSION + 1, 255])
+def test_another_version_is_refused_by_its_number(version: int) -> None:
+    payload = bytes((version,)) + feed.encode(feed.Snapshot(1))[1:]
+    for read in (feed.decode_published, feed.decode_request, feed.decode_reply):
+        with pytest.raises(feed.FeedError, match=str(version)):
+            read(payload)
+
+
+def test_a_frame_on_the_wrong_socket_is_refused() -> None:
+    with pytest.raises(feed.FeedError, match="snapshot"):
+        feed.decode_published(feed.encode(feed.Snapshot(1)))
+    with pytest.raises(feed.FeedError, match="load"):
+        feed.decode_request(feed.encode(feed.Load(0, 0, 0, 0)))
+
+
+@given(frames, st.data())
+def test_a_damaged_frame_raises_nothing_but_feed_errors(frame: Any, data: st.DataObject) -> None:
+    payload = bytearray(feed.encode(frame))
+    payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    damaged = bytes(payload[: data.draw(st.integers(0, len(payload)))])
+    for read in (feed.decode_published, feed.decode_request, feed.decode_reply):
+        with suppress(feed.FeedError):
+            assert read(damaged)

@@ -1,0 +1,274 @@
+"""Sizes from headers, against Pillow, which the engines decode with."""
+
+import io
+import os
+import random
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageOps, PngImagePlugin
+
+from mmrouter.imagesize import FORMATS, ImageHeaderError, ImageSize, TooManyPixels, probe
+
+# Pillow warns of what the tests feed it on purpose.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin"),
+]
+
+LIMIT = 200_000_000
+REPOSITORY = Path(__file__).parents[3]
+ORIENTATION = 0x0112
+XMP = (
+    b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" '
+    b'tiff:Orientation="%d"/></x:xmpmeta>'
+)
+
+
+def encode(kind: str, size: tuple[int, int] = (30, 20), **options: object) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, (200, 100, 50)).save(out, kind, **options)
+    return out.getvalue()
+
+
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[ORIENTATION] = orientation
+    tags[0x010F] = "a maker"
+    return tags
+
+
+def shown(data: bytes) -> tuple[int, int]:
+    """The size after loading as vLLM loads: EXIF applied, a broken one ignored."""
+    image = Image.open(io.BytesIO(data))
+    try:
+        return ImageOps.exif_transpose(image).size
+    except Exception:
+        return image.size
+
+
+def probed(data: bytes, *, turned: bool = True) -> tuple[int, int]:
+    size = probe(data, max_pixels=LIMIT, exif=turned)
+    return size.width, size.height
+
+
+@pytest.fixture(scope="session")
+def images() -> Path:
+    models = Path(os.environ.get("MMROUTER_MODELS", REPOSITORY.parent / "shared" / "models"))
+    if not (folder := models.parent / "images").is_dir():
+        pytest.skip(f"not run: no images at {folder}")
+    return folder
+
+
+def test_every_test_image_is_read_as_pillow_reads_it(images: Path):
+    sizes = 0
+    for path in sorted(images.iterdir()):
+        data = path.read_bytes()
+        if path.suffix in (".md", ".json") or path.name in ("empty.png", "not_an_image.jpg"):
+            with pytest.raises(ImageHeaderError):
+                probe(data, max_pixels=LIMIT, exif=True)
+            continue
+        if path.name.startswith("bomb_header"):
+            with pytest.raises(TooManyPixels):
+                probe(data, max_pixels=LIMIT, exif=True)
+            continue
+        size = probe(data, max_pixels=LIMIT, exif=False)
+        with Image.open(io.BytesIO(data)) as image:
+            assert (size.width, size.height, size.format) == (*image.size, image.format), path.name
+        sizes += 1
+    assert sizes == 24
+
+
+def test_orientation_six_counts_as_displayed_only_when_asked(images: Path):
+    data = (images / "exif_orientation6_480x320.jpg").read_bytes()
+    assert probe(data, max_pixels=LIMIT, exif=True) == ImageSize(320, 480, "JPEG")
+    assert probe(data, max_pixels=LIMIT, exif=False) == ImageSize(480, 320, "JPEG")
+
+
+def test_a_truncated_image_with_a_whole_header_has_a_size(images: Path):
+    assert probed((images / "truncated_half.jpg").read_bytes()) == (640, 480)
+    assert probed((images / "rgb_640x480.png").read_bytes()[:40]) == (640, 480)
+    assert probed((images / "rgb_400x300.webp").read_bytes()[:40]) == (400, 300)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_is_read(kind):
+    assert probe(encode(kind, (31, 7)), max_pixels=31 * 7, exif=True) == ImageSize(31, 7, kind)
+
+
+@pytest.mark.parametrize("kind", ["ICO", "PPM", "JPEG2000", "TGA"])
+def test_any_other_format_is_refused(kind):
+    with pytest.raises(ImageHeaderError, match="known format"):
+        probe(encode(kind), max_pixels=LIMIT, exif=True)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_exif_orientation_turns_as_pillow_turns(kind, orientation):
+    data = encode(kind, exif=exif(orientation))
+    assert probed(data) == shown(data)
+    assert probed(data) == ((20, 30) if 5 <= orientation <= 8 else (30, 20))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_xmp_orientation_turns_where_exif_has_none(kind, orientation):
+    packet = XMP % orientation
+    if kind == "PNG":
+        info = PngImagePlugin.PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", packet.decode(), zip=True)
+        data = encode(kind, pnginfo=info)
+    elif kind == "TIFF":
+        data = encode(kind, tiffinfo={700: packet})
+    else:
+        data = encode(kind, xmp=packet)
+    assert probed(data) == shown(data) == ((20, 30) if orientation == 6 else (30, 20))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_exif_wins_over_xmp_and_a_broken_exif_silences_both(kind):
+    both = encode(kind, exif=exif(1), xmp=XMP % 6)
+    assert probed(both) == shown(both) == (30, 20)
+    broken = encode(kind, exif=b"Exif\0\0MM\0*\0\0", xmp=XMP % 6)
+    assert probed(broken) == shown(broken)
+
+
+def test_a_tiff_is_turned_even_where_the_engine_does_not_look_at_exif():
+    # Pillow turns a TIFF while it loads it.
+    data = encode("TIFF", exif=exif(6))
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        assert probed(data, turned=False) == image.size == (20, 30)
+
+
+def test_a_tiff_with_both_tags_is_turned_once():
+    data = encode("TIFF", tiffinfo={ORIENTATION: 6, 700: XMP % 6})
+    assert probed(data) == shown(data) == (20, 30)
+
+
+def test_webp_metadata_without_its_flag_is_no_metadata():
+    data = bytearray(encode("WEBP", exif=exif(6), xmp=XMP % 1))
+    assert probed(bytes(data)) == (20, 30)
+    data[20] &= ~0x08
+    assert probed(bytes(data)) == shown(bytes(data)) == (30, 20)
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def test_an_exif_chunk_behind_the_pixels_of_a_png_counts():
+    plain, tags = encode("PNG"), exif(6).tobytes().removeprefix(b"Exif\0\0")
+    end = plain.rindex(b"IEND") - 4
+    data = plain[:end] + png_chunk(b"eXIf", tags) + plain[end:]
+    assert probed(data) == shown(data) == (20, 30)
+
+
+@pytest.mark.parametrize("kind", [b"tEXt", b"zTXt"])
+def test_the_raw_profile_of_older_png_writers_counts(kind):
+    tags = exif(8).tobytes()
+    text = f"\nexif\n{len(tags):8}\n{tags.hex()}\n".encode()
+    body = b"Raw profile type exif\0" + (text if kind == b"tEXt" else b"\0" + zlib.compress(text))
+    plain = encode("PNG")
+    data = plain[:33] + png_chunk(kind, body) + plain[33:]
+    assert probed(data) == shown(data) == (20, 30)
+    broken = plain[:33] + png_chunk(b"tEXt", b"Raw profile type exif\0\nexif\n4\nzz\n") + plain[33:]
+    assert probed(broken) == shown(broken) == (30, 20)
+
+
+def test_junk_and_padding_between_jpeg_segments_is_skipped_as_pillow_skips_it():
+    plain = encode("JPEG")
+    for filler in (b"junk", b"\xff\xff\xff", b"\xff\x00\x01"):
+        data = plain[:2] + filler + plain[2:]
+        data = data[:2] + b"\xff\xe0\x00\x02" + data[2:]
+        assert probed(data) == shown(data) == (30, 20)
+
+
+def test_two_exif_segments_of_a_jpeg_are_one():
+    blob = exif(6).tobytes()
+    half = len(blob) // 2
+    parts = [blob[:half], b"Exif\0\0" + blob[half:]]
+    segments = b"".join(b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part for part in parts)
+    plain = encode("JPEG")
+    data = plain[:2] + segments + plain[2:]
+    assert probed(data) == shown(data) == (20, 30)
+
+
+def test_a_header_that_claims_too_many_pixels_is_refused_before_anything_is_allocated():
+    huge = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0))
+    canvas = b"RIFF\x40\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\xff\x3f\0\xff\x3f\0"
+    screen = b"GIF89a\xff\xff\xff\xff\0\0\0" + b",\0\0\0\0\xff\xff\xff\xff\0\x02\0"
+    for data in (huge, canvas, screen):
+        with pytest.raises(TooManyPixels):
+            probe(data, max_pixels=64_000_000, exif=True)
+    with pytest.raises(TooManyPixels, match="30x20"):
+        probe(encode("JPEG"), max_pixels=599, exif=True)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP", b"BM", b"II*\0", b"GIF89a"]
+)
+def test_a_magic_number_alone_is_no_header(data):
+    with pytest.raises(ImageHeaderError):
+        probe(data, max_pixels=LIMIT, exif=True)
+
+
+def test_an_empty_image_is_refused():
+    png = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 5, 8, 2, 0, 0, 0))
+    with pytest.raises(ImageHeaderError, match="empty"):
+        probe(png, max_pixels=LIMIT, exif=True)
+
+
+SAMPLES = [
+    *(encode(kind) for kind in FORMATS),
+    *(encode(kind, exif=exif(6)) for kind in ("JPEG", "PNG", "WEBP", "TIFF")),
+]
+MAGIC = [b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x40\0\0\0WEBPVP8X", b"GIF89a", b"BM", b"II*\0", b"MM\0*", b""]
+
+
+def only_our_errors(data: bytes) -> None:
+    for turned in (True, False):
+        try:
+            size = probe(data, max_pixels=LIMIT, exif=turned)
+        except (ImageHeaderError, TooManyPixels):
+            continue
+        assert size.width * size.height <= LIMIT
+
+
+@given(st.sampled_from(MAGIC), st.binary(max_size=300))
+def test_arbitrary_bytes_raise_nothing_but_the_two_errors(magic, rest):
+    only_our_errors(magic + rest)
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_cut_and_damaged_images_raise_nothing_but_the_two_errors(sample, data):
+    cut = bytearray(sample[: data.draw(st.integers(0, len(sample)))])
+    for at in data.draw(st.lists(st.integers(0, max(len(cut) - 1, 0)), max_size=4)):
+        if cut:
+            cut[at] = data.draw(st.integers(0, 255))
+    only_our_errors(bytes(cut))
+
+
+def test_whatever_pillow_opens_of_damaged_headers_has_pillows_size():
+    source = random.Random(11)
+    compared = 0
+    for _ in range(600):
+        sample = bytearray(source.choice(SAMPLES[:4] + SAMPLES[6:9]))
+        for _ in range(source.randrange(1, 3)):
+            sample[source.randrange(3, min(len(sample), 120))] = source.randrange(256)
+        data = bytes(sample)
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                want = image.size
+                if image.format == "PNG":
+                    image.load()
+        except Exception:
+            continue
+        if want[0] * want[1] <= LIMIT:
+            assert probed(data, turned=False) == want
+            compared += 1
+    assert compared > 100

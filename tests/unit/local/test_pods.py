@@ -1,0 +1,276 @@
+"""Pods as processes: order, probes, environment, volumes, restarts."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from mmrouter_cli.local.folders import LocalError
+
+
+async def ask(url: str) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        found: dict[str, Any] = json.loads(await answer.read())
+        return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may go between any two looks
+        return False
+
+
+async def test_init_then_sidecar_then_container_each_when_the_one_before_is_up(run: Any, kit: Any, log: Any) -> None:
+    volume = [{"name": "v", "mountPath": "/v"}]
+    prepare = kit.container("prepare", "write", "/v/prepared", "yes", volumeMounts=volume)
+    startup = {"httpGet": {"path": "/", "port": 8810}, "periodSeconds": 1}
+    sidecar = {
+        **kit.container("sidecar", "$(POD_IP)", "8810", volumeMounts=volume),
+        "restartPolicy": "Always",
+        "startupProbe": startup,
+    }
+    main = kit.container("main", "check-then-sleep", "/v/prepared", volumeMounts=volume)
+    pod = kit.deployment("web", main, initContainers=[prepare, sidecar], volumes=[{"name": "v", "emptyDir": {}}])
+    async with run(pod) as cluster:
+        (web,) = cluster.pods
+        assert (web.container("main").restarts, web.container("sidecar").restarts) == (0, 0)
+        assert web.pids["prepare"] is None
+        born = {name: psutil.Process(pid).create_time() for name, pid in web.pids.items() if pid}
+        assert born["sidecar"] < born["main"]
+        assert log.of("web-0/sidecar") == [f"listening on {web.ip}:8810"]
+
+
+async def test_a_container_sees_its_pod_and_its_files_at_the_places_of_this_machine(
+    run: Any, kit: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    volumes = [
+        {
+            "name": "config",
+            "projected": {
+                "sources": [
+                    {"configMap": {"name": "c", "items": [{"key": "t", "path": "deployment.json"}]}},
+                    {"secret": {"name": "s", "items": [{"key": "k", "path": "secrets/key"}]}},
+                ]
+            },
+        },
+        {"name": "keys", "secret": {"secretName": "s"}},
+        {"name": "model", "hostPath": {"path": "models/tiny"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    # The server is this interpreter by its path, so a mount over a checkout below /tmp would move it.
+    tmp = "/var/lib/mine" if sys.executable.startswith("/tmp/") else "/tmp"
+    mounts = [
+        {"name": "config", "mountPath": "/etc/mmrouter"},
+        {"name": "keys", "mountPath": "/etc/mmrouter/api-keys"},
+        {"name": "model", "mountPath": "/var/lib/model", "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "tmp", "mountPath": tmp, "subPath": "mine"},
+    ]
+    env = [
+        {"name": "CONFIG", "value": "/etc/mmrouter"},
+        {"name": "CACHE", "value": f"{tmp}/cache"},
+        {"name": "TWICE", "value": "$(CACHE)/more"},
+        {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+        {"name": "POD_LOOPBACK", "value": "127.0.0.1"},
+    ]
+    web = kit.server(env=env, volumeMounts=mounts)
+    web["args"] += ["--model=/var/lib/model", "--shm", "/dev/shm", "$(CACHE)", '{"bind":"tcp://$(POD_LOOPBACK):1"}']
+    objects = [
+        {"kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"t": "{}"}},
+        {"kind": "Secret", "metadata": {"name": "s"}, "stringData": {"k": "hidden"}},
+        kit.deployment("web", web, replicas=2, volumes=volumes),
+    ]
+    async with run(*objects) as cluster:
+        first, second = cluster.pods
+        assert first.ip != second.ip
+        seen = await ask(f"http://{first.ip}:8800/")
+        env_seen, argv = seen["env"], seen["argv"]
+        assert (env_seen["POD_IP"], env_seen["POD_LOOPBACK"], env_seen["SECRET"]) == (first.ip, first.ip, "hidden")
+        config = Path(env_seen["CONFIG"])
+        assert (config / "deployment.json").read_text() == "{}"
+        assert stat.S_IMODE((config / "secrets" / "key").stat().st_mode) == 0o600
+        assert (config / "api-keys" / "k").read_text() == "hidden"  # a nested mount, seen through the outer one
+        assert argv[2] == f"--model={tmp_path}/models/tiny"
+        assert argv[4].startswith("/dev/shm/mmrouter-")
+        assert Path(argv[4]).is_dir()
+        assert argv[5] == env_seen["CACHE"] == str(cluster.run_dir / "0" / "tmp" / "mine" / "cache")
+        assert env_seen["TWICE"] == env_seen["CACHE"] + "/more"
+        if tmp == "/tmp":
+            assert env_seen["TMPDIR"] == str(cluster.run_dir / "0" / "tmp" / "mine")
+        assert json.loads(argv[6]) == {"bind": f"tcp://{first.ip}:1"}
+        assert "SSH_AUTH_SOCK" not in env_seen
+        assert env_seen["HOME"].startswith(str(cluster.run_dir))
+        other = await ask(f"http://{second.ip}:8800/")
+        assert other["env"]["CONFIG"] != env_seen["CONFIG"]
+
+
+async def test_what_is_killed_comes_back_alone_and_finds_its_files(run: Any, kit: Any, log: Any) -> None:
+    volume = [{"name": "v", "mountPath": "/v"}]
+    sidecar = {**kit.server("sidecar", 8810, volumeMounts=volume), "restartPolicy": "Always"}
+    sidecar["readinessProbe"]["httpGet"]["port"] = 8810
+    pod = kit.deployment("web", kit.server(), initContainers=[sidecar], volumes=[{"name": "v", "emptyDir": {}}])
+    async with run(pod) as cluster:
+        (web,) = cluster.pods
+        (web.volumes["v"] / "journal").write_text("kept")
+        for name, other in (("web", "sidecar"), ("sidecar", "web")):
+            before = dict(web.pids)
+            os.kill(before[name], signal.SIGKILL)
+            await cluster.wait_until(lambda: not web.ready, 5)
+            await cluster.wait_ready(10)
+            assert web.pids[other] == before[other]
+            assert web.pids[name] != before[name]
+            assert web.container(name).restarts == 1
+        assert (web.volumes["v"] / "journal").read_text() == "kept"
+        said = log.of("web-0")
+        assert said[0] == "Ready"
+        assert said[1].startswith("not Ready (web: ")
+        assert log.of("web-0/web")[1] == "killed by signal 9, restarts in 0.2 s"
+
+
+async def test_the_pause_before_a_restart_doubles(run: Any, kit: Any, log: Any) -> None:
+    async with run(kit.deployment("web", kit.container("web", "exit", "3")), ready=False) as cluster:
+        await cluster.wait_until(lambda: cluster.pods[0].container("web").restarts >= 2, 10)
+        assert log.of("web-0/web")[:2] == [
+            "ended with status 3, restarts in 0.2 s",
+            "ended with status 3, restarts in 0.4 s",
+        ]
+
+
+async def test_readiness_follows_the_probe_both_ways(run: Any, kit: Any, tmp_path: Path) -> None:
+    flag = tmp_path / "broken"
+    web = kit.server(env=[{"name": "BROKEN_FILE", "value": str(flag)}])
+    web["readinessProbe"] |= {"periodSeconds": 0.05, "failureThreshold": 2}
+    async with run(kit.deployment("web", web)) as cluster:
+        (pod,) = cluster.pods
+        flag.touch()
+        await cluster.wait_until(lambda: not pod.ready, 5)
+        assert pod.waiting_for() == "web: readiness probe: / answers 503"
+        flag.unlink()
+        await cluster.wait_ready(5)
+        assert pod.container("web").restarts == 0
+
+
+async def test_a_container_that_does_not_start_up_is_killed_and_tried_again(run: Any, kit: Any, log: Any) -> None:
+    startup = {"tcpSocket": {"port": 8812}, "periodSeconds": 0.2, "failureThreshold": 1}
+    web = kit.container("web", "sleep", startupProbe=startup)
+    async with run(kit.deployment("web", web), ready=False) as cluster:
+        await cluster.wait_until(lambda: cluster.pods[0].container("web").restarts >= 1, 10)
+        with pytest.raises(TimeoutError, match=r"^not ready after 0.01 s: web-0 \(web: "):
+            await cluster.wait_ready(0.01)
+    assert log.of("web-0/web")[0].startswith("startup probe: ")
+    assert log.of("web-0/web")[0].endswith("for 0.2 s: killed")
+
+
+async def test_commands_and_sockets_can_be_probes(run: Any, kit: Any, tmp_path: Path) -> None:
+    flag = tmp_path / "up"
+    check = [sys.executable, "-S", "-c", "import os, sys; sys.exit(not os.path.exists('/v/up'))"]
+    web = kit.server(
+        startupProbe={"tcpSocket": {"port": "http"}, "timeoutSeconds": 5},
+        readinessProbe={"exec": {"command": check}, "timeoutSeconds": 5},
+        volumeMounts=[{"name": "v", "mountPath": "/v"}],
+    )
+    pod = kit.deployment("web", web, volumes=[{"name": "v", "hostPath": {"path": "."}}])
+    async with run(pod, ready=False) as cluster:
+        with pytest.raises(TimeoutError):
+            await cluster.wait_ready(0.6)
+        assert "ended with 1" in cluster.pods[0].waiting_for()
+        flag.touch()
+        await cluster.wait_ready(5)
+
+
+async def test_what_a_container_started_ends_with_it(run: Any, kit: Any) -> None:
+    async with run(kit.deployment("web", kit.container("web", "children"))) as cluster:
+        (pod,) = cluster.pods
+        process = psutil.Process(pod.pids["web"])
+        # A child is seen from its fork on, but leaves the group a moment later.
+        await _until(lambda: sorted(os.getsid(c.pid) == c.pid for c in process.children()) == [False, True])
+        children = [child.pid for child in process.children()]
+        stayed = [child for child in children if os.getsid(child) != child]
+        process.kill()
+        await cluster.wait_until(lambda: pod.container("web").restarts == 1, 5)
+        await _until(lambda: not any(alive(child) for child in stayed))  # a signal takes its time
+    assert not any(alive(child) for child in children)
+
+
+async def test_shared_memory_ends_with_the_container_that_made_it(run: Any, kit: Any, log: Any) -> None:
+    """In a pod /dev/shm is its own; here a killed engine would leave its objects on the machine."""
+    shm = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    probe = {"exec": {"command": ["true"]}, "periodSeconds": 0.05}
+    web = kit.container("web", "shared-memory", volumeMounts=mounts, readinessProbe=probe)
+    async with run(kit.deployment("web", web, volumes=shm)) as cluster:
+        container = cluster.pods[0].container("web")
+        await _until(lambda: log.of("web-0/web"))
+        first = Path(log.of("web-0/web")[0])
+        assert first.exists()
+        container.child.look_at_memory()  # as the next probe would
+        container.child.process.kill()
+        await cluster.wait_until(lambda: container.restarts == 1, 5)
+        await _until(lambda: len(log.of("web-0/web")) == 3)
+        second = Path(log.of("web-0/web")[2])
+        assert not first.exists()
+        assert second.exists()
+    assert not second.exists()
+
+
+async def test_one_that_will_not_stop_is_killed_after_its_grace(run: Any, kit: Any, log: Any) -> None:
+    pod = kit.deployment("web", kit.container("web", "stubborn"), terminationGracePeriodSeconds=0.2)
+    async with run(pod) as cluster:
+        pid = cluster.pods[0].pids["web"]
+        await _until(lambda: "stubborn" in log.of("web-0/web"))
+    assert not alive(pid)
+    assert log.of("web-0/web")[-1] == "does not end within 0.2 s: killed"
+
+
+async def test_every_line_is_logged_with_its_source_however_long(run: Any, kit: Any, log: Any) -> None:
+    async with run(kit.deployment("web", kit.container("web", "say", "one", "two"))):
+        await _until(lambda: sum(map(len, log.of("web-0/web"))) > 190_000)
+        assert log.of("web-0/web")[:2] == ["one", "two"]
+
+
+async def test_engines_start_one_after_the_other_when_they_are_real(run: Any, kit: Any) -> None:
+    web = kit.server(startupProbe={"httpGet": {"path": "/", "port": "http"}, "timeoutSeconds": 5})
+    async with run(kit.deployment("web", web, replicas=3), engines="path") as cluster:
+        born = [psutil.Process(pod.pids["web"]).create_time() for pod in cluster.pods]
+        assert born == sorted(born)
+        assert min(b - a for a, b in itertools.pairwise(born)) > 0.02
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "x"}}]},
+            "persistentVolumeClaim cannot be had",
+        ),
+        ({"volumes": [{"name": "v", "hostPath": {"path": "nowhere"}}]}, "nowhere does not exist"),
+        ({"volumes": [{"name": "v", "secret": {"secretName": "none"}}]}, "there is no secret none here"),
+        ({"volumes": []}, "mounts volume v, which the pod does not have"),
+    ],
+)
+async def test_a_volume_that_cannot_be_had_is_said_before_anything_starts(
+    run: Any, kit: Any, root: Path, change: dict[str, Any], message: str
+) -> None:
+    web = kit.server(volumeMounts=[{"name": "v", "mountPath": "/v"}])
+    with pytest.raises(LocalError, match=message):
+        async with run(kit.deployment("web", web, **change)):
+            pytest.fail("started")
+    assert [path for path in root.rglob("*") if path.is_file()] == []
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,137 @@
+"""Prompters over the tiny model of our own, the real models and the captures of a real vLLM."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mmrouter import families
+from mmrouter.families import Family
+from mmrouter.imagesize import probe
+from mmrouter.prompt import Prompter, PromptImage
+
+REPOSITORY = Path(__file__).parents[3]
+TINY = REPOSITORY / "examples" / "models" / "tiny-qwen2-vl"
+
+
+def load(folder: Path, **options: Any) -> Prompter:
+    family = families.load(folder, None)
+    assert family is not None
+    return Prompter.load(folder, family=family, **options)
+
+
+def from_environment(name: str, default: str) -> Path:
+    folder = Path(os.environ.get(name, REPOSITORY.parent / "shared" / default))
+    if not folder.is_dir():
+        pytest.skip(f"not run: no {default} folder at {folder} ({name})")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load_prompter() -> Callable[..., Prompter]:
+    return load
+
+
+@pytest.fixture(scope="session")
+def tiny_folder() -> Path:
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Prompter:
+    return load(TINY)
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    return from_environment("MMROUTER_MODELS", "models")
+
+
+@pytest.fixture(scope="session")
+def qwen2(models: Path) -> Prompter:
+    return load(models / "Qwen--Qwen2-VL-2B-Instruct")
+
+
+@pytest.fixture(scope="session")
+def qwen3(models: Path) -> Prompter:
+    return load(models / "Qwen--Qwen3-VL-2B-Instruct")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A chat request that a real vLLM answered: its body, images, the engine's own ids and the blocks it stored."""
+
+    label: str
+    body: dict[str, Any]
+    images: tuple[PromptImage, ...]
+    prompt: list[int]
+    output: list[int]
+    events: tuple[dict[str, Any], ...]
+
+
+class Captures:
+    """The recorded requests of ``../shared/captures/vllm``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self, name: str, model: Path) -> Iterator[Step]:
+        """Answered chats of a file; the counts of their images come from ``model``'s family and the image files."""
+        by_uuid: dict[str, str] = {}
+        for line in map(json.loads, (self.folder / name).read_text().splitlines()):
+            request, reply = line.get("request", {}), line.get("reply") or {}
+            events = tuple(event for frame in line.get("frames", ()) for event in frame["decoded"][1])
+            if request.get("path") != "/v1/chat/completions" or "prompt_token_ids" not in reply:
+                yield Step(line.get("label", ""), {}, (), [], [], events)
+                continue
+            body = request["body"]
+            options = {"min_pixels": None, "max_pixels": None, **body.get("mm_processor_kwargs", {})}
+            family = families.load(model, SimpleNamespace(**options))
+            files = list(_files(body, by_uuid))
+            yield Step(
+                line["label"],
+                body,
+                tuple(self._image(family, number, file) for number, file in enumerate(files)),
+                reply["prompt_token_ids"],
+                reply.get("output_token_ids") or [],
+                events,
+            )
+
+    def _image(self, family: Family, number: int, file: str) -> PromptImage:
+        size = probe((self.folder / "images" / file).read_bytes(), max_pixels=10**8, exif=family.rotates_exif)
+        return PromptImage(number.to_bytes(32, "big"), family.count(size.width, size.height))
+
+
+@pytest.fixture(scope="session")
+def captures() -> Captures:
+    return Captures(from_environment("MMROUTER_CAPTURES", "captures") / "vllm")
+
+
+@pytest.fixture(scope="session")
+def captured_model(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
+    """The folder with 365 tokens that most captures were made with; its script lies beside the models."""
+    script = models.parent / "tools" / "vllm" / "build_tiny.py"
+    if not script.is_file():
+        pytest.skip(f"not run: no {script.name} beside the models")
+    out = tmp_path_factory.mktemp("captured")
+    subprocess.run([sys.executable, str(script), str(out), "qwen2vl"], check=True, capture_output=True)
+    return out / "qwen2vl"
+
+
+def _files(body: dict[str, Any], by_uuid: dict[str, str]) -> Iterator[str]:
+    """The image files of a body, in order; an image given by uuid alone is the one that came with that uuid before."""
+    for message in body["messages"]:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] == "image_url":
+                uuid = part.get("uuid")
+                file = part["image_url"]["url"]["$image"] if part["image_url"] else by_uuid[uuid]
+                if uuid:
+                    by_uuid.setdefault(uuid, file)
+                yield file

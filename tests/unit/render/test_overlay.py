@@ -1,0 +1,144 @@
+"""The podTemplate overlay does what `kubectl patch --local --type=strategic` does.
+
+`golden/kubectl-overlay.json` holds a pod template, patches, and kubectl's answers. Where kubectl is installed, one
+answer is asked for again; MMROUTER_UPDATE_GOLDEN=1 asks for all of them and rewrites the file.
+"""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrouter_operator.render.overlay import MERGE_KEYS, OverlayError, overlay
+
+FILE = Path(__file__).parent / "golden" / "kubectl-overlay.json"
+GOLDEN = json.loads(FILE.read_text())
+TEMPLATE: dict[str, Any] = GOLDEN["template"]
+CASES = {case["title"]: case for case in GOLDEN["cases"]}
+
+
+def ask_kubectl(patch: dict[str, Any], folder: Path) -> dict[str, Any]:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("not run: no kubectl")
+    obj = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}}
+    file = folder / "deployment.json"
+    file.write_text(json.dumps({**obj, "spec": {"selector": {}, "template": TEMPLATE}}))
+    text = json.dumps({"spec": {"template": patch}})
+    command = [kubectl, "patch", "--local", "-f", str(file), "--type=strategic", "-p", text, "-o", "json"]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    template: dict[str, Any] = json.loads(done.stdout)["spec"]["template"]
+    return template
+
+
+@pytest.mark.parametrize("title", sorted(CASES))
+def test_the_overlay_equals_kubectl(title: str) -> None:
+    case = CASES[title]
+    assert overlay(TEMPLATE, case["patch"]) == case["result"]
+
+
+def test_the_recorded_answers_are_kubectls(tmp_path: Path) -> None:
+    if os.environ.get("MMROUTER_UPDATE_GOLDEN") == "1":
+        for case in GOLDEN["cases"]:
+            case["result"] = ask_kubectl(case["patch"], tmp_path)
+        cases = ",\n".join(json.dumps(case, sort_keys=True) for case in GOLDEN["cases"])
+        FILE.write_text(f'{{"template": {json.dumps(TEMPLATE)},\n"cases": [\n{cases}\n]}}\n')
+    case = CASES["many at once"]
+    assert ask_kubectl(case["patch"], tmp_path) == case["result"]
+
+
+def test_nulls_and_deletions_in_something_new_have_nothing_to_delete() -> None:
+    """kubectl leaves them in for the API server to drop; nobody drops them after us."""
+    patch = {"spec": {"containers": [{"name": "n", "tty": None, "env": [{"name": "B", "$patch": "delete"}]}]}}
+    assert overlay(TEMPLATE, patch)["spec"]["containers"][0] == {"name": "n", "env": []}
+
+
+@pytest.mark.parametrize(
+    ("patch", "path", "message"),
+    [
+        ({"kind": "Pod"}, "kind", "`metadata` and `spec` only"),
+        ({"spec": "x"}, "spec", "is an object, not 'x'"),
+        ({"spec": {"nodeSelector": []}}, "spec.nodeSelector", "is an object, not a list"),
+        ({"spec": {"containers": {"name": "engine"}}}, "spec.containers", "is a list, not an object"),
+        ({"spec": {"containers": ["engine"]}}, "spec.containers", "holds objects, not 'engine'"),
+        ({"spec": {"containers": [{"image": "x"}]}}, "spec.containers", "needs its `name`"),
+        ({"spec": {"containers": [{"$patch": "delete"}]}}, "spec.containers", "needs its `name`"),
+        (
+            {"spec": {"containers": [{"name": "new", "env": [{"value": "1"}]}]}},
+            "spec.containers.env",
+            "needs its `name`",
+        ),
+        ({"spec": {"nodeSelector": {"$patch": "remove"}}}, "spec.nodeSelector.$patch", "`delete` or `replace`"),
+        ({"spec": {"$setElementOrder/containers": []}}, "spec.$setElementOrder/containers", "not supported"),
+        ({"spec": {"nodeSelector": {"$retainKeys": ["a"], "b": "1"}}}, "spec.nodeSelector.b", "must list every key"),
+    ],
+)
+def test_a_malformed_patch_is_an_error_with_its_place(patch: dict[str, Any], path: str, message: str) -> None:
+    with pytest.raises(OverlayError, match=message.replace("$", r"\$")) as caught:
+        overlay(TEMPLATE, patch)
+    assert caught.value.path == path
+
+
+SCALARS = st.text("ab", max_size=3) | st.integers(0, 9) | st.booleans()
+MAPS = st.dictionaries(st.sampled_from("wxyz"), SCALARS, max_size=3)
+
+
+def keyed(key: str, more: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[list[dict[str, Any]]]:
+    item = st.builds(lambda name, rest: {**rest, key: name}, st.sampled_from("abcd"), more)
+    return st.lists(item, max_size=4, unique_by=lambda element: element[key])
+
+
+CONTAINER = st.fixed_dictionaries(
+    {},
+    optional={
+        "image": st.text("ab", max_size=3),
+        "args": st.lists(st.text("ab", max_size=2), max_size=3),
+        "env": keyed("name", st.fixed_dictionaries({}, optional={"value": st.text("ab", max_size=2)})),
+        "volumeMounts": keyed("mountPath", MAPS),
+        "resources": st.fixed_dictionaries({}, optional={"limits": MAPS}),
+    },
+)
+TEMPLATES = st.fixed_dictionaries(
+    {
+        "metadata": st.fixed_dictionaries({}, optional={"labels": MAPS}),
+        "spec": st.fixed_dictionaries(
+            {}, optional={"containers": keyed("name", CONTAINER), "volumes": keyed("name", MAPS), "nodeSelector": MAPS}
+        ),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEMPLATES, TEMPLATES)
+def test_a_patch_wins_everywhere_and_only_where_it_speaks(template: dict[str, Any], patch: dict[str, Any]) -> None:
+    before = copy.deepcopy((template, patch))
+    merged = overlay(template, patch)
+    assert (template, patch) == before
+    assert overlay(merged, patch) == merged
+    assert overlay(template, {}) == template
+    assert overlay(template, template) == template
+    _covers(merged, patch, template, ())
+
+
+def _covers(merged: Any, patch: Any, template: Any, path: tuple[str, ...]) -> None:
+    """Every value of the patch is in the result; every other value of the result is the template's."""
+    if isinstance(merged, dict):
+        patch, template = patch or {}, template or {}
+        assert merged.keys() == patch.keys() | template.keys()
+        for key in merged:
+            _covers(merged[key], patch.get(key), template.get(key), (*path, key))
+    elif isinstance(merged, list) and path in MERGE_KEYS and isinstance(patch, list):
+        name = MERGE_KEYS[path]
+        sides = [{item[name]: item for item in side or []} for side in (merged, patch, template)]
+        assert sides[0].keys() == sides[1].keys() | sides[2].keys()
+        for key in sides[0]:
+            _covers(*(side.get(key) for side in sides), path)
+    else:
+        assert merged == (template if patch is None else patch)

@@ -1,0 +1,111 @@
+import base64
+import contextlib
+from urllib.parse import quote_from_bytes
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrouter_router.media import sniff
+from mmrouter_router.media.datauri import decode
+from mmrouter_router.media.types import MediaError
+
+LIMIT = 1000
+
+
+def encoded(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=1, max_size=200), st.sampled_from(["data:", "DATA:", "dAtA:image/png", "data:a/b;c=d"]))
+def test_both_forms_give_back_the_bytes(data, start):
+    text = base64.b64encode(data).decode()
+    for uri in (
+        f"{start};base64,{text}",
+        f"{start};BASE64,{text}",
+        f"{start};base64,{text.replace('+', '%2B').replace('=', '%3d')}",
+        f"{start},{quote_from_bytes(data)}",
+        f"{start},{quote_from_bytes(data, safe='')}",
+    ):
+        assert decode(uri, LIMIT) == data
+
+
+@pytest.mark.parametrize("form", [encoded, lambda data: "data:," + quote_from_bytes(data)])
+@pytest.mark.parametrize("size", [LIMIT - 2, LIMIT - 1, LIMIT])
+def test_the_limit_is_the_number_of_decoded_bytes(form, size):
+    assert len(decode(form(b"\xff" * size), LIMIT)) == size
+    with pytest.raises(MediaError) as caught:
+        decode(form(b"\xff" * (size + 3)), LIMIT)
+    assert caught.value.reason == "too_large"
+
+
+BROKEN = {
+    "data:image/png;base64": "data_uri",
+    "data:": "data_uri",
+    "image/png;base64,AAAA": "data_uri",
+    "data:" + "x" * 600 + ",a": "data_uri",
+    "data:image/png;base64,": "empty",
+    "data:,": "empty",
+    "data:;base64,A": "data_uri",
+    "data:;base64,AA": "data_uri",
+    "data:;base64,AAA": "data_uri",
+    "data:;base64,AA==AA==": "data_uri",
+    "data:;base64,AA A": "data_uri",
+    "data:;base64,AAAA\n": "data_uri",
+    "data:;base64,AA%0AAA": "data_uri",
+    "data:;base64,_-_-": "data_uri",
+    "data:;base64,\u00c4AAA": "data_uri",
+    "data:;base64,%zzAA": "data_uri",
+    "data:,a b": "data_uri",
+    "data:,%": "data_uri",
+    "data:,%4": "data_uri",
+    "data:,\u00e4": "data_uri",
+}
+
+
+@pytest.mark.parametrize("uri", BROKEN)
+def test_what_a_lenient_reader_would_guess_is_an_error(uri):
+    with pytest.raises(MediaError) as caught:
+        decode(uri, LIMIT)
+    assert caught.value.reason == BROKEN[uri]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet=st.characters(max_codepoint=300), max_size=60))
+def test_any_text_is_read_as_the_standard_library_reads_it_or_refused(text):
+    with contextlib.suppress(MediaError):
+        data = decode("data:;base64," + text, LIMIT)
+        if "%" not in text:
+            assert data == base64.b64decode(text, validate=True)
+
+
+def test_the_size_is_refused_before_anything_is_decoded():
+    with pytest.raises(MediaError) as caught:
+        decode("data:;base64," + "?" * 2000, LIMIT)
+    assert caught.value.reason == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"\x89PNG\r\n\x1a\n....", "image/png"),
+        (b"\xff\xd8\xff\xe0", "image/jpeg"),
+        (b"GIF89a", "image/gif"),
+        (b"RIFF\x00\x00\x00\x00WEBPVP8 ", "image/webp"),
+        (b"RIFF\x00\x00\x00\x00WAVEfmt ", "audio/wav"),
+        (b"RIFF\x00\x00\x00\x00????", sniff.UNKNOWN),
+        (b"\x00\x00\x00\x20ftypavif", "image/avif"),
+        (b"\x00\x00\x00\x20ftypisom", "video/mp4"),
+        (b"", sniff.UNKNOWN),
+        (b"hello", sniff.UNKNOWN),
+    ],
+)
+def test_the_type_is_that_of_the_bytes(data, kind):
+    assert sniff.mime(data) == kind
+
+
+def test_web_pages_are_told_from_media():
+    assert sniff.is_page(b"\xef\xbb\xbf \n<!DOCTYPE HTML><html>")
+    assert sniff.is_page(b'<svg xmlns="http://www.w3.org/2000/svg">')
+    assert not sniff.is_page(b"\x89PNG\r\n\x1a\n<html>")

@@ -1,0 +1,254 @@
+"""The guard against real origins: what reaches the wire, what comes back, and what must never be connected to."""
+
+import asyncio
+import gzip
+import shutil
+import socket
+import ssl
+import subprocess
+from ipaddress import ip_address
+
+import pytest
+from aiohttp import web
+
+from mmrouter_router.errors import RequestError
+from mmrouter_router.media.fetch import socket_factory
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
+
+
+async def refused(resolver, url):
+    with pytest.raises(RequestError) as caught:
+        await resolver.resolve(url, param="here")
+    assert (caught.value.status, caught.value.param) == (400, "here")
+    return caught.value.code.removeprefix("media_")
+
+
+async def test_an_image_is_fetched_and_nothing_of_ours_is_told(origin, resolving, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    media = await resolving().resolve(origin.url("/image", host="images.example"), param="p")
+    assert (media.data, media.mime, media.source) == (PNG, "image/png", "fetch")
+    assert dict(origin.seen[0].headers) == {
+        "Host": f"images.example:{origin.port}",
+        "User-Agent": "mmrouter-media/1",
+        "Accept": "*/*",
+        "Accept-Encoding": "identity",
+        "Connection": "close",
+    }
+
+
+async def test_path_and_query_arrive_as_they_were_written(origin, resolving):
+    origin.serve("/a/b c~")
+    await resolving().resolve(origin.url("/a%2Fb%20c%7e?sig=%7e%2B+/&x"), param="p")
+    assert origin.seen[0].raw_path == "/a%2Fb%20c%7e?sig=%7e%2B+/&x"
+
+
+async def test_cookies_of_an_origin_do_not_come_back(origin, resolving):
+    origin.serve("/first", status=302, Location="/image", Set_Cookie="a=b; Path=/")
+    await resolving().resolve(origin.url("/first"), param="p")
+    assert [request.path for request in origin.seen] == ["/first", "/image"]
+    assert "Cookie" not in origin.seen[1].headers
+
+
+async def test_private_addresses_are_never_connected_to(origin, resolving):
+    closed = resolving({"allowed_cidrs": ["10.0.0.0/8"]})
+    for host in ("127.0.0.1", "internal.example", "[::ffff:127.0.0.1]", "[::1]"):
+        assert await refused(closed, origin.url(host=host)) == "address"
+    assert origin.seen == []
+
+
+@pytest.mark.parametrize("text", ["169.254.169.254", "[::ffff:169.254.169.254]", "[fd00:ec2::254]", "0.0.0.0"])
+async def test_metadata_services_are_refused_though_every_range_is_allowed(text, resolving):
+    assert await refused(resolving({"allowed_cidrs": ["0.0.0.0/0", "::/0"]}), f"http://{text}/latest") == "address"
+
+
+async def test_a_name_with_one_private_address_is_not_connected_to(origin, resolving):
+    async def lookup(host, port):
+        return ["127.0.0.1", "10.0.0.1"]
+
+    assert await refused(resolving(lookup=lookup), origin.url(host="two.example")) == "address"
+    assert origin.seen == []
+
+
+async def test_a_name_that_changes_its_address_is_connected_to_where_it_was_judged(serving, resolving):
+    answers = [["127.0.0.2"], ["127.0.0.1"]]
+
+    async def rebinding(host, port):
+        return answers.pop(0)
+
+    async with serving("127.0.0.2") as allowed, serving("127.0.0.1", allowed.port) as internal:
+        allowed.serve("/image")
+        internal.serve("/image", b"\x89PNG\r\n\x1a\nsecret")
+        allowed.serve("/again", status=302, Location="/image")
+        resolver = resolving({"allowed_cidrs": ["127.0.0.2/32"]}, lookup=rebinding)
+        media = await resolver.resolve(allowed.url(host="evil.example"), param="p")
+        assert (media.data, len(answers), len(internal.seen)) == (PNG, 1, 0)
+        # The redirect's target is resolved anew, judged anew and refused.
+        answers.insert(0, ["127.0.0.2"])
+        assert await refused(resolver, allowed.url("/again", host="evil.example")) == "address"
+        assert (len(allowed.seen), len(internal.seen)) == (2, 0)
+
+
+async def test_no_socket_is_opened_for_an_address_that_was_not_judged():
+    create = socket_factory([ip_address("127.0.0.1"), ip_address("::1")])
+    info = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+    create((*info, ("127.0.0.1", 80))).close()
+    with pytest.raises(PermissionError):
+        create((*info, ("127.0.0.2", 80)))
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "address"),
+        ("http://10.0.0.1/", "address"),
+        ("http://[::ffff:10.0.0.1]/", "address"),
+        ("file:///etc/passwd", "scheme"),
+        ("data:image/png;base64,AAAA", "scheme"),
+        ("http://user:pass@127.0.0.1/", "url"),
+        ("http://2130706433/", "url"),
+    ],
+)
+async def test_a_redirect_is_judged_like_a_url_of_a_client(location, reason, origin, resolving):
+    origin.serve("/start", status=302, Location=location)
+    assert await refused(resolving(), origin.url("/start")) == reason
+
+
+async def test_a_redirect_cannot_leave_the_list_of_hosts(origin, resolving):
+    origin.serve("/start", status=301, Location=origin.url(host="b.example"))
+    resolver = resolving({"fetch": "allowList", "allowed_hosts": ["a.example"]})
+    assert await refused(resolver, origin.url("/start", host="a.example")) == "host"
+    assert len(origin.seen) == 1
+
+
+@pytest.mark.parametrize(("redirects", "fetched"), [(3, True), (4, False)])
+async def test_three_redirects_are_followed_and_no_more(redirects, fetched, origin, resolving):
+    origin.serve("/0")
+    for number in range(1, redirects + 1):
+        origin.serve(f"/{number}", status=307, Location=f"/{number - 1}")
+    if fetched:
+        assert (await resolving().resolve(origin.url(f"/{redirects}"), param="p")).data == PNG
+    else:
+        assert await refused(resolving(), origin.url(f"/{redirects}")) == "redirect"
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "reason"),
+    [
+        (404, {}, b"no", "status"),
+        (403, {}, b"no", "status"),
+        (500, {}, b"no", "status"),
+        (206, {}, PNG, "status"),
+        (204, {}, b"", "status"),
+        (302, {}, b"", "status"),
+        (304, {}, b"", "status"),
+        (200, {}, b"", "empty"),
+        (200, {"Content_Type": "image/png"}, b"<!doctype html><p>log in", "web_page"),
+        (200, {"Content_Encoding": "gzip"}, gzip.compress(bytes(1 << 24)), "encoding"),
+        (200, {"Content_Encoding": "identity, br"}, PNG, "encoding"),
+    ],
+)
+async def test_what_is_no_plain_image_is_refused_by_kind(status, headers, body, reason, origin, resolving):
+    assert await refused(resolving(), origin.serve("/x", body, status, **headers)) == reason
+
+
+async def test_the_limit_of_bytes_holds_declared_or_not(origin, resolving):
+    async def endless(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(bytes(4096))
+
+    origin.routes["/endless"] = endless
+    resolver = resolving(limits={"max_bytes": 100_000})
+    assert len((await resolver.resolve(origin.serve("/fits", b"x" * 100_000), param="p")).data) == 100_000
+    assert await refused(resolver, origin.serve("/declared", b"x" * 100_001)) == "too_large"
+    assert await refused(resolver, origin.url("/endless")) == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort", "unreachable"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nshort", "unreachable"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlong and longer", "unreachable"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nContent-Length: 9\r\n\r\n123456789", "unreachable"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nx", "unreachable"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\nx", "too_large"),
+        (b"HTTP/1.0 200 OK\r\n\r\nuntil the end", b"until the end"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", "unreachable"),
+        (b"SSH-2.0-OpenSSH_9.9\r\n", "unreachable"),
+        (b"", "unreachable"),
+    ],
+)
+async def test_an_origin_that_lies_or_speaks_no_http_is_survived(answer, expected, raw_origin, resolving):
+    async def talk(reader, writer):
+        writer.write(answer)
+
+    url = await raw_origin(talk)
+    if isinstance(expected, bytes):
+        assert (await resolving().resolve(url, param="p")).data == expected
+    else:
+        assert await refused(resolving(), url) == expected
+
+
+async def test_a_host_that_trickles_is_given_up_when_the_time_is_over(raw_origin, resolving):
+    gone = asyncio.Event()
+
+    async def talk(reader, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+        hangs_up = asyncio.ensure_future(reader.read(1))
+        while not (await asyncio.wait({hangs_up}, timeout=0.02))[0]:
+            writer.write(b"x")
+        gone.set()
+
+    url = await raw_origin(talk)
+    assert await refused(resolving(limits={"total_s": 0.2}), url) == "timeout"
+    await asyncio.wait_for(gone.wait(), 5)
+
+
+async def test_slow_and_failing_name_servers_are_the_clients_400(resolving):
+    async def slow(host, port):
+        await asyncio.Event().wait()
+
+    async def unknown(host, port):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    assert await refused(resolving(lookup=slow, limits={"total_s": 0.1}), "http://a.example/") == "timeout"
+    assert await refused(resolving(lookup=unknown), "http://a.example/") == "unreachable"
+
+
+async def test_the_systems_resolver_is_asked_and_its_answer_judged(origin, resolving):
+    url = origin.url(host="localhost")
+    assert (
+        await resolving(lookup=None, media={"allowed_cidrs": ["127.0.0.0/8", "::1/128"]}).resolve(url, param="p")
+    ).data
+    assert await refused(resolving(lookup=None, media={"allowed_cidrs": []}), url) == "address"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A server's TLS context for images.example, and a client's that trusts it."""
+    if shutil.which("openssl") is None:
+        pytest.skip("not run: no openssl command to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -keyout key -out cert"
+    subject = ["-subj", "/CN=images.example", "-addext", "subjectAltName=DNS:images.example"]
+    subprocess.run([*command.split(), *subject], cwd=folder, check=True, capture_output=True)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(folder / "cert", folder / "key")
+    return server, ssl.create_default_context(cafile=str(folder / "cert"))
+
+
+async def test_tls_is_checked_against_the_name_though_the_address_is_pinned(certificate, serving, resolving):
+    server, trusting = certificate
+    async with serving(ssl_context=server) as origin:
+        origin.serve("/image")
+        url = origin.url(host="images.example", scheme="https")
+        assert (await resolving(tls=trusting).resolve(url, param="p")).data == PNG
+        assert await refused(resolving(tls=trusting), origin.url(host="other.example", scheme="https")) == "unreachable"
+        assert await refused(resolving(), url) == "unreachable"
+        origin.serve("/down", status=302, Location="http://images.example/")
+        down = origin.url("/down", host="images.example", scheme="https")
+        assert await refused(resolving(tls=trusting), down) == "redirect"

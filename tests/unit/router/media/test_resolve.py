@@ -1,0 +1,260 @@
+"""Flights, the cache, limits per request: what many requests for the same and for different media see."""
+
+import asyncio
+import base64
+from dataclasses import dataclass
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from mmrouter_router.errors import RequestError
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
+OTHER = b"\x89PNG\r\n\x1a\nother"
+
+
+@dataclass(frozen=True)
+class Part:
+    url: str
+    param: str = "here"
+
+
+def data_uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+class Gate:
+    """A handler that waits to be opened and knows how many wait."""
+
+    def __init__(self, body: bytes = PNG) -> None:
+        self.open, self.asked, self.body = asyncio.Event(), asyncio.Event(), body
+
+    async def __call__(self, request):
+        self.asked.set()
+        await self.open.wait()
+        return web.Response(body=self.body)
+
+
+@pytest.fixture
+def counted():
+    """A registry, and its values by name and labels."""
+    registry = CollectorRegistry()
+    return registry, lambda name, **labels: registry.get_sample_value(f"mmrouter_media_{name}", labels)
+
+
+async def test_the_same_bytes_are_the_same_however_they_come(origin, resolving, counted):
+    registry, value = counted
+    resolver = resolving(registry=registry)
+    by_url = await resolver.resolve(origin.url(), param="p")
+    by_data = await resolver.resolve(data_uri(PNG), param="p")
+    assert (by_url.data, by_url.mime) == (by_data.data, by_data.mime) == (PNG, "image/png")
+    assert by_url.data_uri() == by_data.data_uri() == data_uri(PNG)
+    assert (value("resolved_total", source="fetch"), value("resolved_total", source="data")) == (1, 1)
+    assert value("bytes_total", source="fetch") == len(PNG)
+
+
+async def test_the_claimed_type_is_not_believed(resolving):
+    uri = "data:text/html;base64," + base64.b64encode(PNG).decode()
+    assert (await resolving().resolve(uri, param="p")).mime == "image/png"
+
+
+async def test_who_asks_for_what_is_being_fetched_joins_the_fetch(origin, resolving, counted):
+    registry, value = counted
+    gate = origin.routes["/slow"] = Gate()
+    resolver = resolving(registry=registry)
+    waiting = [asyncio.create_task(resolver.resolve(origin.url("/slow"), param=f"p{n}")) for n in range(10)]
+    await gate.asked.wait()
+    gate.open.set()
+    assert {media.data for media in await asyncio.gather(*waiting)} == {PNG}
+    assert (len(origin.seen), value("joined_total")) == (1, 9)
+
+
+async def test_everyone_who_waited_gets_the_fault_with_their_own_field(origin, resolving, counted):
+    registry, value = counted
+    gate = origin.routes["/slow"] = Gate(body=b"")
+    resolver = resolving(registry=registry)
+    waiting = [asyncio.create_task(resolver.resolve(origin.url("/slow"), param=f"p{n}")) for n in range(3)]
+    await gate.asked.wait()
+    gate.open.set()
+    faults = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [(fault.param, fault.code) for fault in faults] == [(f"p{n}", "media_empty") for n in range(3)]
+    assert value("refused_total", reason="empty") == 3
+
+
+async def test_one_who_leaves_or_runs_out_of_time_does_not_end_the_fetch_of_the_others(origin, resolving):
+    gate = origin.routes["/slow"] = Gate()
+    resolver = resolving()
+    now = asyncio.get_running_loop().time()
+    leaver, stayer, hurried = (
+        asyncio.create_task(resolver.resolve(origin.url("/slow"), param="p", deadline=deadline))
+        for deadline in (None, None, now + 0.05)
+    )
+    await gate.asked.wait()
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    with pytest.raises(RequestError) as caught:
+        await hurried
+    assert caught.value.code == "media_timeout"
+    gate.open.set()
+    assert ((await stayer).data, len(origin.seen)) == (PNG, 1)
+
+
+async def test_a_fetch_ends_with_the_last_who_waits_and_the_next_starts_afresh(raw_origin, resolving):
+    asked, gone = asyncio.Semaphore(0), asyncio.Event()
+
+    async def talk(reader, writer):
+        asked.release()
+        await reader.read(1)
+        gone.set()
+
+    url, resolver = await raw_origin(talk), resolving()
+    waiting = [asyncio.create_task(resolver.resolve(url, param="p")) for _ in range(2)]
+    await asked.acquire()
+    for task in waiting:
+        task.cancel()
+    late = asyncio.create_task(resolver.resolve(url, param="p"))
+    await asyncio.wait_for(gone.wait(), 5)
+    await asyncio.wait_for(asked.acquire(), 5)
+    assert not late.done()
+    late.cancel()
+
+
+async def test_tenants_share_neither_fetches_nor_bytes(origin, resolving):
+    url = origin.serve("/kept", Cache_Control="max-age=60")
+    resolver = resolving()
+    for tenant in ("a", "b", "a"):
+        await resolver.resolve(url, param="p", tenant=tenant)
+    assert len(origin.seen) == 2
+
+
+async def test_fresh_bytes_are_not_asked_for_again_and_stale_ones_are(origin, resolving, counted):
+    registry, value = counted
+    time = [1000.0]
+    resolver = resolving(registry=registry, clock=lambda: time[0])
+    url = origin.serve("/kept", Cache_Control="max-age=60")
+    sources = []
+    for step in (0, 59, 2):
+        time[0] += step
+        sources.append((await resolver.resolve(url, param="p")).source)
+    assert (sources, len(origin.seen)) == (["fetch", "cache", "fetch"], 2)
+    assert value("cache_bytes") == len(PNG)
+
+
+@pytest.mark.parametrize(("name", "header"), [("ETag", "If-None-Match"), ("Last-Modified", "If-Modified-Since")])
+async def test_stored_bytes_are_confirmed_by_the_origin_and_replaced_when_they_change(name, header, origin, resolving):
+    current = ["one", PNG]
+
+    async def answer(request):
+        version, body = current
+        if request.headers.get(header) == version:
+            return web.Response(status=304)
+        return web.Response(body=body, headers={name: version})
+
+    origin.routes["/changing"] = answer
+    resolver = resolving()
+    got = [await resolver.resolve(origin.url("/changing"), param="p") for _ in range(2)]
+    current[:] = ["two", OTHER]
+    got += [await resolver.resolve(origin.url("/changing"), param="p") for _ in range(2)]
+    assert [media.source for media in got] == ["fetch", "revalidated", "fetch", "revalidated"]
+    assert [media.data for media in got] == [PNG, PNG, OTHER, OTHER]
+
+
+@pytest.mark.parametrize("headers", [{}, {"Cache_Control": "no-store", "ETag": '"a"'}, {"Cache_Control": "private"}])
+async def test_what_may_not_be_kept_is_fetched_every_time(headers, origin, resolving):
+    url = origin.serve("/unkept", **headers)
+    resolver = resolving()
+    assert [(await resolver.resolve(url, param="p")).source for _ in range(2)] == ["fetch", "fetch"]
+    assert not any("If-None-Match" in request.headers for request in origin.seen)
+
+
+async def test_a_redirect_is_asked_again_and_its_target_confirmed(origin, resolving):
+    async def target(request):
+        if request.headers.get("If-None-Match") == '"a"':
+            return web.Response(status=304)
+        return web.Response(body=PNG, headers={"ETag": '"a"', "Cache-Control": "max-age=600"})
+
+    origin.routes["/target"] = target
+    url = origin.serve("/moving", status=302, Location="/target", ETag='"b"')
+    resolver = resolving()
+    assert [(await resolver.resolve(url, param="p")).source for _ in range(2)] == ["fetch", "revalidated"]
+    assert [request.headers.get("If-None-Match") for request in origin.seen] == [None, None, None, '"a"']
+    # Now it leads elsewhere: the old bytes' tag must not be shown to the new place, nor its answer taken for the old.
+    origin.serve("/elsewhere", OTHER, ETag='"a"')
+    origin.serve("/moving", status=302, Location="/elsewhere")
+    assert (await resolver.resolve(url, param="p")).data == OTHER
+
+
+async def test_too_many_fetches_are_our_429_not_the_clients_fault(origin, resolving):
+    gate = origin.routes["/slow"] = Gate()
+    resolver = resolving(limits={"concurrent": 1, "queue_s": 0.02})
+    first = asyncio.create_task(resolver.resolve(origin.url("/slow"), param="p"))
+    await gate.asked.wait()
+    with pytest.raises(RequestError) as caught:
+        await resolver.resolve(origin.url("/image"), param="p")
+    assert (caught.value.status, caught.value.code, caught.value.headers["Retry-After"]) == (429, "media_busy", "1")
+    gate.open.set()
+    await first
+    assert (await resolver.resolve(origin.url("/image"), param="p")).data == PNG
+
+
+async def test_all_media_of_a_request_come_in_its_order_and_each_url_once(origin, resolving):
+    gate = origin.routes["/slow"] = Gate(OTHER)
+    urls = [origin.url("/slow"), data_uri(b"inline"), origin.url(), origin.url("/slow"), origin.url()]
+    resolving_all = asyncio.create_task(resolving().resolve_all([Part(url) for url in urls]))
+    await gate.asked.wait()
+    gate.open.set()
+    assert [media.data for media in await resolving_all] == [OTHER, b"inline", PNG, OTHER, PNG]
+    assert len(origin.seen) == 2
+
+
+async def test_the_first_fault_names_its_field_and_ends_the_other_fetches(raw_origin, origin, resolving):
+    gone = asyncio.Event()
+
+    async def talk(reader, writer):
+        await reader.read(1)
+        gone.set()
+
+    parts = [Part(await raw_origin(talk), "a"), Part(origin.serve("/missing", status=404), "b")]
+    with pytest.raises(RequestError) as caught:
+        await resolving().resolve_all(parts)
+    assert (caught.value.param, caught.value.code) == ("b", "media_status")
+    await asyncio.wait_for(gone.wait(), 5)
+
+
+async def test_a_broken_data_uri_costs_no_fetch(origin, resolving):
+    with pytest.raises(RequestError) as caught:
+        await resolving().resolve_all([Part(origin.url(), "a"), Part("data:;base64,?", "b")])
+    assert (caught.value.param, origin.seen) == ("b", [])
+
+
+async def test_the_media_of_a_request_are_limited_together(origin, resolving):
+    resolver = resolving({"max_request_bytes": "150"})
+    parts = [Part(origin.url(), "a"), Part(data_uri(PNG), "b")]
+    assert len(await resolver.resolve_all(parts)) == 2
+    for more in (Part(data_uri(b"1234567"), "c"), Part(origin.serve("/more", b"1234567"), "c")):
+        with pytest.raises(RequestError) as caught:
+            await resolver.resolve_all([*parts, more])
+        assert (caught.value.code, caught.value.status) == ("media_request_too_large", 400)
+
+
+async def test_one_medium_is_limited_by_the_resource(resolving):
+    resolver = resolving({"max_bytes": "10"})
+    await resolver.resolve(data_uri(b"1234567890"), param="p")
+    with pytest.raises(RequestError) as caught:
+        await resolver.resolve(data_uri(b"1234567890a"), param="p")
+    assert (caught.value.code, caught.value.param) == ("media_too_large", "p")
+
+
+async def test_urls_are_refused_without_a_lookup_where_only_data_is_taken(resolving, counted):
+    registry, value = counted
+
+    async def lookup(host, port):
+        raise AssertionError("nothing may be looked up")
+
+    resolver = resolving({"fetch": "dataOnly", "allowed_cidrs": []}, lookup=lookup, registry=registry)
+    with pytest.raises(RequestError) as caught:
+        await resolver.resolve("https://a.example/", param="p")
+    assert (caught.value.status, caught.value.code) == (400, "media_fetch_disabled")
+    assert value("refused_total", reason="fetch_disabled") == 1

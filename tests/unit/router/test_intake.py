@@ -1,0 +1,474 @@
+"""Each bad input with the status, field and code that a client gets, and what a good request is read as."""
+
+import json
+
+import pytest
+
+from mmrouter.api import Media as MediaSettings
+from mmrouter_router.errors import RequestError
+from mmrouter_router.intake import ImagePart, Limits, parse_chat, parse_forwarded
+
+LIMITS = Limits(max_request_bytes=1 << 20, max_images=3)
+TEXT = {"type": "text", "text": "what is this?"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def chat(*content, **fields):
+    """A chat request of one user message with these parts."""
+    return {"model": "demo", "messages": [{"role": "user", "content": list(content) or "hello"}], **fields}
+
+
+def said(**message):
+    return {"model": "demo", "messages": [message]}
+
+
+def read(body, limits=LIMITS, parse=parse_chat):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return parse(raw, limits, "demo")
+
+
+def fault(body, parse=parse_chat):
+    with pytest.raises(RequestError) as caught:
+        read(body, parse=parse)
+    return caught.value.status, caught.value.param, caught.value.code
+
+
+PART = "messages[0].content[0]"
+CALL = "messages[0].tool_calls[0].function"
+
+
+def calling(function):
+    return said(role="assistant", tool_calls=[{"id": "a", "type": "function", "function": function}])
+
+
+BAD = {
+    # The body.
+    "empty body": (b"", 400, None, "invalid_json"),
+    "half a body": (b'{"model": "demo", ', 400, None, "invalid_json"),
+    "two values": (b"{} {}", 400, None, "invalid_json"),
+    "no object": (b"[]", 400, None, "invalid_type"),
+    "not a number": (b'{"model": "demo", "seed": NaN}', 400, None, "invalid_json"),
+    "infinity": (b'{"model": "demo", "seed": 1e999}', 400, None, "invalid_json"),
+    "half a surrogate pair": (b'{"model": "demo", "x": "\\ud83d"}', 400, None, "invalid_json"),
+    "invalid UTF-8": (b'{"model": "d\xffmo"}', 400, None, "invalid_json"),
+    "byte order mark": (b"\xef\xbb\xbf{}", 400, None, "invalid_json"),
+    "too deep": (chat(x=json.loads("[" * 100 + "]" * 100)), 400, None, "invalid_json"),
+    "too deep to parse": (b'{"a":' * 5000 + b"1" + b"}" * 5000, 400, None, "invalid_json"),
+    "too large": (b" " * (1 << 20) + b"{}", 413, None, "request_too_large"),
+    # The model.
+    "no model": ({"messages": [{"role": "user", "content": "x"}]}, 400, "model", "missing_required_parameter"),
+    "null model": (chat(model=None), 400, "model", "missing_required_parameter"),
+    "model of another type": (chat(model=7), 400, "model", "invalid_type"),
+    "unknown model": (chat(model="other"), 404, "model", "model_not_found"),
+    # Messages.
+    "no messages": ({"model": "demo"}, 400, "messages", "missing_required_parameter"),
+    "messages of another type": (chat(messages="x"), 400, "messages", "invalid_type"),
+    "no message": (chat(messages=[]), 400, "messages", "empty_array"),
+    "message of another type": (
+        chat(messages=[{"role": "user", "content": "x"}, "y"]),
+        400,
+        "messages[1]",
+        "invalid_type",
+    ),
+    "no role": (said(content="x"), 400, "messages[0].role", "missing_required_parameter"),
+    "role of another type": (said(role=[], content="x"), 400, "messages[0].role", "invalid_type"),
+    "unknown role": (said(role="function", content="x"), 400, "messages[0].role", "invalid_value"),
+    "no content": (said(role="user"), 400, "messages[0].content", "missing_required_parameter"),
+    "null content": (said(role="tool", content=None), 400, "messages[0].content", "missing_required_parameter"),
+    "content of another type": (said(role="user", content={}), 400, "messages[0].content", "invalid_type"),
+    "assistant's content of another type": (
+        said(role="assistant", content=7),
+        400,
+        "messages[0].content",
+        "invalid_type",
+    ),
+    "name of another type": (said(role="user", content="x", name=7), 400, "messages[0].name", "invalid_type"),
+    "tool calls of another type": (
+        said(role="assistant", tool_calls="x"),
+        400,
+        "messages[0].tool_calls",
+        "invalid_type",
+    ),
+    "tool call of another type": (
+        said(role="assistant", tool_calls=[1]),
+        400,
+        "messages[0].tool_calls[0]",
+        "invalid_type",
+    ),
+    "tool call without function": (said(role="assistant", tool_calls=[{}]), 400, CALL, "missing_required_parameter"),
+    "tool call without name": (calling({"arguments": "{}"}), 400, f"{CALL}.name", "missing_required_parameter"),
+    "arguments of another type": (calling({"name": "f", "arguments": []}), 400, f"{CALL}.arguments", "invalid_type"),
+    "arguments too deep": (calling({"name": "f", "arguments": "[" * 5000}), 400, f"{CALL}.arguments", "invalid_value"),
+    # Content parts.
+    "part of another type": (chat("x"), 400, PART, "invalid_type"),
+    "part without type": (chat({"text": "x"}), 400, f"{PART}.type", "missing_required_parameter"),
+    "image without type": (chat({"image_url": "data:,x"}), 400, f"{PART}.type", "missing_required_parameter"),
+    "type of another type": (chat({"type": 7}), 400, f"{PART}.type", "invalid_type"),
+    "unknown part": (chat(TEXT, {"type": "smell"}), 400, "messages[0].content[1].type", "unsupported_content_part"),
+    "image embeddings": (chat({"type": "image_embeds"}), 400, f"{PART}.type", "unsupported_content_part"),
+    "prompt embeddings": (chat({"type": "prompt_embeds"}), 400, f"{PART}.type", "unsupported_content_part"),
+    "file": (chat({"type": "file"}), 400, f"{PART}.type", "unsupported_content_part"),
+    "text without text": (chat({"type": "text"}), 400, f"{PART}.text", "missing_required_parameter"),
+    "text of another type": (chat({"type": "text", "text": 7}), 400, f"{PART}.text", "invalid_type"),
+    "image without image": (chat({"type": "image_url"}), 400, f"{PART}.image_url", "missing_required_parameter"),
+    "image by name only": (
+        chat({"type": "image_url", "image_url": None, "uuid": "known"}),
+        400,
+        f"{PART}.image_url",
+        "missing_required_parameter",
+    ),
+    "image without URL": (
+        chat({**PICTURE, "image_url": {}}),
+        400,
+        f"{PART}.image_url.url",
+        "missing_required_parameter",
+    ),
+    "URL of another type": (chat({**PICTURE, "image_url": {"url": 7}}), 400, f"{PART}.image_url.url", "invalid_type"),
+    "image of another type": (chat({**PICTURE, "image_url": []}), 400, f"{PART}.image_url", "invalid_type"),
+    "text that is an image as well": (
+        chat({**TEXT, "image_url": "http://a.example/", "uuid": "u"}),
+        400,
+        f"{PART}.image_url",
+        "ambiguous_content_part",
+    ),
+    "text with a template's word": (chat({**TEXT, "image": "x"}), 400, f"{PART}.image", "ambiguous_content_part"),
+    "image with embeddings": (
+        chat({**PICTURE, "image_embeds": "x"}),
+        400,
+        f"{PART}.image_embeds",
+        "ambiguous_content_part",
+    ),
+    "audio without data": (
+        chat({"type": "input_audio", "input_audio": {"format": "wav"}}),
+        400,
+        f"{PART}.input_audio.data",
+        "missing_required_parameter",
+    ),
+    "audio of an odd format": (
+        chat({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav;base64,AAAA"}}),
+        400,
+        f"{PART}.input_audio.format",
+        "invalid_value",
+    ),
+    "too many images": (chat(TEXT, *[PICTURE] * 4), 400, "messages[0].content[4].image_url.url", "too_many_images"),
+    "too many media": (
+        chat(*[PICTURE] * 3, {"type": "video_url", "video_url": "data:,x"}),
+        400,
+        "messages[0].content[3].video_url",
+        "too_many_images",
+    ),
+    # Fields.
+    "stream of another type": (chat(stream="true"), 400, "stream", "invalid_type"),
+    "stream as a number": (chat(stream=1), 400, "stream", "invalid_type"),
+    "max_tokens of another type": (chat(max_tokens="9"), 400, "max_tokens", "invalid_type"),
+    "max_tokens as a boolean": (chat(max_tokens=True), 400, "max_tokens", "invalid_type"),
+    "max_completion_tokens as a float": (chat(max_completion_tokens=1.5), 400, "max_completion_tokens", "invalid_type"),
+    "flag of another type": (chat(add_generation_prompt=None), 400, "add_generation_prompt", "invalid_type"),
+    "continued and begun": (chat(continue_final_message=True), 400, "continue_final_message", "invalid_value"),
+    "template arguments of another type": (chat(chat_template_kwargs=[]), 400, "chat_template_kwargs", "invalid_type"),
+    "engine arguments of another type": (chat(vllm_xargs="x"), 400, "vllm_xargs", "invalid_type"),
+    "effort of another type": (chat(reasoning_effort=3), 400, "reasoning_effort", "invalid_type"),
+    "documents of another type": (chat(documents=["x"]), 400, "documents[0]", "invalid_type"),
+    "no tool": (chat(tools=[]), 400, "tools", "empty_array"),
+    "tool of another type": (chat(tools=["x"]), 400, "tools[0]", "invalid_type"),
+    "tool of another kind": (chat(tools=[{"type": "web"}]), 400, "tools[0].type", "invalid_value"),
+    "tool without function": (
+        chat(tools=[{"type": "function"}]),
+        400,
+        "tools[0].function",
+        "missing_required_parameter",
+    ),
+    "tool without name": (chat(tools=[{"function": {}}]), 400, "tools[0].function.name", "missing_required_parameter"),
+    "tool with odd parameters": (
+        chat(tools=[{"function": {"name": "f", "parameters": "x"}}]),
+        400,
+        "tools[0].function.parameters",
+        "invalid_type",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_answered_with_its_status_field_and_code(case):
+    body, *expected = BAD[case]
+    assert fault(body) == tuple(expected)
+
+
+def test_a_body_that_is_small_but_huge_as_objects_is_refused_before_it_is_parsed(monkeypatch):
+    monkeypatch.setattr("mmrouter_router.intake.body.MAX_VALUES", 1000)
+    monkeypatch.setattr("mmrouter_router.intake.body._NEVER_HUGE", 1000)
+    with pytest.raises(RequestError) as caught:
+        read(b'{"model":"demo","x":[' + b"[]," * 600 + b"[]]}")
+    assert (caught.value.status, caught.value.code) == (400, "request_too_large")
+    commas = {**chat(), "messages": [{"role": "user", "content": 'a,[{"\\' * 30_000}]}
+    assert read(commas).messages == commas["messages"]
+
+
+def test_odd_but_valid_json_is_read_as_one_value():
+    request = read(
+        b'{"model":"x","seed":99999999999999999999,"model":"demo","messages":[{"role":"user","content":"\\u0000"}]}'
+    )
+    assert (request.model, request.inexact) == ("demo", ())
+    assert read(chat(x=json.loads("[" * 99 + "]" * 99))).inexact
+
+
+def test_limits_are_those_of_the_resource():
+    assert Limits.of(MediaSettings(max_request_bytes="1Mi", max_images=7)) == Limits(1 << 20, 7)
+    with pytest.raises(RequestError) as caught:
+        read(chat(PICTURE), Limits(max_images=0))
+    assert caught.value.code == "too_many_images"
+
+
+def test_a_plain_request_is_exact_and_read_as_it_is():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "developer", "content": [TEXT]},
+        {"role": "user", "content": [TEXT], "name": "Ann"},
+        {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "a"},
+        {"role": "assistant", "content": "x", "reasoning_content": "y", "tool_calls": []},
+    ]
+    body = {
+        **chat(messages=messages, tools=tools, documents=[{"title": "t", "text": "x"}]),
+        "stream": True,
+        "max_tokens": 9,
+        "max_completion_tokens": 7,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    request = read(body)
+    assert (request.body, request.messages, request.tools) == (body, messages, tools)
+    assert (request.stream, request.max_tokens, request.documents) == (True, 7, body["documents"])
+    flags = request.add_generation_prompt, request.continue_final_message, request.add_special_tokens
+    assert flags == (False, True, True)
+    assert request.chat_template_kwargs == {"enable_thinking": False}
+    assert (request.images, request.media, request.inexact) == ((), (), ())
+
+
+def test_images_are_found_in_prompt_order_whatever_their_spelling():
+    body = {
+        "model": "demo",
+        "messages": [
+            {"role": "user", "content": [TEXT, {"type": "image_url", "image_url": "http://a.example/"}]},
+            {"role": "assistant", "content": "ok"},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_image", "image_url": "data:,b", "detail": "auto"},
+                    {"type": "image_url", "image_url": {"url": "data:,c", "detail": "low"}, "uuid": "mine"},
+                ],
+            },
+        ],
+    }
+    request = read(body)
+    assert request.images == (
+        ImagePart(0, 1, "http://a.example/", "messages[0].content[1].image_url"),
+        ImagePart(2, 0, "data:,b", "messages[2].content[0].image_url"),
+        ImagePart(2, 1, "data:,c", "messages[2].content[1].image_url.url"),
+    )
+    assert request.inexact == ()
+    assert request.messages[2]["content"] == [
+        {"type": "image_url", "image_url": {"url": "data:,b"}, "detail": "auto"},
+        {"type": "image_url", "image_url": {"url": "data:,c"}, "uuid": "mine"},
+    ]
+
+
+def test_parts_that_engines_read_as_text_become_text():
+    parts = [
+        {"type": kind, key: kind}
+        for kind, key in [("input_text", "text"), ("output_text", "text"), ("refusal", "refusal")]
+    ]
+    request = read(said(role="assistant", content=parts))
+    assert [(part["type"], part["text"]) for part in request.messages[0]["content"]] == [
+        ("text", kind) for kind in ("input_text", "output_text", "refusal")
+    ]
+    assert request.inexact == ()
+
+
+def test_video_and_audio_are_labelled_and_their_urls_never_stand_in_the_body():
+    parts = [
+        {"type": "video_url", "video_url": {"url": "http://secret.example/v"}},
+        {"type": "audio_url", "audio_url": "http://secret.example/a"},
+        {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}},
+    ]
+    request = read(chat(TEXT, *parts))
+    assert [(part.kind, part.url, part.param) for part in request.media] == [
+        ("video", "http://secret.example/v", "messages[0].content[1].video_url.url"),
+        ("audio", "http://secret.example/a", "messages[0].content[2].audio_url"),
+        ("audio", "data:audio/wav;base64,QUJD", "messages[0].content[3].input_audio.data"),
+    ]
+    assert {reason.reason for reason in request.inexact} == {"media"}
+    assert "secret" not in json.dumps(request.body)
+    for number, part in enumerate(request.media):
+        part.inline(f"data:,{number}")
+    assert request.body["messages"][0]["content"][1:] == [
+        {"type": "video_url", "video_url": {"url": "data:,0"}},
+        {"type": "audio_url", "audio_url": {"url": "data:,1"}},
+        {"type": "audio_url", "audio_url": {"url": "data:,2"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"temperature": 0, "top_p": 1, "top_k": 5, "n": 2, "stop": ["x"], "seed": 1, "logit_bias": {"1": 2}}, []),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "auto", "user": "u", "metadata": {}}, []),
+        ({"logprobs": True, "top_logprobs": 2, "return_token_ids": True, "stream_options": {}, "priority": 1}, []),
+        ({"cache_salt": "s", "kv_transfer_params": {}, "mm_hashes": [], "request_id": "r"}, []),
+        ({"truncate_prompt_tokens": None, "mm_processor_kwargs": None, "prompt_logprobs": None, "echo": False}, []),
+        ({"vllm_xargs": None}, []),
+        ({"vllm_xargs": {"kv_cache_report_mode": "full"}}, []),
+        ({"vllm_xargs": {"kv_cache_report_mode": "full", "other": 1}}, [("vllm_xargs", "engine_arguments")]),
+        ({"mm_processor_kwargs": {}}, [("mm_processor_kwargs", "processor_options")]),
+        ({"media_io_kwargs": {"image": {}}}, [("media_io_kwargs", "processor_options")]),
+        ({"chat_template": "{{ x }}"}, [("chat_template", "request_template")]),
+        ({"truncate_prompt_tokens": 0}, [("truncate_prompt_tokens", "truncation")]),
+        ({"prompt_logprobs": 0}, [("prompt_logprobs", "cache_not_read")]),
+        ({"echo": True}, [("echo", "cache_not_read")]),
+        ({"use_beam_search": True}, [("use_beam_search", "beam_search")]),
+        ({"chat_template_kwargs": {"truncation": True}}, [("chat_template_kwargs.truncation", "template_argument")]),
+        ({"brand_new": None}, [("brand_new", "unknown_field")]),
+        ({"a": 1, "b": 2}, [("a", "unknown_field"), ("b", "unknown_field")]),
+    ],
+)
+def test_a_field_is_harmless_modelled_removed_or_a_reason(fields, reasons):
+    assert [(reason.field, reason.reason) for reason in read(chat(**fields)).inexact] == reasons
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+        ({"reasoning_effort": None, "chat_template_kwargs": {"a": None}}, {"a": None}),
+    ],
+)
+def test_reasoning_effort_is_a_variable_of_the_template(fields, expected):
+    assert read(chat(**fields)).chat_template_kwargs == expected
+
+
+def test_unknown_keys_of_messages_and_parts_are_reasons_and_bounded_in_number():
+    assert read(chat({**TEXT, "cache_control": {"type": "ephemeral"}, "uuid": "u"})).inexact == ()
+    request = read(said(role="user", content=[{**TEXT, "bold": True}], task="x"))
+    assert {(reason.field, reason.reason) for reason in request.inexact} == {
+        ("messages[0].task", "unknown_field"),
+        ("messages[0].content[0].bold", "unknown_field"),
+    }
+    many = read(chat({**TEXT, **{f"k{n}": n for n in range(500)}}, **{f"f{n}": n for n in range(500)}))
+    assert len(many.inexact) == 32
+
+
+RESPONSES = {
+    "model": "demo",
+    "instructions": "be brief",
+    "input": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "http://not-media.example/"},
+                {"type": "input_image", "image_url": "http://secret.example/1", "uuid": "mine", "file_id": None},
+                {"type": "image_url", "image_url": {"url": "http://secret.example/2"}},
+            ],
+        },
+        {
+            "type": "computer_call_output",
+            "output": {"type": "computer_screenshot", "image_url": "http://secret.example/3"},
+        },
+    ],
+}
+
+
+def test_media_of_a_forwarded_request_are_taken_out_wherever_they_stand():
+    request = read(RESPONSES, parse=parse_forwarded)
+    assert [(part.kind, part.url, part.param) for part in request.media] == [
+        ("image", "http://secret.example/1", "input[0].content[1].image_url"),
+        ("image", "http://secret.example/2", "input[0].content[2].image_url.url"),
+        ("image", "http://secret.example/3", "input[1].output.image_url"),
+    ]
+    assert request.removed == ("uuid",)
+    assert "secret" not in json.dumps(request.body)
+    assert "mine" not in json.dumps(request.body)
+    for part in request.media:
+        part.inline("data:,x")
+    expected = json.loads(json.dumps(RESPONSES).replace('"uuid": "mine", ', ""))
+    text = json.dumps(request.body)
+    for number in "123":
+        expected = json.loads(json.dumps(expected).replace(f"http://secret.example/{number}", "data:,x"))
+    assert json.loads(text) == expected
+
+
+def test_a_forwarded_request_is_never_exact():
+    for body in ({"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}, RESPONSES):
+        request = read(body, parse=parse_forwarded)
+        assert [reason.reason for reason in request.inexact] == ["not_modelled"]
+        assert (request.images, request.tools) == ((), None)
+    assert (
+        read({"model": "demo", "prompt": "x", "max_tokens": 3, "stream": True}, parse=parse_forwarded).max_tokens == 3
+    )
+    assert read({"model": "demo", "input": "x", "max_output_tokens": 4}, parse=parse_forwarded).max_tokens == 4
+
+
+def test_the_beginning_of_a_forwarded_prompt_stays_while_it_grows():
+    def head(body):
+        return read({"model": "demo", **body}, parse=parse_forwarded).messages
+
+    longer = {**RESPONSES, "input": [*RESPONSES["input"], {"role": "user", "content": "more"}]}
+    assert head(RESPONSES) == head(longer)
+    start = "once upon a time " * 200
+    assert head({"prompt": start + "A"}) == head({"prompt": start + "B"}) != head({"prompt": "B" + start})
+    ids = list(range(3000))
+    assert head({"prompt": ids}) == head({"prompt": [*ids, 7]}) != head({"prompt": [7, *ids]})
+    assert head({"prompt": [ids, ids]})
+    assert head({"input": "a", "prompt_cache_key": "k"}) == head({"input": "b", "prompt_cache_key": "k"})
+    one, other = ([{"content": [{"type": "input_image", "image_url": url}]}] for url in ("data:,a", "data:,b"))
+    assert head({"input": one}) != head({"input": other})
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"model": "demo"}, (400, "prompt", "missing_required_parameter")),
+        ({"model": "demo", "input": None}, (400, "input", "missing_required_parameter")),
+        ({"model": "other", "prompt": "x"}, (404, "model", "model_not_found")),
+        ({"model": "demo", "prompt": {}}, (400, "prompt", "invalid_type")),
+        ({"model": "demo", "input": []}, (400, "input", "invalid_type")),
+        ({"model": "demo", "input": 7}, (400, "input", "invalid_type")),
+        ({"model": "demo", "prompt": "x", "prompt_embeds": "AAAA"}, (400, "prompt_embeds", "unsupported_content_part")),
+        (
+            {"model": "demo", "input": [{"content": [{"type": "input_file", "file_url": "http://a.example/"}]}]},
+            (400, "input[0].content[0].file_url", "unsupported_content_part"),
+        ),
+        (
+            {"model": "demo", "input": [{"content": [{"type": "input_image", "file_id": "f"}]}]},
+            (400, "input[0].content[0].file_id", "unsupported_content_part"),
+        ),
+        (
+            {"model": "demo", "input": [{"content": [{"type": "image_embeds", "image_embeds": "x"}]}]},
+            (400, "input[0].content[0].image_embeds", "unsupported_content_part"),
+        ),
+        (
+            {"model": "demo", "input": [{"content": [{"type": "input_image", "image_url": ["http://a.example/"]}]}]},
+            (400, "input[0].content[0].image_url", "invalid_type"),
+        ),
+        (
+            {"model": "demo", "input": [{"content": [{"type": "input_image", "image_url": "data:,x"}] * 4}]},
+            (400, "input[0].content[3].image_url", "too_many_images"),
+        ),
+        ({"model": "demo", "input": "x", "stream": "yes"}, (400, "stream", "invalid_type")),
+    ],
+)
+def test_bad_input_of_a_forwarded_request_is_named(body, expected):
+    assert fault(body, parse=parse_forwarded) == expected

@@ -1,0 +1,179 @@
+"""Whatever a client sends: a checked request or a :class:`RequestError`, and nothing else."""
+
+import copy
+import json
+import random
+import re
+
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mmrouter_router.errors import RequestError
+from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake.body import _outside_strings, depth, parse_object, text_depth
+
+LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
+
+CHAT = {
+    "model": "demo",
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "look"},
+                {"type": "image_url", "image_url": {"url": "data:,a", "detail": "low"}, "uuid": "u"},
+                {"type": "input_image", "image_url": "data:,b"},
+                {"type": "video_url", "video_url": {"url": "http://a.example/"}},
+                {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+                {"type": "refusal", "refusal": "no"},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}],
+    "documents": [{"title": "t"}],
+    "chat_template_kwargs": {"enable_thinking": True},
+    "vllm_xargs": {"a": 1},
+    "stream": True,
+    "max_tokens": 5,
+    "reasoning_effort": "low",
+    "add_generation_prompt": True,
+}
+RESPONSES = {
+    "model": "demo",
+    "instructions": "be brief",
+    "input": [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:,a", "uuid": "u", "file_id": None}]},
+        {"type": "computer_call_output", "output": {"image_url": {"url": "data:,b"}}},
+    ],
+    "prompt": {"id": "p", "variables": {"x": {"type": "input_image", "image_url": "data:,c"}}},
+    "prompt_cache_key": "k",
+    "stream": False,
+    "max_output_tokens": 3,
+}
+ODD = [None, True, False, 0, -1, 2**70, 1.5, "", "x", "text", "image_url", "\ud800", [], {}, [[]], [{}], {"url": "x"}]
+NAMES = ["type", "role", "content", "image_url", "url", "uuid", "image_embeds", "file_url", "tool_calls", "new"]
+
+
+def places(value):
+    """Every (container, key) of a JSON value."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+def mutated(body, seed):
+    """A copy of a request in which one to three values are replaced, removed, moved or added."""
+    chance = random.Random(seed)
+    body = copy.deepcopy(body)
+    for _ in range(chance.randint(1, 3)):
+        holder, key = chance.choice(list(places(body)))
+        step = chance.randrange(4)
+        if step == 0:
+            del holder[key]
+        elif step == 1 and isinstance(holder, dict):
+            holder[chance.choice(NAMES)] = copy.deepcopy(chance.choice(ODD))
+        elif step == 2:
+            other, place = chance.choice(list(places(CHAT)))
+            holder[key] = copy.deepcopy(other[place])
+        else:
+            holder[key] = copy.deepcopy(chance.choice(ODD))
+        if not body:
+            break
+    return body
+
+
+def outcome(parse, raw):
+    """The request, or ``None`` where it was refused as bad input must be."""
+    try:
+        return parse(raw, LIMITS, "demo")
+    except RequestError as error:
+        refusal = error
+    assert 400 <= refusal.status < 500
+    assert json.loads(refusal.to_body())["error"]["message"]
+    return None
+
+
+@pytest.mark.parametrize(("parse", "body"), [(parse_chat, CHAT), (parse_forwarded, RESPONSES)])
+def test_what_is_nearly_right_is_read_or_refused(parse, body):
+    read = 0
+    for seed in range(500):
+        raw = json.dumps(mutated(body, seed)).encode()
+        try:
+            request = outcome(parse, raw)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {raw.decode()}") from error
+        if request is None:
+            continue
+        read += 1
+        orjson.dumps(request.body)
+        for image in request.images:
+            part = request.messages[image.message]["content"][image.part]
+            assert (part["type"], part["image_url"]) == ("image_url", {"url": image.url}), seed
+        assert all(part.holder[part.key] == "" for part in request.media), seed
+        if parse is parse_forwarded:
+            prompts = {name: request.body[name] for name in ("input", "prompt") if name in request.body}
+            for holder, key in places(prompts):
+                if key in ("image_url", "video_url", "audio_url"):
+                    value = holder[key]
+                    assert not (value.get("url") if isinstance(value, dict) else value), seed
+    assert 50 < read < 450
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(NAMES), inner), max_leaves=8
+)
+
+
+@pytest.mark.parametrize("parse", [parse_chat, parse_forwarded])
+@settings(max_examples=25, deadline=None)
+@given(raw=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
+@example(raw=b'{"model":"demo","messages":' + b"[" * 100_000)
+@example(raw=b'{"model":"demo","messages":"' + b'\\"' * 100_000)
+@example(raw=b'{"model":"demo","input":{"image_url":{"url":"x"}}}')
+def test_any_bytes_are_read_or_refused(parse, raw):
+    outcome(parse, raw)
+
+
+@settings(max_examples=30, deadline=None)
+@given(JSON)
+def test_depth_is_the_number_of_nested_containers(value):
+    def recursive(item):
+        if isinstance(item, dict | list):
+            return 1 + max((recursive(i) for i in (item.values() if isinstance(item, dict) else item)), default=0)
+        return 0
+
+    assert depth(value) == text_depth(json.dumps(value)) == recursive(value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([b'"', b"\\", b"x", b"[],"]), max_size=12).map(b"".join))
+@example(b'"' + b"\\" * 64 + b'"[],')
+@example(b'"' + b"\\" * 63 + b'"[],')
+def test_no_byte_outside_a_string_is_overlooked(text):
+    raw = b'{"a":' + text
+    outside = re.sub(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', b"", raw, flags=re.DOTALL)
+    assert _outside_strings(raw) >= len(outside)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.dictionaries(st.text(), JSON, max_size=3))
+def test_a_body_within_the_limits_is_read_as_json_is(body):
+    raw = json.dumps(body).encode()
+    assert parse_object(raw, 1 << 20) == orjson.loads(raw)

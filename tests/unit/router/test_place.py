@@ -1,0 +1,206 @@
+"""Which workers may serve, with or without their overlap (the table of DESIGN.md 5.3), and what a booking counts."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from mmrouter import feed
+from mmrouter.api import parse_deployment
+from mmrouter.blocks import block_keys, pack_keys
+from mmrouter_router.fleet import Fleet, Member, Worker
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.place import NoWorkerError, Placer
+from mmrouter_router.prepare import Prepared
+
+BLOCK = 16
+IDS = array("I", range(100))
+SEED = 5
+KEYS = block_keys(IDS, BLOCK, (), SEED)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def deployment(**verification):
+    return parse_deployment(
+        {
+            "apiVersion": "mmrouter.io/v1alpha1",
+            "kind": "MMRouterDeployment",
+            "metadata": {"name": "t"},
+            "spec": {
+                "model": {"id": "m"},
+                "engine": {"type": "vllm", "blockSize": BLOCK},
+                "pools": [{"name": "worker", "role": "worker", "replicas": 3, "accelerator": {"kind": "cpu"}}],
+                "verification": {"timeoutSeconds": 60, **verification},
+            },
+        }
+    )
+
+
+class Rig:
+    def __init__(self, **verification) -> None:
+        self.clock = Clock()
+        self.fleet = Fleet(Metrics(), clock=self.clock)
+        self.placer = Placer(deployment(**verification), self.fleet)
+
+    def worker(self, name: str, keys=(), canary: str = "True", ranks: int = 1, **beat) -> Worker:
+        worker = self.fleet.join(Member(f"uid-{name}", name, "127.0.0.1", "worker", "worker"))
+        self.fleet.connect(worker)
+        self.sync(worker, keys, rank=ranks - 1)
+        self.beat(worker, canary, ranks=ranks, **beat)
+        return worker
+
+    def sync(self, worker: Worker, keys, epoch: int = 1, seq: int = 0, rank: int = 0) -> None:
+        asked = worker.follower._asked
+        identity = f"{worker.member.uid}/boot-{epoch}"
+        part = feed.SnapshotPart(asked, identity, epoch, seq, rank, 0, "GPU", pack_keys(keys), True)
+        self.fleet.replied(worker, part)
+
+    def beat(self, worker: Worker, canary: str = "True", epoch: int = 1, **values) -> None:
+        result = feed.Canary(epoch, canary) if canary else None
+        base = feed.Heartbeat(
+            f"{worker.member.uid}/boot-{epoch}", epoch, worker.follower.seq, "vllm", "up", "0.32.0", BLOCK, "m", "", {}
+        )
+        fields = {name: getattr(base, name) for name in base.__struct_fields__}
+        self.fleet.published(worker, feed.Heartbeat(**{**fields, "canary": result, **values}))
+
+
+def prepared(exactness: str = "exact", ids: array = IDS) -> Prepared:
+    return Prepared(None, None, (), ids, (), exactness, (), SEED, 77)
+
+
+def test_the_holder_of_the_longest_prefix_is_chosen_and_its_overlap_is_exact():
+    rig = Rig()
+    rig.worker("a", KEYS[:2])
+    rig.worker("b", KEYS)
+    rig.worker("c")
+    decision = rig.placer.place(prepared())
+    assert (decision.target.worker.member.name, decision.choice.winner.overlap, decision.exactness) == ("b", 6, "exact")
+
+
+def test_overlap_is_per_rank():
+    rig = Rig()
+    rig.worker("a", KEYS, ranks=2)
+    decision = rig.placer.place(prepared())
+    assert decision.target.rank == 1
+    assert {s.candidate.id[-1]: s.candidate.overlap for s in decision.choice.scores} == {"0": 0, "1": 6}
+
+
+@pytest.mark.parametrize(
+    ("canary", "policy", "seconds", "standing"),
+    [
+        ("True", "Degrade", 0, "verified"),
+        ("Unknown", "Degrade", 59, "pending"),
+        ("Unknown", "Degrade", 60, "degraded"),
+        ("Unknown", "Refuse", 60, "refused"),
+        ("False", "Degrade", 0, "degraded"),
+        ("False", "Refuse", 0, "refused"),
+    ],
+)
+def test_standing_follows_canary_policy_and_time(canary, policy, seconds, standing):
+    rig = Rig(onFailure=policy)
+    worker = rig.worker("a", canary=canary)
+    rig.clock.now += seconds
+    assert rig.placer.standing(worker) == standing
+
+
+def test_a_pending_worker_serves_only_where_nobody_else_can_and_never_as_exact():
+    rig = Rig()
+    pending = rig.worker("a", KEYS, canary="")
+    decision = rig.placer.place(prepared())
+    assert decision.target.worker is pending
+    assert (decision.exactness, decision.reasons) == ("affinity", ("unverified:worker",))
+    verified = rig.worker("b")
+    assert rig.placer.place(prepared()).target.worker is verified
+
+
+@pytest.mark.parametrize("values", [{"engine_state": "down"}, {"engine_state": "starting"}, {"draining": True}])
+def test_an_engine_that_is_not_up_or_drains_is_not_offered(values):
+    rig = Rig()
+    rig.worker("a", KEYS, **values)
+    with pytest.raises(NoWorkerError, match="a unsynced"):
+        rig.placer.place(prepared())
+
+
+def test_a_new_epoch_forgets_the_cache_and_the_canary():
+    rig = Rig()
+    worker = rig.worker("a", KEYS)
+    rig.beat(worker, canary="", epoch=2)
+    assert rig.placer.standing(worker) == "unsynced"
+    rig.sync(worker, (), epoch=2)
+    rig.beat(worker, canary="", epoch=2)
+    assert rig.placer.standing(worker) == "pending"
+    assert rig.placer.place(prepared()).choice.winner.overlap == 0
+
+
+def test_a_silent_feed_takes_the_worker_out():
+    rig = Rig()
+    worker = rig.worker("a", KEYS)
+    rig.fleet.lost(worker)
+    assert rig.placer.standing(worker) == "unsynced"
+
+
+def test_an_engine_whose_feed_is_silent_serves_as_a_last_resort_without_overlap():
+    rig = Rig()
+    silent = rig.worker("a", KEYS)
+    rig.fleet.lost(silent)
+    decision = rig.placer.place(prepared())
+    assert (decision.target.worker, decision.exactness) == (silent, "affinity")
+    assert not decision.choice.winner.scored
+    other = rig.worker("b")
+    assert rig.placer.place(prepared()).target.worker is other
+
+
+def test_only_device_memory_of_the_indexed_group_counts():
+    rig = Rig()
+    worker = rig.worker("a")
+    for group, medium in ((0, "CPU"), (1, "GPU"), (0, "GPU")):
+        delta = feed.Delta(1, worker.follower.seq + 1, 0.0, 0, group, medium, pack_keys(KEYS[:3]), b"")
+        rig.fleet.published(worker, delta)
+        expected = 3 if (group, medium) == (0, "GPU") else 0
+        assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == expected
+
+
+def test_a_booking_counts_prefill_until_the_first_byte_and_blocks_until_the_end():
+    rig = Rig()
+    worker = rig.worker("a", KEYS[:2])
+    booking = rig.placer.begin(rig.placer.place(prepared()))
+    usage = worker.usage[0]
+    assert (usage.requests, usage.prefill, usage.active) == (1, 4, 6)
+    booking.answered()
+    assert (usage.requests, usage.prefill, usage.active) == (1, 0, 6)
+    booking.end()
+    booking.end()
+    assert (usage.requests, usage.prefill, usage.active) == (0, 0, 0)
+
+
+def test_a_request_that_is_not_predicted_goes_by_consistent_hash_and_says_so():
+    rig = Rig()
+    rig.worker("a", KEYS)
+    rig.worker("b")
+    request = replace(prepared("affinity", array("I")), reasons=("field:unknown",))
+    decision = rig.placer.place(request)
+    assert (decision.policy, decision.exactness, decision.reasons) == ("consistentHash", "affinity", ("field:unknown",))
+
+
+def test_two_block_sizes_are_looked_up_by_keys_of_their_own_size():
+    rig = Rig()
+    rig.worker("a", KEYS)
+    rig.worker("b", block_keys(IDS, 32, (), SEED), block_size=32)
+    scores = {s.candidate.name: s.candidate for s in rig.placer.place(prepared()).choice.scores}
+    assert (scores["a"].overlap, scores["a"].blocks) == (6, 6)
+    assert (scores["b"].overlap, scores["b"].blocks) == (3, 3)
+
+
+def test_excluded_workers_are_not_tried_again():
+    rig = Rig()
+    rig.worker("a", KEYS)
+    rig.worker("b")
+    assert rig.placer.place(prepared(), exclude={"uid-a"}).target.worker.member.name == "b"
+    with pytest.raises(NoWorkerError):
+        rig.placer.place(prepared(), exclude={"uid-a", "uid-b"})

@@ -1,0 +1,164 @@
+import os
+
+import pytest
+
+from mmrouter_router.errors import RequestError
+from mmrouter_router.tenants import CHECK_SECONDS, Tenant, Tenants
+
+KEY = bytes(range(32))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self) -> None:
+        self.now += CHECK_SECONDS
+
+
+@pytest.fixture
+def folder(tmp_path):
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "red").write_text("# rotated in May\n\nred-1\n  red-2  \n")
+    (keys / "blue").write_text("blue-1")
+    return keys
+
+
+def ask(tenants, *values):
+    return tenants.authenticate([(b"host", b"x"), *((b"authorization", value) for value in values)])
+
+
+def denied(tenants, *values):
+    with pytest.raises(RequestError) as caught:
+        ask(tenants, *values)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    return True
+
+
+def test_a_key_belongs_to_the_tenant_that_its_file_names(folder):
+    tenants = Tenants(folder, KEY)
+    assert [ask(tenants, f"Bearer {key}".encode()).name for key in ("red-1", "red-2", "blue-1")] == [
+        "red",
+        "red",
+        "blue",
+    ]
+    assert ask(tenants, b"bearer  blue-1 ").name == "blue"
+    assert (tenants.problems, tenants.authenticating) == ((), True)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        (b"",),
+        (b"Bearer",),
+        (b"Bearer ",),
+        (b"Bearer red-3",),
+        (b"Bearer RED-1",),
+        (b"Bearer red-1 red-2",),
+        (b"Bearer # rotated in May",),
+        (b"Basic red-1",),
+        (b"red-1",),
+        (b"Bearer red-1", b"Bearer red-1"),
+        (b"Bearer \xff\xfe",),
+    ],
+)
+def test_anything_else_is_a_401(folder, values):
+    assert denied(Tenants(folder, KEY), *values)
+
+
+def test_salts_keep_tenants_apart_and_are_the_same_on_every_router(folder):
+    red, blue = (ask(Tenants(folder, KEY), key) for key in (b"Bearer red-1", b"Bearer blue-1"))
+    assert red.salt != blue.salt
+    assert red == ask(Tenants(folder, KEY), b"Bearer red-2")
+    assert red.salt != ask(Tenants(folder, bytes(32)), b"Bearer red-1").salt
+    assert red.salt.startswith("t1-")
+    assert len(red.salt) == 67
+
+
+def test_without_keys_there_is_one_tenant_and_no_salt(tmp_path):
+    tenants = Tenants(tmp_path / "absent", KEY)
+    assert ask(tenants) == ask(tenants, b"Bearer whatever") == Tenant("", None)
+    assert not tenants.authenticating
+
+
+def test_a_resource_that_asks_for_keys_lets_nobody_in_without_them(tmp_path):
+    tenants = Tenants(tmp_path / "absent", KEY, required=True)
+    assert denied(tenants, b"Bearer whatever")
+    assert tenants.problems
+
+
+def test_changes_are_seen_within_the_check_interval(folder):
+    clock = Clock()
+    tenants = Tenants(folder, KEY, clock=clock)
+    (folder / "red").write_text("red-3")
+    (folder / "blue").unlink()
+    (folder / "green").write_text("green-1")
+    assert ask(tenants, b"Bearer red-1").name == "red"
+    clock.pass_()
+    assert ask(tenants, b"Bearer red-3").name == "red"
+    assert ask(tenants, b"Bearer green-1").name == "green"
+    assert denied(tenants, b"Bearer red-1")
+    assert denied(tenants, b"Bearer blue-1")
+
+
+def test_a_mounted_secret_is_followed_through_its_links(tmp_path):
+    for version, key in (("..v1", "old"), ("..v2", "new")):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "red").write_text(key)
+    (tmp_path / "..data").symlink_to("..v1")
+    (tmp_path / "red").symlink_to("..data/red")
+    clock = Clock()
+    tenants = Tenants(tmp_path, KEY, clock=clock)
+    assert ask(tenants, b"Bearer old").name == "red"
+    (tmp_path / "..next").symlink_to("..v2")
+    os.replace(tmp_path / "..next", tmp_path / "..data")
+    clock.pass_()
+    assert ask(tenants, b"Bearer new").name == "red"
+    assert denied(tenants, b"Bearer old")
+
+
+def test_authentication_never_goes_away_by_itself(folder):
+    clock = Clock()
+    tenants = Tenants(folder, KEY, clock=clock)
+    folder.rename(folder.with_name("elsewhere"))
+    clock.pass_()
+    assert denied(tenants, b"Bearer red-1")
+    assert denied(tenants)
+    folder.with_name("elsewhere").rename(folder)
+    clock.pass_()
+    assert ask(tenants, b"Bearer red-1").name == "red"
+
+
+def test_keys_that_appear_switch_authentication_on(tmp_path):
+    clock = Clock()
+    tenants = Tenants(tmp_path / "keys", KEY, clock=clock)
+    ask(tenants)
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "red").write_text("red-1")
+    clock.pass_()
+    assert denied(tenants)
+    assert ask(tenants, b"Bearer red-1").name == "red"
+
+
+def test_a_key_of_two_tenants_is_nobodys(folder):
+    (folder / "green").write_text("green-1\nred-1\n")
+    tenants = Tenants(folder, KEY)
+    assert denied(tenants, b"Bearer red-1")
+    assert ask(tenants, b"Bearer red-2").name == "red"
+    assert ask(tenants, b"Bearer green-1").name == "green"
+    assert len(tenants.problems) == 1
+    assert "green, red" in tenants.problems[0]
+    assert "red-1" not in tenants.problems[0]
+
+
+def test_files_that_hold_no_key_are_named(folder):
+    (folder / "empty").write_text("\n# nothing\n")
+    (folder / "subfolder").mkdir()
+    (folder / "huge").write_bytes(b"x" * (1 << 20) + b"x")
+    tenants = Tenants(folder, KEY)
+    assert {problem.split(":")[0] for problem in tenants.problems} == {"empty", "subfolder", "huge"}
+    assert ask(tenants, b"Bearer blue-1").name == "blue"

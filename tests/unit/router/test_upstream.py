@@ -1,0 +1,200 @@
+"""The data path's client against a real server on loopback that does whatever a test tells it."""
+
+import asyncio
+import contextlib
+
+import pytest
+import pytest_asyncio
+
+from mmrouter_router.upstream import HIGH_WATER, Upstream, UpstreamError
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Engine:
+    """Accepts connections and hands each request to ``answer(writer, head, body)``."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.requests: list[tuple[bytes, bytes]] = []
+        self.answer = self._json
+        self.closed = asyncio.Event()
+
+    async def _json(self, writer, head, body) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(
+                    int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")
+                )
+                body = await reader.readexactly(length)
+                self.requests.append((head, body))
+                await self.answer(writer, head, body)
+                await writer.drain()
+        self.closed.set()
+        writer.close()
+
+
+@pytest_asyncio.fixture
+async def engine():
+    engine = Engine()
+    server = await asyncio.start_server(engine, "127.0.0.1", 0)
+    engine.port = server.sockets[0].getsockname()[1]
+    yield engine
+    server.close()
+
+
+@pytest_asyncio.fixture
+async def upstream():
+    upstream = Upstream(connect_seconds=1)
+    yield upstream
+    upstream.close()
+
+
+async def ask(upstream: Upstream, engine: Engine, body: bytes = b"{}"):
+    return await upstream.request("127.0.0.1", engine.port, "POST", "/v1/x", {"x-a": "b"}, body)
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}".encode() + b"\r\n" + data + b"\r\n"
+
+
+async def test_the_body_arrives_as_it_was_sent_and_the_connection_is_used_again(engine, upstream):
+    for number in range(3):
+        answer = await ask(upstream, engine, b"%d" % number)
+        assert (answer.status, await answer.read(100)) == (200, b"{}")
+        answer.close()
+    assert engine.connections == 1
+    assert [body for _, body in engine.requests] == [b"0", b"1", b"2"]
+    assert b"x-a: b\r\n" in engine.requests[0][0]
+
+
+async def test_events_pass_one_by_one_while_the_engine_still_writes(engine, upstream):
+    proceed = asyncio.Event()
+
+    async def stream(writer, head, body):
+        writer.write(HEAD + chunk(b"data: 1\n\n"))
+        await writer.drain()
+        await proceed.wait()
+        writer.write(chunk(b"data: 2\n\n") + b"0\r\n\r\n")
+
+    engine.answer = stream
+    answer = await ask(upstream, engine)
+    pieces = answer.body()
+    assert await anext(pieces) == b"data: 1\n\n"
+    proceed.set()
+    assert [piece async for piece in pieces] == [b"data: 2\n\n"]
+    answer.close()
+
+
+async def test_a_refused_connection_says_that_nothing_was_sent(upstream):
+    with pytest.raises(UpstreamError) as caught:
+        await upstream.request("127.0.0.1", 1, "POST", "/", {}, b"")
+    assert (caught.value.sent, caught.value.began) == (False, False)
+
+
+async def test_an_engine_that_dies_before_it_answers_may_have_had_the_request(engine, upstream):
+    async def die(writer, head, body):
+        writer.transport.abort()
+
+    engine.answer = die
+    with pytest.raises(UpstreamError) as caught:
+        await ask(upstream, engine)
+    assert (caught.value.sent, caught.value.began) == (True, False)
+
+
+async def test_an_answer_that_breaks_off_is_an_error_not_an_end(engine, upstream):
+    async def half(writer, head, body):
+        writer.write(HEAD + chunk(b"data: 1\n\n"))
+        await writer.drain()
+        writer.transport.close()
+
+    engine.answer = half
+    answer = await ask(upstream, engine)
+    pieces = answer.body()
+    assert await anext(pieces) == b"data: 1\n\n"
+    with pytest.raises(UpstreamError) as caught:
+        await anext(pieces)
+    assert caught.value.began
+    answer.close()
+
+
+async def test_a_kept_connection_that_the_engine_closed_is_replaced_once(engine, upstream):
+    (await ask(upstream, engine)).close()  # not read: dropped
+    answer = await ask(upstream, engine)
+    await answer.read(10)
+    answer.close()
+    kept = engine.connections
+
+    async def close_idle(writer, head, body):
+        if engine.connections == kept:
+            writer.transport.close()
+        else:
+            await engine._json(writer, head, body)
+
+    engine.answer = close_idle
+    answer = await ask(upstream, engine)
+    assert await answer.read(10) == b"{}"
+    assert engine.connections == kept + 1
+
+
+async def test_closing_an_unread_answer_disconnects_the_engine(engine, upstream):
+    async def endless(writer, head, body):
+        writer.write(HEAD)
+        while not writer.transport.is_closing():
+            writer.write(chunk(b"x"))
+            await writer.drain()
+            await asyncio.sleep(0)
+        raise ConnectionError
+
+    engine.answer = endless
+    answer = await ask(upstream, engine)
+    await anext(answer.body())
+    answer.close()
+    await asyncio.wait_for(engine.closed.wait(), 2)
+
+
+async def test_a_slow_reader_holds_a_bounded_amount(engine, upstream):
+    piece, total = b"x" * 65536, 400
+    written = 0
+
+    async def flood(writer, head, body):
+        nonlocal written
+        writer.write(HEAD)
+        for _ in range(total):
+            writer.write(chunk(piece))
+            await writer.drain()
+            written += 1
+        writer.write(b"0\r\n\r\n")
+
+    engine.answer = flood
+    answer = await ask(upstream, engine)
+    await asyncio.sleep(0.3)  # nobody reads: the engine must stall on its own socket, whatever the kernel buffers
+    assert written < total
+    assert answer._connection._buffered < HIGH_WATER + 2**20
+    assert sum([len(p) async for p in answer.body()]) == total * len(piece)
+
+
+async def test_a_large_request_body_arrives_whole(engine, upstream):
+    body = bytes(range(256)) * 40_000
+    answer = await ask(upstream, engine, body)
+    await answer.read(10)
+    assert engine.requests[0][1] == body
+
+
+async def test_informational_answers_are_skipped(engine, upstream):
+    async def early(writer, head, body):
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+
+    engine.answer = early
+    answer = await ask(upstream, engine)
+    assert (answer.status, await answer.read(10)) == (200, b"ok")
+
+
+async def test_a_header_with_a_line_break_never_leaves(engine, upstream):
+    with pytest.raises(ValueError, match="line break"):
+        await upstream.request("127.0.0.1", engine.port, "POST", "/", {"x": "a\r\nevil: 1"}, b"")

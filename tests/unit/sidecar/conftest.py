@@ -1,0 +1,315 @@
+"""An engine's socket behaviour and a router's, on loopback; everything in between is the sidecar under test."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from mmrouter import feed
+from mmrouter.blocks import unpack_keys
+from mmrouter_sidecar import app, probe
+from mmrouter_sidecar.app import Sidecar
+from mmrouter_sidecar.settings import CurveKeys, Settings
+
+REPOSITORY = Path(__file__).parents[3]
+END = b"\xff" * 8
+_hosts = itertools.count(os.getpid() * 64)
+
+
+def loopback() -> str:
+    """An address of its own for every test, so that the real ports can be used."""
+    number = next(_hosts) % (250 * 250 * 100)
+    return f"127.{100 + number // 62500 % 100}.{number // 250 % 250 + 1}.{number % 250 + 1}"
+
+
+def stored(
+    hashes: list[int], parent: int | None = None, *, ids: list[int] | None = None, size: int = 2, **more: Any
+) -> Any:
+    """A BlockStored event whose tokens follow from its hashes unless given."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": ids if ids is not None else [h % 1000 * size + n for h in hashes for n in range(size)],
+        "block_size": size,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
+    }
+    return event | more
+
+
+def removed(*hashes: int, **more: Any) -> Any:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU", "group_idx": 0} | more
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def batch(*events: Any, rank: int = 0, ts: float = 1.0) -> bytes:
+    return msgspec.msgpack.encode([ts, list(events), rank])
+
+
+class FakeEngine:
+    """A publisher with vLLM's sockets: PUB that connects, ROUTER that replays, numbers from 0."""
+
+    def __init__(self, host: str, *, rank: int = 0, buffer: int = 10_000, topic: bytes = b"kv") -> None:
+        self._context = zmq.asyncio.Context()
+        self._topic, self._buffer, self._limit = topic, {}, buffer
+        self.next = 0
+        self.replays: list[int] = []
+        self.answer_replays = True
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._monitor = self._pub.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+        self._pub.connect(f"tcp://{host}:{5557 + rank}")
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(f"tcp://{host}:{5657 + rank}")
+        self._task = asyncio.create_task(self._serve())
+
+    async def connected(self) -> None:
+        """Wait until the sidecar's socket took the connection."""
+        await self._monitor.recv_multipart()
+
+    async def publish(self, payload: bytes, *, live: bool = True) -> int:
+        """Publish a batch; with ``live`` false it is dropped on the way, as at a high-water mark."""
+        seq, self.next = self.next, self.next + 1
+        self._buffer[seq] = payload
+        self._buffer.pop(seq - self._limit, None)
+        if live:
+            await self.send(seq, payload)
+        return seq
+
+    async def send(self, seq: int, payload: bytes) -> None:
+        await self._pub.send_multipart([self._topic, seq.to_bytes(8, "big"), payload])
+
+    async def _serve(self) -> None:
+        while True:
+            client, empty, start = await self._router.recv_multipart()
+            first = int.from_bytes(start, "big")
+            self.replays.append(first)
+            if not self.answer_replays:
+                continue
+            for seq, payload in sorted(self._buffer.items()):
+                if seq >= first:
+                    await self._router.send_multipart([client, empty, self._topic, seq.to_bytes(8, "big"), payload])
+            await self._router.send_multipart([client, empty, b"", END, b""])
+
+    def kill(self) -> None:
+        """Die as a killed process does: every connection ends at once."""
+        self._task.cancel()
+        self._context.destroy(linger=0)
+
+
+class FakeRouter:
+    """Keeps every frame, and an index made of nothing but a snapshot and deltas."""
+
+    def __init__(self, host: str, keys: dict[str, bytes]) -> None:
+        self._context = zmq.asyncio.Context()
+        self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        for socket, port in ((self._sub, 7557), (self._dealer, 7558)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL, 10)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys["router_secret"])
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys["router_public"])
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys["sidecar_public"])
+            if socket is self._sub:
+                socket.subscribe(b"")
+            socket.connect(f"tcp://{host}:{port}")
+        self.frames: list[feed.Published] = []
+        self._news = asyncio.Condition()
+        self._ids = itertools.count(1)
+        self._task = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        while True:
+            frame = feed.decode_published(await self._sub.recv())
+            async with self._news:
+                self.frames.append(frame)
+                self._news.notify_all()
+
+    async def until(self, condition: Callable[[], Any], seconds: float = 5.0) -> Any:
+        """Wait until a condition over the frames holds; returns its value."""
+        async with asyncio.timeout(seconds), self._news:
+            while not (value := condition()):
+                await self._news.wait()
+            return value
+
+    async def heartbeat(self, condition: Callable[[feed.Heartbeat], bool] = lambda beat: True) -> feed.Heartbeat:
+        """Wait for the next heartbeat for which a condition holds."""
+        start = len(self.frames)
+        return await self.until(
+            lambda: next((f for f in self.frames[start:] if isinstance(f, feed.Heartbeat) and condition(f)), None)
+        )
+
+    def of(self, kind: type) -> list[Any]:
+        return [frame for frame in self.frames if isinstance(frame, kind)]
+
+    async def ask(self, build: Callable[[int], feed.Request]) -> list[Any]:
+        number = next(self._ids)
+        return await self.ask_raw(feed.encode(build(number)))
+
+    async def ask_raw(self, payload: bytes) -> list[Any]:
+        await self._dealer.send_multipart([b"", payload])
+        parts: list[Any] = []
+        async with asyncio.timeout(5):
+            while not parts or not parts[-1].last:
+                parts.append(feed.decode_reply((await self._dealer.recv_multipart())[-1]))
+        return parts
+
+    async def snapshot(self) -> dict[tuple[int, int, str], set[int]]:
+        return keys_of(await self.ask(feed.Snapshot))
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._context.destroy(linger=0)
+
+
+def keys_of(parts: list[feed.SnapshotPart]) -> dict[tuple[int, int, str], set[int]]:
+    index: dict[tuple[int, int, str], set[int]] = {}
+    for part in parts:
+        index.setdefault((part.rank, part.group, part.medium), set()).update(unpack_keys(part.keys))
+    return {place: keys for place, keys in index.items() if keys}
+
+
+def follow(index: dict[tuple[int, int, str], set[int]], delta: feed.Delta) -> None:
+    """Apply a delta as a router does; what is stored was absent, what is removed was present."""
+    if delta.cleared:
+        for place in [place for place in index if place[0] == delta.rank]:
+            del index[place]
+    keys = index.setdefault((delta.rank, delta.group, delta.medium), set())
+    gone, new = set(unpack_keys(delta.removed)), set(unpack_keys(delta.stored))
+    assert gone <= keys
+    assert not new & keys
+    keys -= gone
+    keys |= new
+    if not keys:
+        del index[delta.rank, delta.group, delta.medium]
+
+
+@pytest.fixture(scope="session")
+def curve() -> dict[str, bytes]:
+    names = ("sidecar", "router", "stranger")
+    pairs = {name: zmq.curve_keypair() for name in names}
+    return {f"{name}_public": pair[0] for name, pair in pairs.items()} | {
+        f"{name}_secret": pair[1] for name, pair in pairs.items()
+    }
+
+
+@pytest.fixture
+def settings(tmp_path: Path, curve: dict[str, bytes]) -> Settings:
+    host = loopback()
+    return Settings(
+        pod_uid="pod-1",
+        pod_ip=host,
+        loopback=host,
+        engine="vllm",
+        model="org/model",
+        revision="main",
+        ranks=1,
+        identity_key=bytes(range(32)),
+        curve=CurveKeys(curve["sidecar_public"], curve["sidecar_secret"], curve["router_public"]),
+        buffer_events=1000,
+        state_dir=tmp_path / "state",
+        model_dir=tmp_path / "model",
+        hub_dir=tmp_path / "hub",
+    )
+
+
+class Running:
+    """A sidecar in this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.sidecar = Sidecar(settings)
+        self.task = asyncio.create_task(self.sidecar.run())
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.sidecar.metrics.registry.get_sample_value(f"mmrouter_sidecar_{name}", labels) or 0.0
+
+    async def ready(self) -> None:
+        await asyncio.wait({self.task, asyncio.create_task(self.sidecar.ready.wait())}, return_when="FIRST_COMPLETED")
+        assert self.sidecar.ready.is_set(), self.task.exception()
+
+    async def stop(self) -> None:
+        self.sidecar.stop()
+        await self.task
+
+
+@pytest.fixture
+async def start(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., Awaitable[Running]]]:
+    """Starts sidecars whose periods are shorter than in life, so that no test waits for a heartbeat."""
+    for module, period in ((app, "BEAT_SECONDS"), (probe, "PERIOD"), (probe, "LOAD_PERIOD")):
+        monkeypatch.setattr(module, period, 0.03)
+    running: list[Running] = []
+
+    async def begin(changed: Settings | None = None) -> Running:
+        one = Running(changed or settings)
+        running.append(one)
+        await one.ready()
+        return one
+
+    yield begin
+    for one in running:
+        if not one.task.done():
+            await one.stop()
+
+
+@pytest.fixture
+async def engines(settings: Settings) -> AsyncIterator[Callable[..., FakeEngine]]:
+    alive: list[FakeEngine] = []
+
+    def make(**options: Any) -> FakeEngine:
+        alive.append(FakeEngine(settings.loopback, **options))
+        return alive[-1]
+
+    yield make
+    for engine in alive:
+        engine.kill()
+
+
+@pytest.fixture
+async def router(settings: Settings, curve: dict[str, bytes]) -> AsyncIterator[FakeRouter]:
+    one = FakeRouter(settings.pod_ip, curve)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+async def http_engine(settings: Settings) -> AsyncIterator[dict[str, Any]]:
+    """An engine's HTTP side; tests change what it says."""
+    says: dict[str, Any] = {"health": 200, "version": "0.32.0", "metrics": ""}
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response(status=says["health"])
+
+    async def version(_: web.Request) -> web.Response:
+        return web.json_response({"version": says["version"]})
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=says["metrics"])
+
+    site = web.Application()
+    site.add_routes([web.get("/health", health), web.get("/version", version), web.get("/metrics", metrics)])
+    runner = web.AppRunner(site)
+    await runner.setup()
+    await web.TCPSite(runner, settings.pod_ip, 8000).start()
+    yield says
+    await runner.cleanup()
+
+
+@pytest.fixture(scope="session")
+def kit() -> SimpleNamespace:
+    """Events in vLLM's form, and a router's bookkeeping."""
+    return SimpleNamespace(stored=stored, removed=removed, CLEARED=CLEARED, batch=batch, keys_of=keys_of, follow=follow)

@@ -1,0 +1,272 @@
+"""The ledger: copies counted, net changes exact, nothing claimed whose key is not known."""
+
+import hashlib
+from array import array
+from collections import Counter
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrouter.blocks import Span, block_keys, namespace_seed
+from mmrouter.engines.vllm import decode_batch
+from mmrouter.identity import to_wire
+from mmrouter_sidecar.ledger import Ledger, Place
+
+KEY = bytes(32)
+GPU = Place(0, 0, "GPU")
+SIZE = 2
+
+
+def seed(lora: str | None = None, salt: str | None = None) -> int:
+    return namespace_seed(KEY, model="m", lora=lora, salt=salt)
+
+
+def engine_hash(prefix: tuple[int, ...]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(prefix).encode()).digest()[-8:], "big")
+
+
+class Model:
+    """An engine that stores chains of blocks in physical copies; what it holds is known by construction."""
+
+    def __init__(self) -> None:
+        self.copies: Counter[tuple[int, ...]] = Counter()
+
+    def store(self, prompt: tuple[int, ...], kit: Any) -> list[Any]:
+        blocks = [prompt[: end + SIZE] for end in range(0, len(prompt), SIZE)]
+        held = next((n for n, block in enumerate(blocks) if not self.copies[block]), 0)
+        new = blocks[held:]  # a prompt that is held whole is stored in a second copy
+        for block in new:
+            self.copies[block] += 1
+        parent = engine_hash(blocks[held - 1]) if held else None
+        ids = [token for block in new for token in block[-SIZE:]]
+        return [kit.stored([engine_hash(block) for block in new], parent, ids=ids, size=SIZE)]
+
+    def remove(self, choice: int, kit: Any) -> list[Any]:
+        held = sorted(block for block, copies in self.copies.items() if copies)
+        if not held:
+            return []
+        block = held[choice % len(held)]
+        self.copies[block] -= 1
+        return [kit.removed(engine_hash(block))]
+
+    def clear(self, kit: Any) -> list[Any]:
+        self.copies.clear()
+        return [kit.CLEARED]
+
+    @property
+    def keys(self) -> set[int]:
+        held = [block for block, copies in self.copies.items() if copies]
+        return {block_keys(array("I", block), SIZE, [], seed())[-1] for block in held}
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(
+    lambda blocks: tuple(b * 10 + n for b in blocks for n in range(SIZE))
+)
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), prompts),
+        st.tuples(st.just("remove"), st.integers(0, 50)),
+        st.tuples(st.just("clear"), st.none()),
+        st.tuples(st.just("flush"), st.none()),
+    ),
+    max_size=40,
+)
+
+
+def perform(model: Model, action: str, value: Any, kit: Any) -> list[Any]:
+    match action:
+        case "store":
+            return model.store(value, kit)
+        case "remove":
+            return model.remove(value, kit)
+        case "clear":
+            return model.clear(kit)
+    return []
+
+
+def apply(ledger: Ledger, kit: Any, *events: Any, rank: int = 0) -> None:
+    ledger.apply(decode_batch(kit.batch(*events, rank=rank)), rank)
+
+
+def keys(ledger: Ledger, place: Place = GPU) -> set[int]:
+    return set(ledger.caches[place].keys()) if place in ledger.caches else set()
+
+
+@given(actions)
+@settings(max_examples=40)
+def test_net_changes_followed_one_by_one_give_what_the_engine_holds(kit: Any, steps: list[tuple[str, Any]]) -> None:
+    model, ledger, followed = Model(), Ledger(seed), set()
+    for action, value in [*steps, ("flush", None)]:
+        events = perform(model, action, value, kit)
+        if events:
+            apply(ledger, kit, *events)
+        assert keys(ledger) == model.keys
+        if action == "flush":
+            for change in ledger.take().changes:
+                if change.cleared:
+                    followed.clear()
+                assert not followed & set(change.stored)
+                assert set(change.removed) <= followed
+                assert not set(change.stored) & set(change.removed)
+                assert len(set(change.stored)) == len(change.stored)
+                followed = (followed - set(change.removed)) | set(change.stored)
+            assert followed == model.keys
+            assert not ledger.dirty
+
+
+@given(actions)
+@settings(max_examples=40)
+def test_the_journals_operations_and_a_dump_rebuild_the_ledger(kit: Any, steps: list[tuple[str, Any]]) -> None:
+    model, ledger, redone = Model(), Ledger(seed), Ledger(seed)
+    for action, value in steps:
+        events = perform(model, action, value, kit)
+        if events:
+            apply(ledger, kit, *events)
+        for op in ledger.take().ops:
+            redone.redo(op)
+    dumped = Ledger(seed)
+    for op in ledger.dump():
+        dumped.redo(op)
+    for other in (redone, dumped):
+        for place, cache in ledger.caches.items():
+            mine = other.caches.get(place)
+            assert (
+                (mine.blocks, mine.copies, mine.owners) == (cache.blocks, cache.copies, cache.owners)
+                if mine
+                else not cache.blocks
+            )
+        assert not other.take().changes
+
+
+def test_a_block_is_held_until_its_last_copy_is_removed(kit: Any) -> None:
+    ledger = Ledger(seed)
+    for _ in range(3):
+        apply(ledger, kit, kit.stored([1, 2]))
+    for left in (2, 1):
+        apply(ledger, kit, kit.removed(2))
+        assert len(keys(ledger)) == 2, left
+    apply(ledger, kit, kit.removed(2))
+    assert len(keys(ledger)) == 1
+    assert ledger.counts["unknown_removed"] == 0
+    apply(ledger, kit, kit.removed(2))
+    assert ledger.counts["unknown_removed"] == 1
+
+
+def test_two_engine_hashes_of_one_key_are_one_block_until_both_are_gone(kit: Any) -> None:
+    """A LoRA adapter loaded again from another path: the engine's hash changes, what a request matches does not."""
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1], ids=[5, 6], lora_name="l", lora_id=1))
+    apply(ledger, kit, kit.stored([9], ids=[5, 6], lora_name="l", lora_id=2))
+    assert len(ledger.take().changes[0].stored) == 1
+    again = Ledger(seed)
+    for op in ledger.dump():
+        again.redo(op)
+    assert again.caches[GPU] == ledger.caches[GPU]
+    assert ledger.held == 1
+    apply(ledger, kit, kit.removed(1))
+    assert not ledger.take().changes
+    apply(ledger, kit, kit.removed(9))
+    assert len(ledger.take().changes[0].removed) == 1
+
+
+def test_blocks_of_an_unknown_parent_are_not_published_but_their_copies_count(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([2, 3], 1))
+    assert ledger.take().changes == []
+    assert (ledger.counts["unknown_parent"], ledger.aside) == (2, 2)
+    apply(ledger, kit, kit.stored([1]), kit.stored([2, 3], 1))
+    assert len(keys(ledger)) == 3
+    apply(ledger, kit, kit.removed(3))
+    assert len(keys(ledger)) == 3, "the copy that was put aside is still held"
+    apply(ledger, kit, kit.removed(3))
+    assert len(keys(ledger)) == 2
+
+
+def test_removing_what_was_put_aside_is_no_surprise(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([2], 1), kit.stored([2], 1), kit.removed(2), kit.removed(2))
+    assert (ledger.aside, ledger.counts["unknown_removed"]) == (0, 0)
+
+
+def test_an_entry_of_another_block_size_is_put_aside(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1], size=4), kit.stored([2], 1, size=2))
+    assert (len(keys(ledger)), ledger.counts["block_size"], ledger.block_size) == (1, 1, 4)
+
+
+def test_groups_media_and_ranks_hold_apart_and_a_clear_empties_one_rank(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1]), kit.stored([1], group_idx=1), kit.stored([1], medium="CPU"))
+    apply(ledger, kit, kit.stored([1]), rank=1)
+    assert {change.place for change in ledger.take().changes} == {
+        GPU,
+        Place(0, 1, "GPU"),
+        Place(0, 0, "CPU"),
+        Place(1, 0, "GPU"),
+    }
+    apply(ledger, kit, kit.removed(1, medium="CPU"))
+    assert keys(ledger) == {*keys(ledger, Place(0, 1, "GPU"))}
+    assert not keys(ledger, Place(0, 0, "CPU"))
+    ledger.take()
+    apply(ledger, kit, kit.CLEARED)
+    changes = ledger.take().changes
+    assert [change.cleared for change in changes] == [True]
+    assert changes[0].place.rank == 0
+    assert len(keys(ledger, Place(1, 0, "GPU"))) == 1
+
+
+def test_an_offloaded_block_finds_its_parent_on_the_device(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1, 2]), kit.stored([2], 1, medium="CPU"))
+    assert keys(ledger, Place(0, 0, "CPU")) < keys(ledger)
+
+
+def test_salt_lora_and_images_separate_equal_tokens(kit: Any) -> None:
+    ledger, same = Ledger(seed), {"ids": [5, 6]}
+    image = to_wire(bytes(32))
+    apply(ledger, kit, kit.stored([1], **same))
+    apply(ledger, kit, kit.stored([2], **same, extra_keys=[["salt"]]))
+    apply(ledger, kit, kit.stored([3], **same, lora_name="l", extra_keys=[["l"]]))
+    apply(ledger, kit, kit.stored([4], **same, extra_keys=[[[image, 0]]]))
+    apply(ledger, kit, kit.stored([5], **same, extra_keys=[[[image, -1]]]))
+    assert len(keys(ledger)) == 5
+
+
+def test_an_image_is_sighted_once_with_its_parent_place_and_length(kit: Any) -> None:
+    ledger, wire = Ledger(seed), to_wire(b"\1" * 32)
+    event = kit.stored([1, 2, 3], ids=[7, 8, 9, 50, 50, 60], extra_keys=[None, [[wire, 1]], [[wire, -1]]])
+    apply(ledger, kit, event, event)
+    (sighting,) = ledger.take().sightings
+    assert (sighting.offset, sighting.length, sighting.identity) == (1, 2, b"\1" * 32)
+    assert sighting.parent == block_keys(array("I", [7, 8]), 2, [], seed())[0]
+    apply(ledger, kit, kit.stored([4], ids=[50, 50], extra_keys=[[[to_wire(b"\2" * 32), 0]]]))
+    (first_block,) = ledger.take().sightings
+    assert (first_block.parent, first_block.offset, first_block.length) == (None, 0, 2)
+
+
+def test_the_key_of_an_image_block_is_the_one_that_the_router_computes(kit: Any) -> None:
+    ledger, identity = Ledger(seed), b"\7" * 32
+    apply(
+        ledger,
+        kit,
+        kit.stored([1, 2], ids=[1, 2, 3, 4], extra_keys=[[[to_wire(identity), 1]], [[to_wire(identity), -1]]]),
+    )
+    assert keys(ledger) == set(block_keys(array("I", [1, 2, 3, 4]), 2, [Span(1, 2, identity)], seed()))
+
+
+def test_what_is_ignored_is_counted_by_reason(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1], kv_cache_spec_kind="mamba"), kit.stored([], ids=[]))
+    apply(ledger, kit, kit.stored([1], ids=[1, 2]), rank=0)
+    ledger.apply(decode_batch(kit.batch(kit.stored([2]), rank=3)), 0)
+    assert ledger.counts["ignored_spec_mamba"] == ledger.counts["ignored_empty_store"] == 1
+    assert ledger.counts["rank_mismatch"] == 1
+
+
+def test_a_reset_forgets_changes_that_nobody_took(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1]))
+    ledger.reset()
+    assert not ledger.dirty
+    assert ledger.take().changes == []

@@ -1,0 +1,157 @@
+"""What a sidecar is told, and the process that is told it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmrouter import metadata
+from mmrouter.blocks import namespace_seed
+from mmrouter_sidecar.__main__ import main
+from mmrouter_sidecar.settings import Settings, SettingsError, load
+
+
+@pytest.fixture
+def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
+    """Files and variables as a rendered pod has them."""
+    secrets = tmp_path / "config" / "secrets"
+    secrets.mkdir(parents=True)
+    resource = {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": "vl"},
+        "spec": {
+            "model": {"id": "org/model", "revision": "v1"},
+            "engine": {"type": "vllm"},
+            "sidecar": {"bufferEvents": 500},
+            "pools": [
+                {
+                    "name": "worker",
+                    "role": "worker",
+                    "accelerator": {"kind": "nvidia", "count": 2},
+                    "parallelism": {"data": 2},
+                }
+            ],
+        },
+    }
+    (tmp_path / "config" / "deployment.json").write_text(json.dumps(resource))
+    (secrets / "identity.key").write_bytes(bytes(range(32)))
+    (secrets / "engine.key").write_text("engine-secret\n")
+    for name, key in (
+        ("sidecar.curve.public", settings.curve.public),
+        ("sidecar.curve.secret", settings.curve.secret),
+        ("router.curve.public", settings.curve.client),
+    ):
+        (secrets / name).write_bytes(key + b"\n")
+    return {
+        "MMROUTER_CONFIG": str(tmp_path / "config"),
+        "MMROUTER_STATE_DIR": str(tmp_path / "state"),
+        "MMROUTER_MODEL_DIR": str(tmp_path / "model"),
+        "MMROUTER_POOL": "worker",
+        "POD_UID": "pod-7",
+        "POD_IP": settings.pod_ip,
+        "POD_LOOPBACK": settings.loopback,
+    }
+
+
+def test_files_and_variables_become_settings(environment: dict[str, str], settings: Settings) -> None:
+    told = load(environment)
+    assert (told.pod_uid, told.engine, told.model, told.revision) == ("pod-7", "vllm", "org/model", "v1")
+    assert (told.ranks, told.buffer_events, told.engine_key) == (2, 500, "engine-secret")
+    assert told.curve == settings.curve
+    key = bytes(range(32))
+    assert told.seed("l", "s") == namespace_seed(key, model="org/model", revision="v1", lora="l", salt="s")
+    assert told.fingerprint != settings.fingerprint
+
+
+@pytest.mark.parametrize("name", ["POD_UID", "MMROUTER_POOL"])
+def test_a_missing_variable_is_named(environment: dict[str, str], name: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        load({key: value for key, value in environment.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("identity.key", b"short"),
+        ("identity.key", None),
+        ("sidecar.curve.secret", b"not a key"),
+        ("router.curve.public", None),
+    ],
+)
+def test_a_missing_or_malformed_secret_is_named(environment: dict[str, str], name: str, content: bytes | None) -> None:
+    path = Path(environment["MMROUTER_CONFIG"]) / "secrets" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(SettingsError, match=name.replace(".", r"\.")):
+        load(environment)
+
+
+def test_an_unknown_pool_and_a_missing_resource_are_named(environment: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="'other'"):
+        load(environment | {"MMROUTER_POOL": "other"})
+    (Path(environment["MMROUTER_CONFIG"]) / "deployment.json").unlink()
+    with pytest.raises(SettingsError, match=r"deployment\.json"):
+        load(environment)
+
+
+def run(environment: dict[str, str]) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "mmrouter_sidecar"]
+    return subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True)
+
+
+def until(process: "subprocess.Popen[str]", words: str) -> str:
+    """Read the log until a line holds ``words``."""
+    assert process.stderr is not None
+    return next(line for line in process.stderr if words in line)
+
+
+def test_a_killed_process_goes_on_and_a_terminated_one_ends_in_order(environment: dict[str, str]) -> None:
+    first = run(environment)
+    worker = until(first, "ready").split("worker ")[1]
+    first.kill()
+    first.communicate()
+    second = run(environment)
+    assert until(second, "ready").split("worker ")[1] == worker, "name and epoch are those of the journal"
+    second.send_signal(signal.SIGTERM)
+    _, rest = second.communicate(timeout=10)
+    assert second.returncode == 0
+    assert "stopped at seq 0" in rest
+
+
+def test_a_wrong_configuration_ends_with_status_2_and_a_sentence(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (environment | {"POD_UID": ""}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert caplog.messages[-1] == "configuration: POD_UID is not set"
+
+
+def test_only_files_that_decide_over_prompts_are_digested(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json", "chat_template.jinja", "model-00001.safetensors", "README.md"):
+        (tmp_path / name).write_text(name)
+    first = metadata.digests(tmp_path)
+    assert set(first) == {"tokenizer.json", "config.json", "chat_template.jinja"}
+    (tmp_path / "chat_template.jinja").write_text("other")
+    second = metadata.digests(tmp_path)
+    assert {name for name in first if first[name] != second[name]} == {"chat_template.jinja"}
+    assert metadata.digests(tmp_path / "absent") == {}
+
+
+def test_a_hub_download_is_found_by_branch_and_by_commit(tmp_path: Path) -> None:
+    home = tmp_path / "models--org--name"
+    assert metadata.hub_folder(tmp_path, "org/name", "main") is None
+    (home / "snapshots" / "c0ffee").mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("c0ffee\n")
+    expected: Any = (home / "snapshots" / "c0ffee", "c0ffee")
+    assert metadata.hub_folder(tmp_path, "org/name", "main") == expected
+    assert metadata.hub_folder(tmp_path, "org/name", "c0ffee") == expected
+    assert metadata.hub_folder(tmp_path, "org/name", "other") is None

@@ -1,0 +1,399 @@
+"""The whole sidecar over real sockets: an engine's publisher on one side, a router with CURVE on the other."""
+
+import asyncio
+import json
+import os
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import zmq
+import zmq.asyncio
+
+from mmrouter import feed
+from mmrouter.blocks import block_keys, chain
+from mmrouter.engines.events import Cleared, Removed, Stored
+from mmrouter.engines.vllm import decode_batch
+from mmrouter_sidecar import engine as engine_module
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def keys(one: Any, *ids: int, size: int = 2) -> set[int]:
+    """Keys of a prompt without images, as a router predicts them."""
+    seed = one.sidecar.relay._settings.seed(None, None)
+    return set(block_keys(array("I", ids), size, [], seed))
+
+
+async def applied(one: Any, batches: int) -> None:
+    """Wait until the sidecar applied so many batches."""
+    async with asyncio.timeout(5):
+        while one.metric("batches_total") < batches:
+            await asyncio.sleep(0.002)
+
+
+async def counted(counter: Callable[[], float]) -> None:
+    """Wait until a counter is above zero."""
+    async with asyncio.timeout(5):
+        while not counter():
+            await asyncio.sleep(0.002)
+
+
+async def test_what_the_engine_stores_and_removes_reaches_the_router_in_order(
+    start: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    await router.heartbeat()
+    engine = engines()
+    await engine.publish(kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])))
+    await engine.publish(kit.batch(kit.stored([3], 2, ids=[9, 9])))
+    await engine.publish(kit.batch(kit.removed(3)))
+    await engine.publish(kit.batch(kit.stored([4], 2, ids=[1, 1])))
+    index: dict[Any, set[int]] = {}
+    await applied(one, 4)
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6, 7, 8, 1, 1)}
+    last = (await router.heartbeat(lambda beat: beat.seq > 0)).seq
+    await router.until(lambda: any(delta.seq == last for delta in router.of(feed.Delta)))
+    deltas = router.of(feed.Delta)
+    assert [delta.seq for delta in deltas] == list(range(1, last + 1))
+    for delta in deltas:
+        kit.follow(index, delta)
+    assert index == {(0, 0, "GPU"): keys(one, 5, 6, 7, 8, 1, 1)}
+
+
+async def test_what_was_published_before_the_subscription_is_replayed(
+    start: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines()
+    for number in range(5):
+        await engine.publish(kit.batch(kit.stored([number + 1])), live=False)
+    await applied(one, 5)
+    assert engine.replays[0] == 0
+    assert len((await router.snapshot())[0, 0, "GPU"]) == 5
+
+
+async def test_a_gap_is_filled_by_a_replay_and_order_is_kept(start: Any, engines: Any, router: Any, kit: Any) -> None:
+    one = await start()
+    engine = engines()
+    await engine.publish(kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])))
+    await applied(one, 1)
+    await engine.publish(kit.batch(kit.removed(2)), live=False)
+    await engine.publish(kit.batch(kit.stored([3], 1, ids=[9, 9])), live=False)
+    await engine.publish(kit.batch(kit.stored([4], 3, ids=[1, 1])))
+    await applied(one, 4)
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6, 9, 9, 1, 1)}
+    assert one.metric("gaps_total") >= 1
+    assert one.metric("events_total", what="unknown_parent") == 0
+
+
+async def test_a_dropped_tail_is_found_when_nothing_follows(
+    start: Any, engines: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.05)
+    one = await start()
+    engine = engines()
+    await engine.publish(kit.batch(kit.stored([1])))
+    await applied(one, 1)
+    await engine.publish(kit.batch(kit.stored([2])), live=False)
+    await applied(one, 2)
+
+
+async def test_duplicates_and_late_replays_never_bring_back_a_removed_block(
+    start: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines()
+    store, remove = kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])), kit.batch(kit.removed(2))
+    await engine.publish(store)
+    await engine.publish(remove)
+    await applied(one, 2)
+    await engine.send(0, store)
+    await engine.send(0, store)
+    await engine.send(1, remove)
+    await engine.publish(kit.batch(kit.stored([9], ids=[1, 1])))
+    await applied(one, 3)
+    assert one.metric("duplicates_total") >= 3
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6) | keys(one, 1, 1)}
+
+
+async def test_history_beyond_the_engines_buffer_is_lost_openly(
+    start: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines(buffer=2)
+    await engine.publish(kit.batch(kit.stored([1])))
+    await applied(one, 1)
+    before = await router.heartbeat(lambda beat: beat.seq == 1)
+    for number in range(2, 8):
+        await engine.publish(kit.batch(kit.stored([number])), live=False)
+    await engine.publish(kit.batch(kit.stored([8])))
+    after = await router.heartbeat(lambda beat: beat.epoch > before.epoch)
+    assert after.worker == before.worker
+    await applied(one, 3)
+    assert len((await router.snapshot())[0, 0, "GPU"]) == 2
+    assert one.metric("lost_total", reason="history") == 1
+    assert one.metric("skipped_batches_total") == 5
+
+
+async def test_the_engines_end_is_a_new_empty_epoch_under_a_new_name(
+    start: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines()
+    for number in range(3):
+        await engine.publish(kit.batch(kit.stored([number + 1])))
+    await applied(one, 3)
+    before = await router.heartbeat(lambda beat: beat.seq > 0)
+    engine.kill()
+    after = await router.heartbeat(lambda beat: beat.worker != before.worker)
+    assert after.epoch > before.epoch
+    assert (after.seq, after.engine_state) == (0, "down")
+    assert await router.snapshot() == {}
+    fresh = engines()
+    await fresh.publish(kit.batch(kit.stored([7], ids=[5, 6])))
+    await applied(one, 4)
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6)}
+
+
+async def test_a_stranger_on_the_event_port_ends_no_epoch(start: Any, engines: Any, router: Any, kit: Any) -> None:
+    one = await start()
+    engine = engines()
+    await engine.publish(kit.batch(kit.stored([1])))
+    await applied(one, 1)
+    epoch = one.sidecar.relay.epoch
+    for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+        _, writer = await asyncio.open_connection(one.sidecar.relay._settings.loopback, 5557)
+        writer.write(greeting)
+        writer.close()
+        await writer.wait_closed()
+    await engine.publish(kit.batch(kit.stored([2])))
+    await applied(one, 2)
+    assert one.sidecar.relay.epoch == epoch
+
+
+async def test_a_restarted_sidecar_goes_on_with_its_journal_and_the_engines_buffer(
+    start: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines()
+    await engine.publish(kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])))
+    await applied(one, 1)
+    before = await router.heartbeat(lambda beat: beat.seq == 1)
+    await one.stop()
+    await engine.publish(kit.batch(kit.removed(2)), live=False)
+    again = await start()
+    await applied(again, 1)
+    after = await router.heartbeat(lambda beat: beat.seq == 2)
+    assert (after.worker, after.epoch) == (before.worker, before.epoch)
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(again, 5, 6)}
+    assert again.metric("epochs_total", reason="other_instance") == 0
+
+
+async def test_a_restarted_sidecar_finds_out_that_the_engine_was_replaced(
+    start: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines()
+    for number in range(3):
+        await engine.publish(kit.batch(kit.stored([number + 1])))
+    await applied(one, 3)
+    before = await router.heartbeat(lambda beat: beat.seq > 0)
+    await one.stop()
+    engine.kill()
+    other = engines()
+    for number in range(3):
+        await other.publish(kit.batch(kit.stored([number + 1], ids=[number, 77])), live=False)
+    again = await start()
+    await applied(again, 3)
+    after = await router.heartbeat(lambda beat: beat.worker != before.worker)
+    assert after.epoch > before.epoch
+    assert (await router.snapshot())[0, 0, "GPU"] == keys(again, 0, 77) | keys(again, 1, 77) | keys(again, 2, 77)
+
+
+async def test_ranks_have_streams_of_their_own_and_end_together(
+    start: Any, settings: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start(replace(settings, ranks=2))
+    ranks = [engines(rank=0), engines(rank=1)]
+    await ranks[0].publish(kit.batch(kit.stored([1], ids=[5, 6])))
+    await ranks[1].publish(kit.batch(kit.stored([1], ids=[7, 8]), rank=1))
+    await applied(one, 2)
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6), (1, 0, "GPU"): keys(one, 7, 8)}
+    before = await router.heartbeat(lambda beat: beat.ranks == 2)
+    ranks[1].kill()
+    await router.heartbeat(lambda beat: beat.worker != before.worker)
+    await applied(one, 3)
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6)}, "the rank that lives is read anew"
+
+
+@pytest.mark.parametrize("who", ["stranger", "nobody"])
+async def test_only_the_routers_key_is_let_in_and_refusals_are_counted(
+    start: Any, settings: Any, curve: Any, who: str
+) -> None:
+    one = await start()
+    context = zmq.asyncio.Context()
+    try:
+        for kind, port in ((zmq.SUB, 7557), (zmq.DEALER, 7558)):
+            socket = context.socket(kind)
+            socket.setsockopt(zmq.LINGER, 0)
+            if who == "stranger":
+                socket.setsockopt(zmq.CURVE_SECRETKEY, curve["stranger_secret"])
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, curve["stranger_public"])
+                socket.setsockopt(zmq.CURVE_SERVERKEY, curve["sidecar_public"])
+            if kind == zmq.SUB:
+                socket.subscribe(b"")
+            socket.connect(f"tcp://{settings.pod_ip}:{port}")
+            if kind == zmq.DEALER:
+                await socket.send_multipart([b"", feed.encode(feed.Snapshot(1))])
+                assert not await socket.poll(150)
+            else:
+                assert not await socket.poll(150), "not even a heartbeat"
+        # Without CURVE whichever side notices first hangs up, so the sidecar sees a protocol fault or just an end.
+        reasons = ["key"] if who == "stranger" else ["protocol", "handshake"]
+        await counted(lambda: sum(one.metric("refusals_total", reason=reason) for reason in reasons))
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_another_version_of_the_feed_is_refused_by_name(start: Any, router: Any) -> None:
+    one = await start()
+    payload = bytes((feed.VERSION + 1,)) + feed.encode(feed.Snapshot(77))[1:]
+    (reply,) = await router.ask_raw(payload)
+    assert isinstance(reply, feed.Refused)
+    assert reply.id == 77
+    assert str(feed.VERSION + 1) in reply.reason
+    (reply,) = await router.ask_raw(bytes((feed.VERSION,)) + b"\xc1")
+    assert isinstance(reply, feed.Refused)
+    assert one.metric("refusals_total", reason="undecodable") == 2
+    assert await router.ask(feed.Snapshot), "the connection stays usable"
+
+
+async def test_a_canary_claim_and_its_result_travel(start: Any, router: Any) -> None:
+    one = await start()
+    epoch = one.sidecar.relay.epoch
+    (granted,) = await router.ask(lambda number: feed.CanaryClaim(number, epoch, "router-a", 10.0))
+    assert granted.granted
+    canary = feed.Canary(epoch, "True", compared=6, router="router-a")
+    (accepted,) = await router.ask(lambda number: feed.CanaryResult(number, canary))
+    assert isinstance(accepted, feed.Accepted)
+    beat = await router.heartbeat(lambda beat: beat.canary is not None)
+    assert beat.canary == canary
+
+
+async def test_every_captured_stream_of_a_real_engine_is_held_as_its_events_say(
+    start: Any, engines: Any, router: Any, settings: Any
+) -> None:
+    folder = Path(os.environ.get("MMROUTER_CAPTURES", REPOSITORY.parent / "shared" / "captures")) / "vllm"
+    if not folder.is_dir():
+        pytest.skip(f"not run: no captures at {folder} (MMROUTER_CAPTURES)")
+    one = await start()
+    done = 0
+    for name in ("qwen2vl_evict_byteshash", "qwen2vl_core_uuid_clear", "qwen3vl-real"):
+        lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        payloads = [bytes.fromhex(frame["payload"]) for line in lines for frame in line.get("frames", [])]
+        held: dict[int, int] = {}
+        copies: dict[int, int] = {}
+        for raw in payloads:
+            for event in decode_batch(raw).events:
+                match event:
+                    case Cleared():
+                        held, copies = {}, {}
+                    case Stored():
+                        parent = settings.seed(event.lora, event.salt) if event.parent is None else held[event.parent]
+                        new = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+                        for number, key in zip(event.hashes, new, strict=True):
+                            held[number] = key
+                            copies[number] = copies.get(number, 0) + 1
+                    case Removed():
+                        for number in event.hashes:
+                            copies[number] -= 1
+                            if not copies[number]:
+                                del held[number], copies[number]
+        engine = engines(topic=b"kv@engine-a")
+        for place, raw in enumerate(payloads):
+            await engine.publish(raw, live=place % 3 != 1)
+        if place % 3 == 1:
+            await engine.send(place, payloads[place])
+        done += len(payloads)
+        await applied(one, done)
+        assert (await router.snapshot())[0, 0, "GPU"] == set(held.values())
+        epoch = one.sidecar.relay.epoch
+        engine.kill()
+        await router.heartbeat(lambda beat, epoch=epoch: beat.epoch > epoch)
+    assert one.metric("events_total", what="unknown_parent") == 0
+    assert one.metric("events_total", what="unknown_removed") == 0
+
+
+async def test_health_load_and_geometry_come_from_the_engines_http_side(
+    start: Any, http_engine: Any, router: Any, settings: Any
+) -> None:
+    settings.model_dir.mkdir()
+    (settings.model_dir / "config.json").write_text("{}")
+    (settings.model_dir / "model.safetensors").write_text("weights do not count")
+    http_engine["metrics"] = (
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:cache_config_info{block_size="32",engine="0"} 1.0\n'
+    )
+    one = await start()
+    beat = await router.heartbeat(lambda beat: beat.engine_state == "up" and beat.block_size == 32)
+    assert beat.engine_version == "0.32.0"
+    assert set(beat.digests) == {"config.json"}
+    assert len(beat.digests["config.json"]) == 64
+    assert (beat.model, beat.revision, beat.engine) == ("org/model", "main", "vllm")
+    load = await router.until(lambda: router.of(feed.Load))
+    assert load[0] == feed.Load(0, 3.0, 1.0, 0.5)
+    http_engine["health"] = 503
+    await router.heartbeat(lambda beat: beat.engine_state == "down")
+    assert one.metric("probe_failures_total", path="/health") >= 1
+
+
+async def test_readiness_metrics_and_the_drain_hook(
+    start: Any, settings: Any, engines: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines()
+    await engine.publish(kit.batch(kit.stored([1]), kit.stored([], ids=[])))
+    await applied(one, 1)
+    async with aiohttp.ClientSession() as session:
+        base = f"http://{settings.pod_ip}:9090"
+        for path in ("/healthz", "/readyz"):
+            async with session.get(base + path) as answer:
+                assert answer.status == 200
+        async with session.get(base + "/metrics") as answer:
+            text = await answer.text()
+        assert "mmrouter_sidecar_blocks 1.0" in text
+        assert 'mmrouter_sidecar_events_total{what="ignored_empty_store"} 1.0' in text
+        async with session.get(f"http://{settings.loopback}:8002/drain") as answer:
+            assert answer.status == 200
+    await router.heartbeat(lambda beat: beat.draining)
+    one.sidecar.ready.clear()
+    async with aiohttp.ClientSession() as session, session.get(f"{base}/readyz") as answer:
+        assert answer.status == 503
+
+
+async def test_a_taken_address_ends_the_sidecar_with_an_error(start: Any, settings: Any) -> None:
+    await start()
+    with pytest.raises(AssertionError, match="address already in use"):
+        await start(replace(settings, state_dir=settings.state_dir / "other"))
+
+
+async def test_an_api_server_that_outlives_its_engine_does_not_make_it_look_alive(
+    start: Any, engines: Any, http_engine: Any, router: Any, kit: Any
+) -> None:
+    one = await start()
+    engine = engines()
+    await engine.publish(kit.batch(kit.stored([1])))
+    await applied(one, 1)
+    await router.heartbeat(lambda beat: beat.engine_state == "up")
+    engine.kill()
+    await router.heartbeat(lambda beat: beat.engine_state == "down")
+    seen = len(router.frames)
+    await router.until(lambda: len(router.frames) > seen + 5)
+    assert {beat.engine_state for beat in router.frames[seen:] if isinstance(beat, feed.Heartbeat)} == {"down"}
+    engines()
+    await router.heartbeat(lambda beat: beat.engine_state == "up")

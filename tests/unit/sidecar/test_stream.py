@@ -1,0 +1,239 @@
+"""Order of an engine's stream: whatever is lost, doubled or late, batches leave once, in order, or a loss is said."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter_sidecar import stream as module
+from mmrouter_sidecar.stream import Ask, Duplicate, Lost, Ready, Skipped, Stream, digest_of
+
+
+def payload(seq: int, engine: str = "a") -> bytes:
+    return f"{engine}:{seq}".encode()
+
+
+def seqs(steps: list[module.Step]) -> list[int]:
+    return [step.seq for step in steps if isinstance(step, Ready)]
+
+
+@dataclass
+class World:
+    """An engine, a lossy live channel and a replay channel that answers late; ``chance`` decides what happens next."""
+
+    chance: random.Random
+    buffer: int = 10_000
+    stream: Stream = field(default_factory=Stream)
+    published: int = 0
+    live: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    serving: bool = False
+    asked: int | None = None
+    out: list[module.Step] = field(default_factory=list)
+
+    def take(self, steps: list[module.Step]) -> None:
+        for step in steps:
+            if isinstance(step, Ask):
+                self.asked, self.serving, self.answer = step.first, False, []
+            else:
+                self.out.append(step)
+
+    def serve(self) -> None:
+        """The engine answers the last question from its buffer, as it is now; some replayed messages do not fit."""
+        held = range(max(self.asked or 0, self.published - self.buffer), self.published)
+        kept = [seq for place, seq in enumerate(held) if not place or self.chance.random() < 0.9]
+        self.answer, self.serving, self.asked = kept, True, None
+
+    def step(self) -> None:
+        choice = self.chance.random()
+        if choice < 0.35:
+            self.published += 1
+            if self.chance.random() < 0.8:
+                self.live.append(self.published - 1)
+                if self.chance.random() < 0.1:
+                    self.live.append(self.published - 1)
+        elif choice < 0.7 and self.live:
+            seq = self.live.pop(0)
+            self.take(self.stream.live(seq, payload(seq)))
+        elif self.asked is not None:
+            self.serve()
+        elif self.serving:
+            self.answered()
+
+    def answered(self) -> None:
+        if self.answer:
+            seq = self.answer.pop(0)
+            self.take(self.stream.replayed(seq, payload(seq)))
+        else:
+            self.serving = False
+            self.take(self.stream.replay_ended())
+
+    def finish(self) -> None:
+        """Everything under way arrives; then silence is looked into."""
+        for _ in range(10_000):
+            if self.live:
+                seq = self.live.pop(0)
+                self.take(self.stream.live(seq, payload(seq)))
+            elif self.asked is not None:
+                self.serve()
+            elif self.serving:
+                self.answered()
+            elif self.stream.next < self.published:
+                self.take(self.stream.quiet())
+            else:
+                return
+        raise AssertionError("the stream never settled")
+
+
+@given(st.integers(0, 2**32), st.integers(0, 60))
+def test_every_batch_leaves_once_and_in_order_while_the_engine_still_has_it(seed: int, steps: int) -> None:
+    world = World(random.Random(seed))
+    world.take(world.stream.connected())
+    for _ in range(steps):
+        world.step()
+    world.finish()
+    assert seqs(world.out) == list(range(world.published))
+    assert not [step for step in world.out if isinstance(step, Lost | Skipped)]
+    assert world.stream.waiting == 0
+
+
+@given(st.integers(0, 2**32), st.integers(0, 80), st.integers(1, 4))
+def test_a_short_replay_buffer_loses_openly_and_never_reorders(seed: int, steps: int, buffer: int) -> None:
+    world = World(random.Random(seed), buffer=buffer)
+    world.take(world.stream.connected())
+    for _ in range(steps):
+        world.step()
+    world.finish()
+    before = -1
+    for step in world.out:
+        if isinstance(step, Skipped):
+            assert step.first == before + 1
+            before = step.end
+        elif isinstance(step, Ready):
+            assert step.seq == before + 1
+            before = step.seq
+    assert before == world.published - 1
+
+
+def test_a_late_replay_changes_nothing_that_was_applied_live() -> None:
+    stream = Stream()
+    stream.connected()
+    for seq in range(5):
+        assert seqs(stream.live(seq, payload(seq))) == [seq]
+    assert all(stream.replayed(seq, payload(seq)) == [Duplicate()] for seq in range(5))
+    assert stream.replay_ended() == []
+
+
+def test_a_gap_is_asked_for_from_the_first_missing_number() -> None:
+    stream = Stream()
+    stream.live(0, payload(0))
+    assert stream.live(3, payload(3)) == [Ask(1)]
+    assert stream.live(4, payload(4)) == []
+    assert seqs(stream.replayed(1, payload(1))) == [1]
+    assert seqs(stream.replayed(2, payload(2))) == [2, 3, 4]
+
+
+def test_an_answer_older_than_the_gap_does_not_count_as_a_loss() -> None:
+    stream = Stream()
+    stream.live(0, payload(0))
+    assert stream.quiet() == [Ask(1)]
+    assert stream.live(2, payload(2)) == []
+    assert stream.replay_ended() == [Ask(1)]
+    assert seqs(stream.replayed(1, payload(1))) == [1, 2]
+
+
+def test_history_that_the_engine_no_longer_has_is_lost_openly() -> None:
+    stream = Stream()
+    stream.live(0, payload(0))
+    stream.live(9, payload(9))
+    assert stream.replayed(7, payload(7)) == [
+        Lost("history"),
+        Skipped(1, 6),
+        Ready(7, payload(7), digest_of(payload(7))),
+    ]
+    assert seqs(stream.replayed(8, payload(8))) == [8, 9]
+
+
+def test_a_late_start_has_nothing_to_lose() -> None:
+    stream = Stream()
+    assert stream.connected() == [Ask(0)]
+    stream.live(9, payload(9))
+    steps = stream.replayed(8, payload(8))
+    assert steps[0] == Skipped(0, 7)
+    assert seqs(steps) == [8, 9]
+
+
+def test_a_lower_number_with_other_bytes_is_another_engine() -> None:
+    stream = Stream()
+    for seq in range(4):
+        stream.live(seq, payload(seq))
+    assert stream.live(2, payload(2)) == [Duplicate()]
+    assert stream.live(0, payload(0, "b")) == [Lost("backwards"), Ask(0)]
+    assert seqs(stream.replayed(0, payload(0, "b"))) == [0]
+    assert seqs(stream.live(1, payload(1, "b"))) == [1]
+
+
+def test_a_number_older_than_every_memory_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RECENT", 8)
+    stream = Stream()
+    for seq in range(20):
+        stream.live(seq, payload(seq))
+    assert stream.live(13, payload(13)) == [Duplicate()]
+    assert stream.live(3, payload(3))[0] == Lost("backwards")
+
+
+def test_a_restarted_sidecar_goes_on_when_the_engine_proves_to_be_the_same() -> None:
+    stream = Stream((41, digest_of(payload(41))))
+    assert stream.connected() == [Ask(41)]
+    assert stream.live(43, payload(43)) == []
+    assert stream.replayed(41, payload(41)) == [Duplicate()]
+    assert seqs(stream.replayed(42, payload(42))) == [42, 43]
+    assert stream.replay_ended() == []
+
+
+@pytest.mark.parametrize("answer", [[], [(41, payload(41, "b"))], [(50, payload(50))], [(0, payload(0, "b"))]])
+def test_a_restarted_sidecar_believes_nothing_that_is_not_proved(answer: list[tuple[int, bytes]]) -> None:
+    stream = Stream((41, digest_of(payload(41))))
+    stream.connected()
+    stream.live(1, payload(1, "b"))
+    steps = [step for seq, raw in answer for step in stream.replayed(seq, raw)] or stream.replay_ended()
+    assert steps == [Lost("other_instance"), Ask(0)]
+    assert seqs(stream.replayed(0, payload(0, "b"))) == [0, 1]
+
+
+def test_without_answers_a_gap_is_given_up_after_some_patience() -> None:
+    stream = Stream()
+    stream.live(0, payload(0))
+    stream.live(2, payload(2))
+    assert stream.replay_failed() == [Ask(1)]
+    assert stream.replay_failed() == [Ask(1)]
+    steps = stream.replay_failed()
+    assert steps[:2] == [Lost("unanswered"), Skipped(1, 1)]
+    assert seqs(steps) == [2]
+
+
+def test_an_unanswered_question_without_a_gap_is_asked_on() -> None:
+    stream = Stream()
+    stream.connected()
+    assert [stream.replay_failed() for _ in range(10)] == [[Ask(0)]] * 10
+
+
+def test_what_waits_behind_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HELD", 10)
+    stream = Stream()
+    stream.live(0, payload(0))
+    steps = [step for seq in range(2, 40) for step in stream.live(seq, payload(seq))]
+    assert Lost("backlog") in steps
+    assert stream.waiting <= 10
+    assert seqs(steps) == list(range(2, 40))
+
+
+def test_after_the_engines_end_numbers_begin_anew() -> None:
+    stream = Stream()
+    for seq in range(3):
+        stream.live(seq, payload(seq))
+    stream.ended()
+    assert stream.connected() == [Ask(0)]
+    assert seqs(stream.live(0, payload(0, "b"))) == [0]

@@ -1,0 +1,249 @@
+"""Captures of a real vLLM 0.32 (requests with their expanded prompts, images and frames), and engines served here."""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import uvicorn
+
+from mmrouter_sim import model
+from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.engine import Engine
+from mmrouter_sim.flags import parse
+from mmrouter_sim.web.app import build
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One answered request of a capture, with everything that the engine's hashes depend on."""
+
+    label: str
+    prompt: list[int]
+    answer: list[int]
+    media: tuple[Media, ...]
+    salt: str | None
+    lora: tuple[str, str] | None
+    report_hits: bool
+    cached_tokens: int | None
+    created_tokens: int | None
+    payloads: tuple[bytes, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.answer
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [event for payload in self.payloads for event in msgspec.msgpack.decode(payload)[1]]
+
+
+def folder(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or ROOT.parent / "shared" / default)
+
+
+@pytest.fixture(scope="session")
+def captures() -> Path:
+    path = folder("MMROUTER_CAPTURES", "captures") / "vllm"
+    if not path.is_dir():
+        pytest.skip("not run: no captures folder (MMROUTER_CAPTURES)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    path = folder("MMROUTER_MODELS", "models")
+    if not path.is_dir():
+        pytest.skip("not run: no model folder (MMROUTER_MODELS)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def recorded(captures: Path) -> Callable[..., list[Recorded]]:
+    def read(name: str, pad: int, lora_path: str | None = None, engine: str = "") -> list[Recorded]:
+        names: dict[str, str] = {}
+        steps = [json.loads(line) for line in (captures / f"{name}.jsonl").read_text().splitlines()]
+        chosen = [
+            step
+            for step in steps
+            if step.get("kind") == "step"
+            and step["label"].startswith(engine)
+            and (step["status"] != 200 or "prompt_token_ids" in step["reply"] or step["label"] == "reset_prefix_cache")
+        ]
+        return [_recorded(step, pad, lora_path, names) for step in chosen if step["status"] == 200]
+
+    return read
+
+
+def _recorded(step: dict[str, Any], pad: int, lora_path: str | None, names: dict[str, str]) -> Recorded:
+    payloads = tuple(bytes.fromhex(frame["payload"]) for frame in step["frames"])
+    events = [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
+    stored = [event for event in events if event["type"] == "BlockStored"]
+    body = step["request"]["body"] or {}
+    prompt = step["reply"].get("prompt_token_ids") or []
+    ids = prompt + (step["reply"].get("output_token_ids") or [])
+    usage = (step["reply"].get("usage") or {}).get("prompt_tokens_details") or {}
+    lora = stored[0]["lora_name"] if stored else None
+    return Recorded(
+        label=step["label"],
+        prompt=prompt,
+        answer=step["reply"].get("output_token_ids") or [],
+        media=tuple(_media(ids, stored, pad, _image_names(body), names)),
+        salt=body.get("cache_salt"),
+        lora=(lora, lora_path or "") if lora else None,
+        report_hits=body.get("vllm_xargs", {}).get("kv_cache_report_mode") == "full",
+        cached_tokens=usage.get("cached_tokens"),
+        created_tokens=usage.get("created_cache_tokens"),
+        payloads=payloads,
+    )
+
+
+def _image_names(body: dict[str, Any]) -> list[str]:
+    """A name per image of a request that is equal exactly when the engine calls the images equal."""
+    parts = [p for m in body.get("messages", []) if isinstance(m["content"], list) for p in m["content"]]
+    extra = json.dumps([body.get("mm_processor_kwargs"), body.get("media_io_kwargs")])
+    return [
+        (part.get("uuid") or ((part.get("image_url") or {}).get("url") or {}).get("$image", "")) + extra
+        for part in parts
+        if part.get("type") == "image_url"
+    ]
+
+
+def _media(
+    ids: list[int], stored: list[dict[str, Any]], pad: int, images: list[str], names: dict[str, str]
+) -> Iterator[Media]:
+    """Placeholder runs, each with the identifier that the events give it or, when it was a hit, gave it before."""
+    known: dict[int, str] = {}
+    for event in stored:
+        size, tokens = event["block_size"], event["token_ids"]
+        start = next(s for s in range(0, len(ids), size) if ids[s : s + len(tokens)] == tokens and _parented(event, s))
+        for number, keys in enumerate(event.get("extra_keys") or []):
+            for key in keys or []:
+                if isinstance(key, list):
+                    known[start + number * size + key[1]] = key[0]
+    for number, (offset, length) in enumerate(_runs(ids, pad)):
+        name = images[number] if number < len(images) else ""
+        identifier = known.get(offset) or names.get(name) or name.removesuffix(json.dumps([None, None]))
+        names[name] = identifier
+        yield Media(identifier, offset, length)
+
+
+def _parented(event: dict[str, Any], start: int) -> bool:
+    return (start == 0) == (event["parent_block_hash"] is None)
+
+
+def _runs(ids: list[int], pad: int) -> Iterator[tuple[int, int]]:
+    start = None
+    for position, token in enumerate([*ids, None]):
+        if token == pad and start is None:
+            start = position
+        elif token != pad and start is not None:
+            yield start, position - start
+            start = None
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The model folder that the project made for itself."""
+    return ROOT / "examples" / "models" / "tiny-qwen2-vl"
+
+
+@dataclass
+class Client:
+    """One simulated engine, served in this process on loopback, and a session to talk to it."""
+
+    engine: Engine
+    session: aiohttp.ClientSession
+    url: str
+
+    async def get(self, path: str, **kwargs: Any) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, **kwargs) as answer:
+            return answer.status, await _body(answer)
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        async with self.session.post(self.url + path, data=data, **kwargs) as answer:
+            return answer.status, await _body(answer)
+
+    async def chat(self, content: Any, **fields: Any) -> tuple[int, Any]:
+        return await self.post("/v1/chat/completions", chat_body(content, **fields))
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the chunks of a stream, which has to end with the end mark."""
+        async with self.session.post(self.url + path, json=body | {"stream": True}) as answer:
+            assert answer.content_type == "text/event-stream"
+            frames = (await answer.text()).split("\n\n")
+        assert frames[-2:] == ["data: [DONE]", ""]
+        return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+def chat_body(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
+
+
+async def _body(answer: aiohttp.ClientResponse) -> Any:
+    return await (answer.json() if answer.content_type == "application/json" else answer.text())
+
+
+@pytest.fixture
+async def serve(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+    """Start engines with the given flags; all are stopped at the end of the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*flags: str) -> Client:
+            base = ["--served-model-name", "tiny", "--sim-speed", "50", "--prefix-caching-hash-algo", "sha256_cbor"]
+            settings = parse(["serve", str(tiny), *base, "--enable-prompt-tokens-details", *flags])
+            loaded = model.load("m", tiny, chat_template=settings.chat_template, processor=settings.processor)
+            engine = Engine(settings, loaded)
+            # Not by the server's own loop, which takes tenths of a second to stop: too slow for so many tests.
+            config = uvicorn.Config(build(engine), port=0, log_level="error", lifespan="off")
+            config.load()
+            server = uvicorn.Server(config)
+            server.lifespan = config.lifespan_class(config)
+            stepping = asyncio.create_task(engine.run())
+            await server.startup()
+
+            async def stop() -> None:
+                while server.server_state.connections:
+                    await asyncio.sleep(0.001)
+                for listening in server.servers:
+                    listening.close()
+                stepping.cancel()
+                await asyncio.gather(stepping, return_exceptions=True)
+
+            stack.push_async_callback(stop)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            return Client(engine, session, f"http://127.0.0.1:{port}")
+
+        yield start
+
+
+@pytest.fixture
+def unused_port() -> Callable[[int], int]:
+    """Return the first of ``count`` neighbouring loopback ports that nobody listens on."""
+
+    def find(count: int) -> int:
+        while True:
+            with ExitStack() as stack:
+                first = stack.enter_context(socket.socket())
+                first.bind(("127.0.0.1", 0))
+                port: int = first.getsockname()[1]
+                try:
+                    for following in range(1, count):
+                        stack.enter_context(socket.socket()).bind(("127.0.0.1", port + following))
+                except (OSError, OverflowError):
+                    continue
+                return port
+
+    return find

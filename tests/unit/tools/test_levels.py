@@ -1,0 +1,94 @@
+"""The level runner never says less than what happened."""
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tools import levels
+from tools.levels import Level, Outcome, Step, run_level, summary
+
+
+def python(code: str) -> Step:
+    return Step(code[:20], (sys.executable, "-c", code))
+
+
+def over(folder: Path, code: str) -> Step:
+    folder.mkdir()
+    (folder / "test_it.py").write_text(code)
+    return Step("tests", tests=str(folder))
+
+
+MIXED = """
+import pytest
+def test_good(): pass
+def test_bad(): assert False
+def test_broken(nothing_of_that_name): pass
+def test_left_out(): pytest.skip("not run: no engine")
+"""
+
+
+def test_tests_are_counted_by_what_they_came_to(tmp_path: Path) -> None:
+    outcome = run_level(Level((over(tmp_path / "mixed", MIXED),), limit_s=60), tmp_path)
+    assert (outcome.passed, outcome.failed, outcome.skips) == (1, 2, Counter({"not run: no engine": 1}))
+    assert [text.rpartition(".")[2] for text in outcome.failures] == ["test_bad", "test_broken"]
+    assert outcome.verdict == "failed"
+
+
+def test_a_level_of_skips_only_did_not_run(tmp_path: Path) -> None:
+    code = "import pytest\ndef test_it(): pytest.skip('not run: no engine')\n"
+    outcome = run_level(Level((over(tmp_path / "skips", code),), limit_s=60), tmp_path)
+    assert outcome.verdict == "not run"
+    assert "    not run: no engine (1 test)" in summary({"conformance": outcome}).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [("", "no test was found in "), ("import nothing_of_that_name\n", "test_it")],
+)
+def test_a_folder_without_a_result_is_a_failure(tmp_path: Path, code: str, why: str) -> None:
+    outcome = run_level(Level((over(tmp_path / "odd", code),), limit_s=60), tmp_path)
+    assert (outcome.passed, outcome.failed) == (0, 1)
+    assert why in outcome.failures[0]
+
+
+def test_a_failing_command_fails_the_level_and_does_not_stop_it(tmp_path: Path) -> None:
+    steps = (python("raise SystemExit(3)"), python("import os; os.kill(os.getpid(), 9)"), python("pass"))
+    outcome = run_level(Level(steps, limit_s=60, lanes=2), tmp_path)
+    assert [text.partition(": ")[2] for text in outcome.failures] == ["exit status 3", "ended by SIGKILL"]
+    assert summary({"check": outcome}).endswith("0 passed, 2 failed, 0 skipped")
+
+
+def test_a_command_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
+    outcome = run_level(Level((python("import threading; threading.Event().wait()"),), limit_s=0.3), tmp_path)
+    assert outcome.failures == ["import threading; th: ended by SIGKILL"]
+
+
+def test_the_closing_line_sums_over_the_levels() -> None:
+    outcomes = {"check": Outcome(passed=3), "e2e": Outcome(passed=1, skips=Counter({"not run: x": 2}))}
+    assert summary(outcomes).splitlines()[-1] == "4 passed, 0 failed, 2 skipped"
+
+
+def test_a_cancelled_run_ends_what_it_started(tmp_path: Path) -> None:
+    child = (
+        "import signal, sys, threading\n"
+        "signal.signal(signal.SIGINT, lambda *_: (open(sys.argv[1], 'w').write('ended'), sys.exit()))\n"
+        "print('started', flush=True)\nthreading.Event().wait()\n"
+    )
+    mark = tmp_path / "mark"
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(levels.__file__).parents[1])!r})\n"
+        "from tools import levels\n"
+        f"step = levels.Step('hang', (sys.executable, '-c', {child!r}, {str(mark)!r}))\n"
+        "levels.LEVELS = {'check': levels.Level((step,), limit_s=60)}\n"
+        "sys.argv = ['levels', 'check']\nsys.exit(levels.main())\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert any(line == "started\n" for line in run.stdout)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(20) == 130
+    assert mark.read_text() == "ended"
+    run.stdout.close()
