@@ -22,6 +22,8 @@ SEED, ENGINE_SEED = 0x6D6D, 0xE16E
 SYSTEM_PROMPTS, IMAGES, CONVERSATIONS = 4, 64, 256
 PART_TOKENS = 1024
 """Tokens of a system prompt, and of an image."""
+MAX_BLOCKS = 60_000
+"""Blocks that a worker can hold: half of what all conversations have, since not every one is asked to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,12 @@ class Workload:
 
 
 def build(*, workers: int, blocks_per_worker: int, queries: int, seed: int = 1) -> Workload:
-    """Return a workload. The workers' events are interleaved, each worker's own in order."""
+    """Return a workload. The workers' events are interleaved, each worker's own in order.
+
+    Raises ``ValueError`` for more blocks than the conversations of one seed surely hold.
+    """
+    if blocks_per_worker > MAX_BLOCKS:
+        raise ValueError(f"one seed fills {MAX_BLOCKS} blocks per worker, not {blocks_per_worker}: take several seeds")
     rnd = random.Random(seed)
     talks = _conversations(rnd)
     keys = [block_keys(ids, BLOCK_SIZE, (), SEED) for ids in talks]

@@ -25,7 +25,7 @@ class FeedError(ValueError):
     """A frame cannot be read; the message says why."""
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
+class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta", gc=False):
     """Net change of one engine rank's cache since the last delta: keys that became present and keys that became absent.
 
     ``stored`` and ``removed`` are packed keys (``mmrouter.blocks.pack_keys``) and disjoint. ``cleared`` empties
@@ -164,7 +164,7 @@ class ReplayPart(msgspec.Struct, frozen=True, array_like=True, tag="replay_part"
     gone: bool = False
 
 
-class RawBatch(msgspec.Struct, frozen=True, array_like=True):
+class RawBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One event batch exactly as the engine sent it."""
 
     seq: int  # number of the delta that it led to (the last one where it led to several)

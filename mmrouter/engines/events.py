@@ -5,11 +5,11 @@ low 64 bits, which is what the same engine publishes in its integer form.
 """
 
 from array import array
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """Blocks that the engine now holds, in chain order, right after ``parent`` (``None``: from the prompt's start).
 
     ``ids`` holds the tokens of the blocks back to back; ``extras`` maps a block's number within this event to the bytes
@@ -29,8 +29,7 @@ class Stored:
     window: int | None = None  # tokens; None for full attention
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(msgspec.Struct, frozen=True, gc=False):
     """One physical copy of each block is gone."""
 
     hashes: tuple[int, ...]
@@ -38,13 +37,11 @@ class Removed:
     medium: str
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
+class Cleared(msgspec.Struct, frozen=True, gc=False):
     """The rank holds nothing any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ignored:
+class Ignored(msgspec.Struct, frozen=True, gc=False):
     """An event that changes nothing for us, and the reason it is counted under."""
 
     reason: str
@@ -53,8 +50,7 @@ class Ignored:
 Event = Stored | Removed | Cleared | Ignored
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """One message of an engine's event stream."""
 
     sent: float  # seconds since 1970, engine clock

@@ -206,7 +206,10 @@ def _stored(event: _Stored) -> Event:
         # A counter of that process, not a name: distinct from every name that could be predicted.
         lora = f"\0lora_id:{event.lora_id}"
     parent = event.parent_block_hash
-    extras, spans, salt = _extras(event, blocks) if event.extra_keys else ({}, (), None)
+    keys = event.extra_keys
+    if keys and len(keys) != blocks:
+        raise EventError(f"{len(keys)} extra_keys for {blocks} blocks")
+    extras, spans, salt = _extras(event, keys) if keys and any(keys) else ({}, (), None)
     return Stored(
         hashes=_hashes(event.block_hashes),
         parent=None if parent is None else _narrow(parent),
@@ -222,16 +225,15 @@ def _stored(event: _Stored) -> Event:
     )
 
 
-def _extras(event: _Stored, blocks: int) -> tuple[dict[int, bytes], tuple[tuple[int, bytes, int], ...], str | None]:
+def _extras(
+    event: _Stored, keys: list[list[Any] | None]
+) -> tuple[dict[int, bytes], tuple[tuple[int, bytes, int], ...], str | None]:
     """Return extras per block, spans and the salt from ``extra_keys`` (one list, or nil, per block).
 
     Items of a block, in order: the LoRA name, ``[identifier, start - block start]`` per image, the cache salt (first
     block of a prompt only), the digest of prompt embeddings. They are untagged on the wire. What stands where nothing
     is expected becomes part of the block's extras, so that such a block equals no predicted one.
     """
-    keys = event.extra_keys or []
-    if len(keys) != blocks:
-        raise EventError(f"{len(keys)} extra_keys for {blocks} blocks")
     extras: dict[int, bytes] = {}
     spans: list[tuple[int, bytes, int]] = []
     salt: str | None = None

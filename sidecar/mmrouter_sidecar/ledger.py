@@ -30,7 +30,7 @@ class Place(NamedTuple):
     medium: str
 
 
-class Op(msgspec.Struct, frozen=True, array_like=True):
+class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step that changed the ledger; replaying all of them rebuilds it. Hashes and keys are packed 8-byte numbers.
 
     ``add``: one copy of each hash, with its key. ``aside``: one copy of each, without a key. ``drop``: one copy of each
