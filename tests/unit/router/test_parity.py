@@ -1,9 +1,9 @@
 """A difference is named by its first cause."""
 
 from array import array
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from mmrouter.blocks import Span, block_extras
 from mmrouter.engines.events import Stored
