@@ -63,11 +63,23 @@ class Canary(msgspec.Struct, frozen=True, array_like=True):
     router: str = ""
 
 
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """A cache group of which the engine's events have spoken, on any rank.
+
+    ``kind`` is the engine's word for it, empty where it has none; ``window`` is 0 for full attention.
+    """
+
+    group: int
+    kind: str
+    window: int = 0  # tokens
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Sent every half second and on every change: who this is and how far the stream is.
 
     ``worker`` is ``<pod uid>/<boot id>``; ``seq`` is the last delta's number, so a router that missed the newest delta
-    notices without waiting for the next one.
+    notices without waiting for the next one. ``groups`` is in ascending order; ``facts`` is what media identity depends
+    on beside the model (SGLang: version, model type, page size, flags; structured values as JSON texts).
     """
 
     worker: str
@@ -83,6 +95,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     ranks: int = 1
     draining: bool = False
     canary: Canary | None = None
+    groups: tuple[Group, ...] = ()
+    facts: dict[str, str] = {}
 
 
 class Sighting(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):
@@ -90,7 +104,8 @@ class Sighting(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):
 
     ``parent`` is the key of the block before the one in which the run starts (``None``: it starts in the first block)
     and ``offset`` the start within that block; ``length`` counts the tokens seen so far. vLLM names the image by
-    ``identity`` (32 bytes), SGLang by ``sentinels``.
+    ``identity`` (32 bytes), SGLang by ``sentinels``: the run's distinct ids in the order in which they cycle from its
+    start.
     """
 
     rank: int
@@ -123,6 +138,12 @@ class Detail(msgspec.Struct, frozen=True, array_like=True, tag="detail"):
     epoch: int
     first: int
     end: int
+
+
+class Sighted(msgspec.Struct, frozen=True, array_like=True, tag="sighted"):
+    """Ask for the sightings that the sidecar remembers, so that a restarted router learns what others know."""
+
+    id: int
 
 
 class CanaryClaim(msgspec.Struct, frozen=True, array_like=True, tag="canary_claim"):
@@ -182,6 +203,14 @@ class DetailPart(msgspec.Struct, frozen=True, array_like=True, tag="detail_part"
     gone: bool = False
 
 
+class SightingsPart(msgspec.Struct, frozen=True, array_like=True, tag="sightings_part"):
+    """Sightings of the present epoch, oldest first; the oldest ones may have been forgotten."""
+
+    id: int
+    sightings: tuple[Sighting, ...]
+    last: bool
+
+
 class ClaimAnswer(msgspec.Struct, frozen=True, array_like=True, tag="claim_answer"):
     """Whether the claim was granted; ``holder`` is the router that has it. ``last`` is always true."""
 
@@ -209,8 +238,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 T = TypeVar("T")
 
 Published = Delta | Load | Heartbeat | Sighting
-Request = Snapshot | Replay | Detail | CanaryClaim | CanaryResult
-Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused
+Request = Snapshot | Replay | Detail | CanaryClaim | CanaryResult | Sighted
+Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | SightingsPart
 
 _encoder = msgspec.msgpack.Encoder()
 _published: "msgspec.msgpack.Decoder[Published]" = msgspec.msgpack.Decoder(Published)

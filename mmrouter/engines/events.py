@@ -9,11 +9,16 @@ from array import array
 import msgspec
 
 
+class EventError(ValueError):
+    """An event batch cannot be read; the message says where."""
+
+
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """Blocks that the engine now holds, in chain order, right after ``parent`` (``None``: from the prompt's start).
 
-    ``ids`` holds the tokens of the blocks back to back; ``extras`` maps a block's number within this event to the bytes
-    that ``mmrouter.blocks.chain`` wants for it. ``spans`` lists (block number, identity, span start - block start).
+    ``ids`` holds the tokens of the blocks back to back: ``array('I')``, or ``array('Q')`` from an engine that puts 62-bit
+    sentinels into them (then in every event). ``extras`` maps a block's number within this event to the bytes that
+    ``mmrouter.blocks.chain`` wants for it. ``spans`` lists (block number, identity, span start - block start).
     """
 
     hashes: tuple[int, ...]

@@ -4,7 +4,8 @@
 makes its command line. Facts about vLLM stand in these files and nowhere else.
 """
 
-from mmrouter.engines.vllm_events import IGNORED_REASONS, EventError, decode_batch
+from mmrouter.engines.events import EventError
+from mmrouter.engines.vllm_events import IGNORED_REASONS, decode_batch
 from mmrouter.engines.vllm_launch import EVENTS_PORT, HTTP_PORT, OWNED_FLAGS, REPLAY_PORT, Launch, launch
 from mmrouter.engines.vllm_metrics import METRICS, Load, parse_block_size, parse_load
 from mmrouter.engines.vllm_request import (

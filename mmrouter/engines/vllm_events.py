@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from mmrouter.blocks import span_extra
-from mmrouter.engines.events import Batch, Cleared, Event, Ignored, Removed, Stored
+from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
 from mmrouter.identity import foreign_identity, from_wire
 
 INDEXED_KINDS = frozenset(
@@ -45,10 +45,6 @@ IGNORED_REASONS = frozenset(
 
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _EMBEDS_TAG = b"prompt embeddings of this block:"
-
-
-class EventError(ValueError):
-    """An event batch cannot be read; the message says where."""
 
 
 class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):

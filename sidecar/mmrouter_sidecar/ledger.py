@@ -76,7 +76,7 @@ class Ledger:
         self._cleared: set[int] = set()
         self._ops: list[Op] = []
         self._sightings: list[Sighting] = []
-        self._seen: dict[bytes, None] = {}
+        self._seen: dict[bytes, Sighting] = {}
 
     @property
     def held(self) -> int:
@@ -92,6 +92,11 @@ class Ledger:
     def block_size(self) -> int:
         """Tokens per block of group 0, 0 until the engine stored something."""
         return next((cache.block_size for place, cache in self.caches.items() if place.group == 0), 0)
+
+    @property
+    def sighted(self) -> tuple[Sighting, ...]:
+        """Sightings of the present epoch that are still remembered, oldest first."""
+        return tuple(self._seen.values())
 
     @property
     def dirty(self) -> bool:
@@ -252,12 +257,12 @@ class Ledger:
                 continue  # twice in one event
             if len(self._seen) >= MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
-            self._seen[identity] = None
             begin = number * size + start
             limit = next((s for s in starts if s > begin), len(ids))
             end = next((n for n in range(begin, limit) if ids[n] != ids[begin]), limit)
             before = keys[number - 1] if number else (None if event.parent is None else parent)
-            self._sightings.append(Sighting(rank, event.group, before, start, end - begin, identity))
+            sighting = self._seen[identity] = Sighting(rank, event.group, before, start, end - begin, identity)
+            self._sightings.append(sighting)
 
 
 def _reason(event: Ignored) -> str:

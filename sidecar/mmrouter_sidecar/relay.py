@@ -27,6 +27,7 @@ from mmrouter_sidecar.stream import SAME_ENGINE
 log = logging.getLogger("mmrouter.sidecar")
 
 SNAPSHOT_PART_KEYS = 65_536
+SIGHTINGS_PART = 4_096
 DISCONNECTED = "disconnected"
 """Reason of an epoch that begins because the engine's connection ended."""
 
@@ -219,6 +220,9 @@ class Relay:
                     yield from self._raw.detail(number, first, end)
                 else:
                     yield self._old_epoch(number, epoch)
+            case feed.Sighted(number):
+                self.flush()
+                yield from self._sightings(number)
             case feed.CanaryClaim():
                 yield self.canaries.claim(request, self._monotonic())
             case feed.CanaryResult():
@@ -251,6 +255,12 @@ class Relay:
 
     def _old_epoch(self, request_id: int, epoch: int) -> feed.Refused:
         return feed.Refused(request_id, f"epoch {epoch} is not the present one, {self.epoch}")
+
+    def _sightings(self, request_id: int) -> Iterator[feed.SightingsPart]:
+        held = self.ledger.sighted
+        for start in range(0, max(1, len(held)), SIGHTINGS_PART):
+            end = start + SIGHTINGS_PART
+            yield feed.SightingsPart(request_id, held[start:end], last=end >= len(held))
 
     def _snapshot_parts(self, request_id: int) -> Iterator[feed.SnapshotPart]:
         self.flush()

@@ -39,11 +39,32 @@ FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
         True,
         feed.Canary(7, "False", "identity", "block 2 differs", 6, "router-a"),
     ),
+    "heartbeat_groups": feed.Heartbeat(
+        "pod-1/0a1b2c3d",
+        7,
+        3,
+        "sglang",
+        "up",
+        "0.5.23",
+        64,
+        "org/model",
+        "main",
+        {},
+        1,
+        False,
+        None,
+        (feed.Group(0, "sliding_window", 1024), feed.Group(1, "full_attention")),
+        {"model_type": "qwen3_vl"},
+    ),
     "sighting": feed.Sighting(0, 0, 2**64 - 1, 5, 64, b"\3" * 32),
     "sighting_sentinels": feed.Sighting(0, 0, None, 0, 4, b"", (2**62 - 1, 1, 2, 3)),
     "snapshot": feed.Snapshot(1),
     "replay": feed.Replay(2, 7, 4),
     "detail": feed.Detail(3, 7, 4, 5),
+    "sighted": feed.Sighted(6),
+    "sightings_part": feed.SightingsPart(
+        6, (feed.Sighting(0, 0, 2**64 - 1, 5, 64, b"\3" * 32), feed.Sighting(1, 0, None, 0, 4, b"", (1, 2, 3, 4))), True
+    ),
     "canary_claim": feed.CanaryClaim(4, 7, "router-a", 30.0),
     "canary_result": feed.CanaryResult(5, feed.Canary(7, "True", compared=6, router="router-a")),
     "snapshot_part": feed.SnapshotPart(1, "pod-1/0a1b2c3d", 7, 3, 0, 0, "GPU", b"\4" * 24, True),
@@ -61,6 +82,9 @@ keys = st.integers(0, 2**64 - 1)
 canaries = st.builds(feed.Canary, numbers, st.sampled_from(["True", "False", "Unknown"]), texts, texts, numbers, texts)
 deltas = st.builds(
     feed.Delta, numbers, numbers, st.floats(0, 1e12), numbers, numbers, texts, st.binary(), st.binary(), st.booleans()
+)
+sightings = st.builds(
+    feed.Sighting, numbers, numbers, st.none() | keys, numbers, numbers, st.binary(), st.lists(keys).map(tuple)
 )
 frames = st.one_of(
     deltas,
@@ -80,10 +104,12 @@ frames = st.one_of(
         ranks=numbers,
         draining=st.booleans(),
         canary=st.none() | canaries,
+        groups=st.lists(st.builds(feed.Group, numbers, texts, numbers), max_size=3).map(tuple),
+        facts=st.dictionaries(texts, texts, max_size=3),
     ),
-    st.builds(
-        feed.Sighting, numbers, numbers, st.none() | keys, numbers, numbers, st.binary(), st.lists(keys).map(tuple)
-    ),
+    sightings,
+    st.builds(feed.Sighted, numbers),
+    st.builds(feed.SightingsPart, numbers, st.lists(sightings, max_size=3).map(tuple), st.booleans()),
     st.builds(feed.Snapshot, numbers),
     st.builds(feed.Replay, numbers, numbers, numbers),
     st.builds(feed.Detail, numbers, numbers, numbers, numbers),
