@@ -16,7 +16,7 @@ class EventError(ValueError):
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """Blocks that the engine now holds, in chain order, right after ``parent`` (``None``: from the prompt's start).
 
-    ``ids`` holds the tokens of the blocks back to back: ``array('I')``, or ``array('Q')`` from an engine that puts 62-bit
+    ``ids`` holds the tokens of the blocks back to back: ``array('I')``, or ``array('Q')`` from an engine that puts wide
     sentinels into them (then in every event). ``extras`` maps a block's number within this event to the bytes that
     ``mmrouter.blocks.chain`` wants for it. ``spans`` lists (block number, identity, span start - block start).
     """
