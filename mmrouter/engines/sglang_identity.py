@@ -1,0 +1,218 @@
+"""What SGLang makes of an image and of a page of tokens: pure formulas, proved against a running 0.5.23.
+
+An image's placeholder tokens are overwritten by *sentinels*, a function of the image's item hash, so identity lives in
+the token ids (facts on SGLang 2.1). Item hashes come from the processed pixels, which only the engine has, or on the
+*artifact path* from the encoded bytes and a fingerprint of the processor, which anyone can compute (2.5). Pages are
+chained over whole SHA-256 digests of which 64 bits are published (1.3).
+"""
+
+import hashlib
+import json
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+SENTINEL_BASE: Final = 1_000_000
+"""Sentinels begin here; a vocabulary ends below."""
+WIDE_SENTINELS: Final = 4
+"""Sentinels of one image, cycled over each of its runs."""
+
+_WIDE_TAG = b"sglang-mm-wide-pad-v1"
+_SALT_TAG = b"sglang-cache-salt-v1\0"
+_FEATURE_TAG = b"multimodal-feature-v1"
+_LOW_62 = (1 << 62) - 1
+_U64 = (1 << 64) - 1
+_U32 = (1 << 32) - 1
+_WIDE_SINCE = (0, 5, 23)
+
+
+def legacy_sentinels(version: str) -> bool:
+    """Whether an engine release writes one 30-bit sentinel per image instead of four of 62 bits.
+
+    The first release that is known to write four is 0.5.23. An unreadable version is taken for a recent one.
+    """
+    numbers = []
+    for part in version.split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return bool(numbers) and tuple(numbers) < _WIDE_SINCE
+
+
+def sentinels(item_hash: int, *, legacy: bool) -> tuple[int, ...]:
+    """Return the values that stand for an image's placeholder tokens, in the order in which they cycle in each run.
+
+    Only the low 64 bits of ``item_hash`` count for the wide form (four values), all of them for the older one (one).
+    """
+    if legacy:
+        return (SENTINEL_BASE + item_hash % (1 << 30),)
+    digest = hashlib.sha256(_WIDE_TAG + (item_hash & _U64).to_bytes(8, "big")).digest()
+    return tuple(SENTINEL_BASE + (word & _LOW_62) for word in struct.unpack(">4Q", digest))
+
+
+def run_ids(values: Sequence[int], length: int) -> "array[int]":
+    """Return the ids of one run of ``length`` tokens: the sentinels cycled from its start, as ``array('Q')``."""
+    return (array("Q", values) * (length // len(values) + 1))[:length]
+
+
+def salt_root(cache_salt: str | None) -> bytes:
+    """Return what a prompt's first page is chained to: nothing, or the digest of the cache salt."""
+    return b"" if cache_salt is None else hashlib.sha256(_SALT_TAG + cache_salt.encode()).digest()
+
+
+def page_digest(page: Sequence[int], prior: bytes) -> bytes:
+    """Return a page's whole digest. ``prior`` is the digest of the page before, or the root of the chain.
+
+    A page that holds any id above 32 bits is hashed as a mark and 64-bit words, every other as 32-bit words.
+    """
+    wide = any(token > _U32 for token in page)
+    words = array("Q" if wide else "I", page)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return hashlib.sha256(prior + (b"\xff" if wide else b"") + words.tobytes()).digest()
+
+
+def page_hashes(ids: Sequence[int], page_size: int, *, cache_salt: str | None = None) -> "array[int]":
+    """Return the published hashes of a prompt's complete pages, as unsigned 64-bit numbers.
+
+    The engine sends the same 64 bits as a signed number (default event format).
+    Raises ``ValueError`` for a page size below 1.
+    """
+    if page_size < 1:
+        raise ValueError(f"page size must be at least 1, not {page_size}")
+    found = array("Q")
+    prior = salt_root(cache_salt)
+    for start in range(0, len(ids) - page_size + 1, page_size):
+        prior = page_digest(ids[start : start + page_size], prior)
+        found.append(int.from_bytes(prior[:8], "big"))
+    return found
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about an engine that the artifact path puts into an image's hash besides the image (facts 2.5).
+
+    Defaults are those of an engine on CPU without options. ``transformers`` and ``wrapper_class`` are the only fields
+    that ``/server_info`` and ``/model_info`` do not tell.
+    """
+
+    transformers: str
+    processor_class: str
+    """Python path of SGLang's processor."""
+    wrapper_class: str
+    """Python path of the Hugging Face processor that it wraps."""
+    model_type: str
+    architectures: tuple[str, ...] | None
+    revision: str | None = None
+    """The ``--revision`` flag; it stands for the model's and the processor's."""
+    disable_fast_image_processor: bool = False
+    mm_process_config: dict[str, Any] = {}
+    gpu_image_decode: bool = True
+    image_processor_backend: str = "auto"
+    feature_transport: str = "cpu"
+
+    def digest(self) -> str:
+        """Return the fingerprint as the engine writes it: ``sha256:`` and 64 hex digits. Raises ``ValueError``."""
+        config = self.mm_process_config
+        return _digest(
+            canonical_json(
+                {
+                    "transformers": self.transformers,
+                    "processor_class": self.processor_class,
+                    "model_type": self.model_type,
+                    "architectures": None if self.architectures is None else list(self.architectures),
+                    "model_revision": self.revision,
+                    "processor_revision": self.revision,
+                    "disable_fast_image_processor": self.disable_fast_image_processor,
+                    "mm_process_config": config,
+                    "processor": {
+                        "wrapper_class": self.wrapper_class,
+                        "gpu_image_decode": self.gpu_image_decode,
+                        "image_processor_backend": self.image_processor_backend,
+                        "feature_transport": self.feature_transport,
+                        "image_config": config.get("image", {}),
+                        "video_config": config.get("video", {}),
+                        "audio_config": config.get("audio", {}),
+                        "wrapped_processor": None,
+                    },
+                    "extra": {},
+                }
+            )
+        )
+
+
+def artifact_options(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a request's image options enters the hash: those that are set, except ``detail: auto``."""
+    return {
+        name: value
+        for name, value in part.items()
+        if value is not None and value != {} and (name, value) != ("detail", "auto")
+    }
+
+
+def artifact_hash(data: bytes, fingerprint: Fingerprint | str, options: Mapping[str, Any]) -> int:
+    """Return the item hash (u64) that the artifact path gives to an image.
+
+    ``data`` are the encoded bytes that the engine gets, ``options`` per-image request options that are not the default
+    (:func:`artifact_options`). ``fingerprint`` may be given as its digest, so that it is computed once per engine.
+    Raises ``ValueError`` for an option that has no canonical form.
+    """
+    return artifact_hash_of(hashlib.sha256(data).hexdigest(), fingerprint, options)
+
+
+def artifact_hash_of(sha256_hex: str, fingerprint: Fingerprint | str, options: Mapping[str, Any]) -> int:
+    """Return :func:`artifact_hash` of an image of which only the bytes' SHA-256 (64 lower hex digits) is at hand."""
+    key = _digest(
+        canonical_json(
+            {
+                "content_digest": f"sha256:{sha256_hex}",
+                "modality": "image",
+                "processor_fingerprint": fingerprint if isinstance(fingerprint, str) else fingerprint.digest(),
+                "preprocess_kwargs": dict(options),
+            }
+        )
+    )
+    parts = (_FEATURE_TAG, bytes.fromhex(key.removeprefix("sha256:")), b"\0")
+    framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return int.from_bytes(hashlib.sha256(framed).digest()[:8], "big")
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the engine's canonical form of JSON-like data, in which every value names its type.
+
+    Raises ``ValueError`` for a value of another type.
+    """
+    return _dump(_typed(value)).encode()
+
+
+def _typed(value: Any) -> dict[str, Any]:
+    match value:
+        case None:
+            return {"type": "none"}
+        case bool():
+            return {"type": "bool", "value": value}
+        case int():
+            return {"type": "int", "value": str(value)}
+        case float():
+            return {"type": "float64", "bits": struct.pack("!d", value).hex()}
+        case str():
+            return {"type": "str", "value": value}
+        case Mapping():
+            pairs = [[_typed(name), _typed(item)] for name, item in value.items()]
+            return {"type": "mapping", "items": sorted(pairs, key=lambda pair: _dump(pair[0]))}
+        case list():
+            return {"type": "list", "items": [_typed(item) for item in value]}
+        case _:
+            raise ValueError(f"{type(value).__name__} has no canonical form")
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
