@@ -25,6 +25,8 @@ class ProcessorOptions(Resource):
     """Images with fewer pixels are scaled up to this many. Default: the model's own."""
     max_pixels: Pixels | None = None
     """Images with more pixels are scaled down to this many. Default: the model's own."""
+    num_crops: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Phi-3-vision: most tiles that an image is cut into. Default: the model's own."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "ProcessorOptions":

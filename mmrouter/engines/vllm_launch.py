@@ -125,7 +125,11 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
         args.append("--trust-remote-code")
     if engine.chat_template is not None:
         args += _flag("--chat-template", CHAT_TEMPLATE_PATH)
-    processor = {"min_pixels": engine.processor.min_pixels, "max_pixels": engine.processor.max_pixels}
+    processor = {
+        "min_pixels": engine.processor.min_pixels,
+        "max_pixels": engine.processor.max_pixels,
+        "num_crops": engine.processor.num_crops,
+    }
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += _flag("--mm-processor-kwargs", set_options)
     if pool.parallelism.tensor > 1:

@@ -6,10 +6,22 @@ A family is a file here with ``MODEL_TYPE`` and ``load``, and a line in :func:`l
 from pathlib import Path
 
 from mmrouter.families import qwen2vl, qwen3vl, qwen25vl
-from mmrouter.families.family import Family, ImageSizeError, ProcessorLimits
+from mmrouter.families.family import Codec, Family, ImageSizeError, ProcessorLimits
 from mmrouter.families.folder import ModelFolderError, read_json
+from mmrouter.families.layout import Expanded, PlaceholderError, PromptImage, expand_ids
 
-__all__ = ["Family", "ImageSizeError", "ModelFolderError", "ProcessorLimits", "load"]
+__all__ = [
+    "Codec",
+    "Expanded",
+    "Family",
+    "ImageSizeError",
+    "ModelFolderError",
+    "PlaceholderError",
+    "ProcessorLimits",
+    "PromptImage",
+    "expand_ids",
+    "load",
+]
 
 
 def load(model_dir: Path, processor: ProcessorLimits | None) -> Family | None:

@@ -1,7 +1,10 @@
 """What the rest of the project needs to know of a model family."""
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+from mmrouter.families.layout import Expanded, PromptImage
 
 
 class ImageSizeError(ValueError):
@@ -9,7 +12,7 @@ class ImageSizeError(ValueError):
 
 
 class ProcessorLimits(Protocol):
-    """Pixel limits that the resource sets over those of the checkpoint; ``None`` leaves the checkpoint's."""
+    """Processor options that the resource sets over those of the checkpoint; ``None`` leaves the checkpoint's."""
 
     @property
     def min_pixels(self) -> int | None: ...
@@ -17,9 +20,25 @@ class ProcessorLimits(Protocol):
     @property
     def max_pixels(self) -> int | None: ...
 
+    @property
+    def num_crops(self) -> int | None: ...
+
+
+class Codec(Protocol):
+    """A model folder's tokenizer, as far as a family needs it."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
+        """Return the token ids (u32) of a text."""
+
+    def decode(self, ids: "array[int]") -> str:
+        """Return the text of token ids, special tokens included."""
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a text that is one token of the vocabulary, ``None`` otherwise."""
+
 
 class Family(Protocol):
-    """Image size -> placeholder tokens, for one model folder."""
+    """Image size -> placeholder tokens, and prompt text -> token ids, for one model folder."""
 
     @property
     def name(self) -> str:
@@ -27,7 +46,7 @@ class Family(Protocol):
 
     @property
     def placeholder_id(self) -> int:
-        """Token id that the engine replaces by one run per image."""
+        """Token id of which an image becomes a run."""
 
     @property
     def placeholder_text(self) -> str:
@@ -35,7 +54,10 @@ class Family(Protocol):
 
     @property
     def media_text(self) -> Mapping[str, str]:
-        """Modality -> text that stands for one item where a chat template takes plain strings."""
+        """Modality -> text that stands for one item where a chat template takes plain strings.
+
+        ``{number}`` in it stands for the item's number, from 1, among those of its modality in the whole chat.
+        """
 
     @property
     def pixel_options(self) -> dict[str, int]:
@@ -49,4 +71,13 @@ class Family(Protocol):
         """Return how many placeholder tokens an image of this size (pixels, after rotation) becomes.
 
         Raises :class:`ImageSizeError` for a size that the image processor refuses.
+        """
+
+    def check(self, codec: Codec) -> None:
+        """Raise :class:`ModelFolderError` for a tokenizer that does not fit the family."""
+
+    def expand(self, codec: Codec, text: str, images: Sequence[PromptImage], *, add_special_tokens: bool) -> Expanded:
+        """Return the token ids of a prompt text with every image expanded, and the images' spans.
+
+        Raises :class:`PlaceholderError` when the text has no place for an image, or one that the engine cannot use.
         """

@@ -9,6 +9,7 @@ from typing import Any
 from mmrouter.families.family import ProcessorLimits
 from mmrouter.families.folder import ModelFolderError, find_json, positive_int, read_json
 from mmrouter.families.resize import smart_resize
+from mmrouter.families.single import SinglePlaceholder
 
 # The processor class's own defaults, for keys that preprocessor_config.json leaves out.
 DEFAULT_PATCH, DEFAULT_MERGE, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280
@@ -22,7 +23,7 @@ MEDIA_TEXT: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class QwenVL:
+class QwenVL(SinglePlaceholder):
     """A Qwen-VL folder: an image is one unbroken run of placeholders, one per merged square of patches."""
 
     name: str

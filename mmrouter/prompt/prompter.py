@@ -1,6 +1,5 @@
 """Messages -> prompt text -> token ids and spans, for one model folder."""
 
-from array import array
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ from typing import Any, Self
 import jinja2
 from tokenizers import Tokenizer
 
-from mmrouter.families import Family, ModelFolderError
+from mmrouter.families import Codec, Expanded, Family, ModelFolderError, PromptImage
 from mmrouter.families.folder import find_json
 from mmrouter.prompt.environment import Compiled, compile_template
 from mmrouter.prompt.errors import TemplateError
-from mmrouter.prompt.expand import Expanded, PromptImage, expand_ids
 from mmrouter.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter.prompt.sources import Templates, find_templates
-from mmrouter.prompt.tokens import load_tokenizer, special_tokens
+from mmrouter.prompt.tokens import TokenizerCodec, load_tokenizer, special_tokens
 
 _OURS = frozenset({"messages", "conversation", "chat_template", "return_assistant_tokens_mask"})
 """Names in ``chat_template_kwargs`` that the engine answers with 400: they would replace the request's own parts."""
@@ -37,6 +35,7 @@ class Prompter:
     templates: Templates
     compiled: Mapping[str, Compiled]
     tokenizer: Tokenizer
+    codec: Codec
     variables: Mapping[str, str]
 
     @classmethod
@@ -44,7 +43,7 @@ class Prompter:
         """Read a model folder's templates and tokenizer; ``chat_template`` (a text) replaces the folder's template.
 
         Raises :class:`ModelFolderError` for files that are missing or contradict each other, a template that does not
-        compile, or a tokenizer that knows the family's placeholder under another id.
+        compile, or a tokenizer that does not fit the family.
         """
         config = find_json(model_dir, "tokenizer_config.json") or {}
         templates = find_templates(model_dir, chat_template, config)
@@ -53,13 +52,12 @@ class Prompter:
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"{model_dir}: the chat template does not compile: {error}") from error
         tokenizer = load_tokenizer(model_dir, config)
-        found = tokenizer.token_to_id(family.placeholder_text)
-        if found != family.placeholder_id:
-            raise ModelFolderError(
-                f"{model_dir}: the tokenizer has {family.placeholder_text!r} as {found}, "
-                f"config.json as {family.placeholder_id}"
-            )
-        return cls(family, templates, compiled, tokenizer, special_tokens(config))
+        codec = TokenizerCodec(tokenizer)
+        try:
+            family.check(codec)
+        except ModelFolderError as error:
+            raise ModelFolderError(f"{model_dir}: {error}") from error
+        return cls(family, templates, compiled, tokenizer, codec, special_tokens(config))
 
     def render(
         self,
@@ -119,15 +117,10 @@ class Prompter:
     def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
         """Return the token ids of a prompt text with every image expanded, and the images' spans.
 
-        vLLM's chat adds no special tokens by default. Raises :class:`PlaceholderError` when the text has fewer
-        placeholders than there are images, :class:`TemplateError` for text that is not Unicode.
+        vLLM's chat adds no special tokens by default. Raises :class:`PlaceholderError` when the text has no place for
+        an image, :class:`TemplateError` for text that is not Unicode.
         """
-        try:
-            # The batch call, even for one text: it computes no offsets and runs without the interpreter's lock.
-            encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except TypeError as error:
-            raise TemplateError("the prompt holds half of a surrogate pair, which is no character") from error
-        return expand_ids(array("I", encoding.ids), self.family.placeholder_id, images)
+        return self.family.expand(self.codec, text, images, add_special_tokens=add_special_tokens)
 
 
 def _is_object_list(value: object) -> bool:

@@ -1,13 +1,40 @@
 """The tokenizer of a model folder, with the tokens that only tokenizer_config.json has."""
 
+from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from mmrouter.families.folder import ModelFolderError
+from mmrouter.prompt.errors import TemplateError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerCodec:
+    """A tokenizer as families use it."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
+        """Return the token ids (u32) of a text. Raises :class:`TemplateError` for text that is not Unicode."""
+        try:
+            # The batch call, even for one text: it computes no offsets and runs without the interpreter's lock.
+            encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except TypeError as error:
+            raise TemplateError("the prompt holds half of a surrogate pair, which is no character") from error
+        return array("I", encoding.ids)
+
+    def decode(self, ids: "array[int]") -> str:
+        """Return the text of token ids, special tokens included."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a text that is one token of the vocabulary, ``None`` otherwise."""
+        return self.tokenizer.token_to_id(text)
 
 
 def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -26,6 +26,7 @@ class Limits:
 
     min_pixels: int | None = None
     max_pixels: int | None = None
+    num_crops: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def find_folder(model: str, revision: str | None) -> Path:
 
 def load(name: str, folder: Path, *, chat_template: str | None, processor: Mapping[str, Any]) -> Model:
     """Load a model folder. Raises ``ValueError`` or ``OSError`` for one that cannot be served."""
-    unknown = sorted(set(processor) - {"min_pixels", "max_pixels"})
+    unknown = sorted(set(processor) - {"min_pixels", "max_pixels", "num_crops"})
     if unknown:
         raise ValueError(f"--mm-processor-kwargs: {unknown[0]!r} is not simulated")
     config = _read(folder / "config.json")

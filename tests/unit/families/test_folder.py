@@ -12,7 +12,7 @@ EDGES = {"shortest_edge": 3136, "longest_edge": 12845056}
 
 
 def options(folder, **limits):
-    processor = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, **limits}) if limits else None
+    processor = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **limits}) if limits else None
     return tuple(families.load(folder, processor).pixel_options.values())
 
 

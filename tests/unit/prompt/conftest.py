@@ -92,7 +92,7 @@ class Captures:
                 yield Step(line.get("label", ""), {}, (), [], [], events)
                 continue
             body = request["body"]
-            options = {"min_pixels": None, "max_pixels": None, **body.get("mm_processor_kwargs", {})}
+            options = {"min_pixels": None, "max_pixels": None, "num_crops": None, **body.get("mm_processor_kwargs", {})}
             family = families.load(model, SimpleNamespace(**options))
             files = list(_files(body, by_uuid))
             yield Step(

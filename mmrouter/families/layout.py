@@ -5,12 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmrouter.blocks import Span
-from mmrouter.prompt.errors import PlaceholderError
+
+
+class PlaceholderError(ValueError):
+    """The placeholders in the prompt do not fit the images of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image of a request: its media identity (32 bytes) and the number of placeholder tokens it becomes."""
+    """An image of a request: its media identity (32 bytes) and the number of placeholder tokens it becomes.
+
+    Every image of the request has one, because that there are images can change how the text is tokenised (Phi-3): one
+    that cannot be resolved is given with one token and an identity that nothing else has.
+    """
 
     identity: bytes
     count: int
@@ -40,19 +47,24 @@ def expand_ids(ids: "array[int]", placeholder: int, images: Sequence[PromptImage
     spans: list[Span] = []
     done = 0
     for number, image in enumerate(images):
-        if image.count < 1:
-            raise PlaceholderError(f"image {number} has {image.count} tokens: at least one is needed")
         at = _find(ids, placeholder, done)
         if at is None:
             raise PlaceholderError(f"the prompt has a place for {number} images, the request has {len(images)}")
         out += ids[done:at]
         spans.append(Span(offset=len(out), length=image.count, identity=image.identity))
-        out += array(ids.typecode, [placeholder]) * image.count
+        out += run(ids.typecode, placeholder, number, image)
         done = at + 1
     left = _find(ids, placeholder, done)
     unplaced = None if left is None else len(out) + left - done
     out += ids[done:]
     return Expanded(ids=out, spans=tuple(spans), unplaced=unplaced)
+
+
+def run(typecode: str, placeholder: int, number: int, image: PromptImage) -> "array[int]":
+    """Return the placeholder tokens of image ``number``. Raises :class:`PlaceholderError` for less than one token."""
+    if image.count < 1:
+        raise PlaceholderError(f"image {number} has {image.count} tokens: at least one is needed")
+    return array(typecode, [placeholder]) * image.count
 
 
 def _find(ids: "array[int]", value: int, start: int) -> int | None:
