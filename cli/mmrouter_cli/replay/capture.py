@@ -1,0 +1,101 @@
+"""Reading a capture: JSON lines, one per request, with the event frames that followed it.
+
+Two forms exist, one per engine. vLLM rows name their ``kind`` (``meta``, ``step``, ``render``, ``generate`` or
+``replay``); a frame is ``{"seq": hex, "payload": hex}``. SGLang rows name their ``case``; a frame is
+``{"seq": number, "payload_hex": hex}``, and rows made without a server have a ``kind`` and ``events``.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+EngineName = Literal["vllm", "sglang"]
+MAX_LINE = 256 << 20
+
+
+class CaptureError(Exception):
+    """The file is no capture, or nothing in it can be compared; the message says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message of the event stream."""
+
+    seq: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a capture. ``number`` counts from 1, as editors do."""
+
+    number: int
+    raw: Mapping[str, Any]
+    frames: tuple[Frame, ...]
+
+    @property
+    def kind(self) -> str:
+        return str(self.raw.get("kind") or ("case" if "case" in self.raw else "step"))
+
+    @property
+    def label(self) -> str:
+        return str(self.raw.get("label") or self.raw.get("case") or self.raw.get("step") or self.kind)
+
+    @property
+    def where(self) -> str:
+        return f"line {self.number} ({self.label})"
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A whole file. ``meta`` is its first line's metadata, empty where there is none."""
+
+    path: Path
+    engine: EngineName
+    meta: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+
+def read(path: Path, engine: EngineName | None) -> Capture:
+    """Read a capture; ``engine`` overrides what the rows look like. Raises :class:`CaptureError`."""
+    rows: list[Row] = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(_row(path, number, line))
+    except OSError as error:
+        raise CaptureError(f"cannot read {path}: {error.strerror}") from error
+    if not rows:
+        raise CaptureError(f"{path} is empty")
+    meta = rows[0].raw if rows[0].kind == "meta" else {}
+    return Capture(path, engine or _looks_like(rows), meta, tuple(row for row in rows if row.kind != "meta"))
+
+
+def _row(path: Path, number: int, line: bytes) -> Row:
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CaptureError(f"{path}, line {number}: not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CaptureError(f"{path}, line {number}: an object is expected, not {type(raw).__name__}")
+    frames = raw.get("frames", [])
+    if not isinstance(frames, list):
+        raise CaptureError(f"{path}, line {number}: frames must be a list")
+    return Row(number, raw, tuple(_frame(f"{path}, line {number}, frame {at}", f) for at, f in enumerate(frames)))
+
+
+def _frame(where: str, raw: Any) -> Frame:
+    try:
+        seq, payload = raw["seq"], raw.get("payload", raw.get("payload_hex"))
+        return Frame(int(seq, 16) if isinstance(seq, str) else int(seq), bytes.fromhex(payload))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CaptureError(
+            f"{where}: a frame has seq and a payload in hex ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _looks_like(rows: list[Row]) -> EngineName:
+    return "sglang" if any("page_size" in row.raw or "caller_hash" in row.kind for row in rows) else "vllm"

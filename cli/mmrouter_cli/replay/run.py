@@ -1,0 +1,28 @@
+"""One replay: read, rebuild, compare."""
+
+from pathlib import Path
+
+from mmrouter_cli.replay.capture import CaptureError, EngineName, read
+from mmrouter_cli.replay.report import Report
+
+
+def replay(path: Path, *, model_dir: Path | None = None, engine: EngineName | None = None) -> Report:
+    """Explain every block of a recorded event stream.
+
+    With ``model_dir`` the prompts are rendered, tokenized and expanded by the library and must equal the ids that the
+    engine returned; without it those ids are taken as they are. Raises :class:`CaptureError` for a file that cannot be
+    read, a model folder that cannot be used, or a capture in which nothing can be compared.
+    """
+    capture = read(path, engine)
+    if capture.engine == "sglang":
+        from mmrouter_cli.replay import sglang_replay
+
+        report = sglang_replay.explain(capture, model_dir)
+    else:
+        from mmrouter_cli.replay import vllm_replay
+
+        report = vllm_replay.explain(capture, model_dir)
+    if not report.blocks and not report.differences:
+        why = "; ".join(report.skipped) or "it holds no block that was stored"
+        raise CaptureError(f"{path}: nothing can be compared: {why}")
+    return report

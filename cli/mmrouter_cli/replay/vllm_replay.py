@@ -1,0 +1,239 @@
+"""A vLLM capture: every stored block against the blocks that the requests so far predict."""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mmrouter.blocks import block_keys, chain, namespace_seed
+from mmrouter.engines.events import Cleared, EventError, Ignored, Removed, Stored
+from mmrouter.engines.vllm import decode_batch
+from mmrouter_cli.replay.capture import Capture, Row
+from mmrouter_cli.replay.report import Report
+from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
+
+KEY = bytes(range(32))
+"""Any key does: a replay is one deployment, alone."""
+
+
+def explain(capture: Capture, model_dir: Path | None) -> Report:
+    """Compare a capture. Raises ``CaptureError`` for a model folder that cannot be used."""
+    report = Report("vllm")
+    requests = Requests(capture, model_dir)
+    stream = _Stream(report)
+    for row in capture.rows:
+        if row.kind == "replay":
+            stream.replayed(row)
+            continue
+        try:
+            prompt = requests.prompt(row)
+        except NotRebuiltError as error:
+            stream.skip(row, str(error))
+            continue
+        if prompt is not None and prompt.returned is not None:
+            report.rendered += 1
+            if (difference := _ids_differ(prompt)) is not None:
+                report.differences.append(f"{row.where}: {difference}")
+        stream.compare(row, prompt)
+    report.notes.append(
+        f"{report.rendered} of {report.prompts} prompts rendered by the library, the others as the engine returned them"
+        if model_dir is not None
+        else f"{report.prompts} prompts as the engine returned them; --model renders them too"
+    )
+    return report
+
+
+class _Stream:
+    """What the frames so far say, in our keys."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._seq: int | None = None
+        self._first: int | None = None
+        self._live: dict[int, bytes] = {}
+        self._keys: dict[int, int] = {}  # engine hash -> key
+        self._hashes: dict[int, int] = {}  # key -> engine hash
+        self._predicted: dict[int, None] = {}
+        self._held: Counter[int] = Counter()
+        self._windowed = False
+        self._size = 0
+
+    def skip(self, row: Row, why: str) -> None:
+        """Take a row's frames in, so that later blocks find their parents, and compare nothing."""
+        blocks = 0
+        for frame in row.frames:
+            self._follows(row, frame.seq, frame.payload)
+            blocks += sum(len(event["block_hashes"]) for event in _stores(frame.payload))
+            for event in self._events(row, frame.payload):
+                if isinstance(event, Stored):
+                    self._chain(event)
+        if blocks or row.frames or "capture" in why:
+            self._report.skipped.append(f"{row.where}: {why}" + (f" ({blocks} blocks)" if blocks else ""))
+
+    def compare(self, row: Row, prompt: Prompt | None) -> None:
+        """Compare a row's frames with everything that was asked for up to now."""
+        batches = [list(self._events(row, frame.payload)) for frame in row.frames]
+        stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
+        own: array[int] = array("Q")
+        size = self._size = stored[0].block_size if stored else self._size
+        if prompt is not None:
+            self._report.prompts += 1
+            prompt = self._named_by_events(row, prompt, stored)
+            if size:
+                own = block_keys(prompt.ids, size, prompt.spans, _seed(prompt.lora, prompt.salt))
+                self._predicted.update(dict.fromkeys(own))
+        failed = False
+        for frame, batch in zip(row.frames, batches, strict=True):
+            self._follows(row, frame.seq, frame.payload)
+            published = sum(len(event["block_hashes"]) for event in _stores(frame.payload))
+            matched = 0
+            for event in batch:
+                matched += self._apply(row, event, prompt)
+            self._report.blocks += published
+            self._report.matched += matched
+            if published > matched and not failed:
+                failed = True
+                said = self._difference(prompt, stored, size)
+                self._report.differences.append(f"{row.where}: {said}")
+            if published > matched:
+                more = published - matched - 1
+                self._report.differences += [f"{row.where}: one more block that nothing predicts"] * more
+        if row.frames and prompt is not None and size and self._first == 0 and not self._windowed and not failed:
+            whole = own[: prompt.prompt_tokens // size]
+            missing = [number for number, key in enumerate(whole) if not self._held[key]]
+            if missing:
+                self._report.differences += [
+                    f"{row.where}: block {number} of {len(whole)} predicted, never published" for number in missing
+                ]
+
+    def replayed(self, row: Row) -> None:
+        """Batches that the engine sent again must be those that it sent live."""
+        for part in row.raw.get("parts", []):
+            if len(part) == 4 and part[3]:
+                live = self._live.get(seq := int(part[2], 16))
+                if live is not None and live.hex() != part[3]:
+                    self._report.differences.append(f"{row.where}: batch {seq} is not the one that was sent live")
+
+    def _events(self, row: Row, payload: bytes) -> Sequence[Any]:
+        try:
+            return decode_batch(payload).events
+        except EventError as error:
+            self._report.differences.append(f"{row.where}: a batch cannot be read: {error}")
+            return ()
+
+    def _follows(self, row: Row, seq: int, payload: bytes) -> None:
+        if self._seq is not None and seq != self._seq + 1:
+            self._report.differences.append(
+                f"{row.where}: batch {seq} follows {self._seq}: {seq - self._seq - 1} are missing"
+            )
+        if self._first is None:
+            self._first = seq
+        self._seq = seq
+        self._live[seq] = payload
+
+    def _apply(self, row: Row, event: Any, prompt: Prompt | None) -> int:
+        """Take an event in; return how many of its blocks are predicted."""
+        match event:
+            case Stored():
+                self._windowed |= event.window is not None
+                keys = self._chain(event)
+                if keys is None:
+                    return 0
+                self._held.update(keys)
+                return sum(key in self._predicted for key in keys)
+            case Removed():
+                for engine_hash in event.hashes:
+                    key = self._keys.get(engine_hash)
+                    if key is not None:
+                        self._held[key] = max(0, self._held[key] - 1)
+                    elif self._first == 0:
+                        self._report.differences.append(f"{row.where}: removed block {engine_hash}, never published")
+            case Cleared():
+                self._held.clear()
+            case Ignored():
+                pass
+        return 0
+
+    def _chain(self, event: Stored) -> "array[int] | None":
+        if event.parent is None:
+            parent: int | None = _seed(event.lora, event.salt)
+        else:
+            parent = self._keys.get(event.parent)
+        if parent is None:
+            return None
+        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+        for engine_hash, key in zip(event.hashes, keys, strict=True):
+            if self._keys.setdefault(engine_hash, key) != key:
+                self._report.differences.append(f"engine block {engine_hash:016x} stands for two of our keys")
+            if self._hashes.setdefault(key, engine_hash) != engine_hash:
+                self._report.differences.append(f"key {key:016x} stands for two of the engine's blocks")
+        return keys
+
+    def _named_by_events(self, row: Row, prompt: Prompt, stored: Sequence[Stored]) -> Prompt:
+        """Take the identity of an image whose file is not at hand from the events, and say so."""
+        if all(span.identity != UNKNOWN for span in prompt.spans):
+            return prompt
+        seen = {identity for event in stored for _, identity, _ in event.spans}
+        name = seen.pop() if len(prompt.spans) == 1 and len(seen) == 1 else bytes(32)
+        self._report.notes.append(f"{row.where}: the image's file is not at hand; its name is the events' own")
+        spans = [replace(span, identity=span.identity or name) for span in prompt.spans]
+        return replace(prompt, spans=tuple(spans))
+
+    def _difference(self, prompt: Prompt | None, stored: Sequence[Stored], size: int) -> str:
+        from mmrouter_router.parity import Prediction, first_difference
+
+        for event in stored:
+            if event.parent is not None and event.parent not in self._keys:
+                return f"the parent {event.parent:016x} of stored blocks was never published"
+        if prompt is None:
+            return "blocks were published and no request asked for them"
+        if not stored:
+            return "blocks were published that cannot be indexed"
+        if size < 1:
+            return f"the engine publishes blocks of {size} tokens"
+        predicted = Prediction(prompt.ids, prompt.spans, size, prompt.salt, prompt.placeholder_id)
+        found = first_difference(predicted, stored)
+        if found is not None:
+            return f"{found.cause}: {found.message}"
+        lora = next((event.lora for event in stored if event.lora != prompt.lora), prompt.lora)
+        if lora != prompt.lora:
+            return f"salt: predicted LoRA {prompt.lora!r}, the engine used {lora!r}"
+        return "blocks were published whose place in the prompt cannot be told"
+
+
+def _ids_differ(prompt: Prompt) -> str | None:
+    returned = prompt.returned
+    assert returned is not None
+    predicted = prompt.ids[: prompt.prompt_tokens]
+    if predicted == returned:
+        return None
+    at = next((n for n, pair in enumerate(zip(predicted, returned, strict=False)) if pair[0] != pair[1]), None)
+    where = (
+        "" if at is None else f", the first difference at token {at}: {predicted[at]} predicted, {returned[at]} used"
+    )
+    cause = "template"
+    if at is not None and prompt.placeholder_id in (predicted[at], returned[at]):
+        cause = "count"
+    return f"{cause}: {len(predicted)} prompt tokens predicted, {len(returned)} used{where}"
+
+
+def _seed(lora: str | None, salt: str | None) -> int:
+    return namespace_seed(KEY, model="replay", lora=lora, salt=salt)
+
+
+def _stores(payload: bytes) -> list[dict[str, Any]]:
+    """The store events of a payload, read without the library's decoder: what it leaves out must not go unnoticed."""
+    try:
+        events = msgspec.msgpack.decode(payload)[1]
+    except (msgspec.DecodeError, IndexError, TypeError):
+        return []
+    maps = [
+        event if isinstance(event, dict) else {"type": event[0], "block_hashes": event[1]}
+        for event in events
+        if isinstance(event, dict) or (isinstance(event, list) and len(event) > 1)
+    ]
+    return [event for event in maps if event.get("type") == "BlockStored"]

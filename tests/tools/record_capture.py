@@ -1,0 +1,129 @@
+"""Record a short capture from a real vLLM on CPU, for `mmrouter replay`: requests, answers and every event frame.
+
+    .venv/bin/python tests/tools/record_capture.py ENGINE_ENV OUT_DIR
+
+Run it from the repository's root: the engine is given the model by its relative path, which is part of the names that
+it makes of images. Writes ``OUT_DIR/tiny-qwen2-vl.jsonl`` and the pictures in ``OUT_DIR/images``.
+"""
+
+import copy
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from conformance import rig
+
+from mmrouter.identity import media_identity, to_wire
+from mmrouter_cli.pictures import data_uri
+
+MODEL = Path("examples/models/tiny-qwen2-vl")
+KEY = bytes(range(32))
+PICTURES = {"a_112x84.png": (1, 112, 84), "b_112x84.png": (2, 112, 84), "c_196x140.png": (3, 196, 140)}
+SETTLE_SECONDS = 1.0
+
+
+def main() -> int:
+    env, out = Path(sys.argv[1]), Path(sys.argv[2])
+    images = out / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    for name, (seed, width, height) in PICTURES.items():
+        cells = Image.frombytes("RGB", (4, 4), random.Random(seed).randbytes(48))
+        cells.resize((width, height), Image.Resampling.NEAREST).save(images / name, optimize=True)
+    rows: list[dict[str, Any]] = []
+    with rig.engine(env, MODEL, out / "engine.log") as engine:
+        for number, (label, body) in enumerate(cases(images)):
+            seen = len(engine.listener.frames)
+            sent = inlined(body, images)
+            began = time.monotonic()
+            answer = engine.post(sent)
+            seconds = time.monotonic() - began
+            # What a request stored is published right after its last step; nothing says that there is no more.
+            time.sleep(SETTLE_SECONDS)
+            rows.append(
+                row(number, label, body, answer.status_code, answer.json(), seconds, engine.listener.frames[seen:])
+            )
+        replayed = [
+            ["", "", number.to_bytes(8, "big").hex(), payload.hex()] for number, payload in engine.listener.replayed()
+        ]
+    meta = {
+        "kind": "meta",
+        "model": MODEL.name,
+        "model_id": str(MODEL),
+        "note": "vLLM 0.32.0 CPU, block 32, sha256_cbor, no weights, float32",
+    }
+    replay = {"kind": "replay", "start": 0, "parts": replayed}
+    lines = [json.dumps(line, separators=(",", ":")) for line in (meta, *rows, replay)]
+    (out / "tiny-qwen2-vl.jsonl").write_text("\n".join(lines) + "\n")
+    (out / "engine.log").unlink()
+    return 0
+
+
+def cases(images: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    words = "The lamp on the north pier was repainted twice and the keeper wrote down every boat that passed it. "
+    tail = "Say in one line what changed between the first and the second evening by the water."
+    uuid = to_wire(media_identity((images / "a_112x84.png").read_bytes(), {}, key=KEY))
+    a, b, c = (picture(name) for name in PICTURES)
+    yield "text", chat(words)
+    yield "text again", chat(words)
+    yield "text, answer fills blocks", {**chat(tail), "max_tokens": 40}
+    yield "an image by its file", chat(words, a, tail)
+    yield "an image by our identity", chat(words, {**a, "uuid": uuid}, tail)
+    yield "two images", chat(words, a, b, tail)
+    yield "two images swapped", chat(words, b, a, tail)
+    yield "a larger image first", chat(c, words)
+    yield "cache_salt", {**chat(words, a, tail), "cache_salt": "tenant-1"}
+
+
+def chat(*parts: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"model": MODEL.name, "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+
+
+def picture(name: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": {"$image": name, "via": "data"}}}
+
+
+def inlined(body: dict[str, Any], images: Path) -> dict[str, Any]:
+    sent = copy.deepcopy(body)
+    for message in sent["messages"]:
+        for part in message["content"]:
+            if part["type"] == "image_url":
+                part["image_url"]["url"] = data_uri((images / part["image_url"]["url"]["$image"]).read_bytes())
+    return sent
+
+
+def row(
+    number: int,
+    label: str,
+    body: dict[str, Any],
+    status: int,
+    answer: dict[str, Any],
+    seconds: float,
+    frames: list[tuple[int, bytes]],
+) -> dict[str, Any]:
+    reply = {
+        "prompt_token_ids": answer.get("prompt_token_ids"),
+        "output_token_ids": (answer.get("choices") or [{}])[0].get("token_ids"),
+        "usage": answer.get("usage"),
+    }
+    return {
+        "kind": "step",
+        "n": number,
+        "label": label,
+        "request": {"method": "POST", "path": "/v1/chat/completions", "body": body},
+        "status": status,
+        "seconds": round(seconds, 3),
+        "reply": reply,
+        "frames": [{"seq": seq.to_bytes(8, "big").hex(), "payload": payload.hex()} for seq, payload in frames],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

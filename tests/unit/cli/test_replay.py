@@ -1,0 +1,238 @@
+"""`mmrouter replay` explains real captures whole, and names the first difference of one that was changed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from mmrouter_cli.app import app
+from mmrouter_cli.replay import CaptureError, Report, replay
+
+REPOSITORY = Path(__file__).parents[3]
+OWN = Path(__file__).parent / "data" / "tiny-qwen2-vl.jsonl"
+MODEL = REPOSITORY / "examples" / "models" / "tiny-qwen2-vl"
+SHARED = REPOSITORY.parent / "shared"
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[[Callable[[Rows], None]], Report]:
+    """Replay the shipped capture after a change to its rows, with the model."""
+
+    def run(change: Callable[[Rows], None]) -> Report:
+        rows = [json.loads(line) for line in OWN.read_text().splitlines()]
+        shutil.copytree(OWN.parent / "images", tmp_path / "images", dirs_exist_ok=True)
+        change(rows)
+        path = tmp_path / "changed.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+        return replay(path, model_dir=MODEL)
+
+    return run
+
+
+def row(rows: Rows, label: str) -> dict[str, Any]:
+    return next(row for row in rows if row.get("label") == label)
+
+
+def edit(row: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the first store event of a row on the wire."""
+    frame = row["frames"][0]
+    batch = msgspec.msgpack.decode(bytes.fromhex(frame["payload"]))
+    change(next(event for event in batch[1] if event["type"] == "BlockStored"))
+    frame["payload"] = msgspec.msgpack.encode(batch).hex()
+
+
+def test_a_capture_of_a_real_engine_is_explained_whole_with_and_without_the_model():
+    for model in (None, MODEL):
+        report = replay(OWN, model_dir=model)
+        assert (report.line, report.prompts) == ("blocks=13 matched=13 unexplained=0", 9)
+        assert report.rendered == (9 if model else 0)
+
+
+def _first_part(rows: Rows, label: str) -> dict[str, Any]:
+    part: dict[str, Any] = row(rows, label)["request"]["body"]["messages"][0]["content"][0]
+    return part
+
+
+def _one_token_later(event: dict[str, Any]) -> None:
+    for entry in event["extra_keys"]:
+        for pair in entry or ():
+            pair[1] += 1
+
+
+CHANGES: dict[str, tuple[Callable[[Rows], None], str]] = {
+    "another text": (lambda rows: _first_part(rows, "text").update(text="Another word"), "template: "),
+    "parts in another order": (
+        lambda rows: row(rows, "two images")["request"]["body"]["messages"][0]["content"].reverse(),
+        "template: ",
+    ),
+    "another salt": (
+        lambda rows: row(rows, "cache_salt")["request"]["body"].update(cache_salt="tenant-2"),
+        "salt: predicted salt 'tenant-2', the engine used 'tenant-1'",
+    ),
+    "another LoRA": (lambda rows: row(rows, "text")["request"]["body"].update(model="lora"), "salt: predicted LoRA"),
+    "another token on the wire": (
+        lambda rows: edit(row(rows, "text"), lambda event: event["token_ids"].__setitem__(7, 1)),
+        "template: token 7 (block 0)",
+    ),
+    "an image somewhere else": (
+        lambda rows: edit(row(rows, "a larger image first"), _one_token_later),
+        "count: image predicted at token",
+    ),
+    "a lost batch": (lambda rows: row(rows, "two images")["frames"].clear(), "1 are missing"),
+    "a replayed batch that was never sent": (
+        lambda rows: rows[-1]["parts"][0].__setitem__(3, rows[-1]["parts"][1][3]),
+        "batch 0 is not the one that was sent live",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_capture_is_a_difference_that_is_named(changed, name):
+    change, says = CHANGES[name]
+    report = changed(change)
+    assert report.unexplained > 0
+    assert says in report.differences[0], report.differences[0]
+
+
+def test_a_block_that_was_predicted_and_not_published_is_a_difference(changed):
+    def drop_the_last_block(event: dict[str, Any]) -> None:
+        event["block_hashes"].pop()
+        event["token_ids"] = event["token_ids"][:-32]
+        event["extra_keys"].pop()
+
+    report = changed(lambda rows: edit(row(rows, "cache_salt"), drop_the_last_block))
+    assert any("predicted, never published" in said for said in report.differences)
+
+
+def test_an_image_whose_bytes_differ_is_another_identity(changed, tmp_path):
+    def swap_files(rows: Rows) -> None:
+        images = tmp_path / "images"
+        (images / "a_112x84.png").write_bytes((images / "b_112x84.png").read_bytes())
+
+    report = changed(swap_files)
+    assert report.differences[0].startswith("line 5 (an image by its file): identity: image at token")
+
+
+def test_a_row_that_cannot_be_rebuilt_says_why_and_its_blocks_are_not_counted(changed):
+    report = changed(lambda rows: row(rows, "cache_salt").pop("request"))
+    assert report.line == "blocks=11 matched=11 unexplained=0"
+    assert report.skipped == ["line 10 (cache_salt): the capture does not hold its request (2 blocks)"]
+
+
+def test_the_command_exits_0_for_a_whole_match_and_1_for_a_difference(tmp_path):
+    command = CliRunner()
+    good = command.invoke(app, ["replay", str(OWN), "--model", str(MODEL)])
+    assert (good.exit_code, good.output.splitlines()[0]) == (0, "blocks=13 matched=13 unexplained=0")
+    shutil.copytree(OWN.parent / "images", tmp_path / "images")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(OWN.read_text().replace("tenant-1", "tenant-2"))
+    shown = command.invoke(app, ["replay", str(bad)])
+    assert (shown.exit_code, "first difference: line 10 (cache_salt): salt" in shown.output) == (1, True)
+    as_json = command.invoke(app, ["replay", str(bad), "--json"])
+    assert json.loads(as_json.output)["first_difference"].startswith("line 10 (cache_salt): salt")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty"),
+        ("{", "line 1: not JSON"),
+        ("[1]", "an object is expected"),
+        ('{"kind": "step", "frames": [{"seq": "zz", "payload": ""}]}', "a frame has seq and a payload in hex"),
+        ('{"kind": "step", "request": null, "frames": []}', "nothing can be compared"),
+    ],
+)
+def test_a_file_that_is_no_capture_is_refused_with_a_sentence_and_exit_2(tmp_path, text, says):
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(CaptureError, match=says):
+        replay(path)
+    assert CliRunner().invoke(app, ["replay", str(path)]).exit_code == 2
+
+
+def test_a_missing_file_and_a_folder_that_is_no_model_are_refused(tmp_path):
+    with pytest.raises(CaptureError, match="cannot read"):
+        replay(tmp_path / "none.jsonl")
+    with pytest.raises(CaptureError, match="--model"):
+        replay(OWN, model_dir=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def shared_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | None]:
+    """The folder that a capture of ../shared was made with, where its prompts can be rendered."""
+    models = Path(os.environ.get("MMROUTER_MODELS", SHARED / "models"))
+    script = SHARED / "tools" / "vllm" / "build_tiny.py"
+    made: list[Path] = []
+
+    def find(name: str) -> Path | None:
+        if name in REAL:
+            folder = models / REAL[name]
+            return folder if folder.is_dir() else None
+        if not name.startswith("qwen2vl_") or not script.is_file():
+            return None
+        if not made:
+            made.append(tmp_path_factory.mktemp("tiny"))
+            subprocess.run([sys.executable, str(script), str(made[0]), "qwen2vl"], check=True, capture_output=True)
+        return made[0] / "qwen2vl"
+
+    return find
+
+
+REAL = {
+    "qwen2vl-real": "Qwen--Qwen2-VL-2B-Instruct",
+    "qwen3vl-real": "Qwen--Qwen3-VL-2B-Instruct",
+}
+# capture -> blocks, prompts rendered by the library (0: taken from the answers), blocks of rows that cannot be rebuilt
+VLLM = {
+    "qwen2vl_core_uuid_clear": (87, 31, 0),
+    "qwen2vl_evict_byteshash": (30, 6, 0),
+    "qwen2vl_kwargs_byteshash": (16, 8, 0),
+    "qwen2vl_kvshare_lora": (16, 5, 0),
+    "qwen2vl_prompt_embeds": (3, 1, 2),
+    "qwen2vl_render_generate": (6, 0, 0),
+    "qwen2vl-real": (23, 8, 0),
+    "qwen3vl-real": (20, 8, 0),
+    "llava15-real": (128, 0, 0),
+    "llavanext-real": (279, 0, 0),
+    "phi3v-nosw": (320, 0, 0),
+    "phi3v-real_sw131072_edge": (155, 0, 60),
+}
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_every_block_of_the_recorded_engines_is_explained(shared_capture, shared_model, name):
+    blocks, rendered, left_out = VLLM[name]
+    report = replay(shared_capture(f"vllm/{name}"), model_dir=shared_model(name) if rendered else None)
+    assert report.line == f"blocks={blocks} matched={blocks} unexplained=0", report.differences[:3]
+    assert report.rendered == rendered
+    assert sum(int(said.rpartition("(")[2].split()[0]) for said in report.skipped) == left_out
+
+
+@pytest.mark.parametrize("name", ["qwen2vl_encoder_disagg", "qwen2vl_pd_nixl"])
+def test_a_capture_without_requests_is_not_passed_off_as_a_match(shared_capture, name):
+    with pytest.raises(CaptureError, match=r"nothing can be compared.*does not hold its request"):
+        replay(shared_capture(f"vllm/{name}"))
+
+
+@pytest.fixture(scope="session")
+def shared_capture() -> Callable[[str], Path]:
+    """Path of a capture of ../shared by ``engine/name``."""
+    folder = Path(os.environ.get("MMROUTER_CAPTURES", SHARED / "captures"))
+
+    def find(name: str) -> Path:
+        path = folder / f"{name}.jsonl"
+        if not path.is_file():
+            pytest.skip(f"not run: no capture at {path} (MMROUTER_CAPTURES)")
+        return path
+
+    return find
