@@ -5,8 +5,9 @@ makes its command line. Facts about vLLM stand in these files and nowhere else.
 """
 
 from mmrouter.engines.events import EventError
+from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 from mmrouter.engines.vllm_events import IGNORED_REASONS, decode_batch
-from mmrouter.engines.vllm_launch import EVENTS_PORT, HTTP_PORT, OWNED_FLAGS, REPLAY_PORT, Launch, launch
+from mmrouter.engines.vllm_launch import API_KEY_ENV, OWNED_FLAGS, launch
 from mmrouter.engines.vllm_metrics import METRICS, Load, parse_block_size, parse_load
 from mmrouter.engines.vllm_request import (
     REFUSED_FIELDS,
@@ -17,8 +18,12 @@ from mmrouter.engines.vllm_request import (
     rewrite_chat,
 )
 
+HEALTH_PATH = "/health"
+
 __all__ = [
+    "API_KEY_ENV",
     "EVENTS_PORT",
+    "HEALTH_PATH",
     "HTTP_PORT",
     "IGNORED_REASONS",
     "METRICS",

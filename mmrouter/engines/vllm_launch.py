@@ -1,16 +1,14 @@
 """The command line of ``vllm serve``: each flag that exactness, the wiring or a field of the resource depends on."""
 
-import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch, flag
 
 if TYPE_CHECKING:
     from mmrouter.api import MMRouterDeployment, Pool
 
-HTTP_PORT = 8000
-EVENTS_PORT = 5557
-REPLAY_PORT = 5657
-"""Plus the data parallel rank each; both are on the pod's loopback (DESIGN.md 10)."""
+API_KEY_ENV = "VLLM_API_KEY"
+"""Variable from which the engine reads the key that requests must carry."""
 
 EVENTS_HWM = 10_000
 """Messages that an engine keeps while its sidecar is away. They are the engine's memory: far below vLLM's 100,000."""
@@ -83,16 +81,6 @@ vLLM takes them with underscores, with ``=``, with a dotted suffix (``--kv-event
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The engine container: ``$(POD_IP)`` and ``$(POD_LOOPBACK)`` are expanded by whoever starts it."""
-
-    command: list[str]
-    args: list[str]
-    env: dict[str, str]
-    health_path: str
-
-
 def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     """Return the command line of one worker pool's engines.
 
@@ -108,34 +96,34 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     model, engine = spec.model, spec.engine
     args = [
         MODEL_DIR if model.volume is not None else model.id,
-        *_flag("--served-model-name", model.served_name or dep.metadata.name),
-        *_flag("--host", "$(POD_IP)"),
-        *_flag("--port", HTTP_PORT),
-        *_flag("--block-size", block_size_of(dep, pool)),
+        *flag("--served-model-name", model.served_name or dep.metadata.name),
+        *flag("--host", "$(POD_IP)"),
+        *flag("--port", HTTP_PORT),
+        *flag("--block-size", block_size_of(dep, pool)),
         "--enable-prefix-caching",
-        *_flag("--prefix-caching-hash-algo", "sha256_cbor"),
-        *_flag("--kv-events-config", _events_config()),
+        *flag("--prefix-caching-hash-algo", "sha256_cbor"),
+        *flag("--kv-events-config", _events_config()),
         "--enable-prompt-tokens-details",
-        *_flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images}),
-        *_flag("--shutdown-timeout", pool.updates.drain_seconds),
+        *flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images}),
+        *flag("--shutdown-timeout", pool.updates.drain_seconds),
     ]
     if model.volume is None:
-        args += _flag("--revision", model.revision)
+        args += flag("--revision", model.revision)
     if model.trust_remote_code:
         args.append("--trust-remote-code")
     if engine.chat_template is not None:
-        args += _flag("--chat-template", CHAT_TEMPLATE_PATH)
+        args += flag("--chat-template", CHAT_TEMPLATE_PATH)
     processor = {
         "min_pixels": engine.processor.min_pixels,
         "max_pixels": engine.processor.max_pixels,
         "num_crops": engine.processor.num_crops,
     }
     if set_options := {name: value for name, value in processor.items() if value is not None}:
-        args += _flag("--mm-processor-kwargs", set_options)
+        args += flag("--mm-processor-kwargs", set_options)
     if pool.parallelism.tensor > 1:
-        args += _flag("--tensor-parallel-size", pool.parallelism.tensor)
+        args += flag("--tensor-parallel-size", pool.parallelism.tensor)
     if pool.parallelism.data > 1:
-        args += _flag("--data-parallel-size", pool.parallelism.data)
+        args += flag("--data-parallel-size", pool.parallelism.data)
     args += [*engine.args, *pool.args]
     return Launch(command=["vllm", "serve"], args=args, env=_environment(), health_path="/health")
 
@@ -158,7 +146,3 @@ def _environment() -> dict[str, str]:
         "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes on the wire for each hash instead of 34
         "VLLM_NO_USAGE_STATS": "1",  # engines need no way out of the cluster
     }
-
-
-def _flag(name: str, value: object) -> list[str]:
-    return [name, json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)]

@@ -1,0 +1,55 @@
+"""The SGLang adapter: everything about SGLang that the rest of the project uses, in one import.
+
+``decode_batch`` reads its events, ``rewrite_chat`` makes its requests, ``parse_load`` reads its metrics, ``launch``
+makes its command line. How it names images is in :mod:`mmrouter.engines.sglang_identity`. Facts about SGLang stand in
+these files and nowhere else.
+"""
+
+from mmrouter.engines.events import EventError
+from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
+from mmrouter.engines.sglang_events import IGNORED_REASONS, decode_batch
+from mmrouter.engines.sglang_info import INFO_PATH, EngineInfo, parse_info
+from mmrouter.engines.sglang_launch import API_KEY_ENV, OWNED_FLAGS, launch
+from mmrouter.engines.sglang_metrics import METRICS, parse_block_size, parse_load
+from mmrouter.engines.sglang_request import (
+    REFUSED_FIELDS,
+    REFUSED_HEADER_PREFIX,
+    REFUSED_PART_FIELDS,
+    REQUEST_ID_HEADER,
+    prompt_error_field,
+    rewrite_chat,
+)
+from mmrouter.engines.vllm_metrics import Load
+from mmrouter.engines.vllm_request import ImageRewrite, Rewritten
+
+HEALTH_PATH = "/ready"
+"""What a probe asks: cheap, unlike ``/health``, and 503 while draining (facts on SGLang 6)."""
+
+__all__ = [
+    "API_KEY_ENV",
+    "EVENTS_PORT",
+    "HEALTH_PATH",
+    "HTTP_PORT",
+    "IGNORED_REASONS",
+    "INFO_PATH",
+    "METRICS",
+    "OWNED_FLAGS",
+    "REFUSED_FIELDS",
+    "REFUSED_HEADER_PREFIX",
+    "REFUSED_PART_FIELDS",
+    "REPLAY_PORT",
+    "REQUEST_ID_HEADER",
+    "EngineInfo",
+    "EventError",
+    "ImageRewrite",
+    "Launch",
+    "Load",
+    "Rewritten",
+    "decode_batch",
+    "launch",
+    "parse_block_size",
+    "parse_info",
+    "parse_load",
+    "prompt_error_field",
+    "rewrite_chat",
+]

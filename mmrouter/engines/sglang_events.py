@@ -1,0 +1,173 @@
+"""SGLang's KV events -> :mod:`mmrouter.engines.events` (facts on SGLang 1.2 to 1.6).
+
+A payload is a msgpack array ``[ts, events, data parallel rank]``. Events are maps that name their type; older releases
+send positional arrays in the same field order. Hashes are signed 64-bit numbers. An image's identity stands in the
+token ids, as sentinels of up to 62 bits, so ids are 64 bits wide in every event. Adjacent pages come in one event;
+copies of a block in several tiers are told apart by the medium. An event that we cannot use becomes
+:class:`~mmrouter.engines.events.Ignored` with a reason from :data:`IGNORED_REASONS`.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
+
+IGNORED_REASONS = frozenset(
+    {
+        "bigram_tokens",  # speculative EAGLE trees are keyed by pairs of tokens: no prompt's blocks
+        "empty_store",
+        "ragged_store",
+        "empty_remove",
+        "unknown_event",
+    }
+)
+
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[Any]
+    block_size: int
+    lora_id: Any = None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: Any = None
+    lora_name: str | None = None
+
+
+class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+_WireEvent = _Stored | _Removed | _Cleared
+
+
+class _WireBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_WireEvent]
+    rank: int | None = None
+
+
+class _AnyBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    rank: int | None = None
+
+
+_TYPES: dict[str, type[_Stored] | type[_Removed] | type[_Cleared]] = {
+    "BlockStored": _Stored,
+    "BlockRemoved": _Removed,
+    "AllBlocksCleared": _Cleared,
+}
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError)
+
+_typed = msgspec.msgpack.Decoder(_WireBatch)
+_untyped = msgspec.msgpack.Decoder(_AnyBatch)
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Read one message of an SGLang engine's event stream. Raises :class:`EventError`."""
+    try:
+        wire = _typed.decode(payload)
+    except msgspec.ValidationError:
+        # Positional events, event types of later releases, or a real fault: the slow path tells them apart.
+        return _decode_slowly(payload)
+    except _UNREADABLE as error:
+        raise EventError(f"not msgpack: {error}") from error
+    return Batch(wire.ts, wire.rank or 0, _events(wire.events))
+
+
+def _decode_slowly(payload: bytes) -> Batch:
+    try:
+        wire = _untyped.decode(payload)
+    except _UNREADABLE as error:
+        raise EventError(f"not an event batch: {error}") from error
+    named: list[_WireEvent | Ignored] = []
+    for number, raw in enumerate(wire.events):
+        try:
+            named.append(_named(raw))
+        except (msgspec.ValidationError, EventError) as error:
+            raise EventError(f"event {number}: {error}") from error
+    return Batch(wire.ts, wire.rank or 0, _events(named))
+
+
+def _named(raw: Any) -> _WireEvent | Ignored:
+    if isinstance(raw, dict):
+        kind = raw.get("type")
+    elif isinstance(raw, list) and raw:
+        kind = raw[0]
+    else:
+        raise EventError(f"neither a map nor a positional array: {type(raw).__name__}")
+    if not isinstance(kind, str):
+        raise EventError("an event names its type as text")
+    shape = _TYPES.get(kind)
+    if shape is None:
+        return Ignored("unknown_event")
+    if isinstance(raw, list):
+        raw = dict(zip(shape.__struct_fields__, raw[1:], strict=False))
+    return msgspec.convert(raw | {"type": kind}, shape)
+
+
+def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
+    return tuple([_event(event) for event in wire])
+
+
+def _event(event: _WireEvent | Ignored) -> Event:
+    if isinstance(event, _Stored):
+        return _stored(event)
+    if isinstance(event, _Removed):
+        if not event.block_hashes:
+            return Ignored("empty_remove")
+        return Removed(_hashes(event.block_hashes), 0, event.medium or "GPU")
+    if isinstance(event, _Cleared):
+        return Cleared()
+    return event
+
+
+def _stored(event: _Stored) -> Event:
+    size, blocks, tokens = event.block_size, len(event.block_hashes), event.token_ids
+    if size < 1:
+        raise EventError(f"block size {size}")
+    if not blocks:
+        return Ignored("empty_store")
+    if blocks * size != len(tokens):
+        return Ignored("ragged_store")
+    if not isinstance(tokens[0], int):
+        return Ignored("bigram_tokens")
+    try:
+        ids = array("Q", tokens)
+    except (OverflowError, TypeError) as error:
+        raise EventError(f"token id: {error}") from error
+    lora = event.lora_name
+    if lora is None and event.lora_id is not None:
+        # A counter of that process, not a name: distinct from every name that could be predicted.
+        lora = f"\0lora_id:{event.lora_id}"
+    parent = event.parent_block_hash
+    return Stored(
+        hashes=_hashes(event.block_hashes),
+        parent=None if parent is None else parent & _U64,
+        ids=ids,
+        block_size=size,
+        extras={},
+        spans=(),
+        lora=lora,
+        salt=event.cache_salt,
+        group=0,
+        medium=event.medium or "GPU",
+    )
+
+
+def _hashes(values: list[int]) -> tuple[int, ...]:
+    """Signed numbers on the wire, the same bits unsigned with us."""
+    return tuple([value & _U64 for value in values])

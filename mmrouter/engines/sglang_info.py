@@ -1,0 +1,64 @@
+"""What an SGLang engine says of itself in ``/server_info`` and ``/model_info``, as far as identity depends on it.
+
+The sidecar reads both once per start of the engine and hands the result on in its heartbeats as a map of texts
+(``facts``), from which the router chooses and computes an image's identity (facts on SGLang 2.5, 6).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+INFO_PATH: Final = "/server_info"
+MODEL_PATH: Final = "/model_info"
+
+_ARGUMENTS = (
+    "revision",
+    "mm_preprocess_cache_size_mb",
+    "mm_process_config",
+    "mm_feature_transport",
+    "image_processor_backend",
+    "disable_fast_image_processor",
+    "trust_mm_content_hashes",
+    "dtype",
+    "device",
+    "speculative_algorithm",
+)
+"""Resolved arguments that decide how an image is named."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """``facts``: name -> text. ``version`` and ``model_type`` as they are; the others are JSON."""
+
+    version: str
+    block_size: int | None
+    """Tokens per block of the events, ``None`` where the engine publishes none."""
+    publishes: bool
+    facts: dict[str, str]
+
+
+def parse_info(server: Mapping[str, Any], model: Mapping[str, Any]) -> EngineInfo:
+    """Read the decoded answers of both endpoints; what is missing or of another type is left out."""
+    version = server.get("version")
+    version = version if isinstance(version, str) else ""
+    events = server.get("kv_events")
+    size = events.get("block_size") if isinstance(events, Mapping) else server.get("page_size")
+    facts = {"version": version}
+    if isinstance(model.get("model_type"), str):
+        facts["model_type"] = model["model_type"]
+    if isinstance(model.get("architectures"), list):
+        facts["architectures"] = _json(model["architectures"])
+    facts |= {name: _json(server[name]) for name in _ARGUMENTS if name in server}
+    if isinstance(size, int):
+        facts["page_size"] = _json(size)
+    return EngineInfo(
+        version=version,
+        block_size=size if isinstance(size, int) and size > 0 else None,
+        publishes=isinstance(events, Mapping),
+        facts=facts,
+    )
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
