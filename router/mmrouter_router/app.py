@@ -59,6 +59,7 @@ class Router:
         self.chat = Chat(
             router_id=settings.router_id,
             served_model=self.served_model,
+            engine=spec.engine.type,
             limits=Limits.of(spec.routing.media),
             tenants=self.tenants,
             preparer=self.preparer,

@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 from blake3 import blake3
 from ulid import ULID
 
+from mmrouter.api import EngineType
 from mmrouter.engines.vllm import ImageRewrite, prompt_error_field, rewrite_chat
 from mmrouter.identity import to_wire
 from mmrouter_router.decisions import Decisions
@@ -55,6 +56,7 @@ class Chat:
         *,
         router_id: str,
         served_model: str,
+        engine: EngineType,
         limits: Limits,
         tenants: Tenants,
         preparer: Preparer,
@@ -64,7 +66,7 @@ class Chat:
         control_token: str,
         debug_headers: bool,
     ) -> None:
-        self._router_id, self._served_model, self._limits = router_id, served_model, limits
+        self._router_id, self._served_model, self._engine, self._limits = router_id, served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._decisions, self._metrics = decisions, metrics
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
@@ -99,8 +101,10 @@ class Chat:
     async def prepare(self, path: str, raw: bytes, tenant: Tenant) -> Prepared:
         """Stages intake to blocks, without placing: what a dry run explains. Raises :class:`RequestError`."""
         with self._metrics.stage.labels("intake").time():
-            parse = parse_chat if path == CHAT else parse_forwarded
-            request = parse(raw, self._limits, self._served_model)
+            if path == CHAT:
+                request = parse_chat(raw, self._limits, self._served_model, self._engine)
+            else:
+                request = parse_forwarded(raw, self._limits, self._served_model)
         with self._metrics.stage.labels("prepare").time():
             return await self._preparer.prepare(request, tenant.salt, tenant.name)
 
@@ -166,8 +170,12 @@ class Chat:
 
     def _count(self, prepared: Prepared, reply: Reply) -> None:
         decision = reply.decision
-        for reason in decision.reasons or ("",):  # the cause is one of few, the field behind it is not
-            self._metrics.decisions.labels(decision.exactness, reason.split(":")[0]).inc()
+        # The cause is one of few, the field behind it is not; two images of one cause are one decision of it.
+        for cause in {reason.split(":")[0] for reason in decision.reasons} or {""}:
+            self._metrics.decisions.labels(decision.exactness, cause).inc()
+        for image in prepared.images:
+            if not image.resolved:
+                self._metrics.unresolved.labels(image.unresolved.split(":")[0]).inc()
         self._metrics.prompt_blocks.inc(decision.choice.winner.blocks)
         self._metrics.overlap_blocks.inc(decision.choice.winner.overlap)
 

@@ -99,6 +99,7 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
             "tokens": image.tokens,
             "bytes": len(image.media.data),
             "offset": span.offset,
+            "unresolved": image.unresolved,
         }
         for image, span in zip(prepared.images, prepared.spans, strict=False)
     ]

@@ -18,6 +18,12 @@ class Metrics:
         self.decisions = Counter(
             "mmrouter_decisions_total", "Routing decisions by exactness and reason", ["exactness", "reason"], registry=r
         )
+        self.unresolved = Counter(
+            "mmrouter_unresolved_images_total",
+            "Images that were served and not predicted, by cause",
+            ["reason"],
+            registry=r,
+        )
         self.prompt_blocks = Counter(
             "mmrouter_prompt_blocks_total", "Complete prompt blocks of routed requests", registry=r
         )

@@ -5,7 +5,7 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -14,22 +14,27 @@ from mmrouter.blocks import Span, block_keys, namespace_seed
 from mmrouter.families import Family, ImageSizeError
 from mmrouter.families import load as load_family
 from mmrouter.identity import media_identity
+from mmrouter.imageclaim import claimed_size
 from mmrouter.imagesize import ImageHeaderError, TooManyPixels, probe
 from mmrouter.prompt import PlaceholderError, Prompter, PromptImage, TemplateError
 from mmrouter_router.errors import RequestError
-from mmrouter_router.intake import ChatRequest
+from mmrouter_router.intake import ChatRequest, Reason
 from mmrouter_router.media import Media, MediaResolver
 from mmrouter_router.schedule import Exactness
 from mmrouter_router.settings import Settings
 
 PROBE_CACHE = 4096
 _SPOIL_IMAGES = frozenset({"processor_options"})
-"""Causes that change what images become and leave the text alone: exact up to the first image."""
+"""Causes that change what images become and leave the text alone: they make every image of the request unresolved."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
-    """One image of a request: where its part stands, its bytes and what they are to the engine."""
+    """One image of a request: where its part stands, its bytes and what they are to the engine.
+
+    ``unresolved`` says why we cannot know what the engine makes of it, as a decision's reason (``cause:field``); it is
+    empty for an image that is predicted. The size and the token count of an unresolved image are estimates.
+    """
 
     message: int
     part: int
@@ -39,6 +44,20 @@ class ResolvedImage:
     width: int
     height: int
     tokens: int
+    unresolved: str = ""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether its blocks are predicted."""
+        return not self.unresolved
+
+    def in_prompt(self) -> PromptImage:
+        """Return what the prompt is expanded with.
+
+        An unresolved image stands there under a value that nothing else has. Keys are chained, so every block from the
+        one in which it starts equals nothing, not even itself the next time; the blocks before it still count.
+        """
+        return PromptImage(self.identity if self.resolved else secrets.token_bytes(32), self.tokens)
 
 
 @dataclass
@@ -83,7 +102,7 @@ class Preparer:
         else:
             template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
             self.prompter = Prompter.load(model_dir, chat_template=template, family=self.family)
-        self._known: OrderedDict[bytes, tuple[int, int, int]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[int, int, int, bool]] = OrderedDict()
 
     def seed(self, salt: str | None) -> int:
         """The namespace seed of a tenant's chains."""
@@ -92,32 +111,28 @@ class Preparer:
 
     async def prepare(self, request: ChatRequest, salt: str | None, tenant: str = "") -> Prepared:
         """Resolve images and predict the prompt. Raises :class:`RequestError` that names the field."""
-        images = await self._resolve(request, tenant)
-        reasons = tuple(f"{reason.reason}:{reason.field}" for reason in request.inexact)
-        exactness: Exactness = "exact"
-        spoiled = bool(reasons) and {reason.reason for reason in request.inexact} <= _SPOIL_IMAGES
-        if spoiled and images:
-            exactness = "partial"
-        elif reasons:
+        images = _spoiled(request, await self._resolve(request, tenant))
+        unresolved = tuple(image.unresolved for image in images if not image.resolved)
+        # What an image becomes changes nothing where there is none.
+        labels = [_label(r) for r in request.inexact if images or r.reason not in _SPOIL_IMAGES]
+        reasons = list(dict.fromkeys((*labels, *unresolved)))
+        exactness: Exactness = "partial" if unresolved else "exact"
+        if any(reason.reason not in _SPOIL_IMAGES for reason in request.inexact):
             exactness = "affinity"
         if self.prompter is None:
-            exactness, reasons = "affinity", (*reasons, f"family:{self.unknown_family}")
+            exactness = "affinity"
+            reasons.append(f"family:{self.unknown_family}")
         ids, spans = array("I"), tuple[Span, ...]()
         if exactness != "affinity":
-            ids, spans = self._predict(request, images, poisoned=spoiled)
+            ids, spans = self._predict(request, images)
         fingerprint = self._fingerprint(request, images)
-        return Prepared(request, salt, images, ids, spans, exactness, reasons, self.seed(salt), fingerprint)
+        return Prepared(request, salt, images, ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
 
     def _predict(
-        self, request: ChatRequest, images: tuple[ResolvedImage, ...], *, poisoned: bool
+        self, request: ChatRequest, images: tuple[ResolvedImage, ...]
     ) -> tuple["array[int]", tuple[Span, ...]]:
-        """Return token ids and spans of the expanded prompt.
-
-        ``poisoned``: what the engine makes of the images is not known, so each gets a value that nothing else has.
-        Blocks before the first image still count; from there on the prompt equals nothing, not even itself.
-        """
+        """Return token ids and spans of the expanded prompt."""
         assert self.prompter is not None
-        expand = [PromptImage(secrets.token_bytes(32) if poisoned else i.identity, i.tokens) for i in images]
         try:
             text = self.prompter.render(
                 request.messages,
@@ -127,7 +142,9 @@ class Preparer:
                 continue_final_message=request.continue_final_message,
                 chat_template_kwargs=request.chat_template_kwargs,
             )
-            expanded = self.prompter.expand(text, expand, add_special_tokens=request.add_special_tokens)
+            expanded = self.prompter.expand(
+                text, [image.in_prompt() for image in images], add_special_tokens=request.add_special_tokens
+            )
         except (TemplateError, PlaceholderError) as error:
             raise RequestError.invalid(str(error), param="messages") from error
         return expanded.ids, expanded.spans
@@ -149,15 +166,25 @@ class Preparer:
         identity = media_identity(media.data, options, key=self._identity_key)
         known = self._known.get(identity)
         if known is None:
-            try:
-                size = probe(media.data, max_pixels=self._max_pixels, exif=family is not None and family.rotates_exif)
-                tokens = family.count(size.width, size.height) if family is not None else 0
-            except (ImageHeaderError, TooManyPixels, ImageSizeError) as error:
-                raise RequestError.invalid(str(error), param=param) from error
-            known = self._known[identity] = (size.width, size.height, tokens)
+            known = self._known[identity] = self._size(media.data, param)
             if len(self._known) > PROBE_CACHE:
                 self._known.popitem(last=False)
-        return ResolvedImage(message, part, param, media, identity, *known)
+        width, height, tokens, sure = known
+        unresolved = "" if sure else f"image_format:{param}"
+        return ResolvedImage(message, part, param, media, identity, width, height, tokens, unresolved)
+
+    def _size(self, data: bytes, param: str) -> tuple[int, int, int, bool]:
+        """Return width, height, tokens and whether they are what the engine will find."""
+        family = self.family
+        try:
+            size = claimed_size(data, max_pixels=self._max_pixels)
+            sure = size is None
+            if size is None:
+                exif = family is not None and family.rotates_exif
+                size = probe(data, max_pixels=self._max_pixels, exif=exif)
+            return size.width, size.height, family.count(size.width, size.height) if family is not None else 0, sure
+        except (ImageHeaderError, TooManyPixels, ImageSizeError) as error:
+            raise RequestError.invalid(str(error), param=param) from error
 
     @staticmethod
     def _fingerprint(request: ChatRequest, images: tuple[ResolvedImage, ...]) -> int:
@@ -172,3 +199,13 @@ class Preparer:
             if image.message < 2:
                 raw += image.identity
         return xxh3_64_intdigest(raw)
+
+
+def _spoiled(request: ChatRequest, images: tuple[ResolvedImage, ...]) -> tuple[ResolvedImage, ...]:
+    """Return the images, all unresolved where a field of the request changes what images become."""
+    cause = next((_label(reason) for reason in request.inexact if reason.reason in _SPOIL_IMAGES), "")
+    return tuple(replace(image, unresolved=image.unresolved or cause) for image in images) if cause else images
+
+
+def _label(reason: Reason) -> str:
+    return f"{reason.reason}:{reason.field}"

@@ -1,16 +1,17 @@
 """``POST /v1/chat/completions``."""
 
+from mmrouter.api import EngineType
 from mmrouter.prompt import render_arguments
 from mmrouter_router.errors import RequestError
 from mmrouter_router.intake.body import parse_object
 from mmrouter_router.intake.checks import flag, mapping, max_tokens, model_of, objects, text
-from mmrouter_router.intake.fields import inexact_fields
+from mmrouter_router.intake.fields import inexact_fields, inexact_messages
 from mmrouter_router.intake.messages import MAX_REASONS, Messages, tools_of
 from mmrouter_router.intake.request import ChatRequest, Limits
 
 
-def parse_chat(raw: bytes, limits: Limits, served_model: str) -> ChatRequest:
-    """Check a chat request's body. Raises :class:`RequestError` and nothing else."""
+def parse_chat(raw: bytes, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
+    """Check the body of a chat request for one type of engine. Raises :class:`RequestError` and nothing else."""
     body = parse_object(raw, limits.max_request_bytes)
     model = model_of(body, served_model)
     messages = objects(body, "messages", "messages")
@@ -27,6 +28,7 @@ def parse_chat(raw: bytes, limits: Limits, served_model: str) -> ChatRequest:
     mapping(body, "chat_template_kwargs", "chat_template_kwargs")
     mapping(body, "vllm_xargs", "vllm_xargs")
     text(body, "reasoning_effort", "reasoning_effort")
+    inexact = (*found.inexact, *inexact_messages(messages, engine), *inexact_fields(body, engine))
     return ChatRequest(
         model=model,
         messages=messages,
@@ -41,5 +43,5 @@ def parse_chat(raw: bytes, limits: Limits, served_model: str) -> ChatRequest:
         add_special_tokens=flag(body, "add_special_tokens"),
         chat_template_kwargs=render_arguments(body)["chat_template_kwargs"] or None,
         body=body,
-        inexact=(*found.inexact, *inexact_fields(body))[:MAX_REASONS],
+        inexact=inexact[:MAX_REASONS],
     )

@@ -327,8 +327,10 @@ def test_video_and_audio_are_labelled_and_their_urls_never_stand_in_the_body():
         ({"vllm_xargs": None}, []),
         ({"vllm_xargs": {"kv_cache_report_mode": "full"}}, []),
         ({"vllm_xargs": {"kv_cache_report_mode": "full", "other": 1}}, [("vllm_xargs", "engine_arguments")]),
-        ({"mm_processor_kwargs": {}}, [("mm_processor_kwargs", "processor_options")]),
-        ({"media_io_kwargs": {"image": {}}}, [("media_io_kwargs", "processor_options")]),
+        ({"mm_processor_kwargs": {}, "media_io_kwargs": {"image": {}, "video": {"num_frames": 4}}}, []),
+        ({"mm_processor_kwargs": {"max_pixels": 4096}}, [("mm_processor_kwargs", "processor_options")]),
+        ({"media_io_kwargs": {"image": {"image_mode": None}}}, [("media_io_kwargs", "processor_options")]),
+        ({"media_io_kwargs": ["image"]}, [("media_io_kwargs", "processor_options")]),
         ({"chat_template": "{{ x }}"}, [("chat_template", "request_template")]),
         ({"truncate_prompt_tokens": 0}, [("truncate_prompt_tokens", "truncation")]),
         ({"prompt_logprobs": 0}, [("prompt_logprobs", "cache_not_read")]),
@@ -341,6 +343,30 @@ def test_video_and_audio_are_labelled_and_their_urls_never_stand_in_the_body():
 )
 def test_a_field_is_harmless_modelled_removed_or_a_reason(fields, reasons):
     assert [(reason.field, reason.reason) for reason in read(chat(**fields)).inexact] == reasons
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({"temperature": 0, "stop": ["x"], "add_generation_prompt": True, "continue_final_message": False}, []),
+        ({"add_special_tokens": False, "tools": None, "documents": None, "reasoning_effort": None}, []),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, []),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, ["tools"]),
+        ({"documents": [{"text": "x"}], "add_special_tokens": True}, ["documents", "add_special_tokens"]),
+        ({"add_generation_prompt": False}, ["add_generation_prompt"]),
+        ({"reasoning_effort": "low"}, ["reasoning_effort"]),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ["messages[1].role"]),
+        (
+            {"messages": [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]},
+            ["messages[0].role"],
+        ),
+    ],
+)
+def test_what_sglang_puts_into_its_prompt_in_another_way_is_a_reason(fields, reasons):
+    body = json.dumps({**chat(), **fields}).encode()
+    request = parse_chat(body, LIMITS, "demo", "sglang")
+    assert [(reason.field, reason.reason) for reason in request.inexact] == [(r, "engine_differs") for r in reasons]
+    assert parse_chat(body, LIMITS, "demo").inexact == ()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Requests -> token ids and spans, with the repository's own tiny model: exact, partial up to an image, or affinity."""
 
+import io
 import json
 from array import array
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from PIL import Image
 from prometheus_client import CollectorRegistry
 
 from mmrouter.api import parse_deployment
@@ -99,12 +101,70 @@ async def test_options_that_change_pixels_leave_the_text_before_the_image_exact_
         ({"a_new_field": 1}, "unknown_field:a_new_field"),
         ({"truncate_prompt_tokens": 5}, "truncation:truncate_prompt_tokens"),
         ({"chat_template": "{{ messages }}"}, "request_template:chat_template"),
-        ({"mm_processor_kwargs": {"max_pixels": 1}}, "processor_options:mm_processor_kwargs"),
+        ({"prompt_logprobs": 1}, "cache_not_read:prompt_logprobs"),
     ],
 )
 async def test_what_is_not_modelled_is_affinity_with_its_reason_and_has_no_keys(prepare, fields, reason):
     prepared = await prepare(text(LONG), **fields)
     assert (prepared.exactness, prepared.reasons, prepared.ids) == ("affinity", (reason,), array("I"))
+
+
+def avif(seed, side=112):
+    raw = io.BytesIO()
+    Image.open(io.BytesIO(picture(seed, side, side))).convert("RGB").save(raw, "AVIF")
+    return {"type": "image_url", "image_url": {"url": data_uri(raw.getvalue())}}
+
+
+async def test_case_39_one_unresolved_image_of_three_keeps_the_blocks_before_it_and_none_after(prepare):
+    whole = await prepare(image("a"), text(LONG), image("b"), text(LONG), image("c"), text(LONG))
+    parts = image("a"), text(LONG), avif("b"), text(LONG), image("c"), text(LONG)
+    one, two = await prepare(*parts), await prepare(*parts)
+    assert (one.exactness, one.reasons) == ("partial", ("image_format:messages[0].content[2].image_url.url",))
+    assert [i.resolved for i in one.images] == [True, False, True]
+    first = whole.spans[1].offset // SIZE
+    assert first > 8
+    assert one.keys(SIZE)[:first] == two.keys(SIZE)[:first] == whole.keys(SIZE)[:first]
+    after = [set(prepared.keys(SIZE)[first:]) for prepared in (one, two, whole)]
+    assert not after[0] & after[1]
+    assert not (after[0] | after[1]) & after[2]
+
+
+async def test_two_unresolved_images_share_no_key_whatever_they_are(prepare):
+    prompts = [await prepare(avif(seed), text(LONG)) for seed in ("a", "a", "b")]
+    keys = [key for prompt in prompts for key in prompt.keys(SIZE)]
+    assert keys
+    # Nothing of Qwen's own first turn fills a block before the image.
+    assert len(set(keys)) == len(keys) - 2 * (prompts[0].spans[0].offset // SIZE)
+    assert prompts[0].fingerprint == prompts[1].fingerprint != prompts[2].fingerprint
+
+
+async def test_each_unresolved_image_is_a_reason_and_a_field_that_spoils_them_all_is_one(prepare):
+    two = await prepare(avif("a"), avif("b"))
+    assert two.reasons == tuple(f"image_format:messages[0].content[{n}].image_url.url" for n in (0, 1))
+    both = {"mm_processor_kwargs": {"max_pixels": 5000}, "media_io_kwargs": {"image": {"image_mode": None}}}
+    spoiled = await prepare(image("a"), image("b"), **both)
+    assert spoiled.exactness == "partial"
+    assert spoiled.reasons == ("processor_options:mm_processor_kwargs", "processor_options:media_io_kwargs")
+    assert not any(i.resolved for i in spoiled.images)
+    worse = await prepare(avif("a"), brand_new=1)
+    assert worse.exactness == "affinity"
+    assert set(worse.reasons) == {"unknown_field:brand_new", "image_format:messages[0].content[0].image_url.url"}
+
+
+async def test_options_of_the_processor_are_nothing_to_a_text(prepare):
+    plain = await prepare(text(LONG))
+    options = await prepare(text(LONG), mm_processor_kwargs={"max_pixels": 1}, media_io_kwargs={"image": {"x": 1}})
+    assert (options.exactness, options.reasons) == ("exact", ())
+    assert options.keys(SIZE) == plain.keys(SIZE)
+
+
+async def test_an_unresolved_image_is_held_to_the_pixel_limit(prepare):
+    own = settings(maxPixels=100 * 100)
+    media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+    body = json.dumps({"model": "t", "messages": [{"role": "user", "content": [avif("a")]}]}).encode()
+    with pytest.raises(RequestError, match="112x112"):
+        await Preparer(own, media).prepare(parse_chat(body, Limits(), "t"), None)
+    await media.close()
 
 
 async def test_the_turns_of_a_conversation_share_a_fingerprint_and_other_beginnings_do_not(prepare):
@@ -127,12 +187,13 @@ async def test_an_aspect_that_the_processor_refuses_is_a_400(prepare):
     assert caught.value.status == 400
 
 
-async def test_a_family_that_is_not_modelled_is_served_by_affinity(tmp_path):
+async def test_a_family_that_is_not_modelled_is_served_by_affinity_with_every_image(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "brand_new_vl"}')
     own = settings(tmp_path)
     media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
-    body = {"model": "t", "messages": [{"role": "user", "content": [text("x"), image("a")]}]}
+    body = {"model": "t", "messages": [{"role": "user", "content": [text("x"), image("a"), avif("b")]}]}
     prepared = await Preparer(own, media).prepare(parse_chat(json.dumps(body).encode(), Limits(), "t"), None)
-    assert (prepared.exactness, prepared.reasons) == ("affinity", ("family:brand_new_vl",))
-    assert len(prepared.images) == 1
+    assert prepared.exactness == "affinity"
+    assert prepared.reasons == ("image_format:messages[0].content[2].image_url.url", "family:brand_new_vl")
+    assert (len(prepared.images), prepared.ids) == (2, array("I"))
     await media.close()
