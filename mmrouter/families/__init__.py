@@ -5,7 +5,7 @@ A family is a file here with ``MODEL_TYPE`` and ``load``, and a line in :func:`l
 
 from pathlib import Path
 
-from mmrouter.families import qwen2vl, qwen3vl, qwen25vl
+from mmrouter.families import llava, llavanext, phi3v, qwen2vl, qwen3vl, qwen25vl
 from mmrouter.families.family import Codec, Family, ImageSizeError, ProcessorLimits
 from mmrouter.families.folder import ModelFolderError, read_json
 from mmrouter.families.layout import Expanded, PlaceholderError, PromptImage, expand_ids
@@ -25,10 +25,10 @@ __all__ = [
 
 
 def load(model_dir: Path, processor: ProcessorLimits | None) -> Family | None:
-    """Return the family of a model folder, ``None`` for a ``model_type`` that is not modelled.
+    """Return the family of a model folder, ``None`` for a ``model_type`` or vision tower that is not modelled.
 
-    ``processor`` holds the resource's pixel limits, which win over the folder's. Raises :class:`ModelFolderError` for a
-    folder whose config.json cannot be read, or of a known family with a geometry that cannot be used.
+    ``processor`` holds the resource's processor options, which win over the folder's. Raises :class:`ModelFolderError`
+    for a folder whose config.json cannot be read, or of a known family with a geometry that cannot be used.
     """
     config = read_json(model_dir, "config.json")
     match config.get("model_type"):
@@ -38,5 +38,11 @@ def load(model_dir: Path, processor: ProcessorLimits | None) -> Family | None:
             return qwen25vl.load(model_dir, config, processor)
         case qwen3vl.MODEL_TYPE:
             return qwen3vl.load(model_dir, config, processor)
+        case llava.MODEL_TYPE:
+            return llava.load(model_dir, config, processor)
+        case llavanext.MODEL_TYPE:
+            return llavanext.load(model_dir, config, processor)
+        case phi3v.MODEL_TYPE:
+            return phi3v.load(model_dir, config, processor)
         case _:
             return None

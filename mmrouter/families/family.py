@@ -27,6 +27,14 @@ class ProcessorLimits(Protocol):
 class Codec(Protocol):
     """A model folder's tokenizer, as far as a family needs it."""
 
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts of the tokens that tokenizer_config.json names as special (``eos_token`` ..., additional ones)."""
+
+    @property
+    def begin_id(self) -> int | None:
+        """Token id of ``bos_token``, ``None`` without one."""
+
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the token ids (u32) of a text."""
 

@@ -2,7 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmrouter.families.family import ProcessorLimits
 
 
 class ModelFolderError(ValueError):
@@ -57,3 +60,26 @@ def positive_int(file: str, values: dict[str, Any], key: str, default: int | Non
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ModelFolderError(f"{file}: {key} must be a whole number of at least 1, not {value!r}")
     return value
+
+
+def non_negative_int(file: str, values: dict[str, Any], key: str) -> int:
+    """Return ``values[key]``, a whole number of at least 0. Raises :class:`ModelFolderError` for anything else."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ModelFolderError(f"{file}: {key} must be a whole number of at least 0, not {value!r}")
+    return value
+
+
+def image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the image processor's settings: those nested in processor_config.json win over the file of their own."""
+    nested = (find_json(folder, "processor_config.json") or {}).get("image_processor")
+    if isinstance(nested, dict):
+        return str(folder / "processor_config.json"), nested
+    return str(folder / "preprocessor_config.json"), read_json(folder, "preprocessor_config.json")
+
+
+def no_limits(limits: "ProcessorLimits | None", *names: str, family: str) -> None:
+    """Raise :class:`ModelFolderError` where the resource sets a processor option that the family does not have."""
+    for name in names:
+        if getattr(limits, name, None) is not None:
+            raise ModelFolderError(f"spec.engine.processor: {name} is no option of {family}")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mmrouter.families.family import ProcessorLimits
-from mmrouter.families.folder import ModelFolderError, find_json, positive_int, read_json
+from mmrouter.families.folder import ModelFolderError, image_processor, no_limits, positive_int
 from mmrouter.families.resize import smart_resize
 from mmrouter.families.single import SinglePlaceholder
 
@@ -56,7 +56,8 @@ def load_qwen(folder: Path, config: dict[str, Any], limits: ProcessorLimits | No
 
     Raises :class:`ModelFolderError` for a geometry that is missing, contradictory or not modelled.
     """
-    file, processor = _image_processor(folder)
+    no_limits(limits, "num_crops", family=str(config["model_type"]))
+    file, processor = image_processor(folder)
     patch = positive_int(file, processor, "patch_size", DEFAULT_PATCH)
     merge = positive_int(file, processor, "merge_size", DEFAULT_MERGE)
     vision = config.get("vision_config")
@@ -78,14 +79,6 @@ def load_qwen(folder: Path, config: dict[str, Any], limits: ProcessorLimits | No
         min_pixels=low,
         max_pixels=high,
     )
-
-
-def _image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the image processor's settings: those nested in processor_config.json win over the file of their own."""
-    nested = (find_json(folder, "processor_config.json") or {}).get("image_processor")
-    if isinstance(nested, dict):
-        return str(folder / "processor_config.json"), nested
-    return str(folder / "preprocessor_config.json"), read_json(folder, "preprocessor_config.json")
 
 
 def _pixel_limits(file: str, processor: dict[str, Any], limits: ProcessorLimits | None) -> tuple[int, int]:

@@ -5,6 +5,7 @@ or, for a template that takes strings, text in front of their message.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,12 +44,14 @@ def conversation(
 ) -> list[dict[str, Any]]:
     """Return the conversation for a template that takes ``content``; ``media_text`` maps modalities to plain text.
 
+    ``{number}`` in such a text becomes the item's number, from 1, among those of its modality in all messages.
     Raises :class:`TemplateError` naming the message or part that cannot be used, :class:`PlaceholderError` for a text
     that holds the media text itself more often than its message has media.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise TemplateError("messages must be a list of at least one message")
-    return [_message(message, f"messages[{at}]", content, media_text) for at, message in enumerate(messages)]
+    seen: Counter[str] = Counter()
+    return [_message(message, f"messages[{at}]", content, media_text, seen) for at, message in enumerate(messages)]
 
 
 def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,7 +78,11 @@ def normal_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(
-    message: Mapping[str, Any], where: str, content: ContentFormat, media_text: Mapping[str, str]
+    message: Mapping[str, Any],
+    where: str,
+    content: ContentFormat,
+    media_text: Mapping[str, str],
+    numbers: Counter[str],
 ) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise TemplateError(f"{where} must be an object with a role")
@@ -91,7 +98,7 @@ def _message(
     seen = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
     kept = [part for part in seen if part is not None]
     result: dict[str, Any] = {"role": role}
-    result["content"] = kept if content == "openai" else _string(kept, where, media_text)
+    result["content"] = kept if content == "openai" else _string(kept, where, media_text, numbers)
     if role == "assistant":
         _add_calls(result, message, where)
         reasoning = message.get("reasoning")
@@ -136,19 +143,24 @@ def _part(part: object, where: str) -> dict[str, Any] | None:
     raise TemplateError(f"{where}.type is {kind!r}, which is not supported")
 
 
-def _string(parts: list[dict[str, Any]], where: str, media_text: Mapping[str, str]) -> str:
-    """Return one string: texts joined by newlines, with media that the text does not place itself in front."""
+def _string(parts: list[dict[str, Any]], where: str, media_text: Mapping[str, str], numbers: Counter[str]) -> str:
+    """Return one string: texts joined by newlines, with media that the text does not place itself in front.
+
+    ``numbers`` is how many items of each modality came before this message, and is counted on.
+    """
     texts = [text for part in parts if (text := part.get("text") or part.get("name"))]
     joined = "\n".join(texts)
-    wanted: dict[str, int] = {}
+    wanted: dict[str, Counter[str]] = {}
     for part in parts:
         modality = part["type"]
         if modality not in ("text", "tool_reference"):
             if modality not in media_text:
                 raise TemplateError(f"{where}: this model has no place for {modality} in its chat template")
-            wanted[media_text[modality]] = wanted.get(media_text[modality], 0) + 1
+            numbers[modality] += 1
+            text = media_text[modality].replace("{number}", str(numbers[modality]))
+            wanted.setdefault(modality, Counter())[text] += 1
     front: list[str] = []
-    for text, count in wanted.items():
+    for text, count in [pair for texts_of in wanted.values() for pair in texts_of.items()]:
         missing = count - joined.count(text)
         if missing < 0:
             raise PlaceholderError(f"{where} holds {text!r} more often than it has images")

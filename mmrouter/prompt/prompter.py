@@ -52,7 +52,7 @@ class Prompter:
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"{model_dir}: the chat template does not compile: {error}") from error
         tokenizer = load_tokenizer(model_dir, config)
-        codec = TokenizerCodec(tokenizer)
+        codec = TokenizerCodec.of(tokenizer, config)
         try:
             family.check(codec)
         except ModelFolderError as error:

@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -18,6 +18,15 @@ class TokenizerCodec:
     """A tokenizer as families use it."""
 
     tokenizer: Tokenizer
+    special_texts: tuple[str, ...] = ()
+    begin_id: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, config: dict[str, Any]) -> Self:
+        """Return the codec of a tokenizer whose tokenizer_config.json is ``config``."""
+        begin = special_tokens(config).get("bos_token")
+        begin_id = None if begin is None else tokenizer.token_to_id(begin)
+        return cls(tokenizer, tuple(_special_texts(config)), begin_id)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the token ids (u32) of a text. Raises :class:`TemplateError` for text that is not Unicode."""

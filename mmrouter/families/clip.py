@@ -1,0 +1,123 @@
+"""What the LLaVA families share: a CLIP tower over square pictures, and the files that say so.
+
+vLLM 0.32 counts from config.json alone; the picture that its tower gets is made by the image processor's settings.
+Where the two differ the engine fails on the first image, so such a folder is refused here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrouter.families.family import ProcessorLimits
+from mmrouter.families.folder import (
+    ModelFolderError,
+    find_json,
+    image_processor,
+    no_limits,
+    non_negative_int,
+    positive_int,
+)
+
+IMAGE_TOKEN_ID, IMAGE_TOKEN = 32000, "<image>"  # the configuration and processor classes' own defaults
+_WHOLE_TOWER = {"image_size": 336, "patch_size": 14}  # the tower of a config.json without vision_config
+_BARE_TOWER = {"image_size": 224, "patch_size": 32}  # CLIP's own defaults, for keys that vision_config leaves out
+_PICTURE = 224  # the image processors' own default for size and crop_size, in pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Geometry of a CLIP folder. ``image_size`` is the side of the square picture in pixels."""
+
+    placeholder_id: int
+    placeholder_text: str
+    image_size: int
+    patch_size: int
+    base_tokens: int
+    """Tokens of one whole picture: its patches, and with feature selection ``full`` the class token as well."""
+
+    @property
+    def grid(self) -> int:
+        """Patches along one side of the picture."""
+        return self.image_size // self.patch_size
+
+
+def load_tower(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Tower | None:
+    """Return the tower of a folder, ``None`` for one that is not CLIP. Raises :class:`ModelFolderError`."""
+    file = str(folder / "config.json")
+    vision = config.get("vision_config")
+    if not (vision is None or isinstance(vision, dict)):
+        raise ModelFolderError(f"{file}: vision_config must be an object, not {type(vision).__name__}")
+    if vision is not None and vision.get("model_type", "clip_vision_model") != "clip_vision_model":
+        return None
+    no_limits(limits, "min_pixels", "max_pixels", "num_crops", family=str(config["model_type"]))
+    defaults = _WHOLE_TOWER if vision is None else _BARE_TOWER
+    size, patch = (positive_int(file, vision or {}, key, defaults[key]) for key in ("image_size", "patch_size"))
+    if size % patch:
+        raise ModelFolderError(f"{file}: image_size {size} is not a multiple of patch_size {patch}")
+    strategy = config.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise ModelFolderError(f"{file}: vision_feature_select_strategy must be default or full, not {strategy!r}")
+    _check_pictures(folder, size)
+    return Tower(
+        placeholder_id=_placeholder_id(file, config),
+        placeholder_text=_check_processor(folder, patch, strategy),
+        image_size=size,
+        patch_size=patch,
+        base_tokens=(size // patch) ** 2 + (strategy == "full"),
+    )
+
+
+def _placeholder_id(file: str, config: dict[str, Any]) -> int:
+    """``image_token_index``, which newer files call ``image_token_id``."""
+    ids = {non_negative_int(file, config, key) for key in ("image_token_index", "image_token_id") if key in config}
+    if len(ids) > 1:
+        raise ModelFolderError(f"{file}: image_token_index and image_token_id differ: {sorted(ids)}")
+    return ids.pop() if ids else IMAGE_TOKEN_ID
+
+
+def _check_processor(folder: Path, patch: int, strategy: str) -> str:
+    """Return the placeholder's text; refuse a processor_config.json that counts otherwise than config.json does."""
+    file, values = folder / "processor_config.json", find_json(folder, "processor_config.json") or {}
+    wanted = {"patch_size": patch, "vision_feature_select_strategy": strategy, "num_additional_image_tokens": 1}
+    for key, value in wanted.items():
+        if values.get(key, value) not in (None, value):
+            raise ModelFolderError(f"{file}: {key} is {values[key]!r}, by config.json it must be {value!r}")
+    text = values.get("image_token", IMAGE_TOKEN)
+    if isinstance(text, dict):
+        text = text.get("content")
+    if not isinstance(text, str) or not text:
+        raise ModelFolderError(f"{file}: image_token must be a text, not {text!r}")
+    return text
+
+
+def _check_pictures(folder: Path, side: int) -> None:
+    """Refuse an image processor whose pictures are not squares of ``side`` pixels."""
+    file, values = image_processor(folder)
+    if values.get("do_resize") is False:
+        raise ModelFolderError(f"{file}: do_resize false is not modelled")
+    crops = values.get("do_center_crop") is not False
+    sides = {"size": picture_sides(file, values, "size")}
+    if crops:
+        sides["crop_size"] = picture_sides(file, values, "crop_size")
+    for key, (high, wide) in sides.items():
+        if {high, wide} != {side}:
+            raise ModelFolderError(f"{file}: {key} is {wide}x{high}, config.json's image_size is {side}")
+    if not crops and "shortest_edge" in (values.get("size") or {}):
+        raise ModelFolderError(f"{file}: size by shortest_edge without do_center_crop gives pictures of any shape")
+
+
+def picture_sides(file: str, values: dict[str, Any], key: str) -> tuple[int, int]:
+    """Return (height, width) in pixels of ``size`` or ``crop_size``: a number, two sides, or the shorter side."""
+    value = values.get(key)
+    match value:
+        case None:
+            return _PICTURE, _PICTURE
+        case {"height": _, "width": _}:
+            return positive_int(file, value, "height"), positive_int(file, value, "width")
+        case {"shortest_edge": _}:
+            side = positive_int(file, value, "shortest_edge")
+            return side, side
+        case dict():
+            raise ModelFolderError(f"{file}: {key} must hold height and width, or shortest_edge, not {value!r}")
+    side = positive_int(file, values, key)
+    return side, side
