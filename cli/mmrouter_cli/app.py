@@ -101,14 +101,18 @@ def verify(
     token: Token = None,
     api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
     rounds: Annotated[int, typer.Option(min=1, max=20, help="Rounds under fresh text.")] = 3,
+    strict: Annotated[
+        bool, typer.Option(help="Fail on a partial decision; --no-strict holds it to the blocks before its image.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Prove that routing is exact, end to end; exit status 1 if it is not."""
     from mmrouter_cli import gate
 
     with httpx.Client(timeout=60) as client:
-        checks = gate.Gate(_reach(url, control, token), api_key=api_key, client=client).run(rounds)
-    result = gate.as_json(checks)
+        asked = gate.Gate(_reach(url, control, token), api_key=api_key, client=client, strict=strict)
+        checks = asked.run(rounds)
+    result = {"strict": strict, **gate.as_json(checks)}
     if as_json:
         typer.echo(json.dumps(result))
     else:
@@ -119,7 +123,8 @@ def verify(
             table.add_row(check.name, "[green]PASS" if check.passed else "[red]FAIL", check.message.replace("[", "\\["))
         console = Console()
         console.print(table)
-        console.print("[green]exact[/green]" if result["passed"] else "[red]NOT exact[/red]")
+        allowed = "" if strict else " (partial decisions allowed)"
+        console.print(f"[green]exact[/green]{allowed}" if result["passed"] else f"[red]NOT exact[/red]{allowed}")
     raise typer.Exit(0 if result["passed"] else FAILED)
 
 
