@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from mmrouter.families.folder import ModelFolderError
 from mmrouter.prompt.errors import TemplateError
@@ -51,8 +52,9 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
     As transformers 5.19 does: tokens of ``added_tokens_decoder`` that the file lacks or has with other properties are
     added in the order of their ids, then named and additional special tokens that are still unknown. Qwen2-VL's
-    placeholder is such a token. Raises :class:`ModelFolderError` for a file that cannot be read or a token that does
-    not get the id it claims.
+    placeholder is such a token. ``add_bos_token`` and ``add_eos_token``, where given, win over the file's own ends.
+
+    Raises :class:`ModelFolderError` for a file that cannot be read or a token that does not get the id it claims.
     """
     path = folder / "tokenizer.json"
     try:
@@ -70,6 +72,9 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         token.content for token in missing
     }
     missing += [AddedToken(text, special=True) for text in _special_texts(config) if text not in vocabulary]
+    named = set(_named_texts(config))
+    for token in missing:
+        token.special = token.special or token.content in named
     if missing:
         tokenizer.add_tokens(missing)
     for number, token in claimed.items():
@@ -78,7 +83,25 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
                 f"{folder / 'tokenizer_config.json'}: {token.content!r} is given the id {number}, "
                 f"but the tokenizer has it as {tokenizer.token_to_id(token.content)}"
             )
+    _set_ends(tokenizer, config)
     return tokenizer
+
+
+def _set_ends(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Replace what is put around a text by what ``add_bos_token`` and ``add_eos_token`` say, where either is given."""
+    if not {"add_bos_token", "add_eos_token"} & config.keys():
+        return
+    named = special_tokens(config)
+    begin, end = (
+        named.get(name) if config.get(flag) else None
+        for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))
+    )
+    before, after = ("" if begin is None else f"{begin}:0 "), ("" if end is None else f" {end}:0")
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{before}$A:0{after}",
+        pair=f"{before}$A:0{after} $B:1",
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (begin, end) if text is not None],
+    )
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -99,6 +122,10 @@ def _claimed_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToke
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelFolderError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {error!r}") from error
     return claimed
+
+
+def _named_texts(config: dict[str, Any]) -> list[str]:
+    return [text for text in (_text(config.get(name)) for name in _NAMED) if text is not None]
 
 
 def _special_texts(config: dict[str, Any]) -> list[str]:
