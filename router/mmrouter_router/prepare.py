@@ -21,6 +21,7 @@ from mmrouter_router.errors import RequestError
 from mmrouter_router.intake import ChatRequest, Reason
 from mmrouter_router.media import Media, MediaResolver
 from mmrouter_router.schedule import Exactness
+from mmrouter_router.sentinels import Filled, Scope, Sentinels, Values, fill
 from mmrouter_router.settings import Settings
 
 PROBE_CACHE = 4096
@@ -73,21 +74,54 @@ class Prepared:
     reasons: tuple[str, ...]
     seed: int
     fingerprint: int
-    _keys: dict[int, "array[int]"] = field(default_factory=dict)
+    sentinels: Sentinels | None = None  # where the engine puts identity into the ids
+    _keys: dict[tuple[int, Scope | None], "array[int]"] = field(default_factory=dict)
+    _filled: dict[Scope, Filled] = field(default_factory=dict)
 
-    def keys(self, block_size: int) -> "array[int]":
-        """Keys of the complete blocks at this block size; computed once per distinct size."""
-        keys = self._keys.get(block_size)
+    def keys(self, block_size: int, scope: Scope | None = None) -> "array[int]":
+        """Keys of the complete blocks at this block size, for engines of this scope; computed once for each.
+
+        ``scope`` is ``None`` where ids and spans are the same to every engine.
+        """
+        keys = self._keys.get((block_size, scope))
         if keys is None:
-            keys = block_keys(self.ids, block_size, self.spans, self.seed)
-            self._keys[block_size] = keys
+            if scope is None:
+                keys = block_keys(self.ids, block_size, self.spans, self.seed)
+            else:
+                keys = block_keys(self.filled(scope).ids, block_size, (), self.seed)
+            self._keys[block_size, scope] = keys
         return keys
+
+    def filled(self, scope: Scope) -> Filled:
+        """The prompt as engines of this scope have it, as far as we knew their sentinels when first asked."""
+        filled = self._filled.get(scope)
+        if filled is None:
+            known, images = self.sentinels, {image.identity: image for image in self.images if image.resolved}
+
+            def values(identity: bytes) -> Values | None:
+                image = images.get(identity)  # an unresolved one stands in the prompt under another value
+                return known.values(scope, identity, image.media.data) if known is not None and image else None
+
+            filled = self._filled[scope] = fill(self.ids, self.spans, values)
+        return filled
+
+    def exactness_for(self, scope: Scope | None) -> tuple[Exactness, tuple[str, ...]]:
+        """How exactly the prompt is known for engines of this scope, and why not more exactly."""
+        if scope is None or self.exactness == "affinity" or (unknown := self.filled(scope).unknown) is None:
+            return self.exactness, self.reasons
+        identity = self.spans[unknown].identity
+        param = next((image.param for image in self.images if image.identity == identity), None)
+        if param is None:  # unresolved, which is one of the reasons
+            return self.exactness, self.reasons
+        return "partial", (*self.reasons, f"learning:{param}")
 
 
 class Preparer:
     """What is fixed for a deployment: family, template, tokenizer, identity key, limits."""
 
-    def __init__(self, settings: Settings, media: MediaResolver) -> None:
+    def __init__(self, settings: Settings, media: MediaResolver, sentinels: Sentinels | None = None) -> None:
+        """``sentinels``: what is known of them, for engines that put identity into the ids."""
+        self.sentinels = sentinels
         spec, model_dir = settings.deployment.spec, settings.model_dir
         self._deployment = settings.deployment
         self._identity_key = settings.identity_key
@@ -126,7 +160,9 @@ class Preparer:
         if exactness != "affinity":
             ids, spans = self._predict(request, images)
         fingerprint = self._fingerprint(request, images)
-        return Prepared(request, salt, images, ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
+        reason = tuple(reasons)
+        seed = self.seed(salt)
+        return Prepared(request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels)
 
     def _predict(
         self, request: ChatRequest, images: tuple[ResolvedImage, ...]

@@ -1,0 +1,13 @@
+"""What SGLang's sentinels are for an image: predicted from its bytes where that is exact, learned where it is not.
+
+SGLang overwrites an image's placeholder tokens by values of its own (facts on SGLang 2.1). A router that knows them
+puts them into its own copy of the prompt, and its keys are the engine's blocks. Everything here is kept per *scope*,
+engine version and pool, because that is what the values depend on.
+"""
+
+from mmrouter_router.sentinels.fill import Filled, fill
+from mmrouter_router.sentinels.provider import Plan, plan
+from mmrouter_router.sentinels.store import Line, Sentinels
+from mmrouter_router.sentinels.table import Scope, Values
+
+__all__ = ["Filled", "Line", "Plan", "Scope", "Sentinels", "Values", "fill", "plan"]

@@ -1,0 +1,102 @@
+"""How an engine's sentinels come about, by its version, model type and flags (facts on SGLang 2.4, 2.5). Pure.
+
+On the *artifact path* they follow from the encoded bytes and a fingerprint of the processor. Of the fingerprint the
+engine does not tell the transformers version; likely ones are tried and the one that an observed image proves is kept.
+On every other path they follow from pixels that only the engine has, and are learned.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mmrouter.engines.sglang_identity import Fingerprint, legacy_sentinels
+
+Provider = Literal["artifact", "learned"]
+
+ALWAYS_ARTIFACT = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+ARTIFACT_WITH_CACHE = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Model types that take the artifact path where ``--mm-preprocess-cache-size-mb`` is above 0."""
+
+_PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
+_WRAPPERS = {
+    "qwen2_vl": "transformers.models.qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+    "qwen2_5_vl": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    "qwen3_vl": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    "qwen3_vl_moe": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+}
+_TRANSFORMERS = {"0.5.23": (5, 19, 0)}
+"""Engine version -> the transformers release that it was seen with."""
+_NEAR = 6
+"""Minor releases to either side that are tried, nearest first, and patches of each."""
+_PATCHES = 4
+_TRANSPORTS = ("cpu", "cuda_ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to try for an engine: ``candidates`` is empty where its sentinels cannot be predicted, ``why`` says so."""
+
+    candidates: tuple[Fingerprint, ...]
+    why: str
+
+
+def plan(version: str, facts: Mapping[str, str]) -> Plan:
+    """Choose by version, model type and flags. ``facts`` are the heartbeat's: the engine's own names, JSON texts."""
+    model_type = str(_fact(facts, "model_type") or "")
+    if legacy_sentinels(version):
+        return Plan((), f"release {version} hashes pixels")
+    if model_type in ARTIFACT_WITH_CACHE:
+        if not _number(_fact(facts, "mm_preprocess_cache_size_mb")):
+            return Plan((), f"{model_type} without a preprocessing cache hashes pixels")
+    elif model_type not in ALWAYS_ARTIFACT:
+        return Plan((), f"model type {model_type or 'unknown'} hashes pixels")
+    architectures = _fact(facts, "architectures")
+    config = _fact(facts, "mm_process_config")
+    said = _fact(facts, "mm_feature_transport")
+    transports = [str(said)] if said in _TRANSPORTS else []
+    transports += [name for name in _TRANSPORTS if name not in transports]
+    revision = _fact(facts, "revision")
+    candidates = tuple(
+        Fingerprint(
+            transformers=release,
+            processor_class=_PROCESSOR,
+            wrapper_class=_WRAPPERS[model_type],
+            model_type=model_type,
+            architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else None,
+            revision=str(revision) if revision else None,
+            disable_fast_image_processor=_fact(facts, "disable_fast_image_processor") is True,
+            mm_process_config=config if isinstance(config, dict) else {},
+            image_processor_backend=str(_fact(facts, "image_processor_backend") or "auto"),
+            feature_transport=transport,
+        )
+        for transport, release in itertools.product(transports, _releases(version))
+    )
+    return Plan(candidates, "the encoded bytes decide")
+
+
+def _releases(version: str) -> Iterator[str]:
+    """Yield transformers versions, the likeliest first."""
+    major, minor, patch = _TRANSFORMERS.get(version) or next(reversed(_TRANSFORMERS.values()))
+    yield f"{major}.{minor}.{patch}"
+    for step in range(_NEAR + 1):
+        for near in sorted({minor - step, minor + step}):
+            for other in range(_PATCHES):
+                if near >= 0 and (near, other) != (minor, patch):
+                    yield f"{major}.{near}.{other}"
+
+
+def _fact(facts: Mapping[str, str], name: str) -> Any:
+    """Return a fact's value; text that is no JSON stands for itself."""
+    raw = facts.get(name)
+    if raw is None:
+        return None
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

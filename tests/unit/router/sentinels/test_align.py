@@ -1,0 +1,184 @@
+"""Alignment of sightings with requests: whatever comes in whatever order, no image is ever taught another's sentinels."""
+
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrouter.blocks import Span, block_keys
+from mmrouter.engines.sglang_identity import run_ids, sentinels
+from mmrouter_router.sentinels import fill
+from mmrouter_router.sentinels.align import Aligner, Asked
+from mmrouter_router.sentinels.table import Table
+
+SIZE, SEED, PLACEHOLDER = 4, 99, 7
+TOKENS = {b"a": 5, b"b": 5, b"c": 9, b"d": 4}
+TRUTH = {name: sentinels(number, legacy=False) for number, name in enumerate(TOKENS)}
+TRUTH_SINGLE = {name: values[:1] for name, values in TRUTH.items()}
+
+
+def asked(*parts: bytes | int) -> Asked:
+    """A prompt: a number stands for that many text tokens, a name for an image."""
+    ids, spans = array("I"), []
+    for part in parts:
+        if isinstance(part, int):
+            ids.extend(range(100, 100 + part))
+        else:
+            spans.append(Span(len(ids), TOKENS[part], part))
+            ids.extend([PLACEHOLDER] * TOKENS[part])
+    return Asked(ids, tuple(spans), SIZE, SEED)
+
+
+@dataclass
+class Engine:
+    """What a radix cache with a sidecar beside it publishes: each image's first run, at the place where it stands."""
+
+    truth: dict[bytes, tuple[int, ...]]
+    stored: set[int] = field(default_factory=set)
+    seen: set[tuple] = field(default_factory=set)
+
+    def compute(self, request: Asked) -> list[tuple[tuple[int | None, int], tuple[int, ...], int]]:
+        ids = fill(request.ids, request.spans, self.truth.get).ids
+        keys = block_keys(ids, SIZE, (), SEED)
+        end = len(keys) * SIZE
+        found = []
+        for span in request.spans:
+            block = span.offset // SIZE
+            if span.offset >= end or keys[block] in self.stored:
+                continue
+            place = (keys[block - 1] if block else None, span.offset % SIZE)
+            length = min(span.end, end) - span.offset
+            values = tuple(dict.fromkeys(ids[span.offset : span.offset + length]))[:4]
+            if values not in self.seen:
+                self.seen.add(values)
+                found.append((place, values, length))
+        self.stored.update(keys)
+        return found
+
+
+def take(table: Table, aligner: Aligner, lessons) -> list[bytes]:
+    learned = []
+    while lessons:
+        for identity, values in lessons:
+            table.put(identity, values, proven=True)
+            learned.append(identity)
+        lessons = aligner.follow()
+    return learned
+
+
+def test_an_image_is_learned_from_the_place_where_it_was_asked_for():
+    table, engine = Table(), Engine(TRUTH)
+    aligner = Aligner(table)
+    request = asked(6, b"a", 6)
+    take(table, aligner, aligner.ask(request))
+    for sighting in engine.compute(request):
+        assert take(table, aligner, aligner.sight(*sighting, trusted=True)) == [b"a"]
+    assert table.get(b"a").values == TRUTH[b"a"]
+
+
+def test_the_second_image_is_learned_once_the_first_one_gives_its_place():
+    table, engine = Table(), Engine(TRUTH)
+    aligner = Aligner(table)
+    request = asked(6, b"a", 6, b"b", 6)
+    take(table, aligner, aligner.ask(request))
+    second, first = reversed(engine.compute(request))
+    assert take(table, aligner, aligner.sight(*second, trusted=True)) == []
+    assert take(table, aligner, aligner.sight(*first, trusted=True)) == [b"a", b"b"]
+    assert table.get(b"b").values == TRUTH[b"b"]
+
+
+def test_two_images_at_one_place_teach_nothing_and_say_so():
+    table, engine = Table(), Engine(TRUTH)
+    aligner = Aligner(table)
+    one, other = asked(6, b"a", 6), asked(6, b"b", 6)
+    for request in (one, other):
+        take(table, aligner, aligner.ask(request))
+    for request in (one, other):
+        for sighting in engine.compute(request):
+            assert take(table, aligner, aligner.sight(*sighting, trusted=True)) == []
+            assert aligner.ambiguous(sighting[0])
+
+
+def test_of_two_images_at_one_place_the_second_is_learned_when_the_first_is_known():
+    table, engine = Table(), Engine(TRUTH)
+    aligner = Aligner(table)
+    for request, name in ((asked(6, b"a", 6), b"a"), (asked(6, b"b", 6), b"b")):
+        take(table, aligner, aligner.ask(request))
+        (sighting,) = engine.compute(request)
+        assert take(table, aligner, aligner.sight(*sighting, trusted=True)) == [name]
+
+
+@pytest.mark.parametrize("length", [3, 6])
+def test_a_run_too_short_to_show_the_cycle_or_longer_than_the_image_teaches_nothing(length):
+    table = Table()
+    aligner = Aligner(table)
+    request = asked(8, b"a", 6)
+    take(table, aligner, aligner.ask(request))
+    place = (block_keys(request.ids, SIZE, (), SEED)[1], 0)
+    values = tuple(dict.fromkeys(run_ids(TRUTH[b"a"], length)))
+    assert aligner.sight(place, values, length, trusted=True) == []
+
+
+def test_what_was_seen_before_an_image_was_asked_for_is_not_that_image():
+    table = Table()
+    aligner = Aligner(table)
+    request = asked(8, b"a", 6)
+    place = (block_keys(request.ids, SIZE, (), SEED)[1], 0)
+    assert aligner.sight(place, TRUTH[b"b"], 5, trusted=True) == []
+    take(table, aligner, aligner.ask(request))
+    assert aligner.follow() == []
+
+
+def test_what_others_may_have_sent_teaches_nothing():
+    table, engine = Table(), Engine(TRUTH)
+    aligner = Aligner(table)
+    request = asked(6, b"a", 6)
+    take(table, aligner, aligner.ask(request))
+    (sighting,) = engine.compute(request)
+    assert aligner.sight(*sighting, trusted=False) == []
+
+
+def test_forgetting_an_image_that_was_asked_for_is_known():
+    table = Table()
+    aligner = Aligner(table, max_places=1)
+    aligner.ask(asked(6, b"a", 6))
+    assert not aligner.lost
+    aligner.ask(asked(9, b"b", 6))
+    assert aligner.lost
+
+
+_part = st.one_of(st.integers(1, 6), st.sampled_from(sorted(TOKENS)))
+_prompt = st.lists(_part, min_size=1, max_size=6).map(lambda parts: asked(*parts))
+
+
+@settings(max_examples=120)
+@given(data=st.data(), single=st.booleans(), predicted=st.booleans())
+def test_no_order_of_requests_answers_and_sightings_ever_teaches_a_wrong_image(data, single, predicted):
+    truth = TRUTH_SINGLE if single else TRUTH
+    table, engine = Table(), Engine(truth)
+    aligner = Aligner(table)
+    if predicted:  # rightly predicted values prove themselves
+        table.put(b"a", truth[b"a"], proven=False)
+    pending: list[Asked] = []
+    published: list[tuple] = []
+
+    def check(lessons) -> None:
+        take(table, aligner, lessons)
+        for name, values in truth.items():
+            known = table.get(name)
+            assert known is None or known.values == values
+
+    for _ in range(data.draw(st.integers(1, 14))):
+        step = data.draw(st.sampled_from(["ask", "compute", "sight", "elsewhere"]))
+        if step == "ask":
+            pending.append(data.draw(_prompt))
+            check(aligner.ask(pending[-1]))
+        elif step == "compute" and pending:
+            published += engine.compute(pending.pop(data.draw(st.integers(0, len(pending) - 1))))
+        elif step == "sight" and published:
+            check(aligner.sight(*published.pop(data.draw(st.integers(0, len(published) - 1))), trusted=True))
+        elif step == "elsewhere":  # learned on another engine of the scope
+            name = data.draw(st.sampled_from(sorted(truth)))
+            check([(name, truth[name])])
