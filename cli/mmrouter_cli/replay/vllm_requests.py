@@ -142,7 +142,11 @@ class Requests:
         known = self._prompters.get(key := repr(sorted(options.items())))
         if known is None:
             assert self._model_dir is not None
-            processor = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, **options}) if options else None
+            processor = (
+                SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
+                if options
+                else None
+            )
             try:
                 family = load_family(self._model_dir, processor)
                 if family is None:
