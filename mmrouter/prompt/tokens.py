@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mmrouter.families.folder import ModelFolderError
 from mmrouter.prompt.errors import TemplateError
+from mmrouter.prompt.segments import SegmentCache
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -19,6 +20,7 @@ class TokenizerCodec:
     """A tokenizer as families use it."""
 
     tokenizer: Tokenizer
+    segments: SegmentCache
     special_texts: tuple[str, ...] = ()
     begin_id: int | None = None
 
@@ -27,16 +29,14 @@ class TokenizerCodec:
         """Return the codec of a tokenizer whose tokenizer_config.json is ``config``."""
         begin = special_tokens(config).get("bos_token")
         begin_id = None if begin is None else tokenizer.token_to_id(begin)
-        return cls(tokenizer, tuple(_special_texts(config)), begin_id)
+        return cls(tokenizer, SegmentCache(tokenizer), tuple(_special_texts(config)), begin_id)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the token ids (u32) of a text. Raises :class:`TemplateError` for text that is not Unicode."""
         try:
-            # The batch call, even for one text: it computes no offsets and runs without the interpreter's lock.
-            encoding = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            return self.segments(text, add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise TemplateError("the prompt holds half of a surrogate pair, which is no character") from error
-        return array("I", encoding.ids)
 
     def decode(self, ids: "array[int]") -> str:
         """Return the text of token ids, special tokens included."""
