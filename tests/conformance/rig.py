@@ -1,5 +1,6 @@
 """A real engine as a subprocess on a loopback address of its own, and a listener for what it publishes."""
 
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from mmrouter.engines.vllm import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, decode_ba
 
 BLOCK_SIZE = 32  # the CPU attention of vLLM takes multiples of 32 only
 START_SECONDS = 300
+CONTEXT = 8192
 FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 
@@ -157,7 +159,7 @@ def engine(env: Path, model_dir: Path, log: Path, *extra: str) -> Iterator[Engin
                 [str(env / "bin" / "vllm"), *command(model_dir, ip), *extra],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(env, ip),
+                env=environment(env, ip, log.parent),
                 start_new_session=True,
             )
         running = Engine(model_dir.name, ip, process, listener, log)
@@ -200,9 +202,10 @@ def is_free(ip: str, port: int) -> bool:
 def command(model_dir: Path, ip: str) -> list[str]:
     """Return the arguments that the product renders for a CPU pool, expanded for one address."""
     pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
+    model = {"id": f"test/{model_dir.name}", "servedName": model_dir.name, "volume": {"emptyDir": {}}}
     spec = {
-        "model": {"id": f"test/{model_dir.name}", "servedName": model_dir.name, "volume": {"emptyDir": {}}},
-        "engine": {"type": "vllm", "blockSize": BLOCK_SIZE, "args": engine_args()},
+        "model": model | {"trustRemoteCode": any(model_dir.glob("*.py"))},
+        "engine": {"type": "vllm", "blockSize": BLOCK_SIZE, "args": engine_args(context_length(model_dir))},
         "pools": [pool],
     }
     dep = parse_deployment(
@@ -219,18 +222,24 @@ def command(model_dir: Path, ip: str) -> list[str]:
     return ["serve", str(model_dir), *args[1:]]  # the first argument is where a pod mounts the model
 
 
-def engine_args() -> list[str]:
+def context_length(model_dir: Path) -> int:
+    """Return the tokens of context that an engine is started with: all of the model's, and no more than is needed."""
+    config = json.loads((model_dir / "config.json").read_text())
+    return min(CONTEXT, config.get("text_config", config).get("max_position_embeddings", CONTEXT))
+
+
+def engine_args(context: int = CONTEXT) -> list[str]:
     """What makes a real engine small: no weights, no compilation, a context that holds the workload's largest image."""
     return [
         *("--load-format", "dummy"),
         *("--dtype", "float32"),
         "--enforce-eager",
-        *("--max-model-len", "8192"),
+        *("--max-model-len", str(context)),
         *("--max-num-seqs", "4"),
     ]
 
 
-def environment(env: Path, ip: str) -> dict[str, str]:
+def environment(env: Path, ip: str, scratch: Path) -> dict[str, str]:
     dropped = {"PYTHONPATH", "VIRTUAL_ENV"}
     return {
         **{name: value for name, value in os.environ.items() if name not in dropped},
@@ -240,6 +249,8 @@ def environment(env: Path, ip: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(scratch / "hf"),
+        "HF_MODULES_CACHE": str(scratch / "hf" / "modules"),  # a model folder's own modules are copied there
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",

@@ -42,6 +42,12 @@ VISION: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
 }
+# The tower of LLaVA is a CLIP; its features are those of the last layer but one.
+CLIP = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": 3}
+VISION |= {"llava": CLIP, "llava_next": CLIP}
+STAND_INS = Path(__file__).with_name("phi3v")
+# A head of Phi-3 keeps its width, because there is a factor of the position encoding for each half of it.
+PHI3_HEAD = 96
 COPIED = {".json", ".jinja", ".txt", ".model"}
 
 
@@ -54,13 +60,27 @@ def shrink(source: Path, out: Path) -> None:
         if file.suffix in COPIED and file.name != "config.json":
             shutil.copyfile(file, out / file.name)
     (out / "config.json").write_text(json.dumps(small, indent=1) + "\n")
+    if config["model_type"] == "phi3_v":
+        add_stand_ins(out)
+
+
+def add_stand_ins(out: Path) -> None:
+    """Put two test-only modules where the published Phi-3-vision has remote code (``--trust-remote-code``)."""
+    for file in STAND_INS.glob("*.py"):
+        shutil.copyfile(file, out / file.name)
+    path = out / "preprocessor_config.json"
+    names = {"AutoProcessor": "Phi3VProcessor", "AutoImageProcessor": "Phi3VImageProcessor"}
+    made = {"auto_map": {auto: f"processing_phi3_v.{name}" for auto, name in names.items()}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | made, indent=1) + "\n")
 
 
 def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` with the same ids and geometry and a small network."""
     family = config.get("model_type")
+    if family == "phi3_v":
+        return shrink_phi3(config)
     if family not in VISION:
-        raise ValueError(f"model_type {family!r} is none of {', '.join(VISION)}")
+        raise ValueError(f"model_type {family!r} is none of {', '.join(VISION)}, phi3_v")
     small: dict[str, Any] = json.loads(json.dumps(config))
     text = small.get("text_config", small)
     text.update(TEXT)
@@ -74,6 +94,17 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
             if name in part:
                 part[name] = "float32"
     small["vision_config"].update(VISION[family])
+    return small
+
+
+def shrink_phi3(config: dict[str, Any]) -> dict[str, Any]:
+    width = HEADS * PHI3_HEAD
+    small = config | TEXT | {"hidden_size": width, "intermediate_size": 2 * width, "torch_dtype": "float32"}
+    small["auto_map"] = {"AutoConfig": "configuration_phi3_v.Phi3VConfig"}
+    # vLLM knows the tower's width; it builds no more layers than up to this one.
+    small["img_processor"] = config["img_processor"] | {"layer_idx": 0}
+    for name in ("_name_or_path", "_attn_implementation"):
+        small.pop(name, None)
     return small
 
 

