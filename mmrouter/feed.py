@@ -12,6 +12,7 @@ Two sockets, both CURVE:
 Ordering: ``Delta.seq`` counts from 1 in each epoch; a ``Snapshot`` at (epoch, seq) holds every delta up to ``seq``.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -72,6 +73,17 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     group: int
     kind: str
     window: int = 0  # tokens
+
+
+def deciding(groups: Sequence[Group]) -> Group:
+    """Return the group whose blocks tell what a hit is; group 0 with full attention where none is known.
+
+    Full attention decides where it is present. Several windows without it: the widest one asks for most blocks.
+    """
+    full = [group for group in groups if not group.window]
+    if full or not groups:
+        return full[0] if full else Group(0, "")
+    return max(groups, key=lambda group: (group.window, -group.group))
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from mmrouter.blocks import span_extra
-from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
+from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
 from mmrouter.identity import foreign_identity, from_wire
 
 INDEXED_KINDS = frozenset(
@@ -32,9 +32,7 @@ OTHER_KINDS = (
 
 IGNORED_REASONS = frozenset(
     {
-        "empty_store",  # full hits of sliding-window groups announce no block
-        "ragged_sliding_window",  # fewer hashes than the tokens have blocks: which ones is not said
-        "ragged_store",
+        "empty_store",  # neither blocks nor tokens
         "empty_remove",
         "remote",  # a block that another node holds
         "spec_other",
@@ -180,19 +178,16 @@ def _event(event: _WireEvent | Ignored) -> Event:
 
 
 def _stored(event: _Stored) -> Event:
-    kind = event.kv_cache_spec_kind
+    kind, group = event.kv_cache_spec_kind, event.group_idx or 0
     if kind not in INDEXED_KINDS:
-        return Ignored(f"spec_{kind}" if kind in OTHER_KINDS else "spec_other")
+        return Ignored(f"spec_{kind}" if kind in OTHER_KINDS else "spec_other", group)
     if event.locality == "REMOTE":
         return Ignored("remote")
-    size, blocks = event.block_size, len(event.block_hashes)
+    size, blocks, tokens = event.block_size, len(event.block_hashes), len(event.token_ids)
     if size < 1:
         raise EventError(f"block size {size}")
-    if not blocks:
+    if not blocks and tokens < size:
         return Ignored("empty_store")
-    if blocks * size != len(event.token_ids):
-        sliding = kind is not None and kind.startswith("sliding_window")
-        return Ignored("ragged_sliding_window" if sliding else "ragged_store")
     try:
         ids = array("I", event.token_ids)
     except OverflowError as error:
@@ -201,30 +196,45 @@ def _stored(event: _Stored) -> Event:
     if lora is None and event.lora_id is not None:
         # A counter of that process, not a name: distinct from every name that could be predicted.
         lora = f"\0lora_id:{event.lora_id}"
-    parent = event.parent_block_hash
-    keys = event.extra_keys
+    keys, parent = event.extra_keys, event.parent_block_hash
     if keys and len(keys) != blocks:
         raise EventError(f"{len(keys)} extra_keys for {blocks} blocks")
-    extras, spans, salt = _extras(event, keys) if keys and any(keys) else ({}, (), None)
+    hashes = _hashes(event.block_hashes)
+    parent_hash = None if parent is None else _narrow(parent)
+    medium, window = event.medium or "GPU", event.kv_cache_spec_sliding_window
+    if blocks * size < tokens:
+        published_extras(keys or (), lora=event.lora_name, starts_prompt=parent is None)  # so that it can be read later
+        return Ragged(hashes, parent_hash, ids, size, keys, lora, group, medium, window, kind or "")
+    if keys and blocks * size > tokens:
+        keys = keys[: tokens // size]
+    extras, spans, salt = (
+        published_extras(keys, lora=event.lora_name, starts_prompt=parent is None)
+        if keys and any(keys)
+        else ({}, (), None)
+    )
     return Stored(
-        hashes=_hashes(event.block_hashes),
-        parent=None if parent is None else _narrow(parent),
+        hashes=hashes,
+        parent=parent_hash,
         ids=ids,
         block_size=size,
         extras=extras,
         spans=spans,
         lora=lora,
         salt=salt,
-        group=event.group_idx or 0,
-        medium=event.medium or "GPU",
-        window=event.kv_cache_spec_sliding_window,
+        group=group,
+        medium=medium,
+        window=window,
+        kind=kind or "",
+        published=keys if window else None,
     )
 
 
-def _extras(
-    event: _Stored, keys: list[list[Any] | None]
+def published_extras(
+    keys: Sequence[Sequence[Any] | None], *, lora: str | None, starts_prompt: bool
 ) -> tuple[dict[int, bytes], tuple[tuple[int, bytes, int], ...], str | None]:
     """Return extras per block, spans and the salt from ``extra_keys`` (one list, or nil, per block).
+
+    ``starts_prompt``: the first of these blocks is a prompt's first. Raises :class:`EventError`.
 
     Items of a block, in order: the LoRA name, ``[identifier, start - block start]`` per image, the cache salt (first
     block of a prompt only), the digest of prompt embeddings. They are untagged on the wire. What stands where nothing
@@ -233,11 +243,10 @@ def _extras(
     extras: dict[int, bytes] = {}
     spans: list[tuple[int, bytes, int]] = []
     salt: str | None = None
-    starts_prompt = event.parent_block_hash is None
     for number, entry in enumerate(keys):
         if not entry:
             continue
-        lora, raw = event.lora_name, b""
+        name, raw = lora, b""
         for item in entry:
             match item:
                 case [str(identifier), int(start)]:
@@ -247,8 +256,8 @@ def _extras(
                     except OverflowError as error:
                         raise EventError(f"span start {start}") from error
                     spans.append((number, identity, start))
-                case str(text) if text == lora:
-                    lora = None  # named once per block, before everything else
+                case str(text) if text == name:
+                    name = None  # named once per block, before everything else
                 case str(text) if starts_prompt and number == 0 and salt is None:
                     salt = text
                 case str(text):
@@ -269,7 +278,7 @@ def _identity(identifier: str) -> bytes:
 
 
 def _hashes(values: list[int | bytes]) -> tuple[int, ...]:
-    if type(values[0]) is int:
+    if values and type(values[0]) is int:
         try:
             if min(values) >= 0:  # type: ignore[operator]
                 return tuple(values)  # type: ignore[arg-type]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from mmrouter.blocks import unpack_keys
-from mmrouter.feed import Delta, Heartbeat, Load, Published, ReplayPart, Reply, Sighting, SnapshotPart
+from mmrouter.feed import Delta, Group, Heartbeat, Load, Published, ReplayPart, Reply, Sighting, SnapshotPart, deciding
 from mmrouter_router import follow
 from mmrouter_router.index import Index, Slot
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.sentinels import Scope
 
 INDEXED_MEDIUM = "GPU"
 """Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device (facts on vLLM 10)."""
-INDEXED_GROUP = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,19 @@ class Worker:
     usage: dict[int, Usage] = field(default_factory=dict)
     loads: dict[int, Load] = field(default_factory=dict)
     waiting: dict[int, float] = field(default_factory=dict)  # requests of others that queue in the engine
+    group: Group = field(default_factory=lambda: deciding(()))  # the one that is in the index
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; whoever waits clears it
 
     @property
     def id(self) -> str:
         """``<pod uid>/<boot id>``; only the uid while the sidecar has not spoken."""
         return self.beat.worker if self.beat else self.member.uid
+
+    @property
+    def scope(self) -> Scope | None:
+        """Engines with equal scopes make the same of an image: release and pool for SGLang, ``None`` where all do."""
+        beat = self.beat
+        return (beat.engine_version, self.member.pool) if beat is not None and beat.engine == "sglang" else None
 
     @property
     def ranks(self) -> int:
@@ -181,12 +188,22 @@ class Fleet:
         if before is None or before.epoch != beat.epoch:
             worker.since = self._clock()  # verification has its time anew: this cache has proved nothing yet
         steps = self._carry_out(worker, worker.follower.on_heartbeat(beat))
+        if beat.epoch == worker.follower.epoch:
+            steps += self._regroup(worker, deciding(beat.groups))
         quiet = ("seq",)
         if before is None or any(
             getattr(before, name) != getattr(beat, name) for name in beat.__struct_fields__ if name not in quiet
         ):
             self.changed()
         return steps
+
+    def _regroup(self, worker: Worker, group: Group) -> list[follow.Step]:
+        """Another group decides what a hit is: what the index holds of the worker is that of the group before."""
+        before, worker.group = worker.group, group
+        if group.group == before.group or not worker.follower.synced:
+            return []  # what is under way is filtered when it comes
+        self._metrics.feed_events.labels("regroup").inc()
+        return self._carry_out(worker, worker.follower.start())
 
     def _carry_out(self, worker: Worker, steps: list[follow.Step]) -> list[follow.Step]:
         questions: list[follow.Step] = []
@@ -197,11 +214,12 @@ class Fleet:
                 case follow.Apply(delta):
                     self._apply(worker, delta)
                 case follow.Load(part):
-                    if self._indexed(part.group, part.medium):
+                    if self._indexed(worker, part.group, part.medium):
                         self.index.store(self._slot(worker, part.rank), unpack_keys(part.keys))
                 case follow.Synced():
                     for rank in range(worker.ranks):
                         self._slot(worker, rank)
+                    worker.moved.set()
                     self._metrics.feed_events.labels("synced").inc()
                     self.changed()
                 case follow.AskSnapshot() | follow.AskReplay():
@@ -214,7 +232,7 @@ class Fleet:
         worker.moved.set()
         if delta.cleared and delta.rank in worker.slots:
             self.index.retire(worker.slots.pop(delta.rank))
-        if not self._indexed(delta.group, delta.medium):
+        if not self._indexed(worker, delta.group, delta.medium):
             return
         slot = self._slot(worker, delta.rank)
         if delta.removed:
@@ -222,11 +240,11 @@ class Fleet:
         if delta.stored:
             self.index.store(slot, unpack_keys(delta.stored))
 
-    def _indexed(self, group: int, medium: str) -> bool:
+    def _indexed(self, worker: Worker, group: int, medium: str) -> bool:
         if medium != INDEXED_MEDIUM:
             self._metrics.feed_ignored.labels("medium").inc()
             return False
-        if group != INDEXED_GROUP:
+        if group != worker.group.group:
             self._metrics.feed_ignored.labels("group").inc()
             return False
         return True

@@ -5,6 +5,9 @@ access per block, whatever the number of candidates; it stops at the first block
 block and all before it, but an engine may drop a block in the middle: a candidate's overlap ends at the first block
 that it does not hold, never later.
 
+A cache whose only group has a sliding window hits otherwise (:meth:`Index.match_windows`): it needs the blocks of one
+window before the end of the hit, and drops the ones before.
+
 Equal sets are one object (:meth:`Index._shared`). Neighbouring blocks of a prompt mostly have the same holders, so
 every loop here works out a set once per run of blocks and passes over the rest of the run by identity; and no key needs
 an integer of its own. Identity is only a shortcut: two objects with equal bits give the same answers, slower.
@@ -13,7 +16,7 @@ A candidate that leaves is *retired*: its bit no longer matches at once, and is 
 (:meth:`Index.sweep`), because wiping a million entries in one go would stall every request in flight.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 Slot = int
@@ -131,6 +134,25 @@ class Index:
             overlap[slot] = len(keys)
         return overlap
 
+    def match_windows(self, keys: Sequence[int], needs: Mapping[Slot, int]) -> dict[Slot, int]:
+        """Return slot -> longest hit, for live slots whose cache has a sliding window.
+
+        ``needs`` has the blocks that a hit needs before its end (:func:`window_blocks`): a hit of n blocks is possible
+        where the last ``min(n, need)`` of them are held. ``keys`` are those of the blocks that can be hit: an engine
+        computes a prompt's last token anew, so the block that ends with it is not among them.
+        """
+        get, length = self._holders.get, len(keys)
+        if any(need < length for need in needs.values()):
+            holders = [get(key, 0) for key in keys]
+        overlap: dict[Slot, int] = {}
+        whole: list[Slot] = []  # windows that reach over the whole prompt: a hit is a prefix
+        for slot, need in needs.items():
+            if need >= length:
+                whole.append(slot)
+            elif self._live >> slot & 1:
+                overlap[slot] = _last_run(holders, 1 << slot, need)
+        return overlap | self.match(keys, whole) if whole else overlap
+
     def sweep(self, budget: int = 20_000) -> bool:
         """Wipe up to ``budget`` keys of retired candidates. Return True while there is more to do."""
         if self._sweep is None:
@@ -160,6 +182,24 @@ class Index:
         if len(self._sets) >= MAX_SETS:
             self._sets.clear()
         return self._sets.setdefault(mask, mask)
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Return how many blocks before its end a hit needs with a window of this many tokens (facts on vLLM 4.5)."""
+    return max(1, -(-(window - 1) // block_size))
+
+
+def _last_run(holders: Sequence[int], bit: int, need: int) -> int:
+    """Return the end of the last ``need`` blocks in a row that are held, else the length of the leading run."""
+    run = 0
+    for number in range(len(holders) - 1, -1, -1):
+        if holders[number] & bit:
+            run += 1
+            if run == need:
+                return number + need
+        else:
+            run = 0
+    return run
 
 
 def bits(mask: int) -> list[Slot]:

@@ -1,14 +1,16 @@
 """A prepared request and the fleet -> a decision (stages index and schedule of DESIGN.md 3)."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mmrouter.api import MMRouterDeployment, block_size_of
 from mmrouter_router.fleet import Fleet, Usage, Worker
+from mmrouter_router.index import window_blocks
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Candidate, Choice, Exactness, Policy, choose
+from mmrouter_router.sentinels import Scope
 
 Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
 """What a worker may be used for: with its overlap, without it, only where nobody else is, or not at all."""
@@ -77,11 +79,9 @@ class Placer:
         if exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
         rows: list[Candidate] = []
-        for size, group in targets.items():
-            keys = prepared.keys(size)
-            overlap = self._fleet.index.match(
-                keys, [slot for target, _ in group if (slot := target.worker.slots.get(target.rank)) is not None]
-            )
+        for (size, scope), group in targets.items():
+            keys = prepared.keys(size, scope)
+            overlap = self._overlap(prepared, keys, size, group)
             rows += [self._candidate(target, overlap, len(keys), standing) for target, standing in group]
         choice = choose(
             rows,
@@ -104,8 +104,27 @@ class Placer:
         usage = target.worker.usage.setdefault(target.rank, Usage())
         return Booking(usage, float(winner.blocks - (winner.overlap if winner.scored else 0)), float(winner.blocks))
 
-    def _targets(self, exclude: Collection[str]) -> dict[int, list[tuple[Target, Standing]]]:
-        """Return block size -> what may serve at it; one pass, because it is once per request and worker."""
+    def _overlap(
+        self, prepared: Prepared, keys: Sequence[int], size: int, group: list[tuple[Target, Standing]]
+    ) -> dict[int, int]:
+        """Return slot -> blocks that its cache would hit."""
+        slots: list[int] = []
+        windows: dict[int, int] = {}
+        for (worker, rank, _), _ in group:
+            slot = worker.slots.get(rank)
+            if slot is None:
+                continue
+            if worker.group.window:
+                windows[slot] = window_blocks(worker.group.window, size)
+            else:
+                slots.append(slot)
+        overlap = self._fleet.index.match(keys, slots) if slots else {}
+        if windows:
+            overlap |= self._fleet.index.match_windows(keys[: max(0, len(prepared.ids) - 1) // size], windows)
+        return overlap
+
+    def _targets(self, exclude: Collection[str]) -> dict[tuple[int, Scope | None], list[tuple[Target, Standing]]]:
+        """Return (block size, scope) -> what may serve at it; one pass, because it is once per request and worker."""
         usable: list[tuple[Worker, Standing]] = []
         pending: list[tuple[Worker, Standing]] = []
         others: list[tuple[Worker, Standing]] = []
@@ -119,11 +138,11 @@ class Placer:
                     pending.append((worker, standing))
                 else:
                     others.append((worker, standing))
-        targets: dict[int, list[tuple[Target, Standing]]] = {}
+        targets: dict[tuple[int, Scope | None], list[tuple[Target, Standing]]] = {}
         for worker, standing in usable or pending:
             size = self.block_size(worker)
             if size > 0:
-                group = targets.setdefault(size, [])
+                group = targets.setdefault((size, worker.scope), [])
                 for rank in range(worker.ranks):
                     group.append((Target(worker, rank, size), standing))
         if not targets:

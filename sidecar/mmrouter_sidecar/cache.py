@@ -14,6 +14,7 @@ class Cache:
 
     ``blocks``: engine hash -> key. ``copies``: engine hash -> copies, where there are several. ``owners``: key ->
     number of hashes that have it, for keys that several may have. ``aside``: engine hash -> copies, without a key.
+    ``partial``: every event so far was about one block, so these may have been parts of blocks of the group.
 
     An engine's hash and our key stand for the same content, so each hash has a key of its own; only with LoRA adapters
     may several hashes share one, because the engine also hashes the path that an adapter was loaded from, which its
@@ -25,6 +26,7 @@ class Cache:
     owners: dict[Key, int] = field(default_factory=dict)
     aside: dict[int, int] = field(default_factory=dict)
     block_size: int = 0
+    partial: bool = True
     stored: "array[int]" = field(default_factory=lambda: array("Q"))
     removed: "array[int]" = field(default_factory=lambda: array("Q"))
 
@@ -83,6 +85,16 @@ class Cache:
                 self.copies[number] = self.copies.get(number, 1) + 1
             else:
                 self.aside[number] = self.aside.get(number, 0) + 1
+
+    def resize(self, block_size: int) -> None:
+        """Put everything aside: its keys are those of blocks of another size."""
+        for number in tuple(self.blocks):
+            self.aside[number] = self.aside.get(number, 0) + self.copies.get(number, 1)
+        self.removed.extend(self.keys())
+        self.blocks.clear()
+        self.copies.clear()
+        self.owners.clear()
+        self.block_size, self.partial = block_size, False
 
     def drop(self, hashes: Sequence[int]) -> int:
         """Count one copy of each block less. Returns how many hashes were not known at all."""

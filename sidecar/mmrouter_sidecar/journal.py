@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from mmrouter.feed import Canary
+from mmrouter.feed import Canary, Sighting
 from mmrouter_sidecar.ledger import Op
 
 MAGIC = b"mmrouter journal 1\n"
@@ -39,11 +39,15 @@ class Epoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
-    """Operations up to feed number ``seq``; ``last`` is rank -> (engine number, digest) of the last batch in them."""
+    """Operations up to feed number ``seq``; ``last`` is rank -> (engine number, digest) of the last batch in them.
+
+    ``sightings``: the new ones that hold sentinels, which routers learn from and which no engine tells twice.
+    """
 
     seq: int
     last: dict[int, tuple[int, int]]
     ops: list[Op]
+    sightings: list[Sighting] = []
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True, tag="verdict"):

@@ -4,22 +4,27 @@ Engines store one hash once per physical copy and remove it as often, so copies 
 engine events into net changes of block keys, and into the operations that a journal needs to rebuild it. A block whose
 key cannot be known (its parent is not known, its size is not the group's) is put aside and counted under its reason: it
 is never published, but its copies are counted, so that they are right once its key is learned.
+
+Where a group with full attention is present, that group decides what a hit is (``mmrouter.feed.deciding``), and nothing
+is recomputed for the others. Where a sliding window decides, :mod:`mmrouter_sidecar.windows` finds the blocks of events
+that name only some.
 """
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from mmrouter.blocks import Key, chain, pack_keys, unpack_keys
-from mmrouter.engines.events import Batch, Cleared, Ignored, Removed, Stored
-from mmrouter.feed import Sighting
+from mmrouter.engines.events import Batch, Cleared, Ignored, Ragged, Removed, Stored
+from mmrouter.feed import Group, Sighting, deciding
 from mmrouter_sidecar.cache import Cache
+from mmrouter_sidecar.sightings import Sightings
+from mmrouter_sidecar.windows import Windows
 
-MAX_SEEN = 65_536
-"""Image identities remembered so that each is sighted once."""
+MAX_SEEDS = 65_536
 
 
 class Place(NamedTuple):
@@ -34,7 +39,8 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step that changed the ledger; replaying all of them rebuilds it. Hashes and keys are packed 8-byte numbers.
 
     ``add``: one copy of each hash, with its key. ``aside``: one copy of each, without a key. ``drop``: one copy of each
-    less. ``clear``: the whole rank.
+    less. ``clear``: the whole rank. ``resize``: the blocks of a place are of another size, what it held is aside.
+    ``group``: what is known of a cache group. ``known``: keys and digests of blocks of a window group, held or not.
     """
 
     kind: str
@@ -45,6 +51,9 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     keys: bytes = b""
     block_size: int = 0
     shareable: bool = False
+    spec: str = ""  # the group's kind
+    window: int = 0  # tokens
+    digests: bytes = b""
 
 
 class Change(NamedTuple):
@@ -71,12 +80,16 @@ class Ledger:
         """``seed_of(lora, salt)`` returns the seed of a chain (``mmrouter.blocks.namespace_seed``)."""
         self.caches: dict[Place, Cache] = {}
         self.counts: Counter[str] = Counter()
+        self.sightings = Sightings()
+        self.windows = Windows()
+        self._groups: dict[int, Group] = {}
+        self._ordered: tuple[Group, ...] = ()
+        self._decides = deciding(())
+        self._apart: set[int] = set()  # groups of which nothing is indexed
         self._seed_of = seed_of
         self._seeds: dict[tuple[str | None, str | None], Key] = {}
         self._cleared: set[int] = set()
         self._ops: list[Op] = []
-        self._sightings: list[Sighting] = []
-        self._seen: dict[bytes, Sighting] = {}
 
     @property
     def held(self) -> int:
@@ -90,18 +103,19 @@ class Ledger:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of group 0, 0 until the engine stored something."""
-        return next((cache.block_size for place, cache in self.caches.items() if place.group == 0), 0)
+        """Tokens per block of the group that decides, 0 until the engine stored something."""
+        group = self._decides.group
+        return next((cache.block_size for place, cache in self.caches.items() if place.group == group), 0)
 
     @property
-    def sighted(self) -> tuple[Sighting, ...]:
-        """Sightings of the present epoch that are still remembered, oldest first."""
-        return tuple(self._seen.values())
+    def groups(self) -> tuple[Group, ...]:
+        """Indexed cache groups in ascending order, as the engine's events name them."""
+        return self._ordered
 
     @property
     def dirty(self) -> bool:
         """Whether :meth:`take` would return anything."""
-        return bool(self._ops or self._sightings or self._cleared)
+        return bool(self._ops or self.sightings.fresh or self._cleared)
 
     def apply(self, batch: Batch, rank: int) -> None:
         """Apply one batch of the engine rank whose stream it came from, in order."""
@@ -112,14 +126,22 @@ class Ledger:
                 self._store(rank, event)
             elif isinstance(event, Removed):
                 self._remove(rank, event)
+            elif isinstance(event, Ragged):
+                self._store_ragged(rank, event)
             elif isinstance(event, Cleared):
                 self.counts["cleared"] += 1
-                self.clear(rank)
+                self._empty(rank)
             else:
                 self.counts[_reason(event)] += 1
+                if event.group is not None:
+                    self._apart.add(event.group)
 
     def clear(self, rank: int) -> None:
-        """Empty one rank: its cache was cleared, or what we know of it is not proved any more."""
+        """Empty one rank: what we know of it is not proved any more."""
+        self.sightings.doubt()
+        self._empty(rank)
+
+    def _empty(self, rank: int) -> None:
         mine = [place for place in self.caches if place.rank == rank]
         if any(self.caches[place].blocks or self.caches[place].removed for place in mine):
             self._cleared.add(rank)
@@ -133,8 +155,11 @@ class Ledger:
         self.caches.clear()
         self._cleared.clear()
         self._ops.clear()
-        self._sightings.clear()
-        self._seen.clear()
+        self.sightings.clear()
+        self.windows.clear()
+        self._groups.clear()
+        self._regroup()
+        self._apart.clear()
 
     def take(self) -> Taken:
         """Return everything since the last call: net changes, operations for the journal, new sightings."""
@@ -147,8 +172,10 @@ class Ledger:
                 self._cleared.discard(place.rank)
                 changes.append(Change(place, stored, removed, cleared))
         ops, self._ops = self._ops, []
-        sightings, self._sightings = self._sightings, []
-        return Taken(changes, ops, sightings)
+        keys, digests = self.windows.take()
+        if keys:
+            ops.append(Op("known", 0, keys=pack_keys(keys), digests=digests))
+        return Taken(changes, ops, self.sightings.take())
 
     def redo(self, op: Op) -> None:
         """Carry out an operation of the journal. Nothing of it is reported as a change."""
@@ -156,6 +183,14 @@ class Ledger:
             for place in [place for place in self.caches if place.rank == op.rank]:
                 self.caches[place] = Cache(block_size=self.caches[place].block_size)
             return
+        if op.kind == "group":
+            self._groups[op.group] = Group(op.group, op.spec, op.window)
+            self._regroup()
+            return
+        if op.kind == "known":
+            self.windows.recall(unpack_keys(op.keys), op.digests)
+            return
+        self.sightings.doubt()  # runs that began before are not known
         cache = self._cache(Place(op.rank, op.group, op.medium), op.block_size)
         hashes = unpack_keys(op.hashes)
         if op.kind == "add":
@@ -164,13 +199,18 @@ class Ledger:
             cache.put_aside(hashes)
         elif op.kind == "drop":
             cache.drop(hashes)
+        elif op.kind == "resize":
+            cache.resize(op.block_size)
         else:
             raise ValueError(f"unknown ledger operation {op.kind!r}")
         cache.stored, cache.removed = array("Q"), array("Q")
 
     def dump(self) -> list[Op]:
         """Return the operations that rebuild the present state from nothing."""
-        ops: list[Op] = []
+        ops = [Op("group", 0, g.group, spec=g.kind, window=g.window) for g in self._ordered]
+        if len(self.windows):
+            known, digests = self.windows.dump()
+            ops.append(Op("known", 0, keys=pack_keys(known), digests=digests))
         for place, cache in self.caches.items():
             size = cache.block_size
             if cache.owners:
@@ -187,34 +227,88 @@ class Ledger:
         return ops
 
     def _store(self, rank: int, event: Stored) -> None:
+        if event.group not in self._groups or self._groups[event.group].kind != event.kind:
+            self._meet(event)
         place = Place(rank, event.group, event.medium)
         cache = self._cache(place, event.block_size)
-        parent: Key | None
-        if cache.block_size != event.block_size:
+        if cache.block_size != event.block_size and not self._resized(place, cache, event):
             # An entry for part of a block, or a group that changed its size: such keys would mean something else.
-            parent, reason = None, "block_size"
-        elif event.parent is None:
-            parent, reason = self._seed(event.lora, event.salt), ""
-        else:
-            parent, reason = cache.blocks.get(event.parent), "unknown_parent"
-            if parent is None:
-                parent = self._parent_elsewhere(rank, event.block_size, event.parent)
-        if parent is None:
-            self.counts[reason] += len(event.hashes)
-            cache.put_aside(event.hashes)
-            self._ops.append(Op("aside", *place, pack_keys(event.hashes), b"", cache.block_size))
+            self._put_aside(place, cache, event.hashes, "block_size")
             return
-        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-        shareable = event.lora is not None
-        conflicts = cache.add(event.hashes, keys, shareable=shareable)
+        parent = self._parent(rank, cache, event)
+        if parent is None:
+            self._put_aside(place, cache, event.hashes, "unknown_parent")
+            return
+        hashes, ids = event.hashes, event.ids
+        blocks = len(hashes)
+        if len(ids) < blocks * event.block_size:
+            blocks = len(ids) // event.block_size
+            self._put_aside(place, cache, hashes[blocks:], "short_store")
+            hashes = hashes[:blocks]
+        if blocks > 1:
+            cache.partial = False
+        keys = chain(ids, event.block_size, blocks, event.extras, parent)
+        self._add(place, cache, hashes, keys, shareable=event.lora is not None)
+        if event.window and self._decides.window:
+            self.windows.follow(event, keys)
+        if event.spans or ids.typecode == "Q":
+            self.sightings.look(rank, event, keys, parent)
+
+    def _store_ragged(self, rank: int, event: Ragged) -> None:
+        if event.group not in self._groups or self._groups[event.group].kind != event.kind:
+            self._meet(event)
+        place = Place(rank, event.group, event.medium)
+        cache = self._cache(place, event.block_size)
+        if self._decides.group != event.group:
+            self._put_aside(place, cache, event.hashes, "ragged_beside")
+        elif cache.block_size != event.block_size:
+            self._put_aside(place, cache, event.hashes, "block_size")
+        else:
+            placed = self.windows.place(event, self._seed)
+            if placed.hashes:
+                cache.partial = False
+                self._add(place, cache, placed.hashes, placed.keys, shareable=False)
+            self._put_aside(place, cache, placed.rest, "ragged_store")
+
+    def _add(self, place: Place, cache: Cache, hashes: Sequence[int], keys: "array[int]", *, shareable: bool) -> None:
+        conflicts = cache.add(hashes, keys, shareable=shareable)
         if conflicts:
             self.counts["hash_conflict"] += conflicts
         self.counts["stored"] += len(keys)
-        self._ops.append(Op("add", *place, pack_keys(event.hashes), pack_keys(keys), cache.block_size, shareable))
-        if event.spans:
-            self._sight(rank, event, keys, parent)
+        self._ops.append(Op("add", *place, pack_keys(hashes), pack_keys(keys), cache.block_size, shareable))
+
+    def _put_aside(self, place: Place, cache: Cache, hashes: Sequence[int], reason: str) -> None:
+        if hashes:
+            self.counts[reason] += len(hashes)
+            cache.put_aside(hashes)
+            self._ops.append(Op("aside", *place, pack_keys(hashes), b"", cache.block_size))
+
+    def _meet(self, event: Stored | Ragged) -> None:
+        """Note a group, or that it is another one than it was."""
+        self._groups[event.group] = Group(event.group, event.kind, event.window or 0)
+        self._regroup()
+        self._ops.append(Op("group", 0, event.group, spec=event.kind, window=event.window or 0))
+
+    def _regroup(self) -> None:
+        self._ordered = tuple(self._groups[number] for number in sorted(self._groups))
+        self._decides = deciding(self._ordered)
+
+    def _resized(self, place: Place, cache: Cache, event: Stored) -> bool:
+        """Whether all that was known of a place were entries for parts of blocks; they are put aside then.
+
+        A prompt shorter than a block leaves such an entry, always alone in its event (facts on vLLM 2.4).
+        """
+        if not cache.partial or event.block_size % cache.block_size:
+            return False
+        self.counts["block_size"] += len(cache.blocks)
+        cache.resize(event.block_size)
+        self._ops.append(Op("resize", *place, block_size=event.block_size))
+        return True
 
     def _remove(self, rank: int, event: Removed) -> None:
+        if event.group in self._apart and event.group not in self._groups:
+            self.counts["removed_apart"] += len(event.hashes)
+            return
         place = Place(rank, event.group, event.medium)
         cache = self._cache(place, 0)
         unknown = cache.drop(event.hashes)
@@ -223,12 +317,21 @@ class Ledger:
             self.counts["unknown_removed"] += unknown
         self._ops.append(Op("drop", *place, pack_keys(event.hashes)))
 
+    def _parent(self, rank: int, cache: Cache, event: Stored) -> Key | None:
+        if event.parent is None:
+            return self._seed(event.lora, event.salt)
+        parent = cache.blocks.get(event.parent)
+        return self._parent_elsewhere(rank, event.block_size, event.parent) if parent is None else parent
+
     def _parent_elsewhere(self, rank: int, block_size: int, parent: int) -> Key | None:
-        """Look in the rank's other groups and media: a block's key depends on neither, and one may hold the parent."""
+        """Look in the rank's other groups and media: a block's key depends on neither, and one may hold the parent.
+
+        Where a window decides, the parent may have been dropped long ago, or never stored.
+        """
         for place, cache in self.caches.items():
             if place.rank == rank and cache.block_size == block_size and parent in cache.blocks:
                 return cache.blocks[parent]
-        return None
+        return self.windows.key(parent)
 
     def _cache(self, place: Place, block_size: int) -> Cache:
         cache = self.caches.get(place)
@@ -241,28 +344,10 @@ class Ledger:
     def _seed(self, lora: str | None, salt: str | None) -> Key:
         seed = self._seeds.get((lora, salt))
         if seed is None:
-            if len(self._seeds) >= MAX_SEEN:
+            if len(self._seeds) >= MAX_SEEDS:
                 self._seeds.clear()
             seed = self._seeds[lora, salt] = self._seed_of(lora, salt)
         return seed
-
-    def _sight(self, rank: int, event: Stored, keys: "array[int]", parent: Key) -> None:
-        fresh = [span for span in event.spans if span[2] >= 0 and span[1] not in self._seen]
-        if not fresh:
-            return
-        size, ids = event.block_size, event.ids
-        starts = sorted({number * size + start for number, _, start in event.spans})
-        for number, identity, start in fresh:
-            if identity in self._seen:
-                continue  # twice in one event
-            if len(self._seen) >= MAX_SEEN:
-                del self._seen[next(iter(self._seen))]
-            begin = number * size + start
-            limit = next((s for s in starts if s > begin), len(ids))
-            end = next((n for n in range(begin, limit) if ids[n] != ids[begin]), limit)
-            before = keys[number - 1] if number else (None if event.parent is None else parent)
-            sighting = self._seen[identity] = Sighting(rank, event.group, before, start, end - begin, identity)
-            self._sightings.append(sighting)
 
 
 def _reason(event: Ignored) -> str:

@@ -14,8 +14,8 @@ import msgspec
 
 from mmrouter import feed
 from mmrouter.blocks import pack_keys
-from mmrouter.engines import vllm
-from mmrouter.engines.events import Batch
+from mmrouter.engines import sglang, vllm
+from mmrouter.engines.events import Batch, EventError
 from mmrouter_sidecar.canary import Canaries
 from mmrouter_sidecar.journal import Epoch, Flush, Journal, Record, Verdict
 from mmrouter_sidecar.ledger import Change, Ledger, Op
@@ -32,7 +32,7 @@ DISCONNECTED = "disconnected"
 """Reason of an epoch that begins because the engine's connection ended."""
 
 Decoder = Callable[[bytes], Batch]
-DECODERS: dict[str, Decoder] = {"vllm": vllm.decode_batch}
+DECODERS: dict[str, Decoder] = {"vllm": vllm.decode_batch, "sglang": sglang.decode_batch}
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -45,6 +45,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     digests: dict[str, str] = {}
     revision: str = ""
     cut_off: bool = False  # its publisher went away and has not come back
+    identity: dict[str, str] = {}  # what media identity depends on beside the model
 
 
 class Relay:
@@ -78,6 +79,7 @@ class Relay:
         """Batches applied by this process, and the engine's time of the last one."""
         self._unsent: list[tuple[int, int, bytes]] = []
         self._moved = False  # batches were applied since the last flush
+        self._told: tuple[feed.Group, ...] = ()  # groups in the last heartbeat
         self._unreadable = False  # the last batch was; the log has it
         self._snapshot: list[feed.SnapshotPart] | None = None  # of the present (epoch, seq)
         self._journal: Journal | None = self._open()
@@ -94,7 +96,7 @@ class Relay:
         """Apply the next batch of a rank. One that cannot be read empties the rank: it may have held removals."""
         try:
             batch = self._decode(payload)
-        except vllm.EventError as error:
+        except EventError as error:
             if not self._unreadable:
                 log.error("rank %d: batch %d cannot be read, what the rank holds is forgotten: %s", rank, seq, error)
             self._unreadable = True
@@ -128,7 +130,7 @@ class Relay:
         self.proofs.clear()
         self._unsent.clear()
         self._moved = False
-        facts = msgspec.structs.replace(self.facts, version="", block_size=0)
+        facts = msgspec.structs.replace(self.facts, version="", block_size=0, identity={})
         if reason == DISCONNECTED:
             facts = msgspec.structs.replace(facts, state="down", cut_off=True)
         self.facts = facts
@@ -156,7 +158,7 @@ class Relay:
     def beat(self) -> None:
         """Publish a heartbeat."""
         facts = self.facts
-        state = facts.state
+        state, self._told = facts.state, self.ledger.groups
         assert state in ("starting", "up", "down")
         self._publish(
             feed.Heartbeat(
@@ -173,6 +175,8 @@ class Relay:
                 ranks=self._settings.ranks,
                 draining=facts.draining,
                 canary=self.canaries.result,
+                groups=self.ledger.groups,
+                facts=facts.identity,
             )
         )
 
@@ -184,11 +188,14 @@ class Relay:
         """Number, journal and publish everything that changed since the last flush."""
         if not self.dirty:
             return
+        if self.ledger.groups != self._told:
+            self.beat()  # a router must know the groups before it can tell which deltas count
         taken = self.ledger.take()
         deltas = [self._delta(change, number) for number, change in enumerate(taken.changes, self.seq + 1)]
         self.seq += len(deltas)
         if self._moved or taken.ops:
-            self._write(Flush(self.seq, dict(self.proofs), taken.ops))
+            learned = [sighting for sighting in taken.sightings if sighting.sentinels]
+            self._write(Flush(self.seq, dict(self.proofs), taken.ops, learned))
         self._moved = False
         if deltas:
             self._snapshot = None
@@ -257,7 +264,7 @@ class Relay:
         return feed.Refused(request_id, f"epoch {epoch} is not the present one, {self.epoch}")
 
     def _sightings(self, request_id: int) -> Iterator[feed.SightingsPart]:
-        held = self.ledger.sighted
+        held = self.ledger.sightings.remembered
         for start in range(0, max(1, len(held)), SIGHTINGS_PART):
             end = start + SIGHTINGS_PART
             yield feed.SightingsPart(request_id, held[start:end], last=end >= len(held))
@@ -320,8 +327,9 @@ class Relay:
                         if fresh:
                             self.ledger.reset()
                         self._redo(last, ops)
-                    case Flush(seq, last, ops):
+                    case Flush(seq, last, ops, sightings):
                         self.seq = seq
+                        self.ledger.sightings.recall(sightings)
                         self._redo(last, ops)
                     case Verdict(canary):
                         self.canaries.result = canary
@@ -363,7 +371,8 @@ class Relay:
         records: list[Record] = [Epoch(self.boot, self.epoch, True, {}, [])]
         if self.canaries.result is not None:
             records.append(Verdict(self.canaries.result))
-        records.append(Flush(self.seq, dict(self.proofs), self.ledger.dump()))
+        learned = [sighting for sighting in self.ledger.sightings.remembered if sighting.sentinels]
+        records.append(Flush(self.seq, dict(self.proofs), self.ledger.dump(), learned))
         journal.compact(records)
         log.info("journal rewritten: %d bytes in %.0f ms", journal.size, (self._monotonic() - started) * 1000)
 
