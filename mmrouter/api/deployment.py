@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from mmrouter.api.base import DNS_LABEL, Resource
-from mmrouter.api.pools import DEFAULT_BLOCK_SIZE, Pool
+from mmrouter.api.pools import DEFAULT_BLOCK_SIZE, DEFAULT_PAGE_SIZE, Pool
 from mmrouter.api.spec import Spec
 from mmrouter.api.status import Status
 
@@ -96,8 +96,9 @@ def to_json(dep: MMRouterDeployment) -> dict[str, Any]:
 
 
 def block_size_of(dep: MMRouterDeployment, pool: Pool) -> int:
-    """Return a pool's tokens per KV block: its own, else the engine's, else the accelerator's default."""
-    return pool.block_size or dep.spec.engine.block_size or DEFAULT_BLOCK_SIZE[pool.accelerator.kind]
+    """Return a pool's tokens per KV block: its own, else the engine's, else the default of engine and accelerator."""
+    default = DEFAULT_PAGE_SIZE if dep.spec.engine.type == "sglang" else DEFAULT_BLOCK_SIZE
+    return pool.block_size or dep.spec.engine.block_size or default[pool.accelerator.kind]
 
 
 def _explain(detail: Any) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field, model_validator
 
 from mmrouter.api.base import Resource, broken
-from mmrouter.api.engine import Engine
+from mmrouter.api.engine import Engine, EngineType
 from mmrouter.api.frontend import Frontend
 from mmrouter.api.model import Model
 from mmrouter.api.operations import NetworkPolicy, Observability, Sidecar, Verification
@@ -85,16 +85,20 @@ class Spec(Resource):
         return self
 
 
-def _owned_flags(engine: str) -> Mapping[str, str]:
+def _owned_flags(engine: EngineType) -> Mapping[str, str]:
     # The engine adapters import these models, so the arrow back is taken at call time.
-    if engine == "vllm":
-        from mmrouter.engines.vllm_launch import OWNED_FLAGS  # noqa: PLC0415
+    match engine:
+        case "vllm":
+            from mmrouter.engines.vllm_launch import OWNED_FLAGS as OF_VLLM  # noqa: PLC0415
 
-        return OWNED_FLAGS
-    return {}
+            return OF_VLLM
+        case "sglang":
+            from mmrouter.engines.sglang_launch import OWNED_FLAGS as OF_SGLANG  # noqa: PLC0415
+
+            return OF_SGLANG
 
 
-def _refuse_owned(path: str, args: Sequence[str], engine: str) -> None:
+def _refuse_owned(path: str, args: Sequence[str], engine: EngineType) -> None:
     """Raise for an argument that is an owned flag, in any spelling engines take."""
     if not args:
         return

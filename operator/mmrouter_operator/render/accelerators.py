@@ -20,9 +20,12 @@ class AcceleratorRow:
     so pods do not set it; it is for processes that share a pod."""
     vllm_image: str = ""
     """Default engine image; empty where vLLM's project publishes none."""
+    sglang_image: str = ""
+    """Default engine image; empty where SGLang's project publishes none under a plain version."""
 
 
 VLLM_VERSION = "v0.32.0"
+SGLANG_VERSION = "v0.5.23"
 
 ACCELERATORS: dict[AcceleratorKind, AcceleratorRow] = {
     "nvidia": AcceleratorRow(
@@ -31,6 +34,7 @@ ACCELERATORS: dict[AcceleratorKind, AcceleratorRow] = {
         node_selector={"nvidia.com/gpu.present": "true"},
         affinity_mask="CUDA_VISIBLE_DEVICES",
         vllm_image=f"vllm/vllm-openai:{VLLM_VERSION}",
+        sglang_image=f"lmsysorg/sglang:{SGLANG_VERSION}",
     ),
     "amd": AcceleratorRow(
         block_size=DEFAULT_BLOCK_SIZE["amd"],

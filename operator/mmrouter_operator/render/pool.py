@@ -4,7 +4,8 @@ from typing import Any
 
 from mmrouter.api import MMRouterDeployment, Pool, SpecError
 from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
-from mmrouter.engines import vllm
+from mmrouter.engines import adapter
+from mmrouter.engines.launching import HTTP_PORT
 from mmrouter_operator.render import common
 from mmrouter_operator.render.accelerators import ACCELERATORS
 from mmrouter_operator.render.configmap import pool_hash
@@ -23,12 +24,10 @@ STOP_SECONDS = 30
 def render_pool(dep: MMRouterDeployment, secrets: SecretData, number: int) -> dict[str, Any]:
     """Return the Deployment of ``dep.spec.pools[number]``, role worker.
 
-    Raises ``SpecError`` for what cannot be rendered: another engine or role, no default image, a malformed podTemplate.
+    Raises ``SpecError`` for what cannot be rendered: another role, no default image, a malformed podTemplate.
     """
     pool = dep.spec.pools[number]
     path = f"spec.pools[{number}]"
-    if dep.spec.engine.type != "vllm":
-        raise SpecError([("spec.engine.type", f"{dep.spec.engine.type} engines cannot be deployed by this release")])
     if pool.role != "worker":
         raise SpecError([(f"{path}.role", f"{pool.role} pools cannot be deployed by this release")])
     if pool.shared_memory.scope != "pod":
@@ -125,7 +124,7 @@ def _sidecar(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
 
 
 def _engine(dep: MMRouterDeployment, pool: Pool, path: str) -> dict[str, Any]:
-    launch = vllm.launch(dep, pool)
+    launch = adapter(dep.spec.engine.type).launch(dep, pool)
     startup = common.probe(launch.health_path, "http", period=5, failures=STARTUP_SECONDS // 5)
     mounts = [*(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR)])]
     if dep.spec.engine.chat_template is not None:
@@ -137,7 +136,7 @@ def _engine(dep: MMRouterDeployment, pool: Pool, path: str) -> dict[str, Any]:
         "command": launch.command,
         "args": launch.args,
         "env": _engine_env(dep, pool, launch.env),
-        "ports": [{"name": "http", "containerPort": vllm.HTTP_PORT, "protocol": "TCP"}],
+        "ports": [{"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"}],
         "startupProbe": startup,
         "readinessProbe": common.probe(launch.health_path, "http", period=5, failures=2),
         "livenessProbe": common.probe(launch.health_path, "http", period=20, failures=6, timeout=10),
@@ -149,7 +148,9 @@ def _engine(dep: MMRouterDeployment, pool: Pool, path: str) -> dict[str, Any]:
 
 def _image(dep: MMRouterDeployment, pool: Pool, path: str) -> str:
     kind = pool.accelerator.kind
-    image = pool.image or dep.spec.engine.image or ACCELERATORS[kind].vllm_image
+    row = ACCELERATORS[kind]
+    default = row.sglang_image if dep.spec.engine.type == "sglang" else row.vllm_image
+    image = pool.image or dep.spec.engine.image or default
     if not image:
         raise SpecError(
             [(f"{path}.image", f"there is no default engine image for {kind}: name one here or in engine.image")]
@@ -163,7 +164,7 @@ def _engine_env(dep: MMRouterDeployment, pool: Pool, engine: dict[str, str]) -> 
     env = [
         *common.downward_env(),
         common.value_env("MMROUTER_POOL", pool.name),
-        {"name": "VLLM_API_KEY", "valueFrom": key},
+        {"name": adapter(dep.spec.engine.type).API_KEY_ENV, "valueFrom": key},
         *(common.value_env(name, value) for name, value in engine.items()),
         # The root is read-only and the user has no entry in /etc/passwd.
         common.value_env("HOME", "/tmp"),  # noqa: S108

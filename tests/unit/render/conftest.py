@@ -35,3 +35,8 @@ def shortest() -> MMRouterDeployment:
 @pytest.fixture
 def whole() -> MMRouterDeployment:
     return load("whole")
+
+
+@pytest.fixture
+def sglang() -> MMRouterDeployment:
+    return load("sglang")

@@ -44,7 +44,7 @@ def with_pool(dep: MMRouterDeployment, **fields: Any) -> MMRouterDeployment:
     return change(dep, pools=[{**to_json(dep)["spec"]["pools"][0], **fields}])
 
 
-@pytest.mark.parametrize("name", ["shortest", "whole"])
+@pytest.mark.parametrize("name", ["shortest", "whole", "sglang"])
 def test_rendering_equals_the_golden_file(name: str, secrets: SecretData, request: pytest.FixtureRequest) -> None:
     """A difference restarts engines on upgrade. Where that is meant: MMROUTER_UPDATE_GOLDEN=1, and look at the diff."""
     objects = render(request.getfixturevalue(name), secrets=secrets)
@@ -56,7 +56,9 @@ def test_rendering_equals_the_golden_file(name: str, secrets: SecretData, reques
     assert list(yaml.safe_load_all(path.read_text())) == objects
 
 
-@pytest.mark.parametrize(("name", "version"), [("shortest", "1.29"), ("whole", "1.35"), ("whole", "1.37")])
+@pytest.mark.parametrize(
+    ("name", "version"), [("shortest", "1.29"), ("whole", "1.35"), ("whole", "1.37"), ("sglang", "1.35")]
+)
 def test_every_object_is_valid_for_the_api(
     name: str, version: str, secrets: SecretData, request: pytest.FixtureRequest
 ) -> None:
@@ -263,9 +265,7 @@ def test_what_cannot_be_rendered_is_an_error_with_its_field(
     assert str(caught.value).startswith(message)
 
 
-def test_other_engines_and_roles_are_errors_for_now(shortest: MMRouterDeployment, secrets: SecretData) -> None:
-    with pytest.raises(SpecError, match=r"^spec\.engine\.type: sglang engines cannot"):
-        render(change(shortest, engine={"type": "sglang"}), secrets=secrets)
+def test_other_roles_are_errors_for_now(shortest: MMRouterDeployment, secrets: SecretData) -> None:
     pools = [*to_json(shortest)["spec"]["pools"], {"name": "e", "role": "encoder", "accelerator": {"kind": "nvidia"}}]
     with pytest.raises(SpecError, match=r"^spec\.pools\[1\]\.role: encoder pools cannot"):
         render(change(shortest, pools=pools), secrets=secrets)
