@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mmrouter_router import control, discovery
-from mmrouter_router.canary import Canary, CanaryError
+from mmrouter_router.canary import Canary
 from mmrouter_router.chat import CHAT, FORWARDED, Chat, Receive, Scope, Send
 from mmrouter_router.decisions import Decisions
 from mmrouter_router.errors import RequestError
@@ -21,10 +21,13 @@ from mmrouter_router.feeds import Feed, FeedSilentError
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.intake import Limits
+from mmrouter_router.learning import Learning
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.place import Placer
-from mmrouter_router.prepare import Preparer
+from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
+from mmrouter_router.place import Decision, Placer
+from mmrouter_router.prepare import Prepared, Preparer
+from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.settings import Settings
 from mmrouter_router.tenants import Tenants
 from mmrouter_router.upstream import Upstream
@@ -55,7 +58,31 @@ class Router:
         self.tenants = Tenants(
             settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
         )
-        self.forwarder = Forwarder(self.placer, self.upstream, settings.engine_key, self.metrics)
+        self.own = OwnRequests(
+            spec.engine.type,
+            self.preparer,
+            self.upstream,
+            settings.engine_key,
+            self.served_model,
+            settings.identity_key,
+        )
+        self.learning: Learning | None = None
+        if spec.engine.type == "sglang":
+            self.preparer.sentinels = self._sentinels()
+        self.canary = Canary(
+            settings.router_id, self.fleet, self.own, self.preparer.sentinels, self.preparer.seed(None), self.metrics
+        )
+        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
+        if self.preparer.sentinels is not None:
+            self.learning = Learning(self.preparer.sentinels, self.fleet, self.canary, self._feeder, self.metrics)
+        self.forwarder = Forwarder(
+            self.placer,
+            self.upstream,
+            settings.engine_key,
+            self.metrics,
+            engine=spec.engine.type,
+            sent=self.learning.sent if self.learning is not None else _not_learned,
+        )
         self.chat = Chat(
             router_id=settings.router_id,
             served_model=self.served_model,
@@ -69,27 +96,27 @@ class Router:
             control_token=settings.control_token,
             debug_headers=spec.observability.debug_headers,
         )
-        self.canary = Canary(
-            settings.router_id,
-            self.fleet,
-            self.preparer,
-            self.upstream,
-            settings.engine_key,
-            self.served_model,
-            settings.identity_key,
-            self.metrics,
-        )
         self.peers: tuple[discovery.Peer, ...] = ()
         self._context = zmq.asyncio.Context()
         # One group for everything that runs: what none of us expects ends the process loudly, never one feed silently.
         self._tasks = asyncio.TaskGroup()
-        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
         self._canaries: dict[str, asyncio.Task[None]] = {}
         self._started = time.monotonic()
         self._ready = False
         self._rostered = False
         self._changed = asyncio.Event()
         self.fleet.on_change(self._changed.set)
+
+    def _sentinels(self) -> Sentinels:
+        pictures = [self.own.picture(data) for data in small_pictures()] if self.preparer.family is not None else []
+        return Sentinels(
+            count=lambda event: self.metrics.sentinels.labels(event).inc(),
+            pictures=[(picture.identity, picture.data) for picture in pictures],
+        )
+
+    def _feeder(self, uid: str) -> Feed | None:
+        known = self._feeds.get(uid)
+        return known[0] if known is not None else None
 
     @property
     def ready(self) -> bool:
@@ -135,6 +162,8 @@ class Router:
                     tasks.create_task(discover, name="discovery"),
                     tasks.create_task(self._verify_all(), name="canaries"),
                     tasks.create_task(self._sweep(), name="sweep"),
+                    tasks.create_task(self._learn(self.learning), name="learning"),
+                    tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
                 # The first server owns the signals; when it has drained, the others have nothing left to serve.
                 await _serve(servers)
@@ -165,10 +194,21 @@ class Router:
         feeder = self._feeds[worker.member.uid][0]
         try:
             await self.canary.verify(worker, feeder, self.placer.block_size(worker))
-        except (CanaryError, FeedSilentError) as error:
+        except (OwnRequestError, FeedSilentError) as error:
             log.warning("%s: canary not carried out: %s", worker.member.name, error)
             self.metrics.parity.labels("Unknown", "not_run").inc()
         await asyncio.sleep(CANARY_RETRY_SECONDS)  # the next round looks again; a result is in the heartbeat by then
+
+    async def _learn(self, learning: Learning | None) -> None:
+        if learning is not None:
+            await learning.run()
+
+    async def _recall(self, learning: Learning | None) -> None:
+        while learning is not None:
+            if self.peers and self.preparer.sentinels is not None:
+                self.preparer.sentinels.unsettle()  # other frontends send images to the same engines
+            await learning.recall()
+            await asyncio.sleep(CANARY_RETRY_SECONDS)
 
     async def _sweep(self) -> None:
         while True:
@@ -242,6 +282,10 @@ class Router:
             return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
         return app
+
+
+def _not_learned(decision: Decision, prepared: Prepared) -> None:
+    """Where identity is ours there is nothing to learn."""
 
 
 def _server(app: Any, host: str, port: int) -> uvicorn.Server:

@@ -1,50 +1,26 @@
-"""The canary: once per worker and epoch, two tiny images under one text, predicted and compared (DESIGN.md 5.1)."""
+"""The canary: once per worker and epoch, two tiny images under one text, predicted and compared (DESIGN.md 5.1).
+
+Where the engine puts identity into the token ids, an image that is not known yet is first asked about under another
+text; then the canary predicts and compares as everywhere.
+"""
 
 import asyncio
-import base64
-import io
 import logging
-import secrets
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import orjson
-from PIL import Image
 
 from mmrouter import feed
 from mmrouter.blocks import block_keys
-from mmrouter.engines.events import Stored
-from mmrouter.engines.vllm import EventError, ImageRewrite, decode_batch, rewrite_chat
-from mmrouter.identity import media_identity, to_wire
-from mmrouter.prompt import PromptImage, TemplateError
 from mmrouter_router.feeds import Feed
 from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.forward import ENGINE_PORT
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.own import OwnRequestError, OwnRequests, Picture, Question, new_nonce, small_pictures
 from mmrouter_router.parity import Difference, Prediction, first_difference
-from mmrouter_router.prepare import Preparer
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_router.sentinels import Scope, Sentinels, Values, fill, observe
 
 log = logging.getLogger("mmrouter.canary")
 
 LEASE_SECONDS = 30.0
 EVENTS_SECONDS = 5.0
-SIDE = 64  # pixels; a handful of tokens in every family
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One canary request: its body for the engine and what we expect to be published."""
-
-    body: bytes
-    prediction: Prediction
-    keys: "array[int]"
-
-
-class CanaryError(Exception):
-    """The canary could not be carried out; nothing is known about exactness. The message says why."""
 
 
 class Canary:
@@ -54,21 +30,19 @@ class Canary:
         self,
         router_id: str,
         fleet: Fleet,
-        preparer: Preparer,
-        upstream: Upstream,
-        engine_key: str,
-        served_model: str,
-        identity_key: bytes,
+        own: OwnRequests,
+        sentinels: Sentinels | None,
+        seed: int,
         metrics: Metrics,
     ) -> None:
-        self._router_id, self._fleet, self._preparer, self._upstream = router_id, fleet, preparer, upstream
-        self._engine_key, self._model, self._identity_key = engine_key, served_model, identity_key
-        self._metrics = metrics
+        """``seed``: the seed of chains without a tenant's salt."""
+        self._router_id, self._fleet, self._own, self._sentinels = router_id, fleet, own, sentinels
+        self._seed, self._metrics = seed, metrics
 
     async def verify(self, worker: Worker, feeder: Feed, block_size: int) -> feed.Canary | None:
         """Claim the canary of the worker's epoch and run it. ``None``: another router holds the claim, or it moved on.
 
-        Raises :class:`CanaryError` or ``FeedSilentError`` when it could not be carried out.
+        Raises :class:`OwnRequestError` or ``FeedSilentError`` when it could not be carried out.
         """
         epoch = worker.follower.epoch
         claim = (await feeder.question(lambda n: feed.CanaryClaim(n, epoch, self._router_id, LEASE_SECONDS)))[-1]
@@ -94,114 +68,91 @@ class Canary:
         log.info("%s: canary %s, %d blocks %s", worker.member.name, result.result, compared, result.message)
         return result
 
+    async def learn(self, worker: Worker, rank: int, feeder: Feed, block_size: int, picture: Picture) -> bool:
+        """Ask what the worker's engine makes of a picture. Returns whether it is known then.
+
+        Raises :class:`OwnRequestError` or ``FeedSilentError``.
+        """
+        question = self._own.question(new_nonce(), picture, block_size)
+        before = worker.follower.seq
+        await self._own.send(worker, rank, question)
+        try:
+            async with asyncio.timeout(EVENTS_SECONDS):
+                while True:
+                    worker.moved.clear()
+                    published = await self._own.published(worker, rank, feeder, before)
+                    values = observe(question.ids, question.span, block_size, published)
+                    if values is not None:
+                        self._observed(worker, picture, values)
+                        return True
+                    await worker.moved.wait()
+        except TimeoutError:
+            return False
+
     async def _compare(self, worker: Worker, rank: int, feeder: Feed, block_size: int) -> tuple[Difference | None, int]:
-        nonce = secrets.token_hex(8)
+        nonce = new_nonce()
         compared = 0
-        for colour in ("#c02030", "#2030c0"):
-            probe = self._probe(nonce, colour, block_size)
-            before = worker.follower.seq
-            await self._send(worker, rank, probe)
-            missing = await self._missing(worker, rank, probe)
-            if missing:
-                stored = await self._published(worker, rank, feeder, before)
-                found = first_difference(probe.prediction, stored)
-                return found or Difference(
-                    "unknown", f"{missing} of {len(probe.keys)} predicted keys never came"
-                ), compared
-            compared += len(probe.keys)
+        for picture in map(self._own.picture, small_pictures()):
+            if worker.scope is not None and self._values(worker.scope, picture) is None:
+                await self.learn(worker, rank, feeder, block_size, picture)
+            difference, blocks = await self._ask(worker, rank, feeder, block_size, nonce, picture)
+            if difference is not None and difference.cause == "identity" and worker.scope is not None:
+                # Its values are known better now; if they were the only difference, nothing differs any more.
+                difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), picture)
+            if difference is not None:
+                return difference, compared
+            compared += blocks
         return None, compared
 
-    def _probe(self, nonce: str, colour: str, block_size: int) -> Probe:
-        family, prompter = self._preparer.family, self._preparer.prompter
-        if family is None or prompter is None:
-            raise CanaryError(f"family {self._preparer.unknown_family} is not modelled")
-        picture = io.BytesIO()
-        Image.new("RGB", (SIDE, SIDE), colour).save(picture, "PNG")
-        data = picture.getvalue()
-        identity = media_identity(data, family.pixel_options, key=self._identity_key)
-        image = PromptImage(identity, family.count(SIDE, SIDE))
-        # The nonce stands first, so no block of the canary is in a cache from an earlier one. The tail makes at least
-        # one complete block follow the image, whatever the block size.
-        tail = " ".join(nonce for _ in range(2 + block_size // 4))
-        for system in (True, False):
-            messages = _messages(nonce, tail, system=system)
-            try:
-                text = prompter.render(messages)
-                break
-            except TemplateError:
-                if not system:
-                    raise
-        expanded = prompter.expand(text, [image])
-        uri = "data:image/png;base64," + base64.b64encode(data).decode()
-        body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
-        where = (len(messages) - 1, 1)
-        rewritten = rewrite_chat(
-            body,
-            [ImageRewrite(message=where[0], part=where[1], url=uri, uuid=to_wire(identity))],
-            model=self._model,
-            cache_salt=None,
-        )
-        keys = block_keys(expanded.ids, block_size, expanded.spans, self._preparer.seed(None))
-        prediction = Prediction(expanded.ids, expanded.spans, block_size, None, family.placeholder_id)
-        return Probe(orjson.dumps(rewritten.body), prediction, keys)
+    async def _ask(
+        self, worker: Worker, rank: int, feeder: Feed, block_size: int, nonce: str, picture: Picture
+    ) -> tuple[Difference | None, int]:
+        """Send a picture and wait for the predicted blocks; return the first difference and how many were compared."""
+        question = self._own.question(nonce, picture, block_size)
+        prediction, keys = self._predict(worker.scope, question, picture, block_size)
+        before = worker.follower.seq
+        await self._own.send(worker, rank, question)
+        missing = await self._missing(worker, rank, keys)
+        if not missing:
+            return None, len(keys)
+        stored = await self._own.published(worker, rank, feeder, before)
+        if worker.scope is not None and (values := observe(question.ids, question.span, block_size, stored)):
+            self._observed(worker, picture, values)
+        found = first_difference(prediction, stored)
+        return found or Difference("unknown", f"{missing} of {len(keys)} predicted keys never came"), 0
 
-    async def _send(self, worker: Worker, rank: int, probe: Probe) -> None:
-        headers = {"content-type": "application/json", "authorization": f"Bearer {self._engine_key}"}
-        if worker.ranks > 1:
-            headers["x-data-parallel-rank"] = str(rank)
-        try:
-            answer = await self._upstream.request(
-                worker.member.ip, ENGINE_PORT, "POST", "/v1/chat/completions", headers, probe.body
-            )
-            try:
-                body = await answer.read(64 * 1024)
-            finally:
-                answer.close()
-        except UpstreamError as error:
-            raise CanaryError(str(error)) from error
-        if answer.status != 200:
-            raise CanaryError(f"the engine answered {answer.status}: {body[:200].decode(errors='replace')}")
+    def _predict(
+        self, scope: Scope | None, question: Question, picture: Picture, block_size: int
+    ) -> tuple[Prediction, "array[int]"]:
+        placeholder = self._own.placeholder_id
+        if scope is None:
+            keys = block_keys(question.ids, block_size, (question.span,), self._seed)
+            return Prediction(question.ids, (question.span,), block_size, None, placeholder), keys
+        ids = fill(question.ids, (question.span,), lambda identity: self._values(scope, picture)).ids
+        return Prediction(ids, (), block_size, None, placeholder), block_keys(ids, block_size, (), self._seed)
 
-    async def _missing(self, worker: Worker, rank: int, probe: Probe) -> int:
+    def _values(self, scope: Scope, picture: Picture) -> Values | None:
+        return self._sentinels.values(scope, picture.identity, picture.data) if self._sentinels is not None else None
+
+    def _observed(self, worker: Worker, picture: Picture, values: Values) -> None:
+        if self._sentinels is not None and worker.scope is not None:
+            self._sentinels.observed(worker.scope, picture.identity, picture.data, values)
+
+    async def _missing(self, worker: Worker, rank: int, keys: "array[int]") -> int:
         """Wait until every predicted key is in the index; return how many never came."""
-        missing = len(probe.keys)
+        missing = len(keys)
         try:
             async with asyncio.timeout(EVENTS_SECONDS):
                 while True:
                     worker.moved.clear()
                     slot = worker.slots.get(rank)
-                    held = self._fleet.index.match(probe.keys, [slot])[slot] if slot is not None else 0
-                    missing = len(probe.keys) - held
+                    held = self._fleet.index.match(keys, [slot])[slot] if slot is not None else 0
+                    missing = len(keys) - held
                     if not missing:
                         return 0
                     await worker.moved.wait()
         except TimeoutError:
             return missing
 
-    async def _published(self, worker: Worker, rank: int, feeder: Feed, before: int) -> Sequence[Stored]:
-        """The blocks that the engine stored since delta ``before``, decoded from its raw batches."""
-        end = worker.follower.seq
-        if end <= before:
-            return ()
-        epoch = worker.follower.epoch
-        stored: list[Stored] = []
-        for part in await feeder.question(lambda n: feed.Detail(n, epoch, before + 1, end)):
-            if isinstance(part, feed.DetailPart):
-                for raw in part.batches:
-                    try:
-                        batch = decode_batch(raw.payload)
-                    except EventError:
-                        continue  # counted by the sidecar, which has seen the same bytes
-                    if raw.rank == rank:
-                        stored += [event for event in batch.events if isinstance(event, Stored)]
-        return stored
 
-
-def _messages(nonce: str, tail: str, *, system: bool) -> list[dict[str, Any]]:
-    content = [
-        {"type": "text", "text": f"{nonce} look"},
-        {"type": "image_url", "image_url": {"url": ""}},
-        {"type": "text", "text": tail},
-    ]
-    head = [{"role": "system", "content": f"{nonce} canary"}] if system else []
-    return [*head, {"role": "user", "content": content}]
+__all__ = ["Canary", "OwnRequestError"]

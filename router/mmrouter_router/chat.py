@@ -8,14 +8,14 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, cast, get_args
 
 from blake3 import blake3
 from ulid import ULID
 
 from mmrouter.api import EngineType
-from mmrouter.engines.vllm import ImageRewrite, prompt_error_field, rewrite_chat
+from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
 from mmrouter_router.decisions import Decisions
 from mmrouter_router.errors import RequestError
@@ -68,6 +68,7 @@ class Chat:
     ) -> None:
         self._router_id, self._served_model, self._engine, self._limits = router_id, served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
+        self._adapter = adapter(engine)
         self._decisions, self._metrics = decisions, metrics
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
 
@@ -151,7 +152,7 @@ class Chat:
             self._metrics.first_byte.observe(time.perf_counter() - received)
             extra = self._headers(request_id, reply, debug=trusted or self._debug_headers)
             if reply.answer.status >= 400:
-                await _pass_error(send, reply, extra)
+                await _pass_error(send, reply, extra, self._adapter.prompt_error_field)
             else:
                 await _pass_answer(send, reply, extra)
             return reply.answer.status
@@ -159,11 +160,13 @@ class Chat:
             reply.close()
 
     def _body(self, path: str, prepared: Prepared) -> bytes:
-        if path != CHAT:
-            rewritten = rewrite_chat(prepared.request.body, (), model=self._served_model, cache_salt=prepared.salt)
-        else:
-            images = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in prepared.images]
-            rewritten = rewrite_chat(prepared.request.body, images, model=self._served_model, cache_salt=prepared.salt)
+        images = [
+            self._adapter.ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity))
+            for i in (prepared.images if path == CHAT else ())
+        ]
+        rewritten = self._adapter.rewrite_chat(
+            prepared.request.body, images, model=self._served_model, cache_salt=prepared.salt
+        )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
         return encode_body(rewritten.body)
@@ -243,14 +246,16 @@ async def _pass_answer(send: Send, reply: Reply, extra: list[tuple[bytes, bytes]
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _pass_error(send: Send, reply: Reply, extra: list[tuple[bytes, bytes]]) -> None:
+async def _pass_error(
+    send: Send, reply: Reply, extra: list[tuple[bytes, bytes]], field_of: Callable[[int, Mapping[str, Any]], str | None]
+) -> None:
     """Pass an engine's error on in OpenAI's shape, with the field named where we know it."""
     raw = reply.first
     async for piece in reply.rest:
         raw += piece
         if len(raw) > ERROR_LIMIT:
             break
-    error = RequestError.from_engine(reply.answer.status, raw, prompt_error_field)
+    error = RequestError.from_engine(reply.answer.status, raw, field_of)
     await _respond_error(send, error, "", extra)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrouter.identity import to_wire
+from mmrouter_router.evidence import Expected, Verdict, expected_of
 from mmrouter_router.place import Decision
 from mmrouter_router.prepare import Prepared
 
@@ -23,6 +24,8 @@ class Trace:
     prompt_tokens: int
     keys: "array[int]"
     images: list[dict[str, Any]]  # their bytes are not kept
+    expected: Expected | None = None  # what the engine should hold after it
+    parity: Verdict | None = None  # and whether it did, where somebody looked
     attempts: list[dict[str, Any]] = field(default_factory=list)
 
     def tried(self, decision: Decision, outcome: str) -> None:
@@ -103,5 +106,6 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
         }
         for image, span in zip(prepared.images, prepared.spans, strict=False)
     ]
-    keys = prepared.keys(decision.target.block_size)
-    return Trace(request_id, decision, len(prepared.ids), keys, images)
+    keys = prepared.keys(decision.target.block_size, decision.target.worker.scope)
+    expected = expected_of(prepared, decision.target.worker, decision.target.rank, decision.target.block_size)
+    return Trace(request_id, decision, len(prepared.ids), keys, images, expected=expected)

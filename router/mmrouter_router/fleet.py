@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from mmrouter.blocks import unpack_keys
 from mmrouter.feed import Delta, Group, Heartbeat, Load, Published, ReplayPart, Reply, Sighting, SnapshotPart, deciding
 from mmrouter_router import follow
@@ -54,17 +56,14 @@ class Worker:
     waiting: dict[int, float] = field(default_factory=dict)  # requests of others that queue in the engine
     group: Group = field(default_factory=lambda: deciding(()))  # the one that is in the index
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; whoever waits clears it
+    scope: Scope | None = None
+    """Engines with equal scopes make the same of an image: release with flags, and pool, for SGLang; ``None`` where all
+    do. Worked out once per change, because every decision asks."""
 
     @property
     def id(self) -> str:
         """``<pod uid>/<boot id>``; only the uid while the sidecar has not spoken."""
         return self.beat.worker if self.beat else self.member.uid
-
-    @property
-    def scope(self) -> Scope | None:
-        """Engines with equal scopes make the same of an image: release and pool for SGLang, ``None`` where all do."""
-        beat = self.beat
-        return (beat.engine_version, self.member.pool) if beat is not None and beat.engine == "sglang" else None
 
     @property
     def ranks(self) -> int:
@@ -100,6 +99,7 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
+        self._watchers: list[Callable[[Worker, Sighting], None]] = []
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
@@ -115,6 +115,10 @@ class Fleet:
     def off_change(self, listener: Callable[[], None]) -> None:
         """Stop calling ``listener``."""
         self._listeners.remove(listener)
+
+    def on_sighting(self, watcher: Callable[[Worker, Sighting], None]) -> None:
+        """Call ``watcher`` with every sighting."""
+        self._watchers.append(watcher)
 
     def changed(self) -> None:
         """Tell the listeners."""
@@ -156,6 +160,8 @@ class Fleet:
                 return []
             case Sighting():
                 self._metrics.sightings.inc()
+                for watcher in self._watchers:
+                    watcher(worker, frame)
                 return []
 
     def replied(self, worker: Worker, frame: Reply) -> list[follow.Step]:
@@ -185,6 +191,8 @@ class Fleet:
 
     def _heartbeat(self, worker: Worker, beat: Heartbeat) -> list[follow.Step]:
         before, worker.beat, worker.beat_at = worker.beat, beat, self._clock()
+        if before is None or (before.engine_version, before.facts) != (beat.engine_version, beat.facts):
+            worker.scope = _scope(beat, worker.member.pool)
         if before is None or before.epoch != beat.epoch:
             worker.since = self._clock()  # verification has its time anew: this cache has proved nothing yet
         steps = self._carry_out(worker, worker.follower.on_heartbeat(beat))
@@ -259,3 +267,11 @@ class Fleet:
         for slot in worker.slots.values():
             self.index.retire(slot)
         worker.slots.clear()
+
+
+def _scope(beat: Heartbeat, pool: str) -> Scope | None:
+    """Engine version and pool; two engines of one release with other flags, as in a rollout, are two scopes."""
+    if beat.engine != "sglang":
+        return None
+    flags = blake3(repr(sorted(beat.facts.items())).encode()).hexdigest(8)
+    return f"{beat.engine_version}/{flags}", pool

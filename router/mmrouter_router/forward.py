@@ -1,11 +1,13 @@
 """Send a placed request to its engine; before the first answer byte, and only then, try another (DESIGN.md 10)."""
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 import orjson
 
+from mmrouter.api import EngineType
+from mmrouter.engines import adapter
 from mmrouter_router.decisions import Trace, trace_of
 from mmrouter_router.errors import RequestError
 from mmrouter_router.metrics import Metrics
@@ -60,8 +62,19 @@ class Reply:
 class Forwarder:
     """Places and sends requests until one engine answers."""
 
-    def __init__(self, placer: Placer, upstream: Upstream, engine_key: str, metrics: Metrics) -> None:
-        self._placer, self._upstream, self._metrics = placer, upstream, metrics
+    def __init__(
+        self,
+        placer: Placer,
+        upstream: Upstream,
+        engine_key: str,
+        metrics: Metrics,
+        *,
+        engine: EngineType = "vllm",
+        sent: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
+    ) -> None:
+        """``sent`` is called with every request right before it goes to an engine."""
+        self._placer, self._upstream, self._metrics, self._sent = placer, upstream, metrics, sent
+        self._request_id_header: str = getattr(adapter(engine), "REQUEST_ID_HEADER", "x-request-id")
         self._authorization = f"Bearer {engine_key}"
         self.quarantine = Quarantine()
 
@@ -96,6 +109,7 @@ class Forwarder:
             trace = fresh
             tried.add(decision.target.worker.member.uid)
             booking = self._placer.begin(decision)
+            self._sent(decision, prepared)
             try:
                 reply = await self._exchange(decision, trace, booking, path, body, headers)
                 retry = await self._refused(reply)
@@ -127,7 +141,7 @@ class Forwarder:
         own = {
             "content-type": "application/json",
             "authorization": self._authorization,
-            "x-request-id": trace.request_id,
+            self._request_id_header: trace.request_id,
             "accept-encoding": "identity",
         }
         if target.worker.ranks > 1:

@@ -6,6 +6,33 @@ _LATENCY = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+PARITY_CAUSES = frozenset({"", "template", "count", "identity", "block_size", "salt", "truncation", "unknown"})
+"""Values of the label ``cause``; every other cause that is known inside counts as unknown."""
+
+
+class Parity:
+    """``mmrouter_parity_total``: comparisons of predicted with published blocks. A router serves one engine type and one
+    family, which :meth:`describe` tells once they are known."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counter = Counter(
+            "mmrouter_parity_total",
+            "Predicted against published blocks, by result and cause",
+            ["engine", "family", "result", "cause"],
+            registry=registry,
+        )
+        self._engine, self._family = "", ""
+
+    def describe(self, engine: str, family: str) -> None:
+        """Name the deployment's engine type and the model's family."""
+        self._engine, self._family = engine, family
+
+    def labels(self, result: str, cause: str) -> Counter:
+        """Return the counter of a result (True, False, Unknown) and its cause."""
+        cause = cause if cause in PARITY_CAUSES else "unknown"
+        return self._counter.labels(self._engine, self._family, result, cause)
+
+
 class Metrics:
     """The router's metrics, in a registry of their own so that tests can have several routers in one process."""
 
@@ -57,9 +84,14 @@ class Metrics:
             "mmrouter_feed_ignored_total", "Feed frames not indexed, by reason", ["reason"], registry=r
         )
         self.sightings = Counter("mmrouter_feed_sightings_total", "First sightings of an image in the feed", registry=r)
-        self.parity = Counter(
-            "mmrouter_parity_total",
-            "Predicted against published blocks, by result and cause",
-            ["result", "cause"],
+        self.sentinels = Counter(
+            "mmrouter_sentinels_total",
+            "What became known of SGLang's sentinels: a fingerprint calibrated or demoted, an image proven, learned, "
+            "ambiguous, asked about or unanswered",
+            ["event"],
             registry=r,
+        )
+        self.parity = Parity(r)
+        self.parity_dropped = Counter(
+            "mmrouter_parity_dropped_total", "Sampled requests that were not compared, because too many wait", registry=r
         )

@@ -75,8 +75,8 @@ class Placer:
     ) -> Decision:
         """Choose among the workers that may serve, pod uids in ``exclude`` left out. Raises :class:`NoWorkerError`."""
         targets = self._targets(exclude)
-        exactness, reasons, policy = prepared.exactness, prepared.reasons, policy or self._policy
-        if exactness == "affinity" and policy == "kv":
+        policy = policy or self._policy
+        if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
         rows: list[Candidate] = []
         for (size, scope), group in targets.items():
@@ -92,10 +92,11 @@ class Placer:
         )
         if not dry_run:
             self._turn += 1
-        if exactness != "affinity" and not choice.winner.scored:
-            exactness, reasons = "affinity", (*reasons, "unverified:worker")
         ordered = (target for group in targets.values() for target, _ in group)
         chosen = next(target for target, row in zip(ordered, rows, strict=True) if row is choice.winner)
+        exactness, reasons = prepared.exactness_for(chosen.worker.scope)
+        if exactness != "affinity" and not choice.winner.scored:
+            exactness, reasons = "affinity", (*reasons, "unverified:worker")
         return Decision(chosen, choice, policy, exactness, reasons)
 
     def begin(self, decision: Decision) -> "Booking":

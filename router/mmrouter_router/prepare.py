@@ -119,9 +119,9 @@ class Prepared:
 class Preparer:
     """What is fixed for a deployment: family, template, tokenizer, identity key, limits."""
 
-    def __init__(self, settings: Settings, media: MediaResolver, sentinels: Sentinels | None = None) -> None:
-        """``sentinels``: what is known of them, for engines that put identity into the ids."""
-        self.sentinels = sentinels
+    def __init__(self, settings: Settings, media: MediaResolver) -> None:
+        self.sentinels: Sentinels | None = None
+        """What is known of them, for engines that put identity into the ids."""
         spec, model_dir = settings.deployment.spec, settings.model_dir
         self._deployment = settings.deployment
         self._identity_key = settings.identity_key

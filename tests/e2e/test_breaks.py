@@ -145,11 +145,11 @@ def test_a_wrong_block_size_is_named(second):
 
 
 def test_a_wrong_identity_is_named(second, monkeypatch):
-    import mmrouter_router.canary
     import mmrouter_router.chat
+    import mmrouter_router.own
 
     with second.running():
-        for module in (mmrouter_router.canary, mmrouter_router.chat):
+        for module in (mmrouter_router.chat, mmrouter_router.own):
             monkeypatch.setattr(module, "to_wire", lambda identity: "m1-" + identity[::-1].hex())
         assert second.compare().cause == "identity"
         assert "hit rate" in first_failure(second.gate()).message

@@ -5,9 +5,11 @@ puts them into its own copy of the prompt, and its keys are the engine's blocks.
 engine version and pool, because that is what the values depend on.
 """
 
+from mmrouter_router.sentinels.align import Asked
 from mmrouter_router.sentinels.fill import Filled, fill
+from mmrouter_router.sentinels.observe import observe
 from mmrouter_router.sentinels.provider import Plan, plan
 from mmrouter_router.sentinels.store import Line, Sentinels
 from mmrouter_router.sentinels.table import Scope, Values
 
-__all__ = ["Filled", "Line", "Plan", "Scope", "Sentinels", "Values", "fill", "plan"]
+__all__ = ["Asked", "Filled", "Line", "Plan", "Scope", "Sentinels", "Values", "fill", "observe", "plan"]

@@ -63,11 +63,11 @@ class Sentinels:
         self._states: dict[Scope, _State] = {}
         self._blind_until = clock() + BLIND_SECONDS
 
-    def describe(self, scope: Scope, facts: Mapping[str, str]) -> None:
-        """Take what an engine of the scope says of itself; only the first word counts."""
-        if scope in self._states or not facts:
+    def describe(self, scope: Scope, version: str, facts: Mapping[str, str]) -> None:
+        """Take what an engine of the scope says of itself; a scope's engines all say the same."""
+        if scope in self._states:
             return
-        chosen = plan(scope[0], facts)
+        chosen = plan(version, facts)
         state = self._states[scope] = _State(chosen, Table(), why=chosen.why)
         for candidate in chosen.candidates:
             digest = candidate.digest()

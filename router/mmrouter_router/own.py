@@ -1,0 +1,166 @@
+"""Requests of the router's own: an image under a text that nobody else has, and what the engine made of it.
+
+The canary asks them to prove a worker, the learner to see what an engine makes of an image.
+"""
+
+import base64
+import io
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from PIL import Image
+
+from mmrouter import feed
+from mmrouter.blocks import Span
+from mmrouter.engines import adapter
+from mmrouter.engines.events import EventError, Stored
+from mmrouter.identity import media_identity, to_wire
+from mmrouter.prompt import PromptImage, TemplateError
+from mmrouter_router.feeds import Feed
+from mmrouter_router.fleet import Worker
+from mmrouter_router.forward import ENGINE_PORT
+from mmrouter_router.prepare import Preparer
+from mmrouter_router.upstream import Upstream, UpstreamError
+
+SIDE = 64  # pixels; a handful of tokens in every family
+COLOURS = ("#c02030", "#2030c0")
+
+
+class OwnRequestError(Exception):
+    """A request of our own could not be carried out; nothing is known. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image to ask about: what it is to us, and the encoded bytes that the engine gets."""
+
+    identity: bytes
+    data: bytes
+    mime: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request: its body for the engine, the prompt that it becomes, and where the image stands there."""
+
+    body: bytes
+    ids: "array[int]"
+    span: Span
+
+
+def small_pictures() -> tuple[bytes, ...]:
+    """Return the canary's images as PNG files: the same on every router."""
+    pictures = []
+    for colour in COLOURS:
+        file = io.BytesIO()
+        Image.new("RGB", (SIDE, SIDE), colour).save(file, "PNG")
+        pictures.append(file.getvalue())
+    return tuple(pictures)
+
+
+class OwnRequests:
+    """Makes, sends and watches them."""
+
+    def __init__(
+        self, engine: str, preparer: Preparer, upstream: Upstream, engine_key: str, served_model: str, key: bytes
+    ) -> None:
+        self._adapter = adapter(engine)
+        # Where a run starts is told apart by the blocks before it, so the nonce has to fill a whole one of them.
+        self._fills_a_block = engine == "sglang"
+        self._preparer, self._upstream = preparer, upstream
+        self._engine_key, self._model, self._key = engine_key, served_model, key
+
+    @property
+    def placeholder_id(self) -> int:
+        """Id of the family's placeholder token. Raises :class:`OwnRequestError` for a family that is not modelled."""
+        if self._preparer.family is None:
+            raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
+        return self._preparer.family.placeholder_id
+
+    def picture(self, data: bytes, side: int = SIDE) -> Picture:
+        """Return one of :func:`small_pictures` as this deployment sees it. Raises :class:`OwnRequestError`."""
+        family = self._preparer.family
+        if family is None:
+            raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
+        identity = media_identity(data, family.pixel_options, key=self._key)
+        return Picture(identity, data, "image/png", family.count(side, side))
+
+    def question(self, nonce: str, picture: Picture, block_size: int) -> Question:
+        """Return a request for a picture. Raises :class:`OwnRequestError` for a family that is not modelled."""
+        prompter = self._preparer.prompter
+        if prompter is None:
+            raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
+        # The nonce stands first, so no block of it is in a cache from an earlier one. The tail makes at least one
+        # complete block follow the image, whatever the block size.
+        head = " ".join([nonce] * (1 + block_size // 4)) if self._fills_a_block else nonce
+        tail = " ".join(nonce for _ in range(2 + block_size // 4))
+        for system in (True, False):
+            messages = _messages(nonce, head, tail, system=system)
+            try:
+                text = prompter.render(messages)
+                break
+            except TemplateError:
+                if not system:
+                    raise
+        expanded = prompter.expand(text, [PromptImage(picture.identity, picture.tokens)])
+        uri = f"data:{picture.mime};base64," + base64.b64encode(picture.data).decode()
+        body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
+        image = self._adapter.ImageRewrite(message=len(messages) - 1, part=1, url=uri, uuid=to_wire(picture.identity))
+        rewritten = self._adapter.rewrite_chat(body, [image], model=self._model, cache_salt=None)
+        return Question(orjson.dumps(rewritten.body), expanded.ids, expanded.spans[0])
+
+    async def send(self, worker: Worker, rank: int, question: Question) -> None:
+        """Let the engine answer. Raises :class:`OwnRequestError`."""
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self._engine_key}"}
+        if worker.ranks > 1:
+            headers["x-data-parallel-rank"] = str(rank)
+        try:
+            answer = await self._upstream.request(
+                worker.member.ip, ENGINE_PORT, "POST", "/v1/chat/completions", headers, question.body
+            )
+            try:
+                body = await answer.read(64 * 1024)
+            finally:
+                answer.close()
+        except UpstreamError as error:
+            raise OwnRequestError(str(error)) from error
+        if answer.status != 200:
+            raise OwnRequestError(f"the engine answered {answer.status}: {body[:200].decode(errors='replace')}")
+
+    async def published(self, worker: Worker, rank: int, feeder: Feed, before: int) -> Sequence[Stored]:
+        """Return what the engine stored since delta ``before``, decoded from its raw batches."""
+        end = worker.follower.seq
+        if end <= before:
+            return ()
+        epoch = worker.follower.epoch
+        stored: list[Stored] = []
+        for part in await feeder.question(lambda n: feed.Detail(n, epoch, before + 1, end)):
+            if isinstance(part, feed.DetailPart):
+                for raw in part.batches:
+                    try:
+                        batch = self._adapter.decode_batch(raw.payload)
+                    except EventError:
+                        continue  # counted by the sidecar, which has seen the same bytes
+                    if raw.rank == rank:
+                        stored += [event for event in batch.events if isinstance(event, Stored)]
+        return stored
+
+
+def new_nonce() -> str:
+    """Return a text that no prompt had before."""
+    return secrets.token_hex(8)
+
+
+def _messages(nonce: str, head: str, tail: str, *, system: bool) -> list[dict[str, Any]]:
+    content = [
+        {"type": "text", "text": f"{head} look"},
+        {"type": "image_url", "image_url": {"url": ""}},
+        {"type": "text", "text": tail},
+    ]
+    first = [{"role": "system", "content": f"{nonce} canary"}] if system else []
+    return [*first, {"role": "user", "content": content}]
