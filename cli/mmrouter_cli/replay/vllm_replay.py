@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from mmrouter.blocks import block_keys, chain, namespace_seed
-from mmrouter.engines.events import Cleared, EventError, Ignored, Removed, Stored
+from mmrouter.engines.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
 from mmrouter.engines.vllm import decode_batch
 from mmrouter_cli.replay.capture import Capture, Row
 from mmrouter_cli.replay.report import Report
@@ -59,6 +59,9 @@ class _Stream:
         self._hashes: dict[int, int] = {}  # key -> engine hash
         self._predicted: dict[int, None] = {}
         self._held: Counter[int] = Counter()
+        from mmrouter_sidecar.windows import Windows
+
+        self._windows = Windows()
         self._windowed = False
         self._size = 0
 
@@ -69,7 +72,7 @@ class _Stream:
             self._follows(row, frame.seq, frame.payload)
             blocks += sum(len(event["block_hashes"]) for event in _stores(frame.payload))
             for event in self._events(row, frame.payload):
-                if isinstance(event, Stored):
+                if isinstance(event, Stored | Ragged):
                     self._chain(event)
         if blocks or row.frames or "capture" in why:
             self._report.skipped.append(f"{row.where}: {why}" + (f" ({blocks} blocks)" if blocks else ""))
@@ -79,7 +82,8 @@ class _Stream:
         batches = [list(self._events(row, frame.payload)) for frame in row.frames]
         stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
         own: array[int] = array("Q")
-        size = self._size = stored[0].block_size if stored else self._size
+        announced = [event for batch in batches for event in batch if isinstance(event, Stored | Ragged)]
+        size = self._size = announced[0].block_size if announced else self._size
         if prompt is not None:
             self._report.prompts += 1
             prompt = self._named_by_events(row, prompt, stored)
@@ -138,7 +142,7 @@ class _Stream:
     def _apply(self, row: Row, event: Any, prompt: Prompt | None) -> int:
         """Take an event in; return how many of its blocks are predicted."""
         match event:
-            case Stored():
+            case Stored() | Ragged():
                 self._windowed |= event.window is not None
                 keys = self._chain(event)
                 if keys is None:
@@ -158,15 +162,23 @@ class _Stream:
                 pass
         return 0
 
-    def _chain(self, event: Stored) -> "array[int] | None":
-        if event.parent is None:
-            parent: int | None = _seed(event.lora, event.salt)
+    def _chain(self, event: Stored | Ragged) -> "array[int] | None":
+        """Return the keys of an event's blocks, as the sidecar makes them; ``None`` where its parent is not known."""
+        if isinstance(event, Ragged):
+            placed = self._windows.place(event, _seed)
+            hashes, keys = placed.hashes, placed.keys
         else:
-            parent = self._keys.get(event.parent)
-        if parent is None:
-            return None
-        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-        for engine_hash, key in zip(event.hashes, keys, strict=True):
+            if event.parent is None:
+                parent: int | None = _seed(event.lora, event.salt)
+            else:
+                parent = self._keys.get(event.parent, self._windows.key(event.parent))
+            if parent is None:
+                return None
+            hashes = event.hashes
+            keys = chain(event.ids, event.block_size, len(hashes), event.extras, parent)
+            if event.window is not None:
+                self._windows.follow(event, keys)
+        for engine_hash, key in zip(hashes, keys, strict=True):
             if self._keys.setdefault(engine_hash, key) != key:
                 self._report.differences.append(f"engine block {engine_hash:016x} stands for two of our keys")
             if self._hashes.setdefault(key, engine_hash) != engine_hash:
@@ -187,7 +199,8 @@ class _Stream:
         from mmrouter_router.parity import Prediction, first_difference
 
         for event in stored:
-            if event.parent is not None and event.parent not in self._keys:
+            parent = event.parent
+            if parent is not None and parent not in self._keys and self._windows.key(parent) is None:
                 return f"the parent {event.parent:016x} of stored blocks was never published"
         if prompt is None:
             return "blocks were published and no request asked for them"

@@ -212,6 +212,7 @@ VLLM = {
     "phi3v-nosw": (320, 8, 0),
     # The picture of one row is not there, and one answer is the engine's end.
     "phi3v-real_sw131072_edge": (155, 4, 60),
+    "phi3v-real_sw131072_probes": (85, 9, 0),  # events that name fewer blocks than they have tokens
 }
 
 
