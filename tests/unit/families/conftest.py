@@ -30,6 +30,18 @@ def make_folder(tmp_path: Path) -> FolderMaker:
     return make
 
 
+@pytest.fixture
+def write_folder(tmp_path: Path) -> FolderMaker:
+    """Return a writer of model folders: each argument is a file's name without ``.json`` and its object."""
+
+    def write(**files: dict[str, Any]) -> Path:
+        for name, values in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(values))
+        return tmp_path
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """The folder of real models' metadata."""

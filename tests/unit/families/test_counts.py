@@ -16,13 +16,47 @@ from mmrouter.imagesize import ImageHeaderError, probe
 QWEN2 = {"min_pixels": 3136, "max_pixels": 12845056}
 QWEN3 = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 REAL = ["Qwen--Qwen2-VL-2B-Instruct", "Qwen--Qwen2.5-VL-7B-Instruct", "Qwen--Qwen3-VL-2B-Instruct"]
+LLAVA = ["llava-hf--llava-1.5-7b-hf", "llava-hf--llava-v1.6-mistral-7b-hf"]
+
+
+def qwen2(make_folder, *size, model_type="qwen2_5_vl"):
+    return families.load(make_folder(model_type, **QWEN2), None).count(*size)
+
+
+def qwen3(make_folder, *size):
+    return families.load(make_folder("qwen3_vl", patch=16, **QWEN3), None).count(*size)
+
+
+def test_case_17_qwen25_1024x768(make_folder):
+    assert qwen2(make_folder, 1024, 768) == 999
+
+
+def test_case_18_qwen25_640x480(make_folder):
+    assert qwen2(make_folder, 640, 480) == 391
+
+
+def test_case_19_qwen3_1024x768(make_folder):
+    assert qwen3(make_folder, 1024, 768) == 768
+
+
+def test_case_20_qwen3_640x480(make_folder):
+    assert qwen3(make_folder, 640, 480) == 300
+
+
+def test_case_21_a_tie_rounds_to_even(make_folder):
+    assert qwen2(make_folder, 350, 350) == 144  # 12.5 units round to 12, the even neighbour
+    assert qwen2(make_folder, 378, 378) == 196  # 13.5 to 14
+    assert qwen3(make_folder, 350, 350) == 121
+
+
+def test_case_22_a_picture_smaller_than_the_least_is_scaled_up(make_folder):
+    assert qwen2(make_folder, 33, 17) == 6
+    assert qwen3(make_folder, 33, 17) == 72
 
 
 @pytest.mark.parametrize(
-    ("size", "qwen2", "qwen3"),
+    ("size", "second", "third"),
     [
-        ((1024, 768), 999, 768),
-        ((640, 480), 391, 300),
         ((512, 512), 324, 256),
         ((224, 224), 64, 64),
         ((448, 224), 128, 98),
@@ -30,14 +64,11 @@ REAL = ["Qwen--Qwen2-VL-2B-Instruct", "Qwen--Qwen2.5-VL-7B-Instruct", "Qwen--Qwe
         ((100, 100), 16, 64),
         ((1920, 1080), 2691, 2040),
         ((4000, 3000), 15301, 11750),
-        ((33, 17), 6, 72),
-        ((350, 350), 144, 121),  # 12.5 units round to 12, the even neighbour
     ],
 )
-def test_counts_are_those_of_the_engine(make_folder, size, qwen2, qwen3):
-    for model_type in ("qwen2_vl", "qwen2_5_vl"):
-        assert families.load(make_folder(model_type, **QWEN2), None).count(*size) == qwen2
-    assert families.load(make_folder("qwen3_vl", patch=16, **QWEN3), None).count(*size) == qwen3
+def test_counts_are_those_of_the_engine(make_folder, size, second, third):
+    assert [qwen2(make_folder, *size, model_type=name) for name in ("qwen2_vl", "qwen2_5_vl")] == [second, second]
+    assert qwen3(make_folder, *size) == third
 
 
 @pytest.mark.parametrize(
@@ -56,14 +87,14 @@ def test_a_side_of_half_a_unit_or_less_is_scaled_up_not_rounded_up(size, resized
 
 
 @pytest.mark.parametrize("size", [(4020, 20), (201, 1), (1, 40000), (0, 10), (10, 0)])
-def test_an_image_that_the_processor_refuses_is_an_error_not_a_count(make_folder, size):
+def test_case_25_an_image_that_the_processor_refuses_is_an_error_not_a_count(make_folder, size):
     family = families.load(make_folder(**QWEN2), None)
     with pytest.raises(ImageSizeError, match=f"{size[0]}x{size[1]}"):
         family.count(*size)
     assert family.count(4000, 20) > 0  # 200:1 is still accepted
 
 
-@pytest.mark.parametrize("model", REAL)
+@pytest.mark.parametrize("model", REAL + LLAVA)
 def test_every_test_image_has_the_count_of_the_hugging_face_processor(models: Path, images: Path, model):
     family = families.load(models / model, None)
     expected = json.loads((images / "expected_tokens.json").read_text())["models"][model]

@@ -12,11 +12,13 @@ EDGES = {"shortest_edge": 3136, "longest_edge": 12845056}
 
 
 def options(folder, **limits):
-    processor = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **limits}) if limits else None
+    processor = (
+        SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **limits}) if limits else None
+    )
     return tuple(families.load(folder, processor).pixel_options.values())
 
 
-def test_both_forms_of_the_limits_mean_the_same(make_folder):
+def test_case_23_both_forms_of_the_limits_mean_the_same(make_folder):
     assert options(make_folder(size=EDGES)) == (3136, 12845056)
     assert options(make_folder(min_pixels=3136, max_pixels=12845056)) == (3136, 12845056)
 
@@ -65,6 +67,11 @@ def test_an_unknown_family_is_none_and_not_an_error(make_folder):
 def test_a_geometry_that_cannot_be_used_is_refused_by_name(make_folder, processor, complaint):
     with pytest.raises(ModelFolderError, match=complaint):
         families.load(make_folder(**processor), None)
+
+
+def test_an_option_that_the_family_does_not_have_is_refused(make_folder):
+    with pytest.raises(ModelFolderError, match="num_crops"):
+        options(make_folder(), num_crops=4)
 
 
 def test_missing_and_broken_files_are_refused_by_name(make_folder):
