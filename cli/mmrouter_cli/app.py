@@ -138,6 +138,9 @@ def explain(
     control: Control = None,
     token: Token = None,
     api_key: Annotated[str | None, typer.Option(help="With --dry-run: whose request it is.")] = None,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="With a request id: compare the prediction with what the engine holds.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show why a request went where it went: every candidate's score, term by term, and who holds which block."""
@@ -145,6 +148,8 @@ def explain(
 
     if (request_id is None) == (dry_run is None):
         _fail("give either a request id or --dry-run FILE")
+    if parity and dry_run is not None:
+        _fail("--parity needs a request that was sent: give its id")
     where = _reach(url, control, token)
     with httpx.Client(timeout=30, headers=where.authorization) as client:
         base = where.controls[0]
@@ -153,7 +158,7 @@ def explain(
                 headers = {"x-mmrouter-api-key": api_key} if api_key else {}
                 answer = client.post(f"{base}/control/explain", content=dry_run.read_bytes(), headers=headers)
             else:
-                answer = client.get(f"{base}/control/decisions/{request_id}")
+                answer = client.get(f"{base}/control/decisions/{request_id}", params={"parity": parity})
         except (OSError, httpx.HTTPError) as error:
             _fail(str(error))
     if answer.status_code != 200:

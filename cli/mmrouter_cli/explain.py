@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def show(console: Console, trace: dict[str, Any]) -> None:
@@ -25,6 +26,29 @@ def show(console: Console, trace: dict[str, Any]) -> None:
         console.print(_images(trace))
     if trace["keys"]:
         console.print(_blocks(trace))
+    if trace.get("parity"):
+        _parity(console, trace["parity"])
+
+
+def _parity(console: Console, parity: dict[str, Any]) -> None:
+    """What the engine made of the prompt: as predicted, or the first block that differs, as both sides have it."""
+    if parity["result"] == "True":
+        console.print(f"parity: the engine holds all {parity['blocks']} predicted blocks", highlight=False)
+        return
+    cause = f" ({parity['cause']})" if parity["cause"] else ""
+    console.print(f"parity: {parity['result']}{cause}: {parity['message']}", highlight=False, markup=False)
+    block = parity.get("block")
+    if block is None:
+        return
+    table = Table(title=f"block {block['number']}, from token {block['first_token']}")
+    for heading in ("", "predicted", "published"):
+        table.add_column(heading)
+    sides = (block["predicted"], block["published"])
+    table.add_row("text", *(Text(side["text"]) for side in sides))
+    table.add_row("tokens", *(Text(" ".join(map(str, side["tokens"]))) for side in sides))
+    named = ("\n".join(f"{i['identity'][:19]}... at {i['starts_at']}" for i in side["images"]) for side in sides)
+    table.add_row("images", *(Text(text or "none") for text in named))
+    console.print(table)
 
 
 def error_text(answer: httpx.Response) -> str:

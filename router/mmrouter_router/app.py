@@ -27,6 +27,7 @@ from mmrouter_router.metrics import Metrics
 from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
 from mmrouter_router.place import Decision, Placer
 from mmrouter_router.prepare import Prepared, Preparer
+from mmrouter_router.sampling import Sampler
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.settings import Settings
 from mmrouter_router.tenants import Tenants
@@ -54,7 +55,10 @@ class Router:
         self.placer = Placer(settings.deployment, self.fleet)
         self.media = MediaResolver(spec.routing.media, registry=self.metrics.registry)
         self.preparer = Preparer(settings, self.media)
+        family = self.preparer.family.name if self.preparer.family is not None else self.preparer.unknown_family
+        self.metrics.parity.describe(spec.engine.type, family)
         self.decisions = Decisions()
+        self.sampler = Sampler(float(spec.verification.sample_ratio), self.fleet, self._feeder, self.metrics)
         self.tenants = Tenants(
             settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
         )
@@ -95,6 +99,7 @@ class Router:
             metrics=self.metrics,
             control_token=settings.control_token,
             debug_headers=spec.observability.debug_headers,
+            answered=self.sampler.offer,
         )
         self.peers: tuple[discovery.Peer, ...] = ()
         self._context = zmq.asyncio.Context()
@@ -162,6 +167,7 @@ class Router:
                     tasks.create_task(discover, name="discovery"),
                     tasks.create_task(self._verify_all(), name="canaries"),
                     tasks.create_task(self._sweep(), name="sweep"),
+                    tasks.create_task(self.sampler.run(), name="parity"),
                     tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
@@ -262,6 +268,8 @@ class Router:
             placer=self.placer,
             chat=self.chat,
             decisions=self.decisions,
+            sampler=self.sampler,
+            prompter=self.preparer.prompter,
             peers=lambda: self.peers,
             ready=lambda: self.ready,
         )

@@ -17,7 +17,7 @@ from ulid import ULID
 from mmrouter.api import EngineType
 from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
-from mmrouter_router.decisions import Decisions
+from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.errors import RequestError
 from mmrouter_router.forward import ERROR_LIMIT, Forwarder, Reply, encode_body
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
@@ -65,11 +65,13 @@ class Chat:
         metrics: Metrics,
         control_token: str,
         debug_headers: bool,
+        answered: Callable[[Trace], None],
     ) -> None:
+        """``answered`` is told of every answer that went out whole; it must not wait."""
         self._router_id, self._served_model, self._engine, self._limits = router_id, served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._adapter = adapter(engine)
-        self._decisions, self._metrics = decisions, metrics
+        self._decisions, self._metrics, self._answered = decisions, metrics, answered
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,6 +157,7 @@ class Chat:
                 await _pass_error(send, reply, extra, self._adapter.prompt_error_field)
             else:
                 await _pass_answer(send, reply, extra)
+                self._answered(reply.trace)
             return reply.answer.status
         finally:
             reply.close()

@@ -10,16 +10,21 @@ import orjson
 from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from mmrouter.prompt import Prompter
 from mmrouter_router.chat import CHAT, Chat
-from mmrouter_router.decisions import Decisions, trace_of
+from mmrouter_router.decisions import Decisions, Trace, trace_of
 from mmrouter_router.discovery import Peer
 from mmrouter_router.errors import RequestError
+from mmrouter_router.evidence import verdict_json
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.place import NoWorkerError, Placer
+from mmrouter_router.sampling import Sampler
 from mmrouter_router.tenants import DEFAULT
 
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
+LOOK_SECONDS = 0.5
+"""How long a comparison that somebody asks for waits for blocks that are not there."""
 STREAM_SECONDS = 0.2
 """Changes that come together are one event of the stream."""
 
@@ -32,6 +37,8 @@ def create(
     placer: Placer,
     chat: Chat,
     decisions: Decisions,
+    sampler: Sampler,
+    prompter: Prompter | None,
     peers: Callable[[], tuple[Peer, ...]],
     ready: Callable[[], bool],
 ) -> FastAPI:
@@ -72,12 +79,15 @@ def create(
         return [trace.as_json() for trace in decisions.latest(min(max(count, 1), 1000))]
 
     @app.get("/control/decisions/{request_id}")
-    async def decision(request_id: str, ask: bool = True) -> JSONResponse:
+    async def decision(request_id: str, ask: bool = True, parity: bool = False) -> JSONResponse:
+        """A kept decision; with ``parity`` it is compared now with what its worker holds and published since."""
         trace = decisions.get(request_id)
         if trace is not None:
-            return JSONResponse(_with_holders(trace.as_json(), fleet))
+            if parity:
+                trace.parity = await sampler.judge(trace, seconds=LOOK_SECONDS) or trace.parity
+            return JSONResponse({**_with_holders(trace.as_json(), fleet), "parity": _parity(trace, prompter)})
         if ask and not request_id.startswith(f"{router_id}-"):
-            found = await _ask_peers(peers(), request_id, token)
+            found = await _ask_peers(peers(), request_id, token, parity=parity)
             if found is not None:
                 return JSONResponse(found)
         raise HTTPException(404, f"no decision {request_id} is kept")
@@ -146,11 +156,19 @@ def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
     return {**trace, "holders_now": holders}
 
 
-async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str) -> Any | None:
+def _parity(trace: Trace, prompter: Prompter | None) -> dict[str, Any] | None:
+    """What a comparison found, where there was one."""
+    if trace.parity is None or trace.expected is None:
+        return None
+    return verdict_json(trace.parity, trace.expected, prompter)
+
+
+async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, parity: bool) -> Any | None:
     headers = {"authorization": f"Bearer {token}"}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PEER_SECONDS)) as session:
         for peer in peers:
-            url = f"http://{peer.ip}:{CONTROL_PORT}/control/decisions/{request_id}?ask=false"
+            query = "ask=false&parity=true" if parity else "ask=false"
+            url = f"http://{peer.ip}:{CONTROL_PORT}/control/decisions/{request_id}?{query}"
             try:
                 async with session.get(url, headers=headers) as answer:
                     if answer.status == 200:

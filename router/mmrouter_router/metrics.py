@@ -11,8 +11,10 @@ PARITY_CAUSES = frozenset({"", "template", "count", "identity", "block_size", "s
 
 
 class Parity:
-    """``mmrouter_parity_total``: comparisons of predicted with published blocks. A router serves one engine type and one
-    family, which :meth:`describe` tells once they are known."""
+    """``mmrouter_parity_total``: comparisons of predicted with published blocks.
+
+    A router serves one engine type and one family, which :meth:`describe` tells once they are known.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._counter = Counter(
@@ -93,5 +95,7 @@ class Metrics:
         )
         self.parity = Parity(r)
         self.parity_dropped = Counter(
-            "mmrouter_parity_dropped_total", "Sampled requests that were not compared, because too many wait", registry=r
+            "mmrouter_parity_dropped_total",
+            "Sampled requests that were not compared, because too many wait",
+            registry=r,
         )

@@ -1,27 +1,46 @@
 """Predicted against published blocks: where they first differ, and what that says about the cause. Pure."""
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmrouter.blocks import Span
 from mmrouter.engines.events import Stored
+from mmrouter.engines.sglang_identity import SENTINEL_BASE
 
 Cause = Literal["no_events", "block_size", "salt", "truncation", "count", "template", "identity", "unknown"]
+
+ALIKE = 0.6
+"""Share of tokens that a published run must have in common with a prompt to be taken for the engine's view of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One block as one side has it: its tokens, and where images start relative to it."""
+
+    ids: tuple[int, ...]
+    images: tuple[tuple[int, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference: its cause (a metric label) and a sentence for people."""
+    """The first difference: its cause (a metric label), a sentence for people, and the block as both sides have it."""
 
     cause: Cause
     message: str
+    block: int | None = None
+    predicted: Side | None = None
+    published: Side | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the router expects an engine to publish for one prompt."""
+    """What the router expects an engine to publish for one prompt.
+
+    ``ids`` are the engine's own: with sentinels, and then without ``spans``, where it puts identity into them.
+    """
 
     ids: "array[int]"
     spans: tuple[Span, ...]
@@ -36,16 +55,18 @@ class _Run:
 
     ids: tuple[int, ...]
     images: tuple[tuple[int, bytes], ...]
+    blocks: dict[int, tuple[tuple[int, bytes], ...]]  # block number -> images that overlap it, relative to the block
     rooted: bool
     event: Stored
 
 
-def first_difference(predicted: Prediction, published: Sequence[Stored]) -> Difference | None:
+def first_difference(predicted: Prediction, published: Sequence[Stored], *, alone: bool = True) -> Difference | None:
     """Return the first difference between a prediction and the events that followed its request, or ``None``.
 
     ``published`` may hold events of other requests too: the run of blocks that shares the longest beginning with the
     prediction is the one that is compared. Blocks that the engine already held are not published again, so a run may
-    start at any block.
+    start at any block. Without ``alone`` other prompts may be the only ones there, so a run that has little in common
+    with this one is not taken for the engine's view of it: the cause is then ``unknown``.
     """
     size = predicted.block_size
     if not published:
@@ -58,16 +79,19 @@ def first_difference(predicted: Prediction, published: Sequence[Stored]) -> Diff
         ((run, start) for run in runs for start in _starts(predicted, run)),
         key=lambda pair: (_common(predicted.ids, pair[0].ids, pair[1]), -pair[1]),
     )
+    if not alone and not _alike(predicted, run, start):
+        return Difference("unknown", "none of the blocks that the engine published since resembles this prompt")
     if (run.event.salt or None) != (predicted.salt or None) and run.rooted:
         return Difference("salt", f"predicted salt {predicted.salt!r}, the engine used {run.event.salt!r}")
     complete = len(predicted.ids) // size * size
     same = _common(predicted.ids, run.ids, start)
     expected = complete - start
     if same < min(expected, len(run.ids)):
-        return _token_difference(predicted, run, start, same)
+        return _shown(_token_difference(predicted, run, start, same), predicted, run, start, start + same)
     images = _images_difference(predicted, run, start)
     if images is not None:
-        return images
+        difference, position = images
+        return _shown(difference, predicted, run, start, position)
     if len(run.ids) < expected:
         return Difference(
             "truncation",
@@ -80,6 +104,12 @@ def _token_difference(predicted: Prediction, run: _Run, start: int, same: int) -
     position = start + same
     want, got = predicted.ids[position], run.ids[same]
     where = f"token {position} (block {position // predicted.block_size})"
+    if want >= SENTINEL_BASE and got >= SENTINEL_BASE:
+        return Difference("identity", f"{where}: predicted sentinel {want}, published {got}")
+    if max(want, got) >= SENTINEL_BASE:
+        return Difference(
+            "count", f"{where}: predicted id {want}, published {got}: an image takes another number of tokens"
+        )
     if predicted.placeholder_id in (want, got):
         return Difference(
             "count", f"{where}: predicted id {want}, published {got}: an image takes another number of tokens"
@@ -87,20 +117,43 @@ def _token_difference(predicted: Prediction, run: _Run, start: int, same: int) -
     return Difference("template", f"{where}: predicted id {want}, published {got}")
 
 
-def _images_difference(predicted: Prediction, run: _Run, start: int) -> Difference | None:
+def _images_difference(predicted: Prediction, run: _Run, start: int) -> tuple[Difference, int] | None:
+    """Return the first difference and the token at which it shows."""
     end = start + len(run.ids)
     want = [(s.offset, s.identity) for s in predicted.spans if s.offset < end and s.end > start]
     got = [(offset + start, identity) for offset, identity in run.images]
     for (want_at, want_id), (got_at, got_id) in zip(want, got, strict=False):
         if want_at != got_at:
-            return Difference("count", f"image predicted at token {want_at}, published at {got_at}")
+            return Difference("count", f"image predicted at token {want_at}, published at {got_at}"), want_at
         if want_id != got_id:
-            return Difference(
-                "identity", f"image at token {want_at}: predicted {want_id.hex()[:12]}, published {got_id.hex()[:12]}"
-            )
+            said = f"image at token {want_at}: predicted {want_id.hex()[:12]}, published {got_id.hex()[:12]}"
+            return Difference("identity", said), want_at
     if len(want) != len(got):
-        return Difference("identity", f"predicted {len(want)} images in these blocks, published {len(got)}")
+        first = min(want[len(got) :] + got[len(want) :])[0]
+        return Difference("identity", f"predicted {len(want)} images in these blocks, published {len(got)}"), first
     return None
+
+
+def _shown(difference: Difference, predicted: Prediction, run: _Run, start: int, position: int) -> Difference:
+    """Add the block that holds ``position`` as both sides have it; an image may have begun before the run did."""
+    size = predicted.block_size
+    block = max(position, start) // size
+    begin = block * size
+    wanted = tuple((s.offset - begin, s.identity) for s in predicted.spans if s.offset < begin + size and s.end > begin)
+    number = (begin - start) // size
+    return replace(
+        difference,
+        block=block,
+        predicted=Side(tuple(predicted.ids[begin : begin + size]), wanted),
+        published=Side(run.ids[begin - start : begin - start + size], run.blocks.get(number, ())),
+    )
+
+
+def _alike(predicted: Prediction, run: _Run, start: int) -> bool:
+    """Whether most of the shorter one's tokens occur in the other, wherever they stand."""
+    wanted = Counter(predicted.ids[start:])
+    common = sum((wanted & Counter(run.ids)).values())
+    return common >= ALIKE * min(len(run.ids), len(predicted.ids) - start)
 
 
 def _runs(published: Sequence[Stored]) -> list[_Run]:
@@ -122,12 +175,15 @@ def _runs(published: Sequence[Stored]) -> list[_Run]:
 def _join(chain: Sequence[Stored]) -> _Run:
     ids: list[int] = []
     images: dict[int, bytes] = {}
+    blocks: dict[int, tuple[tuple[int, bytes], ...]] = {}
     for event in chain:
         base = len(ids)
         for number, identity, relative in event.spans:
             images.setdefault(base + number * event.block_size + relative, identity)
+            at = base // event.block_size + number
+            blocks[at] = (*blocks.get(at, ()), (relative, identity))
         ids.extend(event.ids)
-    return _Run(tuple(ids), tuple(sorted(images.items())), chain[0].parent is None, chain[0])
+    return _Run(tuple(ids), tuple(sorted(images.items())), blocks, chain[0].parent is None, chain[0])
 
 
 def _starts(predicted: Prediction, run: _Run) -> range:

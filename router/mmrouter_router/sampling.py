@@ -1,0 +1,87 @@
+"""Live parity: for a share of the requests, what was predicted against what the engine then holds (DESIGN.md 5.2).
+
+A sample is taken after the answer went out, so no client waits for it. Which requests are sampled follows from their id
+alone: the same request is sampled or not, whoever asks. Work is bounded: samples that find the queue full are dropped
+and counted.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from xxhash import xxh3_64_intdigest
+
+from mmrouter_router.decisions import Trace
+from mmrouter_router.evidence import Verdict, judge
+from mmrouter_router.feeds import Feed
+from mmrouter_router.fleet import Fleet
+from mmrouter_router.metrics import Metrics
+
+log = logging.getLogger("mmrouter.parity")
+
+QUEUE = 256
+COMPARERS = 4
+EVENTS_SECONDS = 10.0
+"""How long after its answer a request's blocks may take to arrive: a busy SGLang publishes only every 40 decode steps
+(facts on SGLang 1.5)."""
+
+
+class Sampler:
+    """Takes samples and compares them in the background."""
+
+    def __init__(
+        self,
+        ratio: float,
+        fleet: Fleet,
+        feed_of: Callable[[str], Feed | None],
+        metrics: Metrics,
+        *,
+        seconds: float = EVENTS_SECONDS,
+        queue: int = QUEUE,
+    ) -> None:
+        """``ratio`` is ``spec.verification.sampleRatio``, 0 to 1; ``feed_of`` finds a worker's feed by its pod uid."""
+        self._threshold = int(ratio * 2**64)
+        self._fleet, self._feed_of, self._metrics, self._seconds = fleet, feed_of, metrics, seconds
+        self._queue: asyncio.Queue[Trace] = asyncio.Queue(queue)
+
+    def wants(self, request_id: str) -> bool:
+        """Whether this request is one of the share."""
+        return xxh3_64_intdigest(request_id.encode()) < self._threshold
+
+    def offer(self, trace: Trace) -> None:
+        """Take an answered request, where it is of the share and something was predicted. Never waits."""
+        if trace.expected is None or not self.wants(trace.request_id):
+            return
+        try:
+            self._queue.put_nowait(trace)
+        except asyncio.QueueFull:
+            self._metrics.parity_dropped.inc()
+
+    async def run(self) -> None:
+        """Compare until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(COMPARERS):
+                tasks.create_task(self._compare_all())
+
+    async def _compare_all(self) -> None:
+        while True:
+            trace = await self._queue.get()
+            trace.parity = await self.compare(trace)
+
+    async def judge(self, trace: Trace, *, seconds: float) -> Verdict | None:
+        """Compare one request without counting it; ``None`` where nothing was predicted."""
+        expected = trace.expected
+        if expected is None:
+            return None
+        return await judge(expected, self._fleet, self._feed_of(expected.worker), seconds=seconds)
+
+    async def compare(self, trace: Trace) -> Verdict | None:
+        """Judge one request and count the result."""
+        verdict = await self.judge(trace, seconds=self._seconds)
+        if verdict is None:
+            return None
+        self._metrics.parity.labels(verdict.result, verdict.cause).inc()
+        if verdict.result == "False":
+            said = verdict.difference.message if verdict.difference else ""
+            log.warning("%s: not what was predicted: %s: %s", trace.request_id, verdict.cause, said)
+        return verdict
