@@ -29,6 +29,8 @@ class Step:
     lora: str | None
     salt: str | None
     payloads: tuple[bytes, ...]
+    prompt: int  # tokens before the generated ones
+    cached: int | None  # tokens that the engine says it had
     exact: bool  # false with per-request processor options, which change identifiers in ways that are not modelled
 
 
@@ -77,7 +79,18 @@ class Captures:
             lora = body["model"] if body["model"] != lines[0]["model"] else None
             payloads = tuple(bytes.fromhex(frame["payload"]) for frame in line["frames"])
             kwargs = {"mm_processor_kwargs", "media_io_kwargs"} & set(body)
-            yield Step(line["label"], ids, spans, lora, body.get("cache_salt"), payloads, exact=not kwargs)
+            details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+            yield Step(
+                label=line["label"],
+                ids=ids,
+                spans=spans,
+                lora=lora,
+                salt=body.get("cache_salt"),
+                payloads=payloads,
+                prompt=len(prompt),
+                cached=details.get("cached_tokens"),
+                exact=not kwargs,
+            )
 
 
 def _placeholder(name: str) -> int:
