@@ -1,0 +1,195 @@
+"""Which provider names an image, what proves or refutes it, and what is known afterwards."""
+
+import json
+from array import array
+
+import pytest
+
+from mmrouter.blocks import Span, block_keys
+from mmrouter.engines.sglang_identity import Fingerprint, artifact_hash, sentinels
+from mmrouter_router.sentinels import Asked, Line, Sentinels, plan
+from mmrouter_router.sentinels.store import BLIND_SECONDS
+from mmrouter_router.sentinels.table import Table
+
+PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
+QWEN3 = Fingerprint(  # proved against captures of a real engine in tests/unit/engines/test_sglang_identity.py
+    transformers="5.19.0",
+    processor_class=PROCESSOR,
+    wrapper_class="transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    model_type="qwen3_vl",
+    architectures=("Qwen3VLForConditionalGeneration",),
+)
+QWEN25 = Fingerprint(
+    transformers="5.19.0",
+    processor_class=PROCESSOR,
+    wrapper_class="transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    model_type="qwen2_5_vl",
+    architectures=("Qwen2_5_VLForConditionalGeneration",),
+)
+SCOPE, LINE = ("0.5.23/f", "worker"), Line("uid", 1, 0)
+CANARY, IMAGE, OTHER = b"canary", b"image", b"other"
+SIZE, SEED = 4, 5
+
+
+def facts(fingerprint: Fingerprint = QWEN3, **more) -> dict[str, str]:
+    said = {
+        "architectures": list(fingerprint.architectures or ()),
+        "revision": fingerprint.revision,
+        "mm_process_config": fingerprint.mm_process_config,
+        "mm_feature_transport": "auto",
+        "image_processor_backend": "auto",
+        "disable_fast_image_processor": False,
+        **more,
+    }
+    return {"model_type": fingerprint.model_type} | {name: json.dumps(value) for name, value in said.items()}
+
+
+def made_of(data: bytes, fingerprint: Fingerprint = QWEN3) -> tuple[int, ...]:
+    return sentinels(artifact_hash(data, fingerprint, {}), legacy=False)
+
+
+class Rig:
+    def __init__(self, said: dict[str, str]) -> None:
+        self.now = 1000.0
+        self.events: list[str] = []
+        self.known = Sentinels(count=self.events.append, clock=lambda: self.now, pictures=[(CANARY, CANARY)])
+        self.known.describe(SCOPE, "0.5.23", said)
+
+    def values(self, data: bytes) -> tuple[int, ...] | None:
+        return self.known.values(SCOPE, data, data)  # these tests' images are their own identity
+
+    def observed(self, data: bytes, values: tuple[int, ...]) -> None:
+        self.known.observed(SCOPE, data, data, values)
+
+    def provider(self) -> str:
+        return self.known.provider(SCOPE)[0]
+
+
+def asked(identity: bytes, text: int = 6) -> Asked:
+    return Asked(array("I", [*range(text), *[7] * 5, *range(6)]), (Span(text, 5, identity),), SIZE, SEED)
+
+
+def place(request: Asked) -> tuple[int | None, int]:
+    before = request.spans[0].offset // SIZE
+    return block_keys(array("Q", request.ids), SIZE, (), SEED)[before - 1], request.spans[0].offset % SIZE
+
+
+@pytest.mark.parametrize(
+    ("version", "model_type", "cache", "predicts"),
+    [
+        ("0.5.23", "qwen3_vl", 0, True),
+        ("0.5.23", "qwen3_vl_moe", 0, True),
+        ("0.5.23", "qwen2_5_vl", 256, True),
+        ("0.5.23", "qwen2_vl", 64, True),
+        ("0.5.23", "qwen2_5_vl", 0, False),
+        ("0.5.23", "qwen2_vl", None, False),
+        ("0.5.23", "llava", 256, False),
+        ("0.5.23", "", 256, False),
+        ("0.5.10", "qwen3_vl", 0, False),
+    ],
+)
+def test_version_model_type_and_flags_decide_whether_sentinels_can_be_predicted(version, model_type, cache, predicts):
+    chosen = plan(version, {"model_type": model_type, "mm_preprocess_cache_size_mb": json.dumps(cache)})
+    assert bool(chosen.candidates) is predicts
+    assert chosen.why
+
+
+@pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
+def test_the_fingerprint_of_the_recorded_engines_is_the_first_that_is_tried(fingerprint):
+    assert plan("0.5.23", facts(fingerprint, mm_preprocess_cache_size_mb=64)).candidates[0] == fingerprint
+
+
+def test_nothing_is_predicted_before_a_fingerprint_is_proven_and_every_image_after_it():
+    rig = Rig(facts())
+    assert (rig.provider(), rig.values(IMAGE)) == ("learned", None)
+    rig.observed(CANARY, made_of(CANARY))
+    assert (rig.provider(), rig.values(IMAGE), rig.events) == ("artifact", made_of(IMAGE), ["calibrated"])
+
+
+@pytest.mark.parametrize(
+    "near",
+    [{"transformers": "5.18.0"}, {"transformers": "5.21.1"}, {"feature_transport": "cuda_ipc"}],
+)
+def test_an_engine_with_another_library_or_transport_is_calibrated_by_trying(near):
+    fingerprint = Fingerprint(**{name: getattr(QWEN3, name) for name in QWEN3.__struct_fields__} | near)
+    rig = Rig(facts())
+    rig.observed(CANARY, made_of(CANARY, fingerprint))
+    assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE, fingerprint))
+
+
+def test_a_router_that_starts_later_is_calibrated_by_what_a_sidecar_remembers_of_another_ones_canary():
+    rig = Rig(facts())
+    rig.known.sighted(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=False)
+    assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE))
+
+
+def test_an_engine_that_no_fingerprint_explains_is_learned_from():
+    rig = Rig(facts())
+    rig.observed(CANARY, (2000001, 2000002, 2000003, 2000004))
+    assert (rig.provider(), rig.values(IMAGE)) == ("learned", None)
+    assert rig.values(CANARY) == (2000001, 2000002, 2000003, 2000004)
+    assert rig.events == ["demoted", "learned"]
+    rig.known.sighted(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=True)
+    assert rig.provider() == "learned"  # what was demoted stays so
+
+
+def test_a_prediction_that_an_observation_contradicts_demotes_the_scope_and_leaves_what_was_proven():
+    rig = Rig(facts())
+    rig.observed(CANARY, made_of(CANARY))
+    assert rig.values(IMAGE) == made_of(IMAGE)
+    assert rig.values(OTHER) == made_of(OTHER)
+    rig.observed(IMAGE, (2000001, 2000002, 2000003, 2000004))
+    assert rig.provider() == "learned"
+    assert rig.values(IMAGE) == (2000001, 2000002, 2000003, 2000004)
+    assert rig.values(OTHER) is None
+    assert rig.values(CANARY) == made_of(CANARY)
+    assert "demoted" in rig.events
+    assert "predict" in rig.known.provider(SCOPE)[1]
+
+
+def test_a_predicted_image_is_proven_by_its_first_sighting_and_refuted_by_another_one():
+    for seen, event in ((made_of(IMAGE), "proven"), (made_of(OTHER, QWEN25), "demoted")):
+        rig = Rig(facts())
+        rig.now += BLIND_SECONDS
+        rig.observed(CANARY, made_of(CANARY))
+        assert rig.values(IMAGE) == made_of(IMAGE)
+        rig.known.asked(SCOPE, LINE, asked(IMAGE))
+        rig.known.sighted(SCOPE, LINE, place(asked(IMAGE)), seen, 5, live=True)
+        assert event in rig.events
+        assert rig.values(IMAGE) == seen
+
+
+def test_sightings_teach_only_while_nobody_else_sends_images():
+    rig = Rig(facts(model_type="llava"))
+    values = (2000001,)
+
+    def learned() -> bool:
+        rig.known.asked(SCOPE, LINE, asked(IMAGE))
+        rig.known.sighted(SCOPE, LINE, place(asked(IMAGE)), values, 5, live=True)
+        return rig.values(IMAGE) == values
+
+    assert not learned()  # a router that has just started
+    rig.now += BLIND_SECONDS
+    rig.known.unsettle()
+    assert not learned()  # another frontend is there
+    rig.now += BLIND_SECONDS
+    assert learned()
+
+
+def test_an_ended_epoch_is_forgotten():
+    rig = Rig(facts(model_type="llava"))
+    rig.now += BLIND_SECONDS
+    rig.known.asked(SCOPE, LINE, asked(IMAGE))
+    rig.known.asked(SCOPE, LINE._replace(epoch=2), asked(OTHER))
+    rig.known.sighted(SCOPE, LINE, place(asked(IMAGE)), (2000001,), 5, live=True)
+    assert rig.values(IMAGE) is None
+
+
+def test_the_image_that_was_not_asked_for_the_longest_leaves_a_full_table():
+    table = Table(size=2)
+    for number, name in enumerate((b"1", b"2")):
+        table.put(name, (number,), proven=True)
+    table.get(b"1")
+    table.put(b"3", (3,), proven=True)
+    assert [table.get(name) is not None for name in (b"1", b"2", b"3")] == [True, False, True]
+    assert (table.owned((0,)), table.owned((1,)), len(table)) == (True, False, 2)
