@@ -1,0 +1,262 @@
+"""Live parity: what a request predicted is what its worker holds, or the first difference is named."""
+
+import asyncio
+from array import array
+
+import msgspec
+import pytest
+
+from mmrouter import feed
+from mmrouter.blocks import Span, block_keys, pack_keys
+from mmrouter.identity import to_wire
+from mmrouter_router.decisions import Trace
+from mmrouter_router.evidence import Expected, expected_of, judge, verdict_json
+from mmrouter_router.feeds import FeedSilentError
+from mmrouter_router.fleet import Fleet, Member
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.parity import Prediction
+from mmrouter_router.prepare import Prepared
+from mmrouter_router.sampling import Sampler
+
+BLOCK, PAD, SEED = 4, 99, 5
+A, B = b"a" * 32, b"b" * 32
+IDS = [1, 2, 3, 4, 5, *[PAD] * 6, 7, 8, 9, 10, 11, 12]
+SPANS = (Span(5, 6, A),)
+
+
+class Sidecar:
+    """A worker's feed as far as it is asked for what was published."""
+
+    def __init__(self, batches=(), *, gone: bool = False, silent: bool = False) -> None:
+        self.batches, self.gone, self.silent, self.asked = batches, gone, silent, []
+
+    async def question(self, build):
+        if self.silent:
+            raise FeedSilentError("no answer")
+        self.asked.append(build(1))
+        raw = tuple(feed.RawBatch(n, 0, n, payload) for n, payload in enumerate(self.batches, 1))
+        return [feed.DetailPart(1, raw, True, self.gone)]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.metrics.parity.describe("vllm", "qwen2_vl")
+        self.fleet = Fleet(self.metrics)
+        self.worker = self.fleet.join(Member("a", "a", "127.0.0.1", "worker", "worker"))
+        self.fleet.connect(self.worker)
+        part = feed.SnapshotPart(self.worker.follower._asked, "a/1", 1, 0, 0, 0, "GPU", b"", True)
+        self.fleet.replied(self.worker, part)
+        self.fleet.published(
+            self.worker, feed.Heartbeat("a/1", 1, 0, "vllm", "up", "0", BLOCK, "m", "", {}, 1, False, None)
+        )
+
+    def expected(self, **changes) -> Expected:
+        values = {"ids": IDS, "spans": SPANS, "salt": None, **changes}
+        ids = array("I", values["ids"])
+        keys = block_keys(ids, BLOCK, values["spans"], SEED)
+        prediction = Prediction(ids, tuple(values["spans"]), BLOCK, values["salt"], PAD)
+        return Expected("a", 0, 1, 0, keys, prediction)
+
+    def stores(self, keys, removed=()) -> None:
+        """A delta of the worker."""
+        seq = self.worker.follower.seq + 1
+        delta = feed.Delta(1, seq, 0.0, 0, 0, "GPU", pack_keys(keys), pack_keys(removed))
+        self.fleet.published(self.worker, delta)
+
+    def counted(self) -> dict[tuple[str, str], float]:
+        counter = self.metrics.parity._counter
+        return {
+            (sample.labels["result"], sample.labels["cause"]): sample.value
+            for metric in counter.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total") and sample.labels["engine"] == "vllm"
+        }
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def batch(ids=IDS, spans=SPANS, salt=None) -> bytes:
+    """What a vLLM engine publishes for a prompt that it understands so."""
+    blocks = len(ids) // BLOCK
+    extras = []
+    for number in range(blocks):
+        begin = number * BLOCK
+        entry = [[to_wire(s.identity), s.offset - begin] for s in spans if s.offset < begin + BLOCK and s.end > begin]
+        extras.append((entry + ([salt] if salt and number == 0 else [])) or None)
+    event = {
+        "type": "BlockStored",
+        "block_hashes": list(range(100, 100 + blocks)),
+        "parent_block_hash": None,
+        "token_ids": list(ids[: blocks * BLOCK]),
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": extras,
+    }
+    return msgspec.msgpack.encode([0.0, [event], 0])
+
+
+async def verdict(rig: Rig, sidecar: Sidecar, expected: Expected | None = None):
+    return await judge(expected or rig.expected(), rig.fleet, sidecar, seconds=0.02)
+
+
+async def test_blocks_that_are_held_are_a_match_and_nothing_is_asked(rig):
+    rig.stores(rig.expected().keys)
+    sidecar = Sidecar()
+    found = await verdict(rig, sidecar)
+    assert (found.result, found.cause, found.blocks) == ("True", "", 4)
+    assert sidecar.asked == []
+
+
+async def test_blocks_that_come_within_the_bound_are_a_match(rig):
+    waiting = asyncio.create_task(judge(rig.expected(), rig.fleet, Sidecar(), seconds=5))
+    await asyncio.sleep(0)
+    keys = rig.expected().keys
+    rig.stores(keys[:2])
+    await asyncio.sleep(0)
+    rig.stores(keys[2:])
+    assert (await waiting).result == "True"
+
+
+@pytest.mark.parametrize(
+    ("cause", "published"),
+    [
+        ("template", {"ids": [*IDS[:12], 80, *IDS[13:]]}),
+        ("count", {"ids": [*IDS[:5], PAD, *IDS[5:]], "spans": (Span(5, 7, A),)}),
+        ("identity", {"spans": (Span(5, 6, B),)}),
+        ("salt", {"salt": "t1"}),
+    ],
+)
+async def test_a_miss_names_its_cause_from_what_was_published(rig, cause, published):
+    rig.stores([1, 2, 3])
+    found = await verdict(rig, Sidecar([batch(**published)]))
+    assert (found.result, found.cause) == ("False", cause)
+
+
+async def test_the_first_differing_block_is_shown_as_both_sides_have_it(rig):
+    rig.stores([1])
+    found = await verdict(rig, Sidecar([batch(ids=[*IDS[:12], 80, *IDS[13:]])]))
+    shown = verdict_json(found, rig.expected(), None)
+    assert shown["block"]["number"] == 3
+    assert shown["block"]["first_token"] == 12
+    assert shown["block"]["predicted"]["tokens"] == IDS[12:16]
+    assert shown["block"]["published"]["tokens"] == [80, *IDS[13:16]]
+    other = await verdict(rig, Sidecar([batch(spans=(Span(5, 6, B),))]))
+    sides = verdict_json(other, rig.expected(), None)["block"]
+    assert sides["number"] == 1
+    assert sides["predicted"]["images"] == [{"identity": to_wire(A), "starts_at": 1}]
+    assert sides["published"]["images"] == [{"identity": to_wire(B), "starts_at": 1}]
+    assert sides["predicted"]["text"] == "[5][3 image tokens]"
+
+
+async def test_blocks_of_other_prompts_are_not_taken_for_the_engines_view_of_this_one(rig):
+    rig.stores([1])
+    other = batch(ids=[1, 2, 3, 4, *range(50, 66)], spans=())
+    found = await verdict(rig, Sidecar([other]))
+    assert (found.result, found.cause) == ("Unknown", "unknown")
+    assert "resembles" in found.difference.message
+
+
+async def test_what_cannot_be_told_is_unknown_and_never_a_difference(rig):
+    rig.stores([1])
+    assert (await verdict(rig, Sidecar(gone=True))).result == "Unknown"
+    assert (await verdict(rig, Sidecar(silent=True))).result == "Unknown"
+    assert (await judge(rig.expected(), rig.fleet, None, seconds=0)).result == "Unknown"
+    evicted = await verdict(rig, Sidecar([batch()]))
+    assert (evicted.result, "evicted" in evicted.difference.message) == ("Unknown", True)
+    assert (await verdict(rig, Sidecar())).cause == "unknown"
+
+
+async def test_an_engine_that_began_anew_is_not_asked_about_what_was_before(rig):
+    expected = rig.expected()
+    rig.worker.follower.epoch = 2
+    found = await verdict(rig, sidecar := Sidecar([batch(salt="x")]), expected)
+    assert found.result == "Unknown"
+    assert sidecar.asked == []
+
+
+def trace(rig: Rig, request_id: str) -> Trace:
+    return Trace(request_id, None, len(IDS), array("Q"), [], expected=rig.expected())
+
+
+async def test_the_share_is_taken_by_request_id_and_is_the_same_everywhere(rig):
+    ids = [f"r-{number}" for number in range(4000)]
+    tenth = Sampler(0.1, rig.fleet, lambda uid: None, rig.metrics)
+    again = Sampler(0.1, Fleet(Metrics()), lambda uid: None, Metrics())
+    chosen = [one for one in ids if tenth.wants(one)]
+    assert chosen == [one for one in ids if again.wants(one)]
+    assert 300 < len(chosen) < 500
+    assert all(Sampler(1.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
+    assert not any(Sampler(0.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
+
+
+async def test_samples_are_compared_in_the_background_counted_and_kept_with_their_decision(rig):
+    sidecar = Sidecar([batch(salt="t1")])
+    sampler = Sampler(1.0, rig.fleet, lambda uid: sidecar, rig.metrics, seconds=0.02)
+    rig.stores(rig.expected().keys)
+    good = trace(rig, "r-good")
+    bad = Trace("r-bad", None, 0, array("Q"), [], expected=rig.expected(ids=[*IDS[:16], 3, 3, 3, 3]))
+    sampler.offer(good)
+    sampler.offer(bad)
+    running = asyncio.create_task(sampler.run())
+    async with asyncio.timeout(10):
+        while good.parity is None or bad.parity is None:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    assert good.parity.result == "True"
+    assert bad.parity.cause == "salt"
+    assert rig.counted() == {("True", ""): 1, ("False", "salt"): 1}
+
+
+async def test_work_is_bounded_and_what_does_not_fit_is_counted(rig):
+    sampler = Sampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=2)
+    for number in range(5):
+        sampler.offer(trace(rig, f"r-{number}"))
+    assert rig.metrics.parity_dropped._value.get() == 3
+
+
+async def test_a_request_that_was_not_predicted_is_no_sample(rig):
+    sampler = Sampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=1)
+    sampler.offer(Trace("r-1", None, 0, array("Q"), []))
+    assert sampler._queue.empty()
+
+
+def prepared(exactness: str = "exact", spans=SPANS, images=()) -> Prepared:
+    return Prepared(None, None, images, array("I", IDS), tuple(spans), exactness, (), SEED, 1)
+
+
+class Image:
+    def __init__(self, identity: bytes, resolved: bool) -> None:
+        self.identity, self.resolved = identity, resolved
+
+
+def test_all_complete_blocks_of_an_exact_prompt_are_expected(rig):
+    found = expected_of(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
+    assert found is not None
+    assert found.keys == rig.expected().keys
+    assert found.prediction.placeholder_id == PAD
+
+
+def test_of_a_partial_prompt_only_the_blocks_before_its_image_are_expected(rig):
+    found = expected_of(prepared("partial", images=(Image(B, False),)), rig.worker, 0, BLOCK)
+    assert found is not None
+    assert found.keys == rig.expected().keys[:1]
+    assert found.prediction.spans == ()
+
+
+def test_nothing_is_expected_of_affinity_or_of_less_than_a_block(rig):
+    assert expected_of(prepared("affinity"), rig.worker, 0, BLOCK) is None
+    assert expected_of(prepared(images=(Image(A, True),)), rig.worker, 0, 64) is None
+
+
+def test_of_a_sliding_window_the_blocks_that_a_hit_needs_are_expected(rig):
+    rig.worker.group = feed.Group(0, "sliding_window", 5)
+    whole = rig.expected().keys
+    found = expected_of(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
+    assert found is not None
+    assert found.keys == whole[3:4]
