@@ -47,7 +47,6 @@ OWNED_FLAGS: Final[dict[str, str]] = {
     "--exclude-tools-when-tool-choice-none": "",
     "--mm-processor-kwargs": "engine.processor",
     "--media-io-kwargs": "",
-    "--trust-request-mm-kwargs": "",
     "--enable-tower-connector-lora": "",
     "--enable-prompt-embeds": "",
     "--enable-mm-embeds": "",

@@ -3,19 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jinja2.defaults import DEFAULT_NAMESPACE
+
 from mmrouter.prompt.errors import TemplateError
+
+REPLACING = ("messages", "conversation", "chat_template", "return_assistant_tokens_mask")
+"""Names in ``chat_template_kwargs`` that would replace the request's own parts; the engine answers them with 400."""
 
 
 def render_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments for ``Prompter.render(messages, ...)`` that the fields of a chat request stand for.
 
+    A name in ``chat_template_kwargs`` that every template has from Jinja itself (``range``, ``namespace``) is dropped.
     ``reasoning_effort`` reaches the template as a variable, and switches ``enable_thinking`` where the client does not.
     Raises :class:`TemplateError` for ``chat_template_kwargs`` that are no object.
     """
     given = body.get("chat_template_kwargs")
     if not (given is None or isinstance(given, Mapping)):
         raise TemplateError("chat_template_kwargs must be an object")
-    kwargs = dict(given or {})
+    kwargs = {name: value for name, value in (given or {}).items() if name not in DEFAULT_NAMESPACE}
     effort = body.get("reasoning_effort")
     if effort is not None:
         kwargs.setdefault("enable_thinking", effort != "none")

@@ -1,7 +1,7 @@
 """``POST /v1/chat/completions``."""
 
 from mmrouter.api import EngineType
-from mmrouter.prompt import render_arguments
+from mmrouter.prompt.request import REPLACING, render_arguments
 from mmrouter_router.errors import RequestError
 from mmrouter_router.intake.body import parse_object
 from mmrouter_router.intake.checks import flag, mapping, max_tokens, model_of, objects, text
@@ -25,7 +25,11 @@ def parse_chat(raw: bytes, limits: Limits, served_model: str, engine: EngineType
     if add and proceed:
         message = "A final message is either continued or followed by a new one: set 'add_generation_prompt' to false."
         raise RequestError.invalid(message, param="continue_final_message", code="invalid_value")
-    mapping(body, "chat_template_kwargs", "chat_template_kwargs")
+    variables = mapping(body, "chat_template_kwargs", "chat_template_kwargs") or {}
+    for name in REPLACING:
+        if variables.get(name) not in (None, "auto"):
+            place = f"chat_template_kwargs.{name}"
+            raise RequestError.invalid(f"'{place}' is not accepted.", param=place, code="invalid_value")
     mapping(body, "vllm_xargs", "vllm_xargs")
     text(body, "reasoning_effort", "reasoning_effort")
     inexact = (*found.inexact, *inexact_messages(messages, engine), *inexact_fields(body, engine))

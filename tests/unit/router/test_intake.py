@@ -165,6 +165,18 @@ BAD = {
     "max_completion_tokens as a float": (chat(max_completion_tokens=1.5), 400, "max_completion_tokens", "invalid_type"),
     "flag of another type": (chat(add_generation_prompt=None), 400, "add_generation_prompt", "invalid_type"),
     "continued and begun": (chat(continue_final_message=True), 400, "continue_final_message", "invalid_value"),
+    "template argument that replaces the messages": (
+        chat(chat_template_kwargs={"messages": []}),
+        400,
+        "chat_template_kwargs.messages",
+        "invalid_value",
+    ),
+    "template argument that replaces the template": (
+        chat(chat_template_kwargs={"chat_template": "x"}),
+        400,
+        "chat_template_kwargs.chat_template",
+        "invalid_value",
+    ),
     "template arguments of another type": (chat(chat_template_kwargs=[]), 400, "chat_template_kwargs", "invalid_type"),
     "engine arguments of another type": (chat(vllm_xargs="x"), 400, "vllm_xargs", "invalid_type"),
     "effort of another type": (chat(reasoning_effort=3), 400, "reasoning_effort", "invalid_type"),
@@ -380,6 +392,10 @@ def test_what_sglang_puts_into_its_prompt_in_another_way_is_a_reason(fields, rea
             {"reasoning_effort": "low", "enable_thinking": False},
         ),
         ({"reasoning_effort": None, "chat_template_kwargs": {"a": None}}, {"a": None}),
+        (
+            {"chat_template_kwargs": {"namespace": 1, "range": 2, "chat_template": None, "b": 3}},
+            {"b": 3, "chat_template": None},
+        ),
     ],
 )
 def test_reasoning_effort_is_a_variable_of_the_template(fields, expected):

@@ -22,10 +22,10 @@ MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "tiny-qwen
 SIZE = 16
 
 
-def settings(model_dir: Path = MODEL, **media) -> Settings:
+def settings(model_dir: Path = MODEL, processor=None, **media) -> Settings:
     spec = {
         "model": {"id": "m"},
-        "engine": {"type": "vllm", "blockSize": SIZE},
+        "engine": {"type": "vllm", "blockSize": SIZE, "processor": processor or {}},
         "routing": {"media": media},
         "pools": [{"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}],
     }
@@ -156,6 +156,18 @@ async def test_options_of_the_processor_are_nothing_to_a_text(prepare):
     options = await prepare(text(LONG), mm_processor_kwargs={"max_pixels": 1}, media_io_kwargs={"image": {"x": 1}})
     assert (options.exactness, options.reasons) == ("exact", ())
     assert options.keys(SIZE) == plain.keys(SIZE)
+
+
+async def test_case_12_the_same_image_under_other_processor_options_is_another_image():
+    body = json.dumps({"model": "t", "messages": [{"role": "user", "content": [image("a")]}]}).encode()
+    found = []
+    for processor in ({}, {"maxPixels": 12_544}, {"maxPixels": 12_544 * 2}):
+        own = settings(processor=processor)
+        media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+        found.append(await Preparer(own, media).prepare(parse_chat(body, Limits(), "t"), None))
+        await media.close()
+    assert len({prepared.ids.tobytes() for prepared in found}) == 1, "the same number of tokens"
+    assert len({prepared.images[0].identity for prepared in found}) == 3
 
 
 async def test_an_unresolved_image_is_held_to_the_pixel_limit(prepare):

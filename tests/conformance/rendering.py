@@ -1,0 +1,82 @@
+"""A real ``vllm launch render``: what vLLM makes of a chat request, without a GPU and without a model."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conformance.rig import environment, free_address, require_memory, stop
+
+PORT = 8000
+START_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """An answer: its status, the token ids of the expanded prompt, and (identifier, offset, length) of each image."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def ids(self) -> list[int]:
+        assert self.status == 200, self.body
+        return list(self.body["token_ids"])
+
+    @property
+    def images(self) -> list[tuple[str, int, int]]:
+        features = self.body.get("features") or {}
+        places = (features.get("mm_placeholders") or {}).get("image", ())
+        names = (features.get("mm_hashes") or {}).get("image", ())
+        return [(name, at["offset"], at["length"]) for name, at in zip(names, places, strict=True)]
+
+
+@dataclass(frozen=True)
+class Renderer:
+    """A running server."""
+
+    client: httpx.Client
+
+    def render(self, body: dict[str, Any]) -> Rendered:
+        answer = self.client.post("/v1/chat/completions/render", json={**body, "mm_payload": "none"})
+        decoded = answer.json() if answer.headers.get("content-type", "").startswith("application/json") else {}
+        return Rendered(answer.status_code, decoded)
+
+
+@contextmanager
+def renderer(env: Path, model_dir: Path, log: Path, *extra: str) -> Iterator[Renderer]:
+    """Run a renderer over a model folder until the block ends. Skips where there is no memory for it."""
+    require_memory()
+    ip = free_address()
+    command = [str(env / "bin" / "vllm"), "launch", "render", str(model_dir), "--host", ip, "--port", str(PORT)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--served-model-name", model_dir.name, "--max-model-len", "8192", *extra],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment(env, ip, log.parent),
+            start_new_session=True,
+        )
+    try:
+        with httpx.Client(base_url=f"http://{ip}:{PORT}", timeout=60) as client:
+            began = time.monotonic()
+            while not _healthy(client):
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+                if process.poll() is not None or time.monotonic() - began > START_SECONDS:
+                    pytest.fail(f"the renderer did not start\n{tail}")
+                time.sleep(0.2)
+            yield Renderer(client)
+    finally:
+        stop(process)
+
+
+def _healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False

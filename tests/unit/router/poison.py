@@ -1,0 +1,139 @@
+"""Random mixes of resolved and unresolved images: what the router predicts, against what a simulated engine holds.
+
+The truth is the pure core of the simulated engine, which hashes blocks by code of its own and evicts them; the
+prediction is the product's: the sidecar's ledger over the engine's encoded events, the router's index, and the keys of
+a prepared request. Everything follows from one seed. No clock, no sockets.
+"""
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmrouter.blocks import Span, namespace_seed
+from mmrouter.engines.vllm import decode_batch
+from mmrouter.identity import to_wire
+from mmrouter.prompt import PromptImage, expand_ids
+from mmrouter_router.index import Index
+from mmrouter_router.media import Media as Bytes
+from mmrouter_router.prepare import Prepared, ResolvedImage
+from mmrouter_sidecar.ledger import Ledger
+from mmrouter_sim.core.events import EventBatch, encode
+from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.scheduler import Limits, Scheduler
+
+PLACEHOLDER = 9
+KEY = bytes(32)
+LONGEST = 110
+"""Tokens: five texts, five images and the answer."""
+SEED = namespace_seed(KEY, model="m")
+
+InPrompt = Callable[[ResolvedImage], PromptImage]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One request: complete blocks of its prompt as predicted, those predicted as held, and those that are held."""
+
+    blocks: int
+    predicted: int
+    held: int
+    sure: int  # blocks before the first unresolved image: all of them where there is none
+
+    @property
+    def over(self) -> int:
+        return max(self.predicted - self.held, 0)
+
+
+class World:
+    """One engine, one sidecar, one router, and the few texts and images that all requests are made of."""
+
+    def __init__(self, seed: int, in_prompt: InPrompt) -> None:
+        self._rng = rng = random.Random(seed)
+        self._in_prompt = in_prompt
+        self._size = rng.choice((2, 4, 8))
+        # Room for the longest prompt and a little more, so that blocks are evicted, or for all of them.
+        blocks = LONGEST // self._size + 2 + rng.choice((0, 8, 200))
+        limits = Limits(blocks, self._size, max_model_len=(blocks - 1) * self._size, max_batched_tokens=64)
+        self._engine = Scheduler(limits)
+        self._ledger = Ledger(lambda lora, salt: namespace_seed(KEY, model="m", lora=lora, salt=salt))
+        self._index = Index()
+        self._slot = self._index.join()
+        self._texts = [[rng.randrange(10, 14) for _ in range(rng.randrange(1, 12))] for _ in range(2)]
+        self._images = [(bytes([number]) * 32, rng.randrange(1, 10)) for number in range(2)]
+        self._number = 0
+        self.evicted = 0
+
+    def send(self) -> Compared:
+        """Predict one request, look at what the engine holds of it, and let the engine serve it."""
+        ids, images, true = self._draw()
+        expanded = expand_ids(ids, PLACEHOLDER, [self._in_prompt(image) for image in images])
+        prepared = Prepared(None, None, tuple(images), expanded.ids, expanded.spans, "exact", (), SEED, 0)  # type: ignore[arg-type]
+        keys = prepared.keys(self._size)
+        predicted = self._index.match(keys, [self._slot])[self._slot]
+        request = self._request(ids, true)
+        held = self._serve(request)
+        first = next((n for n, image in enumerate(images) if not image.resolved), None)
+        sure = len(keys) if first is None else expanded.spans[first].offset // self._size
+        return Compared(len(keys), predicted, held, sure)
+
+    def _draw(self) -> tuple["array[int]", list[ResolvedImage], list[PromptImage]]:
+        """Return a prompt, its images as the router sees them, and as the engine does (identity and count)."""
+        rng = self._rng
+        ids = array("I")
+        images: list[ResolvedImage] = []
+        true: list[PromptImage] = []
+        spoiled = rng.random() < 0.2
+        for number in range(rng.randrange(1, 6)):
+            ids.extend(rng.choice(self._texts))
+            if rng.random() < 0.6:
+                identity, count = rng.choice(self._images)
+                ids.append(PLACEHOLDER)
+                lost = spoiled or rng.random() < 0.2
+                # What an unresolved image becomes: often what we would have guessed, under another name or the same.
+                found = count if not lost or rng.random() < 0.5 else rng.randrange(1, 10)
+                name = identity if not lost or rng.random() < 0.3 else bytes([rng.randrange(100, 103)]) * 32
+                media = Bytes(b"x", "image/png", "data")
+                why = "processor_options:mm_processor_kwargs" if lost else ""
+                images.append(ResolvedImage(0, number, "", media, identity, 1, 1, count, why))
+                true.append(PromptImage(name, found))
+        return ids, images, true
+
+    def _request(self, ids: "array[int]", true: list[PromptImage]) -> Request:
+        self._number += 1
+        expanded = expand_ids(ids, PLACEHOLDER, true)
+        media = tuple(Media(to_wire(s.identity), s.offset, s.length) for s in _in_order(expanded.spans))
+        return Request(str(self._number), expanded.ids, lambda place: 20 + place, max_tokens=3, media=media)
+
+    def _serve(self, request: Request) -> int:
+        """Run a request to its end and relay what it caused. Returns the leading blocks held before it ran."""
+        engine = self._engine
+        engine.add(request)
+        held = 0
+        for digest in request.digests:
+            if engine.pool.find(digest) is None:
+                break
+            held += 1
+        now = 0.0
+        while (step := engine.schedule(now)) is not None:
+            now += step.seconds
+            _, events = engine.complete(step, now)
+            self._ledger.apply(decode_batch(encode(EventBatch(now, events, 0))), 0)
+            for change in self._ledger.take().changes:
+                self._index.remove(self._slot, change.removed)
+                self.evicted += len(change.removed)
+                self._index.store(self._slot, change.stored)
+        assert request.finished == "length"
+        assert (request.cached_tokens or 0) // self._size <= held
+        return held
+
+
+def _in_order(spans: tuple[Span, ...]) -> list[Span]:
+    return sorted(spans, key=lambda span: span.offset)
+
+
+def play(seed: int, requests: int = 5, in_prompt: InPrompt = ResolvedImage.in_prompt) -> list[Compared]:
+    """Return what came of one random sequence of requests."""
+    world = World(seed, in_prompt)
+    return [world.send() for _ in range(requests)]

@@ -1,0 +1,26 @@
+"""An unresolved image never makes a request look better cached than it is (10,000 cases of it: tests/e2e)."""
+
+from unit.router.poison import play
+
+from mmrouter.prompt import PromptImage
+from mmrouter_router.prepare import ResolvedImage
+
+CASES = 300
+
+
+def test_the_predicted_overlap_is_never_larger_than_the_true_one():
+    hits = 0
+    for case in range(CASES):
+        for number, one in enumerate(play(case)):
+            assert one.over == 0, (case, number, one)
+            # And before the first unresolved image nothing is lost.
+            assert one.predicted == min(one.held, one.sure), (case, number, one)
+            hits += one.predicted
+    assert hits > CASES
+
+
+def test_the_same_cases_show_over_estimates_where_an_unresolved_image_is_not_poisoned():
+    def trusting(image: ResolvedImage) -> PromptImage:
+        return PromptImage(image.identity, image.tokens)
+
+    assert sum(one.over > 0 for case in range(CASES) for one in play(case, in_prompt=trusting)) > 5
