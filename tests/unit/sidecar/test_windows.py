@@ -6,6 +6,7 @@ nothing with the product's.
 """
 
 from array import array
+from collections import Counter
 from typing import Any
 
 from hypothesis import given, settings
@@ -70,12 +71,16 @@ class Engine:
     def __init__(self, window: int, chunk: int) -> None:
         self.need = -(-(window - 1) // SIZE)
         self.window, self.chunk = window, chunk
-        self.held: set[bytes] = set()
+        self.copies: Counter[bytes] = Counter()  # a block that lies behind a dropped one is computed and kept again
+
+    @property
+    def held(self) -> set[bytes]:
+        return {number for number, copies in self.copies.items() if copies}
 
     def hit(self, prompt: Prompt) -> int:
         """Blocks of the longest hit: the largest n whose last ``need`` blocks are held."""
         most = (len(prompt.ids) - 1) // SIZE
-        held = [number in self.held for number in prompt.hashes[:most]]
+        held = [self.copies[number] > 0 for number in prompt.hashes[:most]]
         return max(n for n in range(most + 1) if all(held[max(0, n - self.need) : n]))
 
     def run(self, prompt: Prompt) -> list[Any]:
@@ -100,7 +105,7 @@ class Engine:
                 "kv_cache_spec_sliding_window": self.window,
             }
             events.append(fields | ({"extra_keys": [prompt.extras[n] for n in kept]} if kept else {}))
-            self.held |= {prompt.hashes[n] for n in kept}
+            self.copies.update(prompt.hashes[n] for n in kept)
             done = upto
         return events
 
@@ -108,7 +113,7 @@ class Engine:
         if not self.held:
             return []
         gone = sorted(self.held)[choice % len(self.held)]
-        self.held.remove(gone)
+        self.copies[gone] -= 1
         return [
             {"type": "BlockRemoved", "block_hashes": [published_int(gone)], "medium": "GPU", "group_idx": 0},
         ]
