@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -64,6 +65,21 @@ def qwen3(models: Path) -> Prompter:
     return load(models / "Qwen--Qwen3-VL-2B-Instruct")
 
 
+@pytest.fixture(scope="session")
+def llava(models: Path) -> Prompter:
+    return load(models / "llava-hf--llava-1.5-7b-hf")
+
+
+@pytest.fixture(scope="session")
+def llavanext(models: Path) -> Prompter:
+    return load(models / "llava-hf--llava-v1.6-mistral-7b-hf")
+
+
+@pytest.fixture(scope="session")
+def phi3(models: Path) -> Prompter:
+    return load(models / "microsoft--Phi-3-vision-128k-instruct")
+
+
 @dataclass(frozen=True)
 class Step:
     """A chat request that a real vLLM answered: its body, images, the engine's own ids and the blocks it stored."""
@@ -74,6 +90,21 @@ class Step:
     prompt: list[int]
     output: list[int]
     events: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Render:
+    """Messages that a real vLLM rendered: its ids, and offset and length of each image."""
+
+    label: str
+    messages: list[dict[str, Any]]
+    images: tuple[PromptImage, ...]
+    prompt: list[int]
+    places: list[tuple[int, int]]
+
+
+_THIN = re.compile(r"thin_(\d+)x(\d+)\.png")
+"""Pictures that the captures name and do not hold: very thin ones of one colour."""
 
 
 class Captures:
@@ -104,9 +135,26 @@ class Captures:
                 events,
             )
 
+    def renders(self, name: str, model: Path) -> Iterator[Render]:
+        """Rendered chats of a file that the engine placed."""
+        family = families.load(model, None)
+        assert family is not None
+        for line in map(json.loads, (self.folder / name).read_text().splitlines()):
+            if line["kind"] == "render":
+                files = _files({"messages": line["messages"]}, {})
+                images = tuple(self._image(family, number, file) for number, file in enumerate(files))
+                placed = (line["mm_placeholders"] or {}).get("image", [])
+                places = [(place["offset"], place["length"]) for place in placed]
+                yield Render(line["label"], line["messages"], images, line["token_ids"], places)
+
     def _image(self, family: Family, number: int, file: str) -> PromptImage:
-        size = probe((self.folder / "images" / file).read_bytes(), max_pixels=10**8, exif=family.rotates_exif)
-        return PromptImage(number.to_bytes(32, "big"), family.count(size.width, size.height))
+        path = self.folder / "images" / file
+        if thin := _THIN.fullmatch(file):
+            width, height = int(thin[1]), int(thin[2])
+        else:
+            size = probe(path.read_bytes(), max_pixels=10**8, exif=family.rotates_exif)
+            width, height = size.width, size.height
+        return PromptImage(number.to_bytes(32, "big"), family.count(width, height))
 
 
 @pytest.fixture(scope="session")

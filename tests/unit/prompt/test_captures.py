@@ -15,7 +15,7 @@ def compare(prompter, model, captures, name):
         spans, ids = (), step.prompt + step.output
         if step.prompt:
             text = prompter.render(step.body["messages"], **render_arguments(step.body))
-            expanded = prompter.expand(text, step.images)
+            expanded = prompter.expand(text, step.images, step.body.get("add_special_tokens", False))
             assert list(expanded.ids) == step.prompt, step.label
             spans = expanded.spans
             prompts += 1
@@ -64,6 +64,20 @@ def test_prompts_and_spans_of_the_real_qwen2_tokenizer_are_the_engines(qwen2, mo
 def test_prompts_and_spans_of_the_real_qwen3_tokenizer_are_the_engines(qwen3, models, captures):
     model = models / "Qwen--Qwen3-VL-2B-Instruct"
     assert compare(qwen3, model, captures, "qwen3vl-real.jsonl") == (8, 20)
+
+
+def test_prompts_and_spans_of_the_real_llava15_tokenizer_are_the_engines(llava, models, captures):
+    assert compare(llava, models / "llava-hf--llava-1.5-7b-hf", captures, "llava15-real.jsonl") == (8, 128)
+
+
+def test_prompts_and_spans_of_the_real_llavanext_tokenizer_are_the_engines(llavanext, models, captures):
+    model = models / "llava-hf--llava-v1.6-mistral-7b-hf"
+    assert compare(llavanext, model, captures, "llavanext-real.jsonl") == (8, 279)
+
+
+def test_prompts_and_spans_of_phi3_are_the_engines(phi3, models, captures):
+    model = models / "microsoft--Phi-3-vision-128k-instruct"
+    assert compare(phi3, model, captures, "phi3v-nosw.jsonl") == (8, 320)
 
 
 def test_an_image_between_texts_has_the_prompt_length_of_the_hugging_face_processor(qwen2, qwen3):

@@ -52,7 +52,7 @@ def test_an_image_without_tokens_is_refused(count):
         expand_ids(array("I", [PAD]), PAD, [image(0, count)])
 
 
-def test_a_placeholder_typed_by_a_user_takes_the_image_and_the_templates_own_stays_a_token(tiny):
+def test_case_37_a_placeholder_typed_by_a_user_takes_the_image_and_the_templates_own_stays_a_token(tiny):
     # facts on routing, test 37: vLLM puts images at the first occurrences, typed ones included.
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "see <|image_pad|> here "}, {"type": "image_url"}]}
@@ -62,6 +62,16 @@ def test_a_placeholder_typed_by_a_user_takes_the_image_and_the_templates_own_sta
     assert expanded.spans[0].offset == len(before)
     assert expanded.unplaced is not None
     assert expanded.ids[expanded.unplaced - 1] == tiny.tokenizer.token_to_id("<|vision_start|>")
+
+
+def test_case_38_image_video_image_keeps_its_order_and_the_video_its_own_token(qwen2):
+    parts = [{"type": "image_url"}, {"type": "video_url", "video_url": {"url": "x"}}, {"type": "image_url"}]
+    expanded = qwen2.expand(qwen2.render([{"role": "user", "content": parts}]), [image(1, 4), image(2, 6)])
+    first, second = expanded.spans
+    assert (first.identity[-1], second.identity[-1]) == (1, 2)
+    video = qwen2.tokenizer.token_to_id("<|video_pad|>")
+    assert expanded.ids[first.end : second.offset].count(video) == 1
+    assert expanded.ids.count(video) == 1
 
 
 def test_images_beyond_the_resolved_ones_are_where_exactness_ends(tiny):

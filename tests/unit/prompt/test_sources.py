@@ -100,14 +100,14 @@ def without_token(folder, text):
     return taken["id"], {key: value for key, value in taken.items() if key != "id"}
 
 
-def test_a_token_that_only_tokenizer_config_has_is_one_token(folder, load_prompter):
+def test_case_36_a_token_that_only_tokenizer_config_has_is_one_token(folder, load_prompter):
     number, fields = without_token(folder, "<|video_pad|>")
     assert load_prompter(folder).expand("<|video_pad|>", []).ids.tolist() != [number]
     put(folder, "tokenizer_config.json", added_tokens_decoder={str(number): fields})
     assert load_prompter(folder).expand("<|video_pad|>", []).ids.tolist() == [number]
 
 
-def test_a_token_that_is_not_special_is_one_token_and_survives_decoding(folder, load_prompter):
+def test_case_36_a_token_that_is_not_special_is_one_token_and_survives_decoding(folder, load_prompter):
     number, fields = without_token(folder, "<|video_pad|>")
     put(folder, "tokenizer_config.json", added_tokens_decoder={str(number): {**fields, "special": False}})
     prompter = load_prompter(folder)
@@ -148,6 +148,26 @@ def test_special_tokens_are_added_only_when_the_request_asks(folder, load_prompt
     assert prompter.expand("hello", [], add_special_tokens=True).ids.tolist() == [number, *plain]
 
 
+def test_what_tokenizer_config_says_of_begin_and_end_wins_over_the_tokenizers_own(folder, load_prompter):
+    begin, end = (load_prompter(folder).tokenizer.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
+    plain = load_prompter(folder).expand("hello", []).ids.tolist()
+    put(folder, "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>", add_bos_token=True)
+    assert load_prompter(folder).expand("hello", [], add_special_tokens=True).ids.tolist() == [begin, *plain]
+    put(folder, "tokenizer_config.json", add_eos_token=True)
+    assert load_prompter(folder).expand("hello", [], add_special_tokens=True).ids.tolist() == [begin, *plain, end]
+    put(folder, "tokenizer_config.json", add_bos_token=False)
+    assert load_prompter(folder).expand("hello", [], add_special_tokens=True).ids.tolist() == [*plain, end]
+    put(folder, "tokenizer_config.json", add_bos_token=True, bos_token=None)
+    assert load_prompter(folder).expand("hello", [], add_special_tokens=True).ids.tolist() == [*plain, end]
+
+
+def test_a_named_token_that_the_tokenizer_lacks_is_special_whatever_its_entry_says(folder, load_prompter):
+    number, fields = without_token(folder, "<|video_pad|>")
+    entry = {str(number): {**fields, "special": False}}
+    put(folder, "tokenizer_config.json", added_tokens_decoder=entry, pad_token="<|video_pad|>")
+    assert load_prompter(folder).tokenizer.decode([number], skip_special_tokens=True) == ""
+
+
 @pytest.mark.parametrize("broken", [{"x": {"content": "a"}}, {"1": {}}, {"1": 5}, ["a"]])
 def test_a_token_list_that_cannot_be_read_is_refused(folder, load_prompter, broken):
     put(folder, "tokenizer_config.json", added_tokens_decoder=broken)
@@ -174,3 +194,21 @@ def test_a_tokenizer_file_that_cannot_be_read_is_refused(folder, load_prompter):
 def test_the_real_qwen2_placeholder_is_one_token(qwen2):
     # Its tokenizer.json alone lacks it (models/README, fact 1).
     assert qwen2.expand("<|image_pad|><|video_pad|>", []).ids.tolist() == [151655, 151656]
+
+
+@pytest.mark.parametrize(
+    ("prompter", "folder"),
+    [
+        ("qwen2", "Qwen--Qwen2-VL-2B-Instruct"),
+        ("qwen3", "Qwen--Qwen3-VL-2B-Instruct"),
+        ("llava", "llava-hf--llava-1.5-7b-hf"),
+        ("llavanext", "llava-hf--llava-v1.6-mistral-7b-hf"),
+        ("phi3", "microsoft--Phi-3-vision-128k-instruct"),
+    ],
+)
+def test_case_36_every_token_that_a_real_folder_declares_is_one_token(prompter, folder, models, request):
+    loaded = request.getfixturevalue(prompter)
+    declared = json.loads((models / folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    assert len(declared) >= 5
+    for number, token in declared.items():
+        assert loaded.expand(token["content"], []).ids.tolist() == [int(number)], token["content"]
