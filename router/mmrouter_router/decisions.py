@@ -26,6 +26,8 @@ class Trace:
     images: list[dict[str, Any]]  # their bytes are not kept
     expected: Expected | None = None  # what the engine should hold after it
     parity: Verdict | None = None  # and whether it did, where somebody looked
+    identity: tuple[str, str] = ("uuid", "the engine names images as we do")
+    """Where the images' identities come from for the chosen worker, and why."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
 
     def tried(self, decision: Decision, outcome: str) -> None:
@@ -63,6 +65,7 @@ class Trace:
                 }
                 for score in decision.choice.scores
             ],
+            "identity": {"provider": self.identity[0], "why": self.identity[1]},
             "images": self.images,
             "keys": [f"{key:016x}" for key in self.keys[:KEYS_SHOWN]],
             "attempts": self.attempts,
@@ -108,4 +111,8 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
     ]
     keys = prepared.keys(decision.target.block_size, decision.target.worker.scope)
     expected = expected_of(prepared, decision.target.worker, decision.target.rank, decision.target.block_size)
-    return Trace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
+    trace = Trace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
+    scope = decision.target.worker.scope
+    if scope is not None and prepared.sentinels is not None:
+        trace.identity = prepared.sentinels.provider(scope)
+    return trace
