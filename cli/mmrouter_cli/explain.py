@@ -76,7 +76,7 @@ def _candidates(trace: dict[str, Any]) -> Table:
 
 
 def _images(trace: dict[str, Any]) -> Table:
-    table = Table(title="images")
+    table = Table(title=f"images, named by {trace['identity']['provider']} ({trace['identity']['why']})")
     for heading in ("part", "size", "tokens", "first token", "identity"):
         table.add_column(heading)
     for image in trace["images"]:
