@@ -75,6 +75,10 @@ class Family(Protocol):
     def rotates_exif(self) -> bool:
         """Whether the engine rotates an image by its EXIF orientation before it counts tokens."""
 
+    @property
+    def fragile(self) -> bool:
+        """Whether a request whose placeholders do not fit its images can end the engine: it must never be forwarded."""
+
     def count(self, width: int, height: int) -> int:
         """Return how many placeholder tokens an image of this size (pixels, after rotation) becomes.
 

@@ -41,6 +41,9 @@ class Phi3V:
     rotates_exif: bool = True
     """vLLM applies the EXIF orientation while it loads an image, for every family."""
 
+    fragile: bool = True
+    """Tags out of order end vLLM 0.32 or swap pictures silently (facts on vLLM 8.6)."""
+
     @property
     def media_text(self) -> Mapping[str, str]:
         return MEDIA_TEXT

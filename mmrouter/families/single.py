@@ -15,6 +15,10 @@ class SinglePlaceholder:
     placeholder_id: int
     placeholder_text: str
 
+    @property
+    def fragile(self) -> bool:
+        return False
+
     def check(self, codec: Codec) -> None:
         """Raise :class:`ModelFolderError` for a tokenizer that has the placeholder under another id."""
         found = codec.token_id(self.placeholder_text)

@@ -159,10 +159,25 @@ class Preparer:
         ids, spans = array("I"), tuple[Span, ...]()
         if exactness != "affinity":
             ids, spans = self._predict(request, images)
+        elif self.family is not None and self.family.fragile:
+            self._protect(request, images)
         fingerprint = self._fingerprint(request, images)
         reason = tuple(reasons)
         seed = self.seed(salt)
         return Prepared(request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels)
+
+    def _protect(self, request: ChatRequest, images: tuple[ResolvedImage, ...]) -> None:
+        """Refuse what could end the engine: images out of order, also where the prompt itself is not predicted."""
+        unseen = [part for part in request.media if part.kind == "image"]
+        if len(unseen) > 1:  # of a forwarded path, which renders prompts by rules of its own
+            raise RequestError.invalid(
+                "this model takes several images only in chat completions", param=unseen[1].param
+            )
+        try:
+            self._predict(request, images)
+        except RequestError as error:
+            if isinstance(error.__cause__, PlaceholderError):
+                raise
 
     def _predict(
         self, request: ChatRequest, images: tuple[ResolvedImage, ...]
