@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mmrouter.blocks import Span, block_keys, namespace_seed
 from mmrouter.engines.vllm import decode_batch
+from mmrouter.feed import Group
 from mmrouter.identity import to_wire
 from mmrouter_sidecar.ledger import Ledger, Place
 
@@ -270,3 +271,100 @@ def test_a_reset_forgets_changes_that_nobody_took(kit: Any) -> None:
     ledger.reset()
     assert not ledger.dirty
     assert ledger.take().changes == []
+
+
+def test_case_42_an_event_of_another_block_size_is_not_indexed_and_counted(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1, 2], size=16))
+    apply(ledger, kit, kit.stored([3], 2, size=32))
+    assert (len(keys(ledger)), ledger.counts["block_size"], ledger.aside) == (2, 1, 1)
+
+
+def test_a_part_of_a_block_that_came_first_makes_way_for_the_groups_blocks(kit: Any) -> None:
+    """A prompt shorter than a hybrid model's block leaves one entry of the finer hash's size (facts 2.4)."""
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([7], ids=[1, 2], size=2))
+    assert len(ledger.take().changes[0].stored) == 1
+    apply(ledger, kit, kit.stored([1, 2], ids=list(range(8)), size=4))
+    (change,) = ledger.take().changes
+    assert (len(change.removed), len(change.stored), ledger.block_size, ledger.aside) == (1, 2, 4, 1)
+    again = Ledger(seed)
+    for op in ledger.dump():
+        again.redo(op)
+    assert (again.held, again.aside, again.block_size) == (2, 1, 4)
+    apply(ledger, kit, kit.removed(7))
+    assert (ledger.counts["unknown_removed"], ledger.aside) == (0, 0)
+
+
+def test_case_43_hashes_without_tokens_are_held_and_not_indexed(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([1, 2, 3], ids=[5, 6, 7]))
+    assert keys(ledger) == set(block_keys(array("I", [5, 6]), SIZE, [], seed()))
+    assert (ledger.counts["short_store"], ledger.aside) == (2, 2)
+    apply(ledger, kit, kit.removed(2), kit.removed(3))
+    assert (ledger.aside, ledger.counts["unknown_removed"]) == (0, 0)
+
+
+def test_case_45_groups_that_are_no_prefix_are_not_indexed_and_the_others_are_named(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(
+        ledger,
+        kit,
+        kit.stored([1], group_idx=0, kv_cache_spec_kind="mamba"),
+        kit.stored([1], group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64),
+        kit.stored([1], group_idx=2, kv_cache_spec_kind="full_attention"),
+        kit.removed(1, group_idx=0),
+    )
+    assert ledger.counts["ignored_spec_mamba"] == ledger.counts["removed_apart"] == 1
+    assert ledger.counts["unknown_removed"] == 0
+    assert ledger.groups == (Group(1, "sliding_window", 64), Group(2, "full_attention"))
+    assert {place.group for place in ledger.caches} == {1, 2}
+    again = Ledger(seed)
+    for op in ledger.dump():
+        again.redo(op)
+    assert again.groups == ledger.groups
+
+
+def test_case_46_a_salted_child_of_an_unknown_parent_is_put_aside_and_never_taken_for_unsalted(kit: Any) -> None:
+    ledger = Ledger(seed)
+    apply(ledger, kit, kit.stored([2], 1, ids=[7, 8]))  # only a prompt's first block shows the salt
+    assert (ledger.held, ledger.counts["unknown_parent"]) == (0, 1)
+    apply(ledger, kit, kit.stored([1, 2], ids=[5, 6, 7, 8], extra_keys=[["salt"], None]))
+    salted = set(block_keys(array("I", [5, 6, 7, 8]), SIZE, [], seed(salt="salt")))
+    assert keys(ledger) == salted
+    assert not salted & set(block_keys(array("I", [5, 6, 7, 8]), SIZE, [], seed()))
+
+
+def test_case_47_four_copies_of_a_block_go_one_by_one(kit: Any) -> None:
+    """Four concurrent equal requests store a block four times and later remove it as often (facts 2.7)."""
+    ledger = Ledger(seed)
+    apply(ledger, kit, *[kit.stored([1, 2])] * 4)
+    for left in (3, 2, 1):
+        apply(ledger, kit, kit.removed(2))
+        assert len(keys(ledger)) == 2, left
+    apply(ledger, kit, kit.removed(2))
+    assert len(keys(ledger)) == 1
+
+
+def test_case_49_a_rank_that_was_cleared_leaves_the_others_alone(kit: Any) -> None:
+    ledger = Ledger(seed)
+    for rank in (0, 1):
+        apply(ledger, kit, kit.stored([1, 2]), rank=rank)
+    apply(ledger, kit, kit.CLEARED, rank=1)
+    assert (len(keys(ledger)), len(keys(ledger, Place(1, 0, "GPU")))) == (2, 0)
+    ledger.reset()
+    assert ledger.held == 0
+
+
+def test_each_medium_is_a_place_of_its_own(kit: Any) -> None:
+    ledger = Ledger(seed)
+    for medium in ("GPU", "CPU", "STORAGE"):
+        apply(ledger, kit, kit.stored([1, 2], medium=medium))
+    apply(ledger, kit, kit.removed(2), kit.removed(1, medium="CPU"))
+    assert {place.medium: len(cache.blocks) for place, cache in ledger.caches.items()} == {
+        "GPU": 1,
+        "CPU": 1,
+        "STORAGE": 2,
+    }
+    apply(ledger, kit, kit.stored([9], medium="REMOTE-TIER", locality="REMOTE"))
+    assert ledger.counts["ignored_remote"] == 1

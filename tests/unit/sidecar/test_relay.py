@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mmrouter import feed
 from mmrouter.blocks import unpack_keys
+from mmrouter.engines.sglang_identity import run_ids, sentinels
 from mmrouter_sidecar import journal as journal_module
 from mmrouter_sidecar import relay as relay_module
 from mmrouter_sidecar.metrics import Metrics
@@ -404,3 +405,61 @@ def test_a_claim_ends_with_its_lease(settings: Settings, kit: Any) -> None:
 def test_an_engine_whose_events_cannot_be_read_is_a_clear_error(settings: Settings) -> None:
     with pytest.raises(SettingsError, match="other"):
         Relay(replace(settings, engine="other"), Metrics(), lambda frame: None)
+
+
+def test_routers_hear_of_groups_before_the_first_delta_that_needs_them(bench: Bench, kit: Any) -> None:
+    before = len(bench.frames)
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
+    bench.batch(kit.stored([1], **window), kit.stored([1], group_idx=1, kv_cache_spec_kind="full_attention"))
+    bench.relay.flush()
+    beat, *deltas = bench.frames[before:]
+    assert beat.groups == (feed.Group(0, "sliding_window", 8), feed.Group(1, "full_attention"))
+    assert beat.seq == 0, "what it announces has not been sent yet"
+    assert {delta.group for delta in deltas} == {0, 1}
+    bench.batch(kit.stored([2], 1, **window))
+    bench.relay.flush()
+    assert not [frame for frame in bench.frames[before + 1 :] if isinstance(frame, feed.Heartbeat)]
+    bench.relay.close()
+    again = Bench(bench.settings, kit)
+    again.relay.beat()
+    assert again.of(feed.Heartbeat)[-1].groups == beat.groups
+    again.relay.engine_ended(DISCONNECTED)
+    assert again.of(feed.Heartbeat)[-1].groups == ()
+    again.relay.close()
+
+
+def test_sightings_are_told_again_on_request_and_forgotten_with_the_engine(
+    bench: Bench, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.ask(feed.Sighted(3)) == [feed.SightingsPart(3, (), last=True)]
+    for number in range(3):
+        bench.batch(kit.stored([number + 1], extra_keys=[[[f"image-{number}", 0]]]))
+    bench.relay.flush()
+    published = tuple(bench.of(feed.Sighting))
+    assert len(published) == 3
+    assert bench.ask(feed.Sighted(4)) == [feed.SightingsPart(4, published, last=True)]
+    monkeypatch.setattr(relay_module, "SIGHTINGS_PART", 2)
+    parts = bench.ask(feed.Sighted(5))
+    assert [(len(part.sightings), part.last) for part in parts] == [(2, False), (1, True)]
+    bench.relay.engine_ended(DISCONNECTED)
+    assert bench.ask(feed.Sighted(6)) == [feed.SightingsPart(6, (), last=True)]
+
+
+def test_a_restarted_sidecar_remembers_what_routers_learned_from(settings: Settings, kit: Any) -> None:
+    """No engine tells its sentinels twice: a held image is hit, not stored again."""
+    bench = Bench(replace(settings, engine="sglang"), kit)
+    ids = [7, 8, *run_ids(sentinels(5, legacy=False), 6)]
+    bench.batch(
+        {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": ids, "block_size": 8}
+    )
+    bench.relay.flush()
+    (sighting,) = bench.of(feed.Sighting)
+    assert (sighting.parent, sighting.offset, sighting.sentinels) == (None, 2, sentinels(5, legacy=False))
+    bench.relay.close()
+    again = Bench(bench.settings, kit)
+    assert again.ask(feed.Sighted(1))[0].sightings == (sighting,)
+    again.relay._compact(again.relay._journal)  # type: ignore[arg-type]
+    again.relay.close()
+    third = Bench(bench.settings, kit)
+    assert third.ask(feed.Sighted(1))[0].sightings == (sighting,)
+    third.relay.close()

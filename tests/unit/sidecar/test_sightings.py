@@ -1,0 +1,119 @@
+"""Runs of sentinels, however events cut them: sighted once per place, from their true start, with their whole cycle."""
+
+from array import array
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter.blocks import block_keys, chain
+from mmrouter.engines.events import Stored
+from mmrouter.engines.sglang_identity import run_ids, sentinels
+from mmrouter.feed import Sighting
+from mmrouter_sidecar.sightings import Sightings
+
+SIZE = 4
+SEED = 5
+
+
+def prompt(
+    parts: list[int | tuple[int, int]], *, legacy: bool = False
+) -> tuple["array[int]", list[tuple[int, int, int]]]:
+    """Return ids and (image, offset, length) of a prompt of texts (lengths) and images (number, length)."""
+    ids, images = array("Q"), []
+    for part in parts:
+        if isinstance(part, int):
+            ids.extend(range(1, part + 1))
+        else:
+            images.append((part[0], len(ids), part[1]))
+            ids.extend(run_ids(sentinels(part[0], legacy=legacy), part[1]))
+    return ids, images
+
+
+def event(ids: "array[int]", first: int, end: int) -> Stored:
+    """Blocks ``first`` .. ``end`` of a prompt; a block's hash is its number plus one."""
+    return Stored(
+        hashes=tuple(range(first + 1, end + 1)),
+        parent=first or None,
+        ids=ids[first * SIZE : end * SIZE],
+        block_size=SIZE,
+        extras={},
+        spans=(),
+        lora=None,
+        salt=None,
+        group=0,
+        medium="GPU",
+    )
+
+
+def look(seen: Sightings, ids: "array[int]", cuts: list[int]) -> list[Sighting]:
+    keys = block_keys(ids, SIZE, (), SEED)
+    found: list[Sighting] = []
+    for first, end in pairwise(cuts):
+        one = event(ids, first, end)
+        parent = keys[first - 1] if first else SEED
+        seen.look(0, one, chain(one.ids, SIZE, end - first, {}, parent), parent)
+        found += seen.take()
+    return found
+
+
+parts = st.lists(st.integers(1, 9) | st.tuples(st.integers(0, 3), st.integers(5, 300)), max_size=6)
+
+
+@given(parts, st.lists(st.integers(0, 80), max_size=6), st.booleans())
+def test_every_image_is_sighted_at_its_place_with_its_cycle(
+    parts: list[int | tuple[int, int]], cuts: list[int], legacy: bool
+) -> None:
+    # Equal images back to back are one run where the cycle happens to meet: nothing could tell them apart.
+    parts = [part for n, part in enumerate(parts) if not (n and isinstance(part, tuple) and part == parts[n - 1])]
+    apart = [item for part in parts for item in ((1, part) if isinstance(part, tuple) else (part,))]
+    ids, images = prompt(apart, legacy=legacy)
+    blocks = len(ids) // SIZE
+    keys = block_keys(ids, SIZE, (), SEED)
+    found = look(Sightings(), ids, sorted({0, blocks, *(cut for cut in cuts if cut < blocks)}))
+    expected = {}
+    for image, offset, length in images:
+        values, told = sentinels(image, legacy=legacy), min(length, blocks * SIZE - offset)
+        if told > len(values) or told == len(values) == 4:  # else the prompt's last block shows too little of it
+            number = offset // SIZE
+            expected[keys[number - 1] if number else None, offset % SIZE] = values
+    assert {(s.parent, s.offset): s.sentinels for s in found} == expected
+    assert all(s.length >= len(s.sentinels) for s in found)
+
+
+def test_two_images_side_by_side_are_two_runs() -> None:
+    ids, _ = prompt([(1, 6), (2, 10)])
+    first, second = look(Sightings(), ids, [0, 4])
+    assert (first.parent, first.offset, first.length) == (None, 0, 6)
+    assert (second.offset, second.length, second.sentinels) == (2, 10, sentinels(2, legacy=False))
+
+
+def test_an_image_is_sighted_again_at_another_place_and_not_at_the_same() -> None:
+    seen = Sightings()
+    ids, _ = prompt([2, (1, 8), 2])
+    assert len(look(seen, ids, [0, 3])) == 1
+    assert look(seen, ids, [0, 3]) == []
+    other, _ = prompt([3, (1, 8), 1])
+    assert len(look(seen, other, [0, 3])) == 1
+    assert len(seen.remembered) == 2
+
+
+def test_after_a_restart_a_run_at_an_events_start_proves_no_beginning() -> None:
+    ids, _ = prompt([(1, 40)])
+    seen = Sightings()
+    seen.doubt()
+    keys = block_keys(ids, SIZE, (), SEED)
+    seen.look(0, event(ids, 3, 10), keys[3:], keys[2])
+    assert seen.take() == []
+    fresh = Sightings()
+    text, _ = prompt([4, (1, 8)])
+    assert [s.parent for s in look(fresh, text, [0, 1, 3])] == [block_keys(text, SIZE, (), SEED)[0]]
+
+
+def test_what_another_process_saw_is_not_told_twice() -> None:
+    ids, _ = prompt([2, (1, 8), 2])
+    first, second = Sightings(), Sightings()
+    look(first, ids, [0, 3])
+    second.recall(first.remembered)
+    assert second.remembered == first.remembered
+    assert look(second, ids, [0, 3]) == []
