@@ -7,6 +7,8 @@ parsed, prepared and rewritten by it.
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from mmrouter.engines.vllm import ImageRewrite, prompt_error_field, rewrite_chat
 from mmrouter.identity import to_wire
 from mmrouter_router.errors import RequestError
 from mmrouter_router.intake import Limits, parse_chat
+from mmrouter_router.intake.fields import inexact_fields
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.settings import CurveKeys, Settings
@@ -90,7 +93,15 @@ EXACT: dict[str, dict[str, Any]] = {
         "seed": 3,
     },
     "truncation_side": {"truncation_side": "left"},
-    "bookkeeping": {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "store": False, "priority": 0},
+    "bookkeeping": {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "k",
+        "store": False,
+        "priority": 0,
+        "session_id": "s",
+    },
+    "reporting": {"return_token_ids": True, "return_prompt_text": True, "include_stop_str_in_output": True},
     "cache_salt": {"cache_salt": "another tenant's"},
     "kv_transfer_params": {"messages": TEXTS, "kv_transfer_params": {"prompt_token_ids": [1, 2, 3]}},
     "uuid": {"messages": [{"role": "user", "content": [{**PHOTO, "uuid": "mine"}]}]},
@@ -231,6 +242,21 @@ def bare(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFactor
         yield own, running
 
 
+def test_every_field_of_the_engines_request_is_in_one_of_the_lists(vllm_env: Path) -> None:
+    module = "vllm.entrypoints.openai.chat_completion.protocol"
+    code = f"from {module} import ChatCompletionRequest; print(*ChatCompletionRequest.model_fields)"
+    done = subprocess.run(
+        [str(vllm_env / "bin" / "python"), "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "VLLM_TARGET_DEVICE": "cpu"},
+    )
+    names = done.stdout.splitlines()[-1].split()
+    assert "messages" in names
+    assert [r.field for r in inexact_fields(dict.fromkeys(names)) if r.reason == "unknown_field"] == []
+
+
 def assert_exact(own: Router, running: Renderer, fields: dict[str, Any]) -> None:
     prepared = own.prepare(fields, SALT)
     assert (prepared.exactness, prepared.reasons) == ("exact", ())
@@ -343,7 +369,7 @@ def test_what_is_labelled_cache_not_read_is_not_read(router: Router, served: Eng
         assert cached(served, asked) == 0, name
 
 
-@pytest.mark.parametrize("name", ["response_format", "structured_outputs", "sampling", "bookkeeping"])
+@pytest.mark.parametrize("name", ["response_format", "structured_outputs", "sampling", "bookkeeping", "reporting"])
 def test_what_only_shapes_the_answer_reads_the_blocks_of_the_plain_request(
     name: str, router: Router, served: Engine
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 from prometheus_client import CollectorRegistry
+from unit.router.test_place import Rig
 
 from mmrouter.api import parse_deployment
 from mmrouter_cli.pictures import data_uri, picture
@@ -205,7 +206,16 @@ async def test_a_family_that_is_not_modelled_is_served_by_affinity_with_every_im
     media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
     body = {"model": "t", "messages": [{"role": "user", "content": [text("x"), image("a"), avif("b")]}]}
     prepared = await Preparer(own, media).prepare(parse_chat(json.dumps(body).encode(), Limits(), "t"), None)
+    await media.close()
     assert prepared.exactness == "affinity"
     assert prepared.reasons == ("image_format:messages[0].content[2].image_url.url", "family:brand_new_vl")
     assert (len(prepared.images), prepared.ids) == (2, array("I"))
-    await media.close()
+
+    rigs = [Rig(), Rig()]
+    for rig in rigs:
+        for name in "abcd":
+            rig.worker(name, range(50))
+    first, again, elsewhere = (rigs[n].placer.place(prepared) for n in (0, 0, 1))
+    assert (first.policy, first.exactness, first.reasons) == ("consistentHash", "affinity", prepared.reasons)
+    assert len({decision.target.worker.member.name for decision in (first, again, elsewhere)}) == 1
+    assert first.choice.winner.overlap == 0
