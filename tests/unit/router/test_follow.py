@@ -159,6 +159,23 @@ def test_a_heartbeat_shows_that_the_newest_delta_was_lost():
     assert view.held == {5}
 
 
+def test_case_48_a_gap_ends_in_one_snapshot_whose_number_is_where_the_stream_goes_on():
+    sidecar, view = Sidecar(), View()
+    view.reply(sidecar.answer(view.asked.pop()))
+    for number in range(RING + 3):
+        sidecar.change({number}, set())
+    view.take(view.follower.on_delta(sidecar.ring[-1]))
+    view.reply(sidecar.answer(view.asked.pop()))  # the replay is gone
+    (ask,) = view.asked
+    view.asked.clear()
+    view.reply(sidecar.answer(ask))
+    assert (view.follower.seq, view.held) == (sidecar.seq, sidecar.held)
+    view.take(view.follower.on_heartbeat(sidecar.heartbeat()))
+    view.take(view.follower.on_delta(sidecar.change({99}, set())))
+    assert view.asked == [], "nothing is asked for again"
+    assert view.held == sidecar.held
+
+
 def test_a_gap_longer_than_the_ring_asks_for_a_snapshot():
     sidecar = Sidecar()
     view = synced_view(sidecar)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.index import Index, bits
+from mmrouter_router.index import Index, bits, window_blocks
 
 KEYS = st.lists(st.integers(0, 40), max_size=12)
 STEP = st.one_of(
@@ -45,6 +45,47 @@ def test_index_equals_one_set_per_candidate_through_any_history(steps, prompt):
     while index.sweep(budget=3):
         pass
     assert len(index) == len(set().union(*model))
+
+
+def longest_hit(held: set[int], keys: list[int], need: int) -> int:
+    """The rule itself: a hit of n blocks needs the last ``need`` blocks before its end, or all of them."""
+    return max(n for n in range(len(keys) + 1) if all(key in held for key in keys[max(0, n - need) : n]))
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 9), max_size=14, unique=True),
+    st.lists(st.integers(1, 15), min_size=4, max_size=4),
+)
+def test_case_45_windows_are_hit_by_the_rule(held, prompt, needs):
+    index = Index()
+    slots = {index.join(): (keys, need) for keys, need in zip(held, needs, strict=False)}
+    for slot, (keys, _) in slots.items():
+        index.store(slot, keys)
+    found = index.match_windows(prompt, {slot: need for slot, (_, need) in slots.items()})
+    assert found == {slot: longest_hit(keys, prompt, need) for slot, (keys, need) in slots.items()}
+    gone = next(iter(slots))
+    index.retire(gone)
+    assert gone not in index.match_windows(prompt, {slot: need for slot, (_, need) in slots.items()})
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_a_hit_needs_the_blocks_of_one_window_less_the_token_that_asks(window, size):
+    need = window_blocks(window, size)
+    assert need >= 1
+    assert need * size >= window - 1
+    assert need == 1 or (need - 1) * size < window - 1
+
+
+def test_a_window_hits_behind_blocks_that_are_gone_and_a_prefix_does_not():
+    index = Index()
+    slot = index.join()
+    index.store(slot, range(46, 78))
+    assert index.match(range(78), [slot]) == {slot: 0}
+    # The facts' example: window 1024, blocks of 32, 32 of 78 blocks held, and the repeat hit all of them.
+    assert index.match_windows(range(78), {slot: window_blocks(1024, 32)}) == {slot: 78}
+    index.remove(slot, [60])
+    assert index.match_windows(range(78), {slot: window_blocks(1024, 32)}) == {slot: 0}
 
 
 def test_an_overlap_ends_at_the_first_missing_block_even_if_later_ones_are_held():

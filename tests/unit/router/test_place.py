@@ -166,6 +166,94 @@ def test_only_device_memory_of_the_indexed_group_counts():
         assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == expected
 
 
+WINDOW = {"groups": (feed.Group(0, "sliding_window", 2 * BLOCK + 1),)}
+FULL_SECOND = {"groups": (feed.Group(0, "sliding_window", 64), feed.Group(1, "full_attention"))}
+
+
+def test_case_45_a_window_alone_is_hit_behind_what_it_dropped():
+    rig = Rig()
+    rig.worker("a", KEYS[2:4], **WINDOW)
+    rig.worker("b", KEYS[:3])
+    scores = {s.candidate.name: s.candidate.overlap for s in rig.placer.place(prepared()).choice.scores}
+    assert scores == {"a": 4, "b": 3}
+
+
+def test_the_block_with_a_prompts_last_token_is_not_among_what_a_window_can_hit():
+    rig = Rig()
+    ids = IDS[: 4 * BLOCK]
+    rig.worker("a", KEYS[2:4], **WINDOW)
+    assert rig.placer.place(prepared(ids=ids)).choice.winner.overlap == 0
+    longer = rig.placer.place(prepared(ids=IDS[: 4 * BLOCK + 1]))
+    assert longer.choice.winner.overlap == 4
+
+
+def test_case_45_the_full_group_decides_also_where_it_is_not_the_first():
+    """What came of the other group is asked for again once the groups are known."""
+    rig = Rig()
+    worker = rig.worker("a")
+    delta = feed.Delta(1, 1, 0.0, 0, 1, "GPU", pack_keys(KEYS[:3]), b"")
+    other = feed.Delta(1, 2, 0.0, 0, 0, "GPU", pack_keys(KEYS), b"")
+    rig.fleet.published(worker, delta)
+    rig.fleet.published(worker, other)
+    assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == 6
+    rig.beat(worker, **FULL_SECOND)
+    assert rig.placer.standing(worker) == "unsynced"
+    asked = worker.follower._asked
+    for group, keys, last in ((0, KEYS, False), (1, KEYS[:3], True)):
+        part = feed.SnapshotPart(asked, worker.id, 1, 2, 0, group, "GPU", pack_keys(keys), last)
+        rig.fleet.replied(worker, part)
+    assert rig.placer.standing(worker) == "verified"
+    assert rig.placer.place(prepared()).choice.winner.overlap == 3
+    rig.fleet.published(worker, feed.Delta(1, 3, 0.0, 0, 1, "GPU", pack_keys(KEYS[3:4]), b""))
+    assert rig.placer.place(prepared()).choice.winner.overlap == 4
+    assert worker.moved.is_set()
+
+
+def test_groups_that_are_named_before_anything_came_cost_no_second_snapshot():
+    rig = Rig()
+    worker = rig.fleet.join(Member("uid-a", "a", "127.0.0.1", "worker", "worker"))
+    rig.fleet.connect(worker)
+    rig.beat(worker, **FULL_SECOND)
+    asked = worker.follower._asked
+    part = feed.SnapshotPart(asked, worker.id, 1, 0, 0, 1, "GPU", pack_keys(KEYS[:2]), True)
+    rig.fleet.replied(worker, part)
+    rig.beat(worker, **FULL_SECOND)
+    assert worker.follower.synced
+    assert rig.placer.place(prepared()).choice.winner.overlap == 2
+
+
+def test_case_49_a_cleared_rank_and_a_worker_that_left():
+    rig = Rig()
+    worker = rig.worker("a", KEYS[:2], ranks=2)
+    for seq, rank in ((1, 0), (2, 1)):
+        rig.fleet.published(worker, feed.Delta(1, seq, 0.0, rank, 0, "GPU", pack_keys(KEYS[:4]), b""))
+    rig.fleet.published(worker, feed.Delta(1, 3, 0.0, 1, 0, "GPU", b"", b"", True))
+    scores = {s.candidate.id[-1]: s.candidate.overlap for s in rig.placer.place(prepared()).choice.scores}
+    assert scores == {"0": 4, "1": 0}
+    rig.fleet.leave("uid-a")
+    while rig.fleet.index.sweep():
+        pass
+    assert len(rig.fleet.index) == 0
+
+
+def test_keys_are_asked_for_per_identity_scope():
+    """Two SGLang releases make different sentinels of an image; vLLM workers share one prompt."""
+    rig = Rig()
+    asked = []
+
+    class Spied(Prepared):
+        def keys(self, block_size, scope=None):
+            asked.append((block_size, scope))
+            return super().keys(block_size)
+
+    for name, version in (("a", "0.5.23"), ("b", "0.5.23"), ("c", "0.5.24")):
+        rig.worker(name, KEYS[:1], engine="sglang", engine_version=version)
+    rig.worker("d")
+    rig.placer.place(Spied(**vars(prepared())))
+    assert len(asked) == len(set(asked)) == 3
+    assert {scope[0][:6] if scope else None for _, scope in asked} == {"0.5.23", "0.5.24", None}
+
+
 def test_a_booking_counts_prefill_until_the_first_byte_and_blocks_until_the_end():
     rig = Rig()
     worker = rig.worker("a", KEYS[:2])
