@@ -123,7 +123,7 @@ class Sentinels:
         trusted = live and self._clock() >= self._blind_until and not aligner.lost
         lessons = aligner.sight(place, values, length, trusted=trusted)
         self._learn(state, lessons, aligner)
-        if not lessons and aligner.ambiguous(place):
+        if trusted and not lessons and aligner.ambiguous(place) and not state.table.owned(values):
             self._count("ambiguous")
 
     def observed(self, scope: Scope, identity: bytes, data: bytes, values: Values) -> None:
