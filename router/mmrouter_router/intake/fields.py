@@ -86,10 +86,9 @@ _TEMPLATE_RESERVED = words(
 """Names in ``chat_template_kwargs`` that the engine hands to its tokenizer instead of the template."""
 
 _SGLANG_OTHERWISE = words(
-    "tools documents add_generation_prompt continue_final_message add_special_tokens reasoning_effort",
-    "length_penalty bad_words allowed_token_ids session_id functions function_call",
+    "tools documents add_generation_prompt continue_final_message add_special_tokens reasoning_effort session_id",
 )
-"""Fields that are modelled or harmless for vLLM, and that SGLang ignores or puts into its prompt in another way."""
+"""Fields that are modelled or harmless for vLLM, and that act otherwise in SGLang, or not at all."""
 _DEFAULTS: Mapping[str, bool] = {
     "add_generation_prompt": True,
     "continue_final_message": False,
