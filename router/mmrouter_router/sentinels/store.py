@@ -26,6 +26,8 @@ Event = Literal["calibrated", "proven", "learned", "ambiguous", "demoted"]
 BLIND_SECONDS = 60.0
 """How long after a request that was not aligned (another router's, an unmodelled one) sightings may still be of it."""
 MAX_LINES = 4_096
+MAX_SCOPES = 32
+"""Scopes that are remembered, so that engines which come back after a rollout are known again."""
 
 
 class Line(NamedTuple):
@@ -60,12 +62,13 @@ class Sentinels:
         """``pictures``: (identity, encoded bytes) of images that every router's canary sends."""
         self._count, self._clock = count, clock
         self._pictures = [(identity, _sha256(data)) for identity, data in pictures]
-        self._states: dict[Scope, _State] = {}
+        self._states: OrderedDict[Scope, _State] = OrderedDict()
         self._blind_until = clock() + BLIND_SECONDS
 
     def describe(self, scope: Scope, version: str, facts: Mapping[str, str]) -> None:
         """Take what an engine of the scope says of itself; a scope's engines all say the same."""
         if scope in self._states:
+            self._states.move_to_end(scope)
             return
         chosen = plan(version, facts)
         state = self._states[scope] = _State(chosen, Table(), why=chosen.why)
@@ -73,6 +76,8 @@ class Sentinels:
             digest = candidate.digest()
             for identity, sha256 in self._pictures:
                 state.expected.setdefault(_predict(sha256, digest), (digest, identity))
+        if len(self._states) > MAX_SCOPES:
+            self._states.popitem(last=False)
 
     def provider(self, scope: Scope) -> tuple[Provider, str]:
         """Which provider a scope's identities come from, and why."""

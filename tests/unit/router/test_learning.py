@@ -1,0 +1,120 @@
+"""Requests, sightings and decisions together: what was learned makes the next request exact, and nothing else does."""
+
+import json
+from array import array
+from types import SimpleNamespace
+
+from unit.router.test_place import BLOCK, Rig
+
+from mmrouter import feed
+from mmrouter.blocks import Span, block_keys, pack_keys
+from mmrouter.engines.sglang_identity import sentinels
+from mmrouter_router.learning import MAX_QUESTIONS, Learning
+from mmrouter_router.media import Media
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.place import Placer
+from mmrouter_router.prepare import Prepared, ResolvedImage
+from mmrouter_router.sentinels import Sentinels, fill
+from mmrouter_router.sentinels.store import BLIND_SECONDS
+
+TEXT, TOKENS, SEED, PLACEHOLDER = 40, 20, 5, 9
+FACTS = {"model_type": "llava", "architectures": json.dumps(["Llava"])}
+TRUTH = {name: sentinels(number, legacy=False) for number, name in enumerate((b"a", b"b"))}
+
+
+class Learner(Rig):
+    """One SGLang engine, followed by a router that has been alone for long enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = Sentinels(clock=self.clock)
+        self.learning = Learning(self.known, self.fleet, None, lambda uid: None, Metrics())
+        self.engine = self.worker("a", engine="sglang", engine_version="0.5.23", facts=FACTS)
+        self.clock.now += BLIND_SECONDS
+        self.beat(self.engine, engine="sglang", engine_version="0.5.23", facts=FACTS)
+
+    def request(self, *names: bytes) -> Prepared:
+        ids, spans, images = array("I", range(TEXT)), [], []
+        for number, name in enumerate(names):
+            spans.append(Span(len(ids), TOKENS, name))
+            ids.extend([PLACEHOLDER] * TOKENS + list(range(TEXT)))
+            media = Media(name, "image/png", "data")
+            images.append(ResolvedImage(0, number, f"image {number}", media, name, 1, 1, TOKENS))
+        request = SimpleNamespace(media=())
+        return Prepared(request, None, tuple(images), ids, tuple(spans), "exact", (), SEED, 7, self.known)
+
+    def send(self, placer: Placer, prepared: Prepared):
+        decision = placer.place(prepared)
+        self.learning.sent(decision, prepared)
+        return decision
+
+    def computed(self, prepared: Prepared) -> None:
+        """The engine stores a prompt, and its sidecar says so."""
+        ids = fill(prepared.ids, prepared.spans, TRUTH.get).ids
+        keys = block_keys(ids, BLOCK, (), SEED)
+        delta = feed.Delta(1, self.engine.follower.seq + 1, 0.0, 0, 0, "GPU", pack_keys(keys), b"")
+        self.fleet.published(self.engine, delta)
+        for span in prepared.spans:
+            before = span.offset // BLOCK
+            sighting = feed.Sighting(
+                0, 0, keys[before - 1], span.offset % BLOCK, span.length, b"", TRUTH[span.identity]
+            )
+            self.fleet.published(self.engine, sighting)
+
+
+def test_an_image_is_partial_until_the_engine_was_seen_to_store_it_and_exact_from_then_on():
+    rig = Learner()
+    first = rig.request(b"a")
+    decision = rig.send(rig.placer, first)
+    assert (decision.exactness, decision.reasons) == ("partial", ("learning:image 0",))
+    rig.computed(first)
+    again = rig.placer.place(rig.request(b"a"))
+    assert (again.exactness, again.reasons, again.choice.winner.overlap) == ("exact", (), again.choice.winner.blocks)
+    other = rig.placer.place(rig.request(b"b"))
+    assert (other.exactness, other.choice.winner.overlap) == ("partial", TEXT // BLOCK)
+
+
+def test_all_images_of_a_request_are_learned_one_after_the_other():
+    rig = Learner()
+    both = rig.request(b"a", b"b")
+    assert rig.send(rig.placer, both).reasons == ("learning:image 0",)
+    rig.computed(both)
+    again = rig.placer.place(rig.request(b"a", b"b"))
+    assert (again.exactness, again.choice.winner.overlap) == ("exact", again.choice.winner.blocks)
+    swapped = rig.placer.place(rig.request(b"b", b"a"))
+    assert (swapped.exactness, swapped.choice.winner.overlap) == ("exact", TEXT // BLOCK)
+
+
+def test_images_that_are_sent_without_a_place_keep_sightings_from_teaching():
+    rig = Learner()
+    unplaced = rig.request(b"b")
+    unplaced.exactness, unplaced.ids, unplaced.spans = "affinity", array("I"), ()
+    rig.send(rig.placer, unplaced)
+    first = rig.request(b"a")
+    rig.send(rig.placer, first)
+    rig.computed(first)
+    assert rig.placer.place(rig.request(b"a")).exactness == "partial"
+
+
+def test_an_image_is_asked_about_when_it_is_requested_again_and_still_unknown():
+    rig = Learner()
+    questions = rig.learning._questions
+    for number, waiting in ((1, 0), (2, 1), (3, 1), (4, 2)):
+        rig.send(rig.placer, rig.request(b"a"))
+        assert questions.qsize() == waiting, number
+    assert questions.get_nowait().picture.data == b"a"
+    for number in range(2 * MAX_QUESTIONS):
+        for _ in range(2):
+            rig.send(rig.placer, rig.request(bytes([number])))
+    assert questions.full()
+
+
+def test_engines_with_other_flags_are_another_scope():
+    rig = Learner()
+    first = rig.request(b"a")
+    rig.send(rig.placer, first)
+    rig.computed(first)
+    before = rig.engine.scope
+    rig.beat(rig.engine, engine="sglang", engine_version="0.5.23", facts={**FACTS, "dtype": '"float16"'})
+    assert rig.engine.scope != before
+    assert rig.placer.place(rig.request(b"a")).exactness == "partial"
