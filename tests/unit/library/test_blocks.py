@@ -26,12 +26,12 @@ def keys(ids, spans=(), size=16, seed=1):
     return list(block_keys(array("I", ids), size, [Span(*s) for s in spans], seed))
 
 
-def test_case_002_an_incomplete_tail_is_no_block():
+def test_case_02_an_incomplete_tail_is_no_block():
     assert len(keys(range(69))) == 4
     assert keys(range(69)) == keys([*range(68), 1000])
 
 
-def test_case_003_a_changed_block_changes_itself_and_everything_after_it():
+def test_case_03_a_changed_block_changes_itself_and_everything_after_it():
     base = keys(range(96))
     first = keys([7, *range(1, 96)])
     third = keys([*range(48), 7, *range(49, 96)])
@@ -40,7 +40,7 @@ def test_case_003_a_changed_block_changes_itself_and_everything_after_it():
     assert all(a != b for a, b in zip(base[3:], third[3:], strict=True))
 
 
-def test_case_004_lora_namespace_and_their_absence_are_told_apart():
+def test_case_04_lora_namespace_and_their_absence_are_told_apart():
     def seed(**values):
         return namespace_seed(KEY, model="m", **values)
 
@@ -48,12 +48,12 @@ def test_case_004_lora_namespace_and_their_absence_are_told_apart():
     assert len({seed(), seed(lora="t"), seed(salt="t"), seed(lora="t", salt="t"), seed(revision="t")}) == 5
 
 
-def test_case_005_salts_share_nothing():
+def test_case_05_salts_share_nothing():
     a, b = (namespace_seed(KEY, model="m", salt=s) for s in "ab")
     assert not set(keys(range(96), seed=a)) & set(keys(range(96), seed=b))
 
 
-def test_case_006_swapped_images_diverge_at_the_first_image_block():
+def test_case_06_swapped_images_diverge_at_the_first_image_block():
     ids = list(range(64))
     one = keys(ids, [(20, 8, A), (40, 8, B)])
     two = keys(ids, [(20, 8, B), (40, 8, A)])
@@ -61,7 +61,7 @@ def test_case_006_swapped_images_diverge_at_the_first_image_block():
     assert one[1] != two[1]
 
 
-def test_case_007_the_same_image_twice_differs_from_two_at_the_second_only():
+def test_case_07_the_same_image_twice_differs_from_two_at_the_second_only():
     ids = list(range(64))
     one = keys(ids, [(4, 8, A), (40, 8, A)])
     two = keys(ids, [(4, 8, A), (40, 8, B)])
@@ -69,11 +69,11 @@ def test_case_007_the_same_image_twice_differs_from_two_at_the_second_only():
     assert one[2] != two[2]
 
 
-def test_case_008_order_inside_one_block_matters():
+def test_case_08_order_inside_one_block_matters():
     assert keys(range(16), [(1, 4, A), (8, 4, B)]) != keys(range(16), [(1, 4, B), (8, 4, A)])
 
 
-def test_case_044_adjacent_images_in_one_block_keep_their_own_starts():
+def test_case_44_adjacent_images_in_one_block_keep_their_own_starts():
     extras = block_extras([Span(13, 12, A), Span(25, 5, B)], 16, 2)
     assert extras == {0: span_extra(A, 13), 1: span_extra(A, -3) + span_extra(B, 9)}
 

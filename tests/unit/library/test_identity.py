@@ -9,12 +9,12 @@ from mmrouter.identity import foreign_identity, from_wire, media_identity, to_wi
 KEY, OTHER = bytes(32), bytes([1]) * 32
 
 
-def test_case_009_and_010_identity_follows_the_bytes_alone():
+def test_case_09_and_case_10_identity_follows_the_bytes_alone():
     assert media_identity(b"same", {}, key=KEY) == media_identity(b"same", {}, key=KEY)
     assert media_identity(b"same", {}, key=KEY) != media_identity(b"other", {}, key=KEY)
 
 
-def test_case_012_processor_options_are_part_of_the_identity():
+def test_case_12_processor_options_are_part_of_the_identity():
     plain = media_identity(b"x", {}, key=KEY)
     limited = media_identity(b"x", {"max_pixels": 1000}, key=KEY)
     assert len({plain, limited, media_identity(b"x", {"min_pixels": 1000}, key=KEY)}) == 3

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from mmrouter.identity import media_identity
 from mmrouter_router.errors import RequestError
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
@@ -52,6 +53,31 @@ async def test_the_same_bytes_are_the_same_however_they_come(origin, resolving, 
     assert by_url.data_uri() == by_data.data_uri() == data_uri(PNG)
     assert (value("resolved_total", source="fetch"), value("resolved_total", source="data")) == (1, 1)
     assert value("bytes_total", source="fetch") == len(PNG)
+
+
+async def test_case_09_one_image_by_http_data_uri_another_url_and_another_host_is_one_identity(origin, resolving):
+    resolver = resolving()
+    origin.serve("/signed")
+    urls = [
+        origin.url(),
+        data_uri(PNG),
+        origin.url("/signed") + "?signature=1&expires=2",
+        origin.url(host="EXAMPLE.test"),
+        origin.url(host="example.test"),
+    ]
+    found = [await resolver.resolve(url, param="p") for url in urls]
+    assert {media_identity(media.data, {}, key=bytes(32)) for media in found} == {
+        media_identity(PNG, {}, key=bytes(32))
+    }
+
+
+async def test_case_10_changed_bytes_behind_the_same_url_are_another_identity(origin, resolving):
+    resolver = resolving()
+    url = origin.serve("/changing", cache_control="no-cache")
+    before = await resolver.resolve(url, param="p")
+    origin.serve("/changing", OTHER, cache_control="no-cache")
+    after = await resolver.resolve(url, param="p")
+    assert media_identity(before.data, {}, key=bytes(32)) != media_identity(after.data, {}, key=bytes(32))
 
 
 async def test_the_claimed_type_is_not_believed(resolving):

@@ -1,0 +1,101 @@
+"""Cases of identity whose constants belong to another scheme: the same property of ours; and every case is told."""
+
+import io
+import re
+from array import array
+from pathlib import Path
+
+import pytest
+import xxhash
+from PIL import Image
+
+from mmrouter.blocks import Span, block_keys
+from mmrouter.engines.sglang_identity import page_hashes, run_ids, sentinels
+from mmrouter.identity import media_identity, to_wire
+
+KEY = bytes(32)
+ROOT = Path(__file__).parents[3]
+
+
+def test_case_01_the_key_of_sixteen_tokens_is_xxh3_over_their_words_and_never_changes():
+    ids = array("I", range(1, 17))
+    words = b"".join(number.to_bytes(4, "little") for number in range(1, 17))
+    (key,) = block_keys(ids, 16, (), 0)
+    assert key == xxhash.xxh3_64_intdigest(words, seed=0)
+    # A change of this number is a change of the wire between sidecars and routers of two releases.
+    assert f"{key:016x}" == GOLDEN_KEY
+
+
+GOLDEN_KEY = "d2e217905d2bda1d"
+
+
+def encoded(form: str, size: tuple[int, int] = (3, 2), pixels: bytes = bytes(range(18)), **options: object) -> bytes:
+    out = io.BytesIO()
+    Image.frombytes("RGB", size, pixels).save(out, form, **options)
+    return out.getvalue()
+
+
+def test_case_11_equal_pixels_in_two_encodings_are_two_identities():
+    png, webp = encoded("PNG"), encoded("WEBP", lossless=True)
+    with Image.open(io.BytesIO(png)) as one, Image.open(io.BytesIO(webp)) as two:
+        assert one.convert("RGB").tobytes() == two.convert("RGB").tobytes()
+    assert media_identity(png, {}, key=KEY) != media_identity(webp, {}, key=KEY)
+
+
+def test_case_13_two_shapes_of_one_byte_stream_are_two_identities():
+    wide, tall = encoded("BMP", (3, 2)), encoded("BMP", (2, 3))
+    assert media_identity(wide, {}, key=KEY) != media_identity(tall, {}, key=KEY)
+
+
+@pytest.mark.parametrize("bit", [30, 31, 62, 63, 64, 128, 255])
+def test_case_15_identities_that_share_their_low_thirty_bits_share_no_block(bit: int):
+    low = 0x2F3A_5C71 & (2**30 - 1)
+    one, other = (number.to_bytes(32, "big") for number in (low, low | 1 << bit))
+    ids = array("I", range(32))
+    first, second = (block_keys(ids, 16, [Span(4, 20, identity)], 1) for identity in (one, other))
+    assert not set(first) & set(second)
+    assert to_wire(one) != to_wire(other)
+
+
+@pytest.mark.parametrize("bit", [30, 31, 61, 62, 63])
+def test_case_15_item_hashes_that_share_their_low_thirty_bits_share_no_sentinel_of_today(bit: int):
+    low = 0x2F3A_5C71 & (2**30 - 1)
+    one, other = (sentinels(number, legacy=False) for number in (low, low | 1 << bit))
+    assert not set(one) & set(other)
+    assert not set(page_hashes(run_ids(one, 16), 4)) & set(page_hashes(run_ids(other, 16), 4))
+    # The older single value cannot tell them apart: whose images collide there is why it is told by release.
+    assert sentinels(low, legacy=True) == sentinels(low | 1 << bit, legacy=True)
+
+
+@pytest.mark.parametrize(("item_hash", "pad"), [(0, 1_000_000), (2**30, 1_000_000), (2**30 - 1, 1_000_000 + 2**30 - 1)])
+def test_case_16_the_older_single_value_wraps_at_thirty_bits(item_hash: int, pad: int):
+    assert sentinels(item_hash, legacy=True) == (pad,)
+
+
+def proved() -> dict[int, set[str]]:
+    """Case -> the test files that have it in a name."""
+    found: dict[int, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for name in re.findall(r"def (test_\w+)", path.read_text()):
+            for number in re.findall(r"case_(\d+)(?=_|$)", name):
+                found.setdefault(int(number), set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def table() -> dict[int, str]:
+    """Case -> what docs/exactness.md says of it."""
+    text = (ROOT / "docs" / "exactness.md").read_text().partition("## The 68 cases")[2]
+    rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
+    return {int(number): says.strip() for number, says in rows}
+
+
+def test_every_case_of_identity_counts_alignment_and_events_is_a_test_or_says_why_not():
+    tests, told = proved(), table()
+    assert sorted(told) == list(range(1, 51))
+    for number, says in told.items():
+        if says.startswith("does not apply: "):
+            assert len(says) > len("does not apply: ") + 10, number
+        else:
+            named = set(re.findall(r"`(tests/[\w/.]+\.py)`", says))
+            assert named, f"case {number} names no test file"
+            assert named <= tests.get(number, set()), f"case {number}: {named} of {tests.get(number)}"
