@@ -1,4 +1,4 @@
-"""Real engines with a sliding window, from their events to a router's overlap: Phi-3 as published routes exactly."""
+"""Real engines, from their events to a router's overlap: also Phi-3 as published, with a window, routes exactly."""
 
 from typing import Any
 
@@ -43,7 +43,16 @@ class Routed:
 
 
 @pytest.mark.parametrize(
-    "name", ["phi3v-nosw.jsonl", "phi3v-real_sw131072_edge.jsonl", "phi3v-real_sw131072_probes.jsonl"]
+    "name",
+    [
+        "llava15-real.jsonl",
+        "llavanext-real.jsonl",
+        "phi3v-nosw.jsonl",
+        "phi3v-real_sw131072_edge.jsonl",
+        "phi3v-real_sw131072_probes.jsonl",
+        "qwen2vl-real.jsonl",
+        "qwen3vl-real.jsonl",
+    ],
 )
 def test_case_50_predicted_keys_and_predicted_hits_are_the_engines_step_by_step(captures: Any, name: str) -> None:
     routed, compared = Routed(), 0
@@ -60,5 +69,5 @@ def test_case_50_predicted_keys_and_predicted_hits_are_the_engines_step_by_step(
     assert not routed.ledger.counts["ragged_store"]
     assert not routed.ledger.counts["unknown_parent"]
     assert routed.ledger.aside == 0
-    window, kind = (0, "full_attention") if name == "phi3v-nosw.jsonl" else (131072, "sliding_window")
+    window, kind = (131072, "sliding_window") if "sw131072" in name else (0, "full_attention")
     assert routed.ledger.groups == (Group(0, kind, window),)
