@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -10,7 +10,7 @@ from blake3 import blake3
 from mmrouter.blocks import unpack_keys
 from mmrouter.feed import Delta, Group, Heartbeat, Load, Published, ReplayPart, Reply, Sighting, SnapshotPart, deciding
 from mmrouter_router import follow
-from mmrouter_router.index import Index, Slot
+from mmrouter_router.index import Index, Slot, window_blocks
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.sentinels import Scope
 
@@ -119,6 +119,26 @@ class Fleet:
     def on_sighting(self, watcher: Callable[[Worker, Sighting], None]) -> None:
         """Call ``watcher`` with every sighting."""
         self._watchers.append(watcher)
+
+    def overlap(
+        self, keys: Sequence[int], tokens: int, block_size: int, ranks: Iterable[tuple[Worker, int]]
+    ) -> dict[Slot, int]:
+        """Return slot -> blocks of a prompt of ``tokens`` that its cache would hit, for ranks that have one."""
+        slots: list[Slot] = []
+        windows: dict[Slot, int] = {}
+        for worker, rank in ranks:
+            slot = worker.slots.get(rank)
+            if slot is None:
+                continue
+            if worker.group.window:
+                windows[slot] = window_blocks(worker.group.window, block_size)
+            else:
+                slots.append(slot)
+        found = self.index.match(keys, slots) if slots else {}
+        if windows:
+            # A window keeps what a hit can use, and a prompt's last token is computed anew.
+            found |= self.index.match_windows(keys[: max(0, tokens - 1) // block_size], windows)
+        return found
 
     def changed(self) -> None:
         """Tell the listeners."""

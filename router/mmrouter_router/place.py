@@ -1,13 +1,12 @@
 """A prepared request and the fleet -> a decision (stages index and schedule of DESIGN.md 3)."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mmrouter.api import MMRouterDeployment, block_size_of
 from mmrouter_router.fleet import Fleet, Usage, Worker
-from mmrouter_router.index import window_blocks
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Candidate, Choice, Exactness, Policy, choose
 from mmrouter_router.sentinels import Scope
@@ -81,7 +80,8 @@ class Placer:
         rows: list[Candidate] = []
         for (size, scope), group in targets.items():
             keys = prepared.keys(size, scope)
-            overlap = self._overlap(prepared, keys, size, group)
+            ranks = ((target.worker, target.rank) for target, _ in group)
+            overlap = self._fleet.overlap(keys, len(prepared.ids), size, ranks)
             rows += [self._candidate(target, overlap, len(keys), standing) for target, standing in group]
         choice = choose(
             rows,
@@ -104,25 +104,6 @@ class Placer:
         target, winner = decision.target, decision.choice.winner
         usage = target.worker.usage.setdefault(target.rank, Usage())
         return Booking(usage, float(winner.blocks - (winner.overlap if winner.scored else 0)), float(winner.blocks))
-
-    def _overlap(
-        self, prepared: Prepared, keys: Sequence[int], size: int, group: list[tuple[Target, Standing]]
-    ) -> dict[int, int]:
-        """Return slot -> blocks that its cache would hit."""
-        slots: list[int] = []
-        windows: dict[int, int] = {}
-        for (worker, rank, _), _ in group:
-            slot = worker.slots.get(rank)
-            if slot is None:
-                continue
-            if worker.group.window:
-                windows[slot] = window_blocks(worker.group.window, size)
-            else:
-                slots.append(slot)
-        overlap = self._fleet.index.match(keys, slots) if slots else {}
-        if windows:
-            overlap |= self._fleet.index.match_windows(keys[: max(0, len(prepared.ids) - 1) // size], windows)
-        return overlap
 
     def _targets(self, exclude: Collection[str]) -> dict[tuple[int, Scope | None], list[tuple[Target, Standing]]]:
         """Return (block size, scope) -> what may serve at it; one pass, because it is once per request and worker."""
