@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+from typing import Any
 
 import aiohttp
 
 from mmrouter import metadata
-from mmrouter.engines import vllm
+from mmrouter.engines import adapter
+from mmrouter.engines.sglang_info import INFO_PATH, MODEL_PATH, parse_info
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.relay import Relay
 from mmrouter_sidecar.settings import Settings
@@ -17,6 +19,8 @@ PERIOD = 0.5
 """Seconds between looks at an engine that is not up yet; one that is up is asked for its load every second."""
 LOAD_PERIOD = 1.0
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+SLOW = aiohttp.ClientTimeout(total=10.0)
+"""For what an engine is asked once."""
 PATIENCE = 3
 """Failed looks in a row at an engine that was up before it counts as down: a busy one may miss one."""
 
@@ -28,6 +32,7 @@ class Probe:
         self._settings, self._relay, self._metrics = settings, relay, metrics
         self._base = f"http://{settings.pod_ip}:{settings.ports.engine}"
         self._failures = 0
+        self._adapter = adapter(settings.engine)
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -52,9 +57,10 @@ class Probe:
         if healthy:
             self._failures = 0
             if state != "up":
-                version = await self._version(session)
+                said = await self._ask(session)
                 await self._learn_model()
-                self._relay.learned(state="up", version=version)
+                if self._relay.epoch == epoch:
+                    self._relay.learned(state="up", **said)
             return
         self._failures += 1
         if state == "up" and (healthy is False or self._failures >= PATIENCE):
@@ -62,25 +68,37 @@ class Probe:
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool | None:
         """True: it serves. False: it says that it does not. None: no answer."""
+        path = self._adapter.HEALTH_PATH
         try:
-            async with session.get("/health") as answer:
+            async with session.get(path) as answer:
                 if answer.status == 200:
                     return True
         except (aiohttp.ClientError, TimeoutError, OSError):
-            self._metrics.probes.labels("/health").inc()
+            self._metrics.probes.labels(path).inc()
             return None
-        self._metrics.probes.labels("/health").inc()
+        self._metrics.probes.labels(path).inc()
         return False
 
-    async def _version(self, session: aiohttp.ClientSession) -> str:
+    async def _ask(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        """Return what an engine that came up says of itself, once: its answers may be heavy (facts on SGLang 6)."""
+        if self._settings.engine != "sglang":
+            version = (await self._json(session, "/version")).get("version")
+            return {"version": version if isinstance(version, str) else ""}
+        info = parse_info(await self._json(session, INFO_PATH), await self._json(session, MODEL_PATH))
+        if info.version and not info.publishes:
+            log.error("the engine publishes no KV events: %s says so", INFO_PATH)
+        known = {} if info.block_size is None else {"block_size": info.block_size}
+        return {"version": info.version, "identity": info.facts, **known}
+
+    async def _json(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
         try:
-            async with session.get("/version") as answer:
+            async with session.get(path, timeout=SLOW) as answer:
+                answer.raise_for_status()
                 said = await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            self._metrics.probes.labels("/version").inc()
-            return ""
-        version = said.get("version") if isinstance(said, dict) else None
-        return version if isinstance(version, str) else ""
+            self._metrics.probes.labels(path).inc()
+            return {}
+        return said if isinstance(said, dict) else {}
 
     async def _load(self, session: aiohttp.ClientSession) -> None:
         try:
@@ -90,9 +108,9 @@ class Probe:
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._metrics.probes.labels("/metrics").inc()
             return
-        for rank, load in vllm.parse_load(text).items():
+        for rank, load in self._adapter.parse_load(text).items():
             self._relay.load(rank, load.running, load.waiting, load.kv_usage)
-        size = vllm.parse_block_size(text)
+        size = self._adapter.parse_block_size(text)
         if size is not None:
             self._relay.learned(block_size=size)
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-COMMANDS = ("vllm",)
+COMMANDS = ("vllm", "sglang")
 
 
 def install(directory: Path) -> list[Path]:

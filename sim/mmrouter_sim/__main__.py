@@ -1,4 +1,4 @@
-"""``python -m mmrouter_sim install DIR`` and ``python -m mmrouter_sim vllm serve MODEL [flags]``."""
+"""``python -m mmrouter_sim install DIR | vllm serve MODEL [flags] | sglang serve --model-path MODEL [flags]``."""
 
 import sys
 from pathlib import Path
@@ -20,6 +20,13 @@ def main(argv: list[str] | None = None) -> int:
             from mmrouter_sim.flags import parse  # noqa: PLC0415
 
             settings = parse(rest)
+            from mmrouter_sim.server import run  # noqa: PLC0415
+
+            return run(settings)
+        case ["sglang", *rest]:
+            from mmrouter_sim.sglang.flags import parse as parse_sglang  # noqa: PLC0415
+
+            settings = parse_sglang(rest)
             from mmrouter_sim.server import run  # noqa: PLC0415
 
             return run(settings)

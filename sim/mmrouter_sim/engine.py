@@ -1,8 +1,9 @@
-"""One simulated vLLM process without its HTTP side: model, ranks, processor cache, and whether it is going down."""
+"""One simulated engine process without its HTTP side: model, ranks, processor cache, and whether it is going down."""
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -10,12 +11,14 @@ import msgspec
 from mmrouter_sim.answers import Speaker, Vocabulary
 from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
+from mmrouter_sim.core.sglang import WRAPPERS, SglangDialect, fingerprint
 from mmrouter_sim.flags import Settings
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.metrics import Metrics
 from mmrouter_sim.model import Model
 from mmrouter_sim.publisher import Publisher
 from mmrouter_sim.runner import Runner
+from mmrouter_sim.sglang.metrics import SglangMetrics
 
 _CACHE_TOKENS = 131_072  # of each rank's KV cache, unless a flag says otherwise or the context is longer
 
@@ -31,8 +34,12 @@ class Engine:
         self.speaker = Speaker(
             Vocabulary(model.tokenizer), model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
         )
-        self.runners = [Runner(self._scheduler(rank), self._publisher(rank)) for rank in range(settings.ranks)]
-        self.metrics = Metrics(settings, self.runners, self.images)
+        sglang = settings.engine == "sglang"
+        self.runners = [
+            Runner(self._scheduler(rank), self._publisher(rank), tells_when_idle=sglang)
+            for rank in range(settings.ranks)
+        ]
+        self.metrics = (SglangMetrics if sglang else Metrics)(settings, self.runners, self.images)
         # One thread, as templates, tokenizing and decoding images must not stall the steps; the engine has a process.
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
         self.draining = False
@@ -50,6 +57,10 @@ class Engine:
             largest_image=self.model.largest_image,
             prefix_caching=settings.prefix_caching,
         )
+        if settings.engine == "sglang":
+            scheduler = Scheduler(limits, cost=settings.cost, seed=settings.seed + rank, dialect=SglangDialect(size))
+            scheduler.reset()  # the engine announces its empty cache
+            return scheduler
         return Scheduler(
             limits,
             cost=settings.cost,
@@ -59,7 +70,9 @@ class Engine:
         )
 
     def _publisher(self, rank: int) -> Publisher | None:
-        return Publisher(self.settings.events, rank) if self.settings.events.publishes else None
+        return (
+            Publisher(self.settings.events, rank, bind=self.settings.bind) if self.settings.events.publishes else None
+        )
 
     def sources(self) -> dict[str, Any]:
         """Return the body of ``/kv_event_sources``: the resolved event configuration of each rank."""
@@ -68,6 +81,15 @@ class Engine:
             for rank, runner in enumerate(self.runners)
             if runner.publisher is not None
         }
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of the processor, where an image is named by its encoded bytes; ``None`` where by its pixels (SGLang)."""
+        settings, model = self.settings, self.model
+        if model.model_type not in WRAPPERS or not (model.model_type == "qwen3_vl" or settings.preprocess_cache_mb):
+            return None
+        process = settings.arguments.get("mm_process_config") or {}
+        return fingerprint(model.model_type, list(model.architectures) or None, settings.revision, process)
 
     def pick(self, header: str | None) -> tuple[int, Runner]:
         """Return the rank that a request is pinned to, else the least loaded. Raises ``ValueError``."""

@@ -9,9 +9,9 @@ environment is free.
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -93,28 +93,34 @@ class Settings:
     cost: Cost
     seed: int
     answer_tokens: int
+    engine: Literal["vllm", "sglang"] = "vllm"
+    bind: bool | None = None  # of the event socket; None: as its address says
+    preprocess_cache_mb: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)  # as the engine resolves them, where it tells them
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Ends the process on a usage error, saying which engine speaks."""
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"vllm (simulated): error: {message}\n")
+        self.exit(2, f"{self.prog.split()[0]} (simulated): error: {message}\n")
 
 
 def parse(argv: Sequence[str]) -> Settings:
     """Return the settings of ``vllm serve MODEL [flags]``. Exits with status 2 on a usage error, 0 after ``--help``."""
-    parser = _Parser(prog="vllm", description="Simulated vLLM: the real flags and wire, no GPU.", allow_abbrev=False)
+    parser = Parser(prog="vllm", description="Simulated vLLM: the real flags and wire, no GPU.", allow_abbrev=False)
     parser.add_argument("-v", "--version", action="version", version=VERSION)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     _add_flags(serve)
-    args = parser.parse_args([_dashed(arg) for arg in argv])
+    args = parser.parse_args([dashed(arg) for arg in argv])
     try:
         return _settings(args)
     except (ValueError, OSError) as error:  # msgspec's errors are ValueErrors
         serve.error(str(error))
 
 
-def _dashed(arg: str) -> str:
+def dashed(arg: str) -> str:
     """The engine takes ``--block_size`` for ``--block-size``; values stay as they are."""
     if not arg.startswith("--"):
         return arg
@@ -151,6 +157,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         add(name, help="no effect here")
     for name in _NO_EFFECT_SWITCHES:
         add(name, action=argparse.BooleanOptionalAction, help="no effect here")
+    add_sim_flags(parser)
+
+
+def add_sim_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the simulator's own knobs."""
     sim = parser.add_argument_group("simulator")
     defaults = Cost()
     for name, kind, default, text in (
@@ -192,7 +203,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         hash_algorithm=args.prefix_caching_hash_algo,
         events=msgspec.json.decode(args.kv_events_config, type=EventsConfig),
         token_details=args.enable_prompt_tokens_details,
-        chat_template=_template(args.chat_template),
+        chat_template=template(args.chat_template),
         processor=msgspec.json.decode(args.mm_processor_kwargs, type=dict[str, Any]),
         image_limit=images.get("count") if isinstance(images, dict) else images,
         media_root=Path(args.allowed_local_media_path).resolve() if args.allowed_local_media_path else None,
@@ -200,19 +211,24 @@ def _settings(args: argparse.Namespace) -> Settings:
         shutdown_seconds=args.shutdown_timeout,
         dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1",
         int_hashes=os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") != "0",
-        cost=Cost(
-            prefill_rate=args.sim_prefill_rate,
-            encode_seconds=args.sim_encode_seconds,
-            decode_seconds=args.sim_decode_ms / 1e3,
-            jitter=args.sim_jitter,
-            speed=args.sim_speed,
-        ),
+        cost=cost_of(args),
         seed=args.sim_seed,
         answer_tokens=args.sim_answer_tokens,
     )
 
 
-def _template(value: str | None) -> str | None:
+def cost_of(args: argparse.Namespace) -> Cost:
+    """Return what the simulator's knobs say about time."""
+    return Cost(
+        prefill_rate=args.sim_prefill_rate,
+        encode_seconds=args.sim_encode_seconds,
+        decode_seconds=args.sim_decode_ms / 1e3,
+        jitter=args.sim_jitter,
+        speed=args.sim_speed,
+    )
+
+
+def template(value: str | None) -> str | None:
     """A template is given by file name or, when it holds template syntax, as itself."""
     if value is None or "{" in value:
         return value

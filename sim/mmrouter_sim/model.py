@@ -40,6 +40,8 @@ class Model:
     context: int  # tokens
     stop_ids: tuple[int, ...]
     largest_image: int  # visual tokens
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
 
     def count(self, width: int, height: int) -> int:
         """Return an image's placeholder tokens. Raises :class:`RequestError` for a size that the processor refuses."""
@@ -94,6 +96,8 @@ def load(name: str, folder: Path, *, chat_template: str | None, processor: Mappi
         context=_context(config),
         stop_ids=_stop_ids(folder, config, prompter.tokenizer),
         largest_image=_largest(family),
+        model_type=str(config.get("model_type")),
+        architectures=tuple(config.get("architectures") or ()),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from mmrouter_sim.core.events import Event, EventBatch, encode
+from mmrouter_sim.core.events import Event, encode_events
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,11 @@ def binds(endpoint: str) -> bool:
 class Publisher:
     """The sockets of one rank. ``clock`` gives the seconds since 1970 that go into each batch."""
 
-    def __init__(self, config: EventsConfig, rank: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, config: EventsConfig, rank: int, clock: Callable[[], float] = time.time, *, bind: bool | None = None
+    ) -> None:
+        """``bind``: what the PUB socket does with its address, ``None``: as the address says (:func:`binds`)."""
+        self._bind = binds(config.endpoint) if bind is None else bind
         self.config = config.resolved(rank)
         self._rank = rank
         self._clock = clock
@@ -82,7 +86,7 @@ class Publisher:
     def start(self) -> None:
         """Open the sockets; needs a running loop. Raises ``zmq.ZMQError`` for an address that is taken or malformed."""
         self._pub.set_hwm(self.config.hwm)
-        if binds(self.config.endpoint):
+        if self._bind:
             self._pub.bind(self.config.endpoint)
         else:
             self._pub.connect(self.config.endpoint)
@@ -98,7 +102,7 @@ class Publisher:
 
     def publish(self, events: Sequence[Event]) -> None:
         """Send what one step produced. Never blocks: a subscriber that is too slow loses messages."""
-        payload = encode(EventBatch(self._clock(), list(events), self._rank))
+        payload = encode_events(self._clock(), events, self._rank)
         self._sent.append((self._sequence, payload))
         self._pub.send_multipart([self._topic, self._sequence.to_bytes(8, "big"), payload])
         self._sequence += 1

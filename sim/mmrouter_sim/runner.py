@@ -7,6 +7,7 @@ engine's core process does. Durations are counted from when a step should have e
 import asyncio
 from collections.abc import AsyncGenerator
 
+from mmrouter_sim.core.events import Event
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.scheduler import Output, Scheduler
 from mmrouter_sim.publisher import Publisher
@@ -17,11 +18,15 @@ class Aborted(Exception):  # noqa: N818 - an outcome, not a mistake
 
 
 class Runner:
-    """Drives one scheduler. ``publisher`` is ``None`` where KV events are off."""
+    """Drives one scheduler. ``publisher`` is ``None`` where KV events are off.
 
-    def __init__(self, scheduler: Scheduler, publisher: Publisher | None) -> None:
+    ``tells_when_idle``: what happened beside a step goes out when there is no next one, not with the next one.
+    """
+
+    def __init__(self, scheduler: Scheduler, publisher: Publisher | None, *, tells_when_idle: bool = False) -> None:
         self.scheduler = scheduler
         self.publisher = publisher
+        self.tells_when_idle = tells_when_idle
         self._queues: dict[Request, asyncio.Queue[Output | None]] = {}
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
@@ -69,6 +74,10 @@ class Runner:
                 self.scheduler.abort(request)
                 queue.put_nowait(None)
 
+    def tell(self) -> None:
+        """Let what happened beside a step go out, where it does not wait for the next one."""
+        self._wake.set()
+
     async def run(self) -> None:
         """Step until cancelled."""
         loop = asyncio.get_running_loop()
@@ -76,6 +85,7 @@ class Runner:
         while True:
             step = self.scheduler.schedule(loop.time())
             if step is None:
+                self._publish(self.scheduler.news() if self.tells_when_idle else [])
                 self._wake.clear()
                 await self._wake.wait()
                 due = loop.time()
@@ -83,7 +93,10 @@ class Runner:
             due += step.seconds
             await asyncio.sleep(max(0.0, due - loop.time()))
             outputs, events = self.scheduler.complete(step, loop.time())
-            if events and self.publisher is not None:
-                self.publisher.publish(events)
+            self._publish(events)
             for output in outputs:
                 self._queues[output.request].put_nowait(output)
+
+    def _publish(self, events: list[Event]) -> None:
+        if events and self.publisher is not None:
+            self.publisher.publish(events)

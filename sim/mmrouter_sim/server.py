@@ -1,4 +1,4 @@
-"""Running a simulated vLLM as a process: load, open sockets, serve, drain on SIGTERM."""
+"""Running a simulated engine as a process: load, open sockets, serve, drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -9,11 +9,11 @@ from types import FrameType
 import uvicorn
 import uvloop
 import zmq
+from starlette.applications import Starlette
 
 from mmrouter_sim import model
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import VERSION, Settings
-from mmrouter_sim.web.app import build
+from mmrouter_sim.flags import Settings
 
 log = logging.getLogger("mmrouter_sim")
 
@@ -38,11 +38,22 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _application(engine: Engine) -> Starlette:
+    # Only what this process serves is loaded.
+    if engine.settings.engine == "sglang":
+        from mmrouter_sim.sglang import app as sglang  # noqa: PLC0415
+
+        return sglang.build(engine)
+    from mmrouter_sim.web import app as vllm  # noqa: PLC0415
+
+    return vllm.build(engine)
+
+
 async def serve(engine: Engine) -> None:
     """Serve until a signal ends it. Raises ``zmq.ZMQError`` when an event address is taken."""
     settings = engine.settings
     config = uvicorn.Config(
-        build(engine),
+        _application(engine),
         host=settings.host,
         port=settings.port,
         log_config=None,
@@ -68,7 +79,7 @@ async def serve(engine: Engine) -> None:
 
 
 def run(settings: Settings) -> int:
-    """Run ``vllm serve`` and return its exit status."""
+    """Run an engine's ``serve`` and return its exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
     try:
         folder = model.find_folder(settings.model, settings.revision)
@@ -79,8 +90,8 @@ def run(settings: Settings) -> int:
         return 1
     limits = engine.runners[0].scheduler.limits
     log.info(
-        "simulated vLLM %s: %s, context %d, %d rank(s) of %d blocks of %d tokens, on %s:%d",
-        VERSION,
+        "simulated %s: %s, context %d, %d rank(s) of %d blocks of %d tokens, on %s:%d",
+        settings.engine,
         settings.model,
         engine.context,
         settings.ranks,

@@ -1,9 +1,12 @@
 """KV events and their encoding, byte for byte as vLLM 0.32 puts them on the wire (facts on vLLM 2.3, 2.4).
 
+The batch around them is SGLang's too.
+
 An event is a msgpack map with ``type`` first; fields that have a default are left out when they have it. A batch is a
 msgpack array of time, events and data-parallel rank.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -47,14 +50,16 @@ class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
     """The rank's prefix cache was reset."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+VllmEvent = BlockStored | BlockRemoved | AllBlocksCleared
+Event = msgspec.Struct
+"""An event of whatever engine: a map that names its type."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):
     """What one engine step published: seconds since 1970, events, rank."""
 
     ts: float
-    events: list[Event]
+    events: list[VllmEvent]
     data_parallel_rank: int
 
 
@@ -64,3 +69,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 def encode(batch: EventBatch) -> bytes:
     """Return the payload frame of a batch."""
     return _ENCODER.encode(batch)
+
+
+def encode_events(ts: float, events: Sequence[Event], rank: int) -> bytes:
+    """Return the payload frame of events of any engine, in the same form."""
+    return _ENCODER.encode((ts, events, rank))

@@ -13,19 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmrouter_sim.core.cost import Cost
+from mmrouter_sim.core.dialect import Dialect, VllmDialect
 from mmrouter_sim.core.encoder import EncoderCache
-from mmrouter_sim.core.events import (
-    FULL_ATTENTION,
-    MEDIUM,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    PublishedHash,
-)
-from mmrouter_sim.core.hashing import Hash, Media, first_parent, published_int, sha256_cbor
+from mmrouter_sim.core.events import Event, PublishedHash
+from mmrouter_sim.core.hashing import Hash, Media, published_int, sha256_cbor
 from mmrouter_sim.core.pool import BlockPool
-from mmrouter_sim.core.request import Chain, Finish, Request
+from mmrouter_sim.core.request import Finish, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +87,9 @@ class Scheduler:
         hash_: Hash = sha256_cbor,
         hash_seed: str | None = None,
         published: Callable[[bytes], PublishedHash] = published_int,
+        dialect: Dialect | None = None,
     ) -> None:
+        """``hash_``, ``hash_seed`` and ``published`` are vLLM's options; another engine comes as its ``dialect``."""
         self.limits = limits
         self.cost = cost or Cost()
         self.counters = Counters()
@@ -102,8 +97,7 @@ class Scheduler:
         self.encoder = EncoderCache(max(limits.max_batched_tokens, limits.largest_image))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._chain = Chain(hash_, first_parent(hash_, hash_seed), limits.block_size)
-        self._published = published
+        self._dialect = dialect or VllmDialect(limits.block_size, hash_=hash_, hash_seed=hash_seed, published=published)
         self._rng = random.Random(seed)
         self._events: list[Event] = []
 
@@ -120,7 +114,7 @@ class Scheduler:
             raise ValueError(f"the prompt has {len(request.ids)} tokens, the model takes {self.limits.max_model_len}")
         if any(item.length > self.encoder.room for item in request.media):
             raise ValueError(f"an image has more than {self.encoder.room} tokens")
-        self._chain.extend(request)
+        self._dialect.extend(request)
         self.waiting.append(request)
 
     def abort(self, request: Request, reason: Finish = "abort") -> None:
@@ -132,7 +126,7 @@ class Scheduler:
         """Forget the prefix cache. ``False`` while requests hold blocks. The event goes out with the next step."""
         if not self.pool.clear():
             return False
-        self._events.append(AllBlocksCleared())
+        self._events.append(self._dialect.cleared())
         return True
 
     def schedule(self, now: float) -> Step | None:
@@ -191,8 +185,12 @@ class Scheduler:
                     self.encoder.done(request.id, item.identifier)
             if request.computed == len(request.ids):
                 outputs.append(self._sample(request, now))
+        return outputs, self.news()
+
+    def news(self) -> list[Event]:
+        """Return, once, the events of everything since the last step."""
         events, self._events = self._events, []
-        return outputs, events
+        return self._dialect.joined(events)
 
     def _sample(self, request: Request, now: float) -> Output:
         token = request.sample(request.answer_length)
@@ -200,7 +198,7 @@ class Scheduler:
             request.first_token = now
             self.counters.prompt_tokens += request.prompt_length
         request.ids.append(token)
-        self._chain.extend(request)
+        self._dialect.extend(request)
         self.counters.generation_tokens += 1
         finished: Finish | None = None
         if token in request.stop_ids:
@@ -271,32 +269,28 @@ class Scheduler:
             return False
         if missing > 0:
             request.blocks += self.pool.take(missing)
-        full = reach // size
-        if self.limits.prefix_caching and full > request.stored:
-            self.pool.fill(request.blocks[request.stored : full], request.digests[request.stored : full])
-            self._announce(request, request.stored, full)
-            request.stored = full
+        self._store(request, min(reach, request.prompt_length if self._dialect.single else reach) // size)
         return True
 
+    def _store(self, request: Request, full: int) -> None:
+        """Make the first ``full`` blocks of a request findable."""
+        first = request.stored
+        if not self.limits.prefix_caching or full <= first:
+            return
+        if self._dialect.single:
+            while first < full and self.pool.find(request.digests[first]) is not None:
+                first += 1  # computed beside another request: that one's stays, ours is given back unnamed
+            full = next((n for n in range(first, full) if self.pool.find(request.digests[n]) is not None), full)
+        if first < full:
+            self.pool.fill(request.blocks[first:full], request.digests[first:full])
+            self._announce(request, first, full)
+        request.stored = full
+
     def _announce(self, request: Request, first: int, last: int) -> None:
-        size = self.limits.block_size
-        self._events.append(
-            BlockStored(
-                block_hashes=[self._published(digest) for digest in request.digests[first:last]],
-                parent_block_hash=self._published(request.digests[first - 1]) if first else None,
-                token_ids=list(request.ids[first * size : last * size]),
-                block_size=size,
-                lora_id=1 if request.lora else None,
-                medium=MEDIUM,
-                lora_name=request.lora[0] if request.lora else None,
-                extra_keys=self._chain.published(request, first, last),
-                group_idx=0,
-                kv_cache_spec_kind=FULL_ATTENTION,
-            )
-        )
+        self._events.append(self._dialect.stored(request, first, last))
 
     def _evicted(self, digest: bytes) -> None:
-        self._events.append(BlockRemoved(block_hashes=[self._published(digest)], medium=MEDIUM, group_idx=0))
+        self._events.append(self._dialect.removed(digest))
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
@@ -306,6 +300,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _end(self, request: Request, reason: Finish) -> None:
+        if self._dialect.single and request in self.running:
+            self._store(request, request.computed // self.limits.block_size)
         request.finished = reason
         self.counters.finished[reason] += 1
         if request in self.running:

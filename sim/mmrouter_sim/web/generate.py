@@ -169,7 +169,7 @@ def _job(engine: Engine, http: HttpRequest, body: Generation, prompt: Prompt, wa
     return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model)
 
 
-async def _pieces(job: Job) -> AsyncIterator[Piece]:
+async def pieces(job: Job) -> AsyncIterator[Piece]:
     """Run a job and yield its tokens with their text, cut at a stop string."""
     loop = asyncio.get_running_loop()
     decoder = DecodeStream(skip_special_tokens=True)
@@ -207,8 +207,8 @@ def _find_stop(text: str, before: int, stops: tuple[str, ...]) -> tuple[int, str
 
 async def _whole(http: HttpRequest, job: Job, make: Callable[[Job, list[Piece]], dict[str, Any]]) -> Response:
     """Wait for the whole answer; a client that goes away meanwhile ends the request."""
-    work = asyncio.create_task(_collect(job))
-    gone = asyncio.create_task(_disconnected(http))
+    work = asyncio.create_task(collect(job))
+    gone = asyncio.create_task(disconnected(http))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -222,11 +222,13 @@ async def _whole(http: HttpRequest, job: Job, make: Callable[[Job, list[Piece]],
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
-async def _collect(job: Job) -> list[Piece]:
-    return [piece async for piece in _pieces(job)]
+async def collect(job: Job) -> list[Piece]:
+    """Run a job to its end."""
+    return [piece async for piece in pieces(job)]
 
 
-async def _disconnected(http: HttpRequest) -> None:
+async def disconnected(http: HttpRequest) -> None:
+    """Return when the client has gone."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -310,7 +312,7 @@ def _frame(value: object) -> bytes:
 async def _chat_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
     head = job.head("chat.completion.chunk")
     first = True
-    async for piece in _pieces(job):
+    async for piece in pieces(job):
         if first:
             # The engine announces the role with the first token, in a chunk of its own.
             start = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -329,7 +331,7 @@ async def _chat_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
 async def _text_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
     head = job.head("text_completion")
     first = True
-    async for piece in _pieces(job):
+    async for piece in pieces(job):
         choice = {
             "index": 0,
             "text": piece.text,

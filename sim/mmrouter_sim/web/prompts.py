@@ -24,6 +24,7 @@ class Prompt:
 
     ids: "array[int]"
     media: tuple[Media, ...] = ()
+    padded: "array[int] | None" = None  # ids with what stands for images in them, where an engine puts it there
 
     @property
     def visual_tokens(self) -> int | None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def vllm(tmp_path):
     """The installed command, run as any program would run it."""
-    (path,) = mmrouter_sim.install(tmp_path / "new" / "bin")
+    path, _ = mmrouter_sim.install(tmp_path / "new" / "bin")
     return path
 
 

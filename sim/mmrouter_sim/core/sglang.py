@@ -1,0 +1,211 @@
+"""SGLang's pages: how they are named from token ids, and the events about them (facts on SGLang 1.2 to 1.5, 2).
+
+    digest[i]  = SHA-256(digest[i-1] || words of page i)
+    digest[-1] = nothing, or SHA-256 of a tag and the cache salt
+
+An image stands in the ids themselves, as sentinels made from its item hash. Nothing here comes from the router's
+library: the engine must not agree with it because both call one function.
+"""
+
+import hashlib
+import json
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mmrouter_sim.core.request import Request
+
+VERSION = "0.5.23"
+"""The release whose behaviour is simulated."""
+TRANSFORMERS = "5.19.0"
+"""The release of transformers that it pins."""
+PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
+WRAPPERS = {
+    "qwen2_vl": "transformers.models.qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+    "qwen2_5_vl": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    "qwen3_vl": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+}
+"""Model type -> the processor of transformers that it wraps; these take the path on which bytes name an image."""
+GPU = "GPU"
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """Pages that became findable, in chain order, after ``parent_block_hash``."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    cache_salt: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    """Pages that are gone."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
+    """The rank's cache is empty."""
+
+
+class SglangDialect:
+    """Pages of one size; each is held once, and what a request answered becomes findable when it ends."""
+
+    single = True
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+
+    def extend(self, request: Request) -> None:
+        size, digests = self._size, request.digests
+        for start in range(len(digests) * size, len(request.ids) - size + 1, size):
+            prior = digests[-1] if digests else root(request.salt)
+            digests.append(page(prior, request.ids[start : start + size]))
+
+    def stored(self, request: Request, first: int, last: int) -> BlockStored:
+        size = self._size
+        return BlockStored(
+            block_hashes=[published(digest) for digest in request.digests[first:last]],
+            parent_block_hash=published(request.digests[first - 1]) if first else None,
+            token_ids=request.ids[first * size : last * size].tolist(),
+            block_size=size,
+            lora_id=None,
+            medium=GPU,
+            cache_salt=request.salt,
+        )
+
+    def removed(self, digest: bytes) -> BlockRemoved:
+        return BlockRemoved([published(digest)], GPU)
+
+    def cleared(self) -> AllBlocksCleared:
+        return AllBlocksCleared()
+
+    def joined(self, events: list[Any]) -> list[Any]:
+        """Join stores that continue each other, and removals that stand side by side."""
+        out: list[Any] = []
+        for event in events:
+            match (out[-1] if out else None), event:
+                case (BlockStored() as last, BlockStored()) if (
+                    event.parent_block_hash == last.block_hashes[-1] and event.cache_salt == last.cache_salt
+                ):
+                    last.block_hashes += event.block_hashes
+                    last.token_ids += event.token_ids
+                case (BlockRemoved() as last, BlockRemoved()):
+                    last.block_hashes += event.block_hashes
+                case _:
+                    out.append(event)
+        return out
+
+
+def root(salt: str | None) -> bytes:
+    """Return what a prompt's first page is chained to."""
+    return hashlib.sha256(b"sglang-cache-salt-v1\x00" + salt.encode()).digest() if salt is not None else b""
+
+
+def page(prior: bytes, ids: "array[int]") -> bytes:
+    """Return the digest of one page: 32-bit words, or a mark and 64-bit words where one id needs them."""
+    words = struct.pack(f"<B{len(ids)}Q", 0xFF, *ids) if max(ids) >> 32 else struct.pack(f"<{len(ids)}I", *ids)
+    return hashlib.sha256(prior + words).digest()
+
+
+def published(digest: bytes) -> int:
+    """Return the number that events show."""
+    return struct.unpack(">q", digest[:8])[0]  # type: ignore[no-any-return]
+
+
+def sentinels(item: int) -> tuple[int, int, int, int]:
+    """Return the four ids that stand for an image's tokens in turn."""
+    digest = hashlib.sha256(b"sglang-mm-wide-pad-v1" + struct.pack(">Q", item)).digest()
+    a, b, c, d = (1_000_000 + word % 2**62 for word in struct.unpack(">4Q", digest))
+    return a, b, c, d
+
+
+def padded(ids: Sequence[int], runs: Sequence[tuple[int, int, int]], *, first_only: bool = False) -> "array[int]":
+    """Return ids with sentinels in the runs (item hash, start, length). ``first_only``: one value is repeated."""
+    out = array("Q", ids)
+    for item, start, length in runs:
+        four = sentinels(item)
+        for number in range(length):
+            out[start + number] = four[0 if first_only else number % 4]
+    return out
+
+
+def by_pixels(mode: str, size: tuple[int, int], pixels: bytes) -> int:
+    """Return an item hash that is a function of decoded pixels, as a hash of the processed tensor is."""
+    head = f"{mode} {size[0]} {size[1]}\n".encode()
+    return int.from_bytes(hashlib.sha256(head + pixels).digest()[:8], "big")
+
+
+def by_bytes(data: bytes, fingerprint: str, options: Mapping[str, Any]) -> int:
+    """Return the item hash of the artifact path: a function of the encoded bytes and of how they are processed."""
+    key = text_digest(
+        {
+            "content_digest": "sha256:" + hashlib.sha256(data).hexdigest(),
+            "modality": "image",
+            "processor_fingerprint": fingerprint,
+            "preprocess_kwargs": options,
+        }
+    )
+    framed = hashlib.sha256()
+    for part in (b"multimodal-feature-v1", bytes.fromhex(key[len("sha256:") :]), bytes(1)):
+        framed.update(struct.pack(">Q", len(part)) + part)
+    return int.from_bytes(framed.digest()[:8], "big")
+
+
+def fingerprint(
+    model_type: str, architectures: list[str] | None, revision: str | None, process_config: Mapping[str, Any]
+) -> str:
+    """Return the fingerprint of a Qwen-VL processor on CPU, as a digest."""
+    parts = {f"{kind}_config": process_config.get(kind, {}) for kind in ("image", "video", "audio")}
+    return text_digest(
+        {
+            "transformers": TRANSFORMERS,
+            "processor_class": PROCESSOR,
+            "model_type": model_type,
+            "architectures": architectures,
+            "model_revision": revision,
+            "processor_revision": revision,
+            "disable_fast_image_processor": False,
+            "mm_process_config": process_config,
+            "processor": {
+                "wrapper_class": WRAPPERS[model_type],
+                "gpu_image_decode": True,
+                "image_processor_backend": "auto",
+                "feature_transport": "cpu",
+                "wrapped_processor": None,
+                **parts,
+            },
+            "extra": {},
+        }
+    )
+
+
+def text_digest(value: object) -> str:
+    """Return the digest of a value's canonical text, in which every part says its type."""
+    return "sha256:" + hashlib.sha256(_text(_tree(value)).encode()).hexdigest()
+
+
+def _tree(value: object) -> dict[str, object]:
+    if isinstance(value, Mapping):
+        pairs = sorted(([_tree(key), _tree(item)] for key, item in value.items()), key=lambda pair: _text(pair[0]))
+        return {"type": "mapping", "items": pairs}
+    if isinstance(value, list):
+        return {"type": "list", "items": [_tree(item) for item in value]}
+    if isinstance(value, bool):
+        return {"type": "bool", "value": value}
+    if isinstance(value, float):
+        return {"type": "float64", "bits": struct.pack(">d", value).hex()}
+    if value is None:
+        return {"type": "none"}
+    return {"type": "int" if isinstance(value, int) else "str", "value": str(value)}
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,201 @@
+"""``/v1/chat/completions`` and ``/v1/completions`` in SGLang's shapes (captures of 0.5.23)."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.sglang import padded
+from mmrouter_sim.engine import Engine
+from mmrouter_sim.runner import Aborted
+from mmrouter_sim.sglang import prompts
+from mmrouter_sim.sglang.schema import ChatRequest, CompletionRequest, check
+from mmrouter_sim.web import generate
+from mmrouter_sim.web import prompts as texts
+from mmrouter_sim.web.errors import RequestError, json_response
+from mmrouter_sim.web.generate import Job, Piece
+from mmrouter_sim.web.prompts import Prompt
+from mmrouter_sim.web.schema import StreamOptions, parse
+
+RANK_HEADERS = ("x-override-routed-dp-rank", "x-data-parallel-rank")
+RID_HEADER = "x-override-rid"
+
+ABORTED = RequestError("The request was aborted.", status=503, kind="ServiceUnavailableError")
+
+
+async def chat(engine: Engine, http: HttpRequest) -> Response:
+    """Answer ``POST /v1/chat/completions``."""
+    body = parse(await http.body(), ChatRequest)
+    check(body)
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    prompt = await _render(engine, lambda: prompts.from_messages(engine, body, body.messages))
+    job = _job(engine, http, body, prompt, wanted)
+    return _stream(job, _chat_chunks(job)) if body.stream else await _whole(http, job, _chat_answer)
+
+
+async def complete(engine: Engine, http: HttpRequest) -> Response:
+    """Answer ``POST /v1/completions``."""
+    body = parse(await http.body(), CompletionRequest)
+    check(body)
+    prompt = await _render(engine, lambda: texts.from_text(engine, body.prompt, special=True))
+    job = _job(engine, http, body, prompt, body.max_tokens if body.max_tokens is not None else 16)
+    return _stream(job, _text_chunks(job)) if body.stream else await _whole(http, job, _text_answer)
+
+
+async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
+    """Make a prompt beside the steps. The engine takes requests while it drains (facts on SGLang 6)."""
+    return await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
+
+
+def _job(
+    engine: Engine, http: HttpRequest, body: ChatRequest | CompletionRequest, prompt: Prompt, wanted: int | None
+) -> Job:
+    length, room = len(prompt.ids), engine.context
+    if length == 0:
+        raise RequestError("The prompt is empty.", param="messages")
+    if length >= room:
+        raise RequestError(f"The input ({length} tokens) is longer than the model's context length ({room} tokens).")
+    if wanted is not None and wanted < 1:
+        raise RequestError(f"max_new_tokens must be at least 1, got {wanted}.", param="max_tokens")
+    if wanted is not None and length + wanted > room:
+        raise RequestError(
+            f"Requested token count exceeds the model's maximum context length of {room} tokens. You requested a total "
+            f"of {length + wanted} tokens: {length} tokens from the input messages and {wanted} tokens for the "
+            "completion."
+        )
+    asked = body.routed_dp_rank if body.routed_dp_rank is not None else body.data_parallel_rank
+    rank_text = next((http.headers[name] for name in RANK_HEADERS if name in http.headers), None)
+    try:
+        rank, runner = engine.pick(rank_text if rank_text is not None else None if asked is None else str(asked))
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    name = http.headers.get(RID_HEADER) or body.rid or uuid.uuid4().hex
+    stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else set(engine.model.stop_ids))
+    ids = prompt.padded if prompt.padded is not None else padded(prompt.ids, [])
+    request = Request(
+        id=f"{name}-{uuid.uuid4().hex[:8]}",
+        ids=ids,
+        sample=engine.speaker.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
+        max_tokens=min(wanted or room, room - length),
+        media=prompt.media,
+        salt=body.cache_salt,
+        stop_ids=stop_ids,
+    )
+    # The engine serves any model name and repeats it.
+    model = body.model or engine.settings.served_names[0]
+    return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model)
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    prompt, answer = job.request.prompt_length, job.request.answer_length
+    details: dict[str, Any] | None = None
+    if job.engine.settings.token_details:
+        visual = job.prompt.visual_tokens
+        details = {"cached_tokens": job.request.cached_tokens or 0} | (
+            {} if visual is None else {"image_tokens": visual}
+        )
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + answer,
+        "completion_tokens": answer,
+        "prompt_tokens_details": details,
+        "reasoning_tokens": 0,
+        "completion_tokens_details": None,
+    }
+
+
+async def _whole(http: HttpRequest, job: Job, make: Callable[[Job, list[Piece]], dict[str, Any]]) -> Response:
+    work = asyncio.create_task(generate.collect(job))
+    gone = asyncio.create_task(generate.disconnected(http))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        return json_response(make(job, await work)) if work.done() else Response(status_code=499)
+    except Aborted as error:
+        raise ABORTED from error
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+def _chat_answer(job: Job, pieces: list[Piece]) -> dict[str, Any]:
+    body = job.body
+    assert isinstance(body, ChatRequest)
+    message = {"role": "assistant", "content": _text(pieces), "reasoning_content": None}
+    choice = {"index": 0, "message": message, "logprobs": None, **_ending(pieces[-1])}
+    if body.return_prompt_token_ids:
+        choice["prompt_token_ids"] = job.prompt.ids.tolist()
+    answer = job.head("chat.completion") | {"choices": [choice], "usage": _usage(job), "metadata": _METADATA}
+    return answer | ({"sglext": {"input_ids": job.prompt.ids.tolist()}} if body.return_input_ids_in_sglext else {})
+
+
+def _text_answer(job: Job, pieces: list[Piece]) -> dict[str, Any]:
+    choice = {"index": 0, "text": _text(pieces), "logprobs": None, **_ending(pieces[-1])}
+    return job.head("text_completion") | {"choices": [choice], "usage": _usage(job), "metadata": _METADATA}
+
+
+_METADATA = {"weight_version": "default"}
+
+
+def _text(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _ending(piece: Piece) -> dict[str, Any]:
+    matched = piece.stop_reason
+    if piece.finished == "stop" and matched is None:
+        matched = piece.token
+    return {"finish_reason": piece.finished, "matched_stop": matched}
+
+
+def _stream(job: Job, chunks: AsyncIterator[dict[str, Any]]) -> Response:
+    return StreamingResponse(_frames(job, chunks), media_type="text/event-stream")
+
+
+async def _frames(job: Job, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    options = job.body.stream_options or StreamOptions()
+    kind = "chat.completion.chunk" if isinstance(job.body, ChatRequest) else "text_completion"
+    try:
+        async for chunk in chunks:
+            yield _frame(chunk | {"usage": _usage(job) if options.continuous_usage_stats else None})
+        if options.include_usage:
+            yield _frame(job.head(kind) | {"choices": [], "usage": _usage(job)})
+    except Aborted:
+        yield _frame({"error": ABORTED.body()["error"]})
+    yield b"data: [DONE]\n\n"
+
+
+def _frame(value: object) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def _chat_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
+    body, head = job.body, job.head("chat.completion.chunk")
+    assert isinstance(body, ChatRequest)
+    last: Piece | None = None
+    async for piece in generate.pieces(job):
+        if last is None:
+            yield head | _delta({"role": "assistant", "content": ""})
+        last = piece
+        if piece.text:
+            yield head | _delta({"role": None, "content": piece.text})
+    assert last is not None, "an answer has at least one token"
+    end = head | _delta({"role": None, "content": None}, **_ending(last))
+    yield end | ({"sglext": {"input_ids": job.prompt.ids.tolist()}} if body.return_input_ids_in_sglext else {})
+
+
+def _delta(delta: dict[str, Any], **ending: Any) -> dict[str, Any]:
+    over = {"finish_reason": None, "matched_stop": None} | ending
+    return {"choices": [{"index": 0, "delta": delta | {"reasoning_content": None}, "logprobs": None, **over}]}
+
+
+async def _text_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
+    head = job.head("text_completion")
+    async for piece in generate.pieces(job):
+        yield head | {"choices": [{"index": 0, "text": piece.text, "logprobs": None, **_ending(piece)}]}

@@ -1,0 +1,190 @@
+"""The command line of ``sglang serve``, as far as it means anything without a GPU.
+
+As with the simulated vLLM, every flag that mmrouter renders and the common ones are known, and an unknown one is an
+error. ``/server_info`` tells the arguments that identity depends on.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from mmrouter_sim.core.sglang import VERSION
+from mmrouter_sim.flags import Parser, Settings, add_sim_flags, cost_of, dashed, template
+from mmrouter_sim.publisher import EventsConfig
+
+DRAIN_SECONDS = 30 * 86_400.0
+"""The engine waits for its last request without bound (facts on SGLang 6)."""
+
+_NO_EFFECT = (
+    "--model-type",
+    "--device",
+    "--dtype",
+    "--load-format",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--mem-fraction-static",
+    "--attention-backend",
+    "--sampling-backend",
+    "--grammar-backend",
+    "--mm-attention-backend",
+    "--schedule-policy",
+    "--random-seed",
+    "--log-level",
+    "--tool-call-parser",
+    "--reasoning-parser",
+    "--download-dir",
+    "--watchdog-timeout",
+    "--decode-log-interval",
+)
+_NO_EFFECT_SWITCHES = (
+    "--trust-remote-code",
+    "--enable-metrics",
+    "--disable-cuda-graph",
+    "--disable-overlap-schedule",
+    "--skip-server-warmup",
+    "--enable-multimodal",
+    "--sleep-on-idle",
+)
+
+
+class _Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``--kv-events-config``, with the engine's defaults (facts on SGLang 1.1)."""
+
+    publisher: Literal["null", "zmq"] = "null"
+    endpoint: str = "tcp://*:5557"
+    bind: bool | None = None
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    format: Literal["default"] = "default"  # the other one is not simulated
+
+    @property
+    def binds(self) -> bool:
+        host = self.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        local = self.endpoint.startswith(("ipc://", "inproc://"))
+        return self.bind if self.bind is not None else local or host in ("*", "::", "0.0.0.0")  # noqa: S104
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Return the settings of ``sglang serve [flags]``. Exits with status 2 on a usage error, 0 after ``--help``."""
+    parser = Parser(prog="sglang", description="Simulated SGLang: the real flags and wire, no GPU.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    commands.add_parser("version", help="show the version")
+    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    _add_flags(serve)
+    args = parser.parse_args([dashed(arg) for arg in argv])
+    if args.command == "version":
+        parser.exit(0, f"sglang version: {VERSION}\n")
+    try:
+        return _settings(args)
+    except (ValueError, OSError) as error:  # msgspec's errors are ValueErrors
+        serve.error(str(error))
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="folder with the model's metadata files")
+    add("--model-path", "--model", dest="model_path")
+    add("--revision")
+    add("--served-model-name")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=30000)
+    add("--api-key")
+    add("--page-size", type=int, default=1)
+    add("--max-total-tokens", type=int)
+    add("--context-length", type=int)
+    add("--max-running-requests", type=int, default=256)
+    add("--chunked-prefill-size", type=int, default=8192)
+    add("--tensor-parallel-size", "--tp-size", "--tp", dest="tp_size", type=int, default=1)
+    add("--data-parallel-size", "--dp-size", "--dp", dest="dp_size", type=int, default=1)
+    add("--disable-radix-cache", action="store_true")
+    add("--kv-events-config", default="{}", metavar="JSON")
+    add("--enable-cache-report", action="store_true")
+    add("--chat-template", metavar="FILE")
+    add("--mm-process-config", default="{}", metavar="JSON")
+    add("--mm-preprocess-cache-size-mb", type=int, default=0)
+    add("--limit-mm-data-per-request", default="{}", metavar="JSON")
+    for name in _NO_EFFECT:
+        add(name, help="no effect here")
+    for name in _NO_EFFECT_SWITCHES:
+        add(name, action="store_true", help="no effect here")
+    add_sim_flags(parser)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    model = args.model or args.model_path
+    if not model:
+        raise ValueError("which model? sglang serve --model-path MODEL")
+    if args.dp_size < 1:
+        raise ValueError("--data-parallel-size must be at least 1")
+    events = msgspec.json.decode(args.kv_events_config, type=_Events)
+    process = msgspec.json.decode(args.mm_process_config, type=dict[str, dict[str, Any]])
+    limits = msgspec.json.decode(args.limit_mm_data_per_request, type=dict[str, int])
+    size = args.page_size
+    blocks = args.max_total_tokens // size + 1 if args.max_total_tokens else args.sim_blocks
+    return Settings(
+        model=model,
+        revision=args.revision,
+        served_names=(args.served_model_name or model,),
+        host=args.host,
+        port=args.port,
+        api_keys=(args.api_key,) if args.api_key else (),
+        block_size=size,
+        blocks=blocks,
+        max_model_len=args.context_length,
+        max_seqs=args.max_running_requests,
+        max_batched_tokens=args.chunked_prefill_size,
+        ranks=args.dp_size,
+        prefix_caching=not args.disable_radix_cache,
+        hash_algorithm="",
+        events=EventsConfig(
+            enable_kv_cache_events=events.publisher == "zmq",
+            publisher=events.publisher,
+            endpoint=events.endpoint,
+            replay_endpoint=events.replay_endpoint,
+            buffer_steps=events.buffer_steps,
+            hwm=events.hwm,
+            max_queue_size=events.max_queue_size,
+            topic=events.topic,
+        ),
+        token_details=args.enable_cache_report,
+        chat_template=template(args.chat_template),
+        processor=process.get("image", {}),
+        image_limit=limits.get("image"),
+        media_root=None,
+        processor_cache_bytes=1 << 32,
+        shutdown_seconds=DRAIN_SECONDS,
+        dev_mode=False,
+        int_hashes=True,
+        cost=cost_of(args),
+        seed=args.sim_seed,
+        answer_tokens=args.sim_answer_tokens,
+        engine="sglang",
+        bind=events.binds,
+        preprocess_cache_mb=args.mm_preprocess_cache_size_mb,
+        arguments={
+            "model_path": model,
+            "served_model_name": args.served_model_name or model,
+            "revision": args.revision,
+            "device": args.device,
+            "dtype": args.dtype or "auto",
+            "page_size": size,
+            "tp_size": args.tp_size,
+            "dp_size": args.dp_size,
+            "disable_radix_cache": args.disable_radix_cache,
+            "enable_cache_report": args.enable_cache_report,
+            "chat_template": args.chat_template,
+            "kv_events_config": args.kv_events_config,
+            "mm_process_config": process or None,
+            "mm_preprocess_cache_size_mb": args.mm_preprocess_cache_size_mb,
+            "mm_feature_transport": "cpu",
+            "image_processor_backend": "auto",
+            "disable_fast_image_processor": False,
+            "trust_mm_content_hashes": False,
+            "speculative_algorithm": None,
+        },
+    )

@@ -1,0 +1,93 @@
+"""Messages -> token ids, and the same ids with sentinels where images are. Runs in the renderer's thread."""
+
+import hashlib
+import io
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from mmrouter.prompt import PlaceholderError, TemplateError, render_arguments
+from mmrouter_sim import media
+from mmrouter_sim.core.sglang import by_bytes, by_pixels, padded
+from mmrouter_sim.engine import Engine
+from mmrouter_sim.sglang.schema import ChatRequest, TokenizeRequest
+from mmrouter_sim.web.errors import RequestError
+from mmrouter_sim.web.prompts import Prompt
+
+ONE_VALUE = frozenset({"llava", "llava_next"})
+"""Model types whose tokens all get the first sentinel (facts on SGLang 2.4)."""
+
+_ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
+
+
+def from_messages(engine: Engine, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]) -> Prompt:
+    """Return the prompt of a chat. Raises :class:`RequestError` (400) naming what is wrong with it."""
+    if not messages:
+        raise RequestError("Messages cannot be empty.", param="messages")
+    parts = [part for message in messages for part in _image_parts(message)]
+    limit = engine.settings.image_limit
+    if limit is not None and len(parts) > limit:
+        raise RequestError(f"Image count {len(parts)} exceeds limit {limit} per request.")
+    images = [_name(engine, number, part) for number, part in enumerate(parts)]
+    try:
+        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
+        named = [(str(item), count) for item, count in images]
+        ids, where = engine.model.expand(text, named, add_special_tokens=False)
+    except (TemplateError, PlaceholderError) as error:
+        raise RequestError(str(error)) from error
+    runs = [(int(item.identifier), item.offset, item.length) for item in where]
+    return Prompt(ids, where, padded(ids, runs, first_only=engine.model.model_type in ONE_VALUE))
+
+
+def plain(engine: Engine, body: TokenizeRequest, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the ids of a chat whose images are not expanded, as ``/v1/tokenize`` answers them."""
+    try:
+        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
+    except TemplateError as error:
+        raise RequestError(str(error)) from error
+    return engine.model.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    found = []
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            found.append(part)
+        elif kind in ("video_url", "audio_url", "input_audio"):
+            raise RequestError(f"{kind} is not simulated.")
+    return found
+
+
+def _name(engine: Engine, number: int, part: dict[str, Any]) -> tuple[int, int]:
+    """Return an image's item hash and token count."""
+    image = part.get("image_url")
+    image = {"url": image} if isinstance(image, str) else image
+    url = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(image, dict) or not isinstance(url, str):
+        raise RequestError("image_url.url must be a string", param="image_url")
+    data = media.load(url, None)
+    try:
+        picture = media.decode(data, rotates=engine.model.family.rotates_exif)
+    except RequestError as error:
+        raise RequestError(f"Could not decode image: {error}") from error
+    count = engine.model.count(picture.width, picture.height)
+    if engine.fingerprint is None:
+        with Image.open(io.BytesIO(data)) as opened:
+            pixels = opened.convert("RGB")
+            return by_pixels(pixels.mode, pixels.size, pixels.tobytes()), count
+    _check_hash(number, image.get("content_hash"), data)
+    options = {
+        name: value
+        for name, value in image.items()
+        if name not in _ENVELOPE and value is not None and (name, value) != ("detail", "auto")
+    }
+    return by_bytes(data, engine.fingerprint, options), count
+
+
+def _check_hash(number: int, said: object, data: bytes) -> None:
+    found = "sha256:" + hashlib.sha256(data).hexdigest()
+    if said is not None and said != found:
+        raise RequestError(f"content hash mismatch for media_data[{number}]: expected {said}, got {found}")
