@@ -27,6 +27,8 @@ from mmrouter_router.metrics import Metrics
 from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
 from mmrouter_router.place import Decision, Placer
 from mmrouter_router.prepare import Prepared, Preparer
+from mmrouter_router.renderer import ROLE as RENDERER_ROLE
+from mmrouter_router.renderer import Renderer
 from mmrouter_router.sampling import Sampler
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.settings import Settings
@@ -62,6 +64,9 @@ class Router:
         self.tenants = Tenants(
             settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
         )
+        self.renderer = Renderer(self.upstream, settings.engine_key, self.served_model, self.metrics)
+        if any(pool.role == RENDERER_ROLE for pool in spec.pools):
+            self.preparer.renderer = self.renderer
         self.own = OwnRequests(
             spec.engine.type,
             self.preparer,
@@ -134,8 +139,11 @@ class Router:
     def roster(self, roster: discovery.Roster) -> None:
         """Take over who is there."""
         self.peers = tuple(p for p in roster.peers if p.ip != self.settings.pod_ip)
-        here = {member.uid for member in roster.members}
-        for member in roster.members:
+        # A renderer has no cache and no sidecar: there is nothing to follow and nowhere to route to.
+        members = [member for member in roster.members if member.role != RENDERER_ROLE]
+        self.renderer.roster(member for member in roster.members if member.role == RENDERER_ROLE)
+        here = {member.uid for member in members}
+        for member in members:
             known = self._feeds.get(member.uid)
             worker = self.fleet.join(member)
             if known is None:
@@ -168,6 +176,7 @@ class Router:
                     tasks.create_task(self._verify_all(), name="canaries"),
                     tasks.create_task(self._sweep(), name="sweep"),
                     tasks.create_task(self.sampler.run(), name="parity"),
+                    tasks.create_task(self.renderer.run(), name="renderers"),
                     tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
@@ -269,6 +278,7 @@ class Router:
             chat=self.chat,
             decisions=self.decisions,
             sampler=self.sampler,
+            renderer=self.renderer,
             prompter=self.preparer.prompter,
             peers=lambda: self.peers,
             ready=lambda: self.ready,

@@ -73,7 +73,7 @@ class Canary:
 
         Raises :class:`OwnRequestError` or ``FeedSilentError``.
         """
-        question = self._own.question(new_nonce(), picture, block_size)
+        question = await self._own.question(new_nonce(), picture, block_size)
         before = worker.follower.seq
         await self._own.send(worker, rank, question)
         try:
@@ -108,11 +108,11 @@ class Canary:
         self, worker: Worker, rank: int, feeder: Feed, block_size: int, nonce: str, picture: Picture
     ) -> tuple[Difference | None, int]:
         """Send a picture and wait for the predicted blocks; return the first difference and how many were compared."""
-        question = self._own.question(nonce, picture, block_size)
+        question = await self._own.question(nonce, picture, block_size)
         prediction, keys = self._predict(worker.scope, question, picture, block_size)
         before = worker.follower.seq
         await self._own.send(worker, rank, question)
-        missing = await self._missing(worker, rank, keys)
+        missing = await self._missing(worker, rank, keys, len(question.ids), block_size)
         if not missing:
             return None, len(keys)
         stored = await self._own.published(worker, rank, feeder, before)
@@ -124,7 +124,7 @@ class Canary:
     def _predict(
         self, scope: Scope | None, question: Question, picture: Picture, block_size: int
     ) -> tuple[Prediction, "array[int]"]:
-        placeholder = self._own.placeholder_id
+        placeholder = question.ids[question.span.offset]
         if scope is None:
             keys = block_keys(question.ids, block_size, (question.span,), self._seed)
             return Prediction(question.ids, (question.span,), block_size, None, placeholder), keys
@@ -138,16 +138,18 @@ class Canary:
         if self._sentinels is not None and worker.scope is not None:
             self._sentinels.observed(worker.scope, picture.identity, picture.data, values)
 
-    async def _missing(self, worker: Worker, rank: int, keys: "array[int]") -> int:
-        """Wait until every predicted key is in the index; return how many never came."""
+    async def _missing(self, worker: Worker, rank: int, keys: "array[int]", tokens: int, block_size: int) -> int:
+        """Wait until every predicted key that the engine keeps is in the index; return how many never came."""
         missing = len(keys)
         try:
             async with asyncio.timeout(EVENTS_SECONDS):
                 while True:
                     worker.moved.clear()
                     slot = worker.slots.get(rank)
-                    held = self._fleet.index.match(keys, [slot])[slot] if slot is not None else 0
-                    missing = len(keys) - held
+                    found = self._fleet.overlap(keys, tokens, block_size, [(worker, rank)])
+                    # A block that ends with the prompt's last token is none that a window keeps.
+                    expected = (tokens - 1) // block_size if worker.group.window else len(keys)
+                    missing = expected - found.get(slot, 0) if slot is not None else len(keys)
                     if not missing:
                         return 0
                     await worker.moved.wait()

@@ -18,6 +18,7 @@ from mmrouter_router.errors import RequestError
 from mmrouter_router.evidence import verdict_json
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.place import NoWorkerError, Placer
+from mmrouter_router.renderer import Renderer
 from mmrouter_router.sampling import Sampler
 from mmrouter_router.tenants import DEFAULT
 
@@ -38,6 +39,7 @@ def create(
     chat: Chat,
     decisions: Decisions,
     sampler: Sampler,
+    renderer: Renderer,
     prompter: Prompter | None,
     peers: Callable[[], tuple[Peer, ...]],
     ready: Callable[[], bool],
@@ -56,7 +58,7 @@ def create(
 
     @app.get("/control/state")
     async def state() -> dict[str, Any]:
-        return state_of(router_id, fleet, placer, ready=ready())
+        return {**state_of(router_id, fleet, placer, ready=ready()), "renderers": renderer.state()}
 
     @app.get("/control/stream")
     async def stream() -> StreamingResponse:

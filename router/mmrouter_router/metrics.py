@@ -93,6 +93,12 @@ class Metrics:
             ["event"],
             registry=r,
         )
+        self.rendered = Counter(
+            "mmrouter_rendered_total",
+            "Prompts asked of renderers, by where they came from or why not",
+            ["source"],
+            registry=r,
+        )
         self.parity = Parity(r)
         self.parity_dropped = Counter(
             "mmrouter_parity_dropped_total",

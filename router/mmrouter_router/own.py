@@ -24,6 +24,7 @@ from mmrouter_router.feeds import Feed
 from mmrouter_router.fleet import Worker
 from mmrouter_router.forward import ENGINE_PORT
 from mmrouter_router.prepare import Preparer
+from mmrouter_router.renderer import RendererError
 from mmrouter_router.upstream import Upstream, UpstreamError
 
 SIDE = 64  # pixels; a handful of tokens in every family
@@ -75,44 +76,51 @@ class OwnRequests:
         self._preparer, self._upstream = preparer, upstream
         self._engine_key, self._model, self._key = engine_key, served_model, key
 
-    @property
-    def placeholder_id(self) -> int:
-        """Id of the family's placeholder token. Raises :class:`OwnRequestError` for a family that is not modelled."""
-        if self._preparer.family is None:
-            raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
-        return self._preparer.family.placeholder_id
-
     def picture(self, data: bytes, side: int = SIDE) -> Picture:
-        """Return one of :func:`small_pictures` as this deployment sees it. Raises :class:`OwnRequestError`."""
+        """Return one of :func:`small_pictures` as this deployment sees it; its tokens are 0 where a renderer counts."""
         family = self._preparer.family
         if family is None:
-            raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
+            return Picture(media_identity(data, {}, key=self._key), data, "image/png", 0)
         identity = media_identity(data, family.pixel_options, key=self._key)
         return Picture(identity, data, "image/png", family.count(side, side))
 
-    def question(self, nonce: str, picture: Picture, block_size: int) -> Question:
-        """Return a request for a picture. Raises :class:`OwnRequestError` for a family that is not modelled."""
-        prompter = self._preparer.prompter
-        if prompter is None:
-            raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
+    async def question(self, nonce: str, picture: Picture, block_size: int) -> Question:
+        """Return a request for a picture, its prompt predicted by the library or, for a family that is not modelled, by
+        a renderer. Raises :class:`OwnRequestError` where there is neither.
+        """
         # The nonce stands first, so no block of it is in a cache from an earlier one. The tail makes at least one
         # complete block follow the image, whatever the block size.
         head = " ".join([nonce] * (1 + block_size // 4)) if self._fills_a_block else nonce
         tail = " ".join(nonce for _ in range(2 + block_size // 4))
         for system in (True, False):
             messages = _messages(nonce, head, tail, system=system)
+            uri = f"data:{picture.mime};base64," + base64.b64encode(picture.data).decode()
+            body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
+            image = self._adapter.ImageRewrite(
+                message=len(messages) - 1, part=1, url=uri, uuid=to_wire(picture.identity)
+            )
+            rewritten = self._adapter.rewrite_chat(body, [image], model=self._model, cache_salt=None).body
             try:
-                text = prompter.render(messages)
+                ids, spans = await self._prompt(messages, rewritten, picture)
                 break
-            except TemplateError:
+            except (TemplateError, RendererError) as error:  # a template that takes no system message
                 if not system:
-                    raise
-        expanded = prompter.expand(text, [PromptImage(picture.identity, picture.tokens)])
-        uri = f"data:{picture.mime};base64," + base64.b64encode(picture.data).decode()
-        body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
-        image = self._adapter.ImageRewrite(message=len(messages) - 1, part=1, url=uri, uuid=to_wire(picture.identity))
-        rewritten = self._adapter.rewrite_chat(body, [image], model=self._model, cache_salt=None)
-        return Question(orjson.dumps(rewritten.body), expanded.ids, expanded.spans[0])
+                    raise OwnRequestError(str(error)) from error
+        if len(spans) != 1:
+            raise OwnRequestError(f"one image became {len(spans)} in the prompt")
+        return Question(orjson.dumps(rewritten), ids, spans[0])
+
+    async def _prompt(
+        self, messages: list[dict[str, Any]], rewritten: dict[str, Any], picture: Picture
+    ) -> tuple["array[int]", tuple[Span, ...]]:
+        prompter, renderer = self._preparer.prompter, self._preparer.renderer
+        if prompter is not None:
+            text = prompter.render(messages)
+            expanded = prompter.expand(text, [PromptImage(picture.identity, picture.tokens)])
+            return expanded.ids, expanded.spans
+        if renderer is None:
+            raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
+        return await renderer.render(rewritten)
 
     async def send(self, worker: Worker, rank: int, question: Question) -> None:
         """Let the engine answer. Raises :class:`OwnRequestError`."""

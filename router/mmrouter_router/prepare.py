@@ -11,15 +11,17 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from mmrouter.blocks import Span, block_keys, namespace_seed
+from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
 from mmrouter.families import Family, ImageSizeError
 from mmrouter.families import load as load_family
-from mmrouter.identity import media_identity
+from mmrouter.identity import media_identity, to_wire
 from mmrouter.imageclaim import claimed_size
 from mmrouter.imagesize import ImageHeaderError, TooManyPixels, probe
 from mmrouter.prompt import PlaceholderError, Prompter, PromptImage, TemplateError
 from mmrouter_router.errors import RequestError
 from mmrouter_router.intake import ChatRequest, Reason
 from mmrouter_router.media import Media, MediaResolver
+from mmrouter_router.renderer import Renderer, RendererError
 from mmrouter_router.schedule import Exactness
 from mmrouter_router.sentinels import Filled, Scope, Sentinels, Values, fill
 from mmrouter_router.settings import Settings
@@ -122,6 +124,8 @@ class Preparer:
     def __init__(self, settings: Settings, media: MediaResolver) -> None:
         self.sentinels: Sentinels | None = None
         """What is known of them, for engines that put identity into the ids."""
+        self.renderer: Renderer | None = None
+        """Where prompts of a family that is not modelled come from."""
         spec, model_dir = settings.deployment.spec, settings.model_dir
         self._deployment = settings.deployment
         self._identity_key = settings.identity_key
@@ -153,11 +157,16 @@ class Preparer:
         exactness: Exactness = "partial" if unresolved else "exact"
         if any(reason.reason not in _SPOIL_IMAGES for reason in request.inexact):
             exactness = "affinity"
-        if self.prompter is None:
-            exactness = "affinity"
-            reasons.append(f"family:{self.unknown_family}")
         ids, spans = array("I"), tuple[Span, ...]()
-        if exactness != "affinity":
+        if self.prompter is None:
+            rendered = await self._rendered(request, images, reasons) if exactness == "exact" else None
+            if rendered is None:
+                exactness = "affinity"
+                reasons.append(f"family:{self.unknown_family}")
+            else:
+                ids, spans = rendered
+                images = _counted(images, spans)
+        elif exactness != "affinity":
             ids, spans = self._predict(request, images)
         elif self.family is not None and self.family.fragile:
             self._protect(request, images)
@@ -165,6 +174,27 @@ class Preparer:
         reason = tuple(reasons)
         seed = self.seed(salt)
         return Prepared(request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels)
+
+    async def _rendered(
+        self, request: ChatRequest, images: tuple[ResolvedImage, ...], reasons: list[str]
+    ) -> tuple["array[int]", tuple[Span, ...]] | None:
+        """Return ids and spans from a renderer, ``None`` where none answers; ``reasons`` says which of both it was."""
+        if self.renderer is None:
+            return None
+        spec = self._deployment.spec
+        rewrites = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in images]
+        served = spec.model.served_name or self._deployment.metadata.name
+        body = rewrite_chat(request.body, rewrites, model=served, cache_salt=None).body
+        try:
+            ids, spans = await self.renderer.render(body)
+        except RendererError as error:
+            reasons.append(f"renderer_{error.cause}:{self.unknown_family}")
+            return None
+        if sorted(span.identity for span in spans) != sorted(image.identity for image in images):
+            reasons.append(f"renderer_unusable:{self.unknown_family}")
+            return None
+        reasons.append(f"renderer:{self.unknown_family}")
+        return ids, spans
 
     def _protect(self, request: ChatRequest, images: tuple[ResolvedImage, ...]) -> None:
         """Refuse what could end the engine: images out of order, also where the prompt itself is not predicted."""
@@ -256,6 +286,12 @@ def _spoiled(request: ChatRequest, images: tuple[ResolvedImage, ...]) -> tuple[R
     """Return the images, all unresolved where a field of the request changes what images become."""
     cause = next((_label(reason) for reason in request.inexact if reason.reason in _SPOIL_IMAGES), "")
     return tuple(replace(image, unresolved=image.unresolved or cause) for image in images) if cause else images
+
+
+def _counted(images: tuple[ResolvedImage, ...], spans: tuple[Span, ...]) -> tuple[ResolvedImage, ...]:
+    """Return the images with the token counts that a renderer gave them."""
+    tokens = {span.identity: span.length for span in spans}
+    return tuple(replace(image, tokens=tokens[image.identity]) for image in images)
 
 
 def _label(reason: Reason) -> str:

@@ -1,0 +1,163 @@
+"""Prompts from a pool of role ``renderer``: the exact fallback for a family that the code does not know.
+
+A renderer is the engine's own preprocessing without its model. It has no cache and no sidecar; asked with our
+identities it says which tokens a request becomes and where its images stand. Answers are kept by content, bounded by
+tokens. What cannot be rendered is an error with a reason, and the request is then served by affinity.
+"""
+
+import asyncio
+import itertools
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from blake3 import blake3
+
+from mmrouter.blocks import Span
+from mmrouter.engines.launching import HTTP_PORT
+from mmrouter.engines.vllm_render import RENDER_PATH, RenderError, read_rendered, render_request
+from mmrouter_router.fleet import Member
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.upstream import Upstream, UpstreamError
+
+log = logging.getLogger("mmrouter.renderer")
+
+ROLE = "renderer"
+CACHED_TOKENS = 4_000_000
+"""Tokens of rendered prompts that are kept, 4 bytes each."""
+MAX_ANSWER = 64 << 20
+RENDER_SECONDS = 20.0
+PROBE_SECONDS = 1.0
+
+Rendered = tuple["array[int]", tuple[Span, ...]]
+
+
+class RendererError(Exception):
+    """No prompt came of it. ``cause`` is one of few words; the message says more."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class Renderer:
+    """Asks the renderers that are there, in turn."""
+
+    def __init__(
+        self, upstream: Upstream, engine_key: str, served_model: str, metrics: Metrics, *, tokens: int = CACHED_TOKENS
+    ) -> None:
+        self._upstream, self._key, self._model, self._metrics = upstream, engine_key, served_model, metrics
+        self._members: dict[str, Member] = {}
+        self._answered: set[str] = set()
+        self._turn = itertools.count()
+        self._kept: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._room = tokens
+
+    def roster(self, members: Iterable[Member]) -> None:
+        """Take over which renderers are there."""
+        self._members = {member.uid: member for member in members}
+        self._answered &= self._members.keys()
+
+    @property
+    def usable(self) -> list[Member]:
+        """Renderers that are ready and have rendered something for this router."""
+        return [m for m in self._members.values() if m.ready and not m.draining and m.uid in self._answered]
+
+    def state(self) -> list[dict[str, Any]]:
+        """Every renderer, for the control API."""
+        usable = {member.uid for member in self.usable}
+        return [
+            {"uid": m.uid, "name": m.name, "ip": m.ip, "pool": m.pool, "ready": m.ready, "verified": m.uid in usable}
+            for m in self._members.values()
+        ]
+
+    async def run(self) -> None:
+        """Ask every new renderer for a text until it answers; ends only by cancellation."""
+        body = {"model": self._model, "messages": [{"role": "user", "content": "Are you there?"}]}
+        while True:
+            for member in list(self._members.values()):
+                if member.ready and member.uid not in self._answered:
+                    try:
+                        await self._ask(member, orjson.dumps(render_request(body)))
+                    except RendererError as error:
+                        log.info("%s: %s", member.name, error)
+                    else:
+                        self._answered.add(member.uid)
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def render(self, body: Mapping[str, Any]) -> Rendered:
+        """Return ids and spans of a chat body for the engine, with our identity beside every image.
+
+        Raises :class:`RendererError`.
+        """
+        request = render_request(body)
+        key = _content_key(request)
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            self._metrics.rendered.labels("cache").inc()
+            return kept
+        usable = self.usable
+        if not usable:
+            self._metrics.rendered.labels("nobody").inc()
+            raise RendererError("nobody", "no renderer is there")
+        member = usable[next(self._turn) % len(usable)]
+        try:
+            rendered = await self._ask(member, orjson.dumps(request))
+        except RendererError as error:
+            self._metrics.rendered.labels(error.cause).inc()
+            raise
+        self._metrics.rendered.labels("renderer").inc()
+        self._keep(key, rendered)
+        return rendered
+
+    async def _ask(self, member: Member, body: bytes) -> Rendered:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
+        try:
+            async with asyncio.timeout(RENDER_SECONDS):
+                answer = await self._upstream.request(member.ip, HTTP_PORT, "POST", RENDER_PATH, headers, body)
+                try:
+                    raw = await answer.read(MAX_ANSWER)
+                finally:
+                    answer.close()
+        except TimeoutError as error:
+            self._answered.discard(member.uid)
+            raise RendererError("timeout", f"{member.name} did not answer in {RENDER_SECONDS:g} s") from error
+        except UpstreamError as error:
+            self._answered.discard(member.uid)
+            raise RendererError("lost", str(error)) from error
+        if answer.status != 200:
+            said = raw[:200].decode(errors="replace")
+            raise RendererError("refused", f"{member.name} answered {answer.status}: {said}")
+        try:
+            return read_rendered(raw)
+        except RenderError as error:
+            raise RendererError("unusable", str(error)) from error
+
+    def _keep(self, key: bytes, rendered: Rendered) -> None:
+        self._kept[key] = rendered
+        self._room -= len(rendered[0])
+        while self._room < 0:
+            _, (ids, _) = self._kept.popitem(last=False)
+            self._room += len(ids)
+
+
+def _content_key(request: Mapping[str, Any]) -> bytes:
+    """A hash of a request in which an image is its identity: who sends its bytes again sends the same content."""
+    return blake3(orjson.dumps({**request, "messages": [_named(m) for m in request["messages"]]})).digest()
+
+
+def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return dict(message)
+    parts = [
+        {"uuid": part["uuid"]}
+        if isinstance(part, Mapping) and part.get("type") == "image_url" and part.get("uuid")
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
