@@ -43,7 +43,9 @@ class Renderer:
     client: httpx.Client
 
     def render(self, body: dict[str, Any]) -> Rendered:
-        answer = self.client.post("/v1/chat/completions/render", json={**body, "mm_payload": "none"})
+        # The server closes the connection after a 500, so none is used twice.
+        asked, headers = {**body, "mm_payload": "none"}, {"connection": "close"}
+        answer = self.client.post("/v1/chat/completions/render", json=asked, headers=headers)
         decoded = answer.json() if answer.headers.get("content-type", "").startswith("application/json") else {}
         return Rendered(answer.status_code, decoded)
 

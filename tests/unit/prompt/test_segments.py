@@ -1,6 +1,7 @@
 """The segment cache gives the ids of the uncached call, for every text and every tokenizer, or it does not cut."""
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 
@@ -179,6 +180,15 @@ def test_what_is_given_out_is_not_what_is_kept(tiny):
     first = cached("hello<|im_end|>", add_special_tokens=False)
     first.append(7)
     assert cached("hello<|im_end|>", add_special_tokens=False) == first[:-1]
+
+
+def test_threads_share_it(tiny):
+    texts = ["".join(f"{number % step}{'x' * 260}<|im_end|>" for number in range(6)) for step in range(1, 9)] * 4
+    cached = SegmentCache(tiny.tokenizer, max_bytes=3000)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda text: cached(text, add_special_tokens=False), texts))
+    assert found == [uncached(tiny.tokenizer, text, False) for text in texts]
+    assert 0 < cached.size_bytes <= 3000
 
 
 def test_half_a_surrogate_pair_is_refused_and_not_kept(tiny):

@@ -1,0 +1,163 @@
+"""The expanded prompt of every conversation of the corpus, token by token and span by span, against vLLM's own.
+
+The engine's side is ``vllm launch render``: the code with which a vLLM makes prompts, without the network behind it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance.corpus import STYLES, corpus
+from conformance.predict import Predictor, decode
+from conformance.rendering import Rendered, renderer
+from conformance.rig import BLOCK_SIZE
+from conformance.workload import Case
+
+from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
+from mmrouter.identity import media_identity, to_wire
+from mmrouter.imagesize import probe
+from mmrouter.prompt import PromptImage, render_arguments
+
+MODELS = {
+    "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct",
+    "llava": "llava-hf/llava-1.5-7b-hf",
+    "llava_next": "llava-hf/llava-v1.6-mistral-7b-hf",
+    "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
+}
+CONTEXT = {"llava": 4096}
+LONG_CONTEXT = 16384
+LEAST = 300
+OUT_OF_ORDER = " before <|image_"
+"""Phi-3: a text that names image 2 first. vLLM renders it, and serving it ends the engine (facts on vLLM 8.6)."""
+REFUSED_BY_THE_ENGINE = {"no tools in the list"}
+"""What the engine alone refuses, for a reason that is not in the prompt: ``tools`` must not be an empty list."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one side says of a conversation: the ids and (identity, offset, length) of each image, or why not."""
+
+    ids: list[int]
+    images: list[tuple[str, int, int]]
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One family's corpus with both sides' answers."""
+
+    predictor: Predictor
+    answers: list[tuple[Case, Told, Told]]
+
+    @property
+    def both(self) -> list[tuple[Case, Told, Told]]:
+        """The conversations that neither side refuses."""
+        return [(one, mine, theirs) for one, mine, theirs in self.answers if not (mine.refused or theirs.refused)]
+
+
+@pytest.fixture(scope="session", params=list(STYLES))
+def run(
+    request: pytest.FixtureRequest,
+    vllm_env: Path,
+    shrunk: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
+    family: str = request.param
+    folder = shrunk(MODELS[family])
+    predictor = Predictor.load(folder, BLOCK_SIZE)
+    extra = ["--max-model-len", str(CONTEXT.get(family, LONG_CONTEXT))]
+    if any(folder.glob("*.py")):
+        extra.append("--trust-remote-code")
+    with renderer(vllm_env, folder, tmp_path_factory.mktemp(family) / "render.log", *extra) as server:
+        answers = [
+            (one, ours(predictor, one), engines(server.render(with_identities(predictor, one))))
+            for one in corpus(family)
+        ]
+    return Run(predictor, answers)
+
+
+def test_the_expanded_prompt_is_the_engines_own(run: Run, record: Callable[[str, Any], None]) -> None:
+    different = [f"{one.name}: {difference(mine, theirs)}" for one, mine, theirs in run.both if mine != theirs]
+    refused = len(run.answers) - len(run.both)
+    figures = f"conversations {len(run.both)}, mismatches {len(different)}, refused {refused}"
+    record(f"tokenization, {run.predictor.family.name}", figures)
+    assert different == []
+    assert len(run.both) >= LEAST
+
+
+def test_what_the_library_refuses_the_engine_refuses(run: Run) -> None:
+    ours_alone = {one.name: mine.refused for one, mine, theirs in run.answers if mine.refused and not theirs.refused}
+    theirs_alone = {one.name for one, mine, theirs in run.answers if theirs.refused and not mine.refused}
+    assert {name: why for name, why in ours_alone.items() if OUT_OF_ORDER not in why} == {}
+    assert bool(ours_alone) == (run.predictor.family.name == "phi3_v")
+    assert theirs_alone == REFUSED_BY_THE_ENGINE
+
+
+def test_an_image_of_one_token_more_is_noticed(run: Run) -> None:
+    shown = [(one, theirs) for one, _, theirs in run.both if theirs.images]
+    assert len(shown) >= LEAST // 3
+    for one, theirs in shown:
+        assert ours(run.predictor, one, more=1) != theirs
+
+
+def ours(predictor: Predictor, one: Case, *, more: int = 0) -> Told:
+    """Return what the library predicts, as the router asks for it; ``more`` is added to the tokens of each image."""
+    try:
+        images = [prompt_image(predictor, url, more) for _, _, url in places(one)]
+        text = predictor.prompter.render(one.body["messages"], **render_arguments(one.body))
+        special = bool(one.body.get("add_special_tokens", False))
+        expanded = predictor.prompter.expand(text, images, add_special_tokens=special)
+    except ValueError as error:
+        return Told([], [], f"{type(error).__name__}: {error}")
+    spans = [(to_wire(span.identity), span.offset, span.length) for span in expanded.spans]
+    return Told(expanded.ids.tolist(), spans)
+
+
+def engines(answer: Rendered) -> Told:
+    """Return what the engine answered. A status of 500 is a refusal too: it is one that the engine did not foresee."""
+    if answer.status != 200:
+        message = (answer.body.get("error") or {}).get("message", "")
+        return Told([], [], f"{answer.status}: {str(message)[:200]}")
+    return Told(answer.ids, answer.images)
+
+
+def with_identities(predictor: Predictor, one: Case) -> dict[str, Any]:
+    """Return the body with our identity beside every image, which the engine then gives back."""
+    rewrites = [ImageRewrite(at, number, url, identity(predictor, url)) for at, number, url in places(one)]
+    return rewrite_chat(one.body, rewrites, model=predictor.model, cache_salt=None).body
+
+
+def places(one: Case) -> Iterator[tuple[int, int, str]]:
+    """Yield message number, part number and URL of every image, in prompt order."""
+    for at, message in enumerate(one.body["messages"]):
+        parts = message["content"]
+        for number, part in enumerate(parts if isinstance(parts, list) else ()):
+            if part["type"] == "image_url":
+                yield at, number, part["image_url"]["url"]
+
+
+def identity(predictor: Predictor, url: str) -> str:
+    return to_wire(media_identity(decode(url), predictor.family.pixel_options, key=predictor.key))
+
+
+def prompt_image(predictor: Predictor, url: str, more: int) -> PromptImage:
+    data = decode(url)
+    size = probe(data, max_pixels=64_000_000, exif=predictor.family.rotates_exif)
+    count = predictor.family.count(size.width, size.height)
+    return PromptImage(media_identity(data, predictor.family.pixel_options, key=predictor.key), count + more)
+
+
+def difference(mine: Told, theirs: Told) -> str:
+    """Return the first difference in words."""
+    pairs = enumerate(zip(mine.ids, theirs.ids, strict=False))
+    at = next((at for at, (a, b) in pairs if a != b), min(len(mine.ids), len(theirs.ids)))
+    if mine.ids == theirs.ids:
+        return f"spans {mine.images}, the engine has {theirs.images}"
+    return (
+        f"{len(mine.ids)} tokens, the engine has {len(theirs.ids)}; from token {at} on "
+        f"{mine.ids[at - 2 : at + 6]}, the engine has {theirs.ids[at - 2 : at + 6]}"
+    )
