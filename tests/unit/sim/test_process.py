@@ -55,7 +55,7 @@ def test_install_writes_an_executable_that_runs_this_interpreter(vllm):
     assert vllm.name == "vllm"
     assert os.access(vllm, os.X_OK)
     assert sys.executable in vllm.read_text()
-    assert mmrouter_sim.install(vllm.parent) == [vllm]  # again, over the first
+    assert mmrouter_sim.install(vllm.parent)[0] == vllm  # again, over the first
 
 
 async def test_a_process_serves_then_drains_on_sigterm_and_exits_cleanly(vllm, tiny, unused_port):
