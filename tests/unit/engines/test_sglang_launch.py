@@ -1,0 +1,141 @@
+"""The command line of an SGLang engine: the wiring, the fields of the resource, and what a user may not set."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mmrouter.api import SpecError, parse_deployment
+from mmrouter.engines import adapter
+from mmrouter.engines.sglang import API_KEY_ENV, OWNED_FLAGS, launch
+
+POOL = {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}}
+
+
+def deployment(pool: dict[str, Any] | None = None, **spec: Any) -> Any:
+    return parse_deployment(
+        {
+            "apiVersion": "mmrouter.io/v1alpha1",
+            "kind": "MMRouterDeployment",
+            "metadata": {"name": "vl"},
+            "spec": {"model": {"id": "org/model"}, "engine": {"type": "sglang"}, "pools": [POOL | (pool or {})]} | spec,
+        }
+    )
+
+
+def arguments(pool: dict[str, Any] | None = None, **spec: Any) -> list[str]:
+    dep = deployment(pool, **spec)
+    return launch(dep, dep.spec.pools[0]).args
+
+
+def value(args: list[str], flag: str) -> str:
+    assert args.count(flag) == 1
+    return args[args.index(flag) + 1]
+
+
+def test_the_shortest_resource_launches_with_the_whole_wiring() -> None:
+    dep = deployment()
+    line = launch(dep, dep.spec.pools[0])
+    assert (line.command[:2], line.health_path, line.env) == (["sglang", "serve"], "/ready", {})
+    assert value(line.args, "--model-path") == "org/model"
+    assert value(line.args, "--served-model-name") == "vl"
+    assert value(line.args, "--host") == "$(POD_IP)"
+    assert value(line.args, "--api-key") == f"$({API_KEY_ENV})"
+    assert value(line.args, "--page-size") == "16"
+    assert json.loads(value(line.args, "--kv-events-config")) == {
+        "publisher": "zmq",
+        "endpoint": "tcp://$(POD_LOOPBACK):5557",
+        "replay_endpoint": "tcp://$(POD_LOOPBACK):5657",
+        "buffer_steps": 10_000,
+        "hwm": 10_000,
+    }
+    assert {"--enable-metrics", "--enable-cache-report"} <= set(line.args)
+    assert not {"--mm-preprocess-cache-size-mb", "--mm-process-config", "--device", "--chat-template"} & set(line.args)
+
+
+def test_fields_of_the_resource_become_flags() -> None:
+    args = arguments(
+        {"parallelism": {"tensor": 2, "data": 2}, "accelerator": {"kind": "nvidia", "count": 4}, "args": ["--x=1"]},
+        model={"id": "org/model", "revision": "abc", "trustRemoteCode": True},
+        engine={
+            "type": "sglang",
+            "blockSize": 32,
+            "chatTemplate": {"configMap": {"name": "t", "key": "template"}},
+            "processor": {"minPixels": 3136, "maxPixels": 1003520},
+            "args": ["--mem-fraction-static", "0.8"],
+        },
+        routing={"media": {"maxImages": 5}},
+    )
+    assert value(args, "--page-size") == "32"
+    assert value(args, "--revision") == "abc"
+    assert json.loads(value(args, "--mm-process-config")) == {"image": {"min_pixels": 3136, "max_pixels": 1003520}}
+    assert json.loads(value(args, "--limit-mm-data-per-request")) == {"image": 5}
+    assert value(args, "--tensor-parallel-size") == "2"
+    assert value(args, "--data-parallel-size") == "2"
+    assert value(args, "--chat-template").endswith("template.jinja")
+    assert "--trust-remote-code" in args
+    assert args[-3:] == ["--mem-fraction-static", "0.8", "--x=1"]
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", True),
+        ("Qwen/Qwen2-VL-2B-Instruct", True),
+        ("Qwen/Qwen3-VL-2B-Instruct", True),
+        ("org/my-qwen2-vl-tuned", True),
+        ("llava-hf/llava-1.5-7b-hf", False),
+        ("Qwen/Qwen3-8B", False),
+    ],
+)
+def test_qwen_vl_engines_name_images_by_their_bytes(model: str, named: bool) -> None:
+    assert ("--mm-preprocess-cache-size-mb" in arguments(model={"id": model})) is named
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "device"),
+    [
+        ("nvidia", "16", None),
+        ("amd", "16", None),
+        ("intel-xe", "64", "xpu"),
+        ("gaudi", "64", "hpu"),
+        ("cpu", "16", "cpu"),
+    ],
+)
+def test_pages_and_device_follow_the_accelerator(kind: str, page: str, device: str | None) -> None:
+    args = arguments({"accelerator": {"kind": kind}})
+    assert value(args, "--page-size") == page
+    assert (value(args, "--device") if "--device" in args else None) == device
+    dep = deployment({"accelerator": {"kind": kind}})
+    assert launch(dep, dep.spec.pools[0]).env == ({"SGLANG_USE_CPU_ENGINE": "1"} if kind == "cpu" else {})
+
+
+@pytest.mark.parametrize("flag", sorted(OWNED_FLAGS))
+def test_owned_flags_are_refused_in_args(flag: str) -> None:
+    with pytest.raises(SpecError, match="not yours to set"):
+        deployment(engine={"type": "sglang", "args": [f"{flag}=1"]})
+
+
+def test_the_preprocessing_cache_stays_the_users() -> None:
+    args = arguments(engine={"type": "sglang", "args": ["--mm-preprocess-cache-size-mb", "1024"]})
+    assert value(args, "--mm-preprocess-cache-size-mb") == "1024"
+
+
+def test_renderer_pools_are_refused_by_a_sentence() -> None:
+    renderer = {"name": "r", "role": "renderer", "accelerator": {"kind": "cpu"}}
+    with pytest.raises(SpecError, match="renderer pools exist for engine type vllm only"):
+        deployment(pools=[POOL, renderer])
+
+
+def test_every_launched_flag_that_exactness_needs_is_owned() -> None:
+    flags = [arg for arg in arguments() if arg.startswith("--")]
+    assert set(flags) <= set(OWNED_FLAGS) | {"--mm-preprocess-cache-size-mb", "--device"}
+
+
+def test_adapters_offer_the_same_names() -> None:
+    names = ("decode_batch", "launch", "OWNED_FLAGS", "rewrite_chat", "prompt_error_field", "METRICS", "parse_load")
+    more = ("REFUSED_FIELDS", "parse_block_size", "API_KEY_ENV", "HEALTH_PATH", "HTTP_PORT", "EventError")
+    for engine in ("vllm", "sglang"):
+        assert all(hasattr(adapter(engine), name) for name in (*names, *more))
+    with pytest.raises(ValueError, match="other"):
+        adapter("other")
