@@ -1,4 +1,8 @@
-"""The command line of ``vllm serve``: each flag that exactness, the wiring or a field of the resource depends on."""
+"""The command line of vLLM: each flag that exactness, the wiring or a field of the resource depends on.
+
+A worker is ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs those that change
+a prompt, no others (facts on vLLM 5).
+"""
 
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,7 +85,7 @@ vLLM takes them with underscores, with ``=``, with a dotted suffix (``--kv-event
 
 
 def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
-    """Return the command line of one worker pool's engines.
+    """Return the command line of one pool's engines, role worker or renderer.
 
     Raises ``ValueError`` for a role whose transfer between engines this adapter cannot configure.
     """
@@ -89,23 +93,28 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     from mmrouter.api import block_size_of  # noqa: PLC0415
     from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
 
-    if pool.role != "worker":
-        raise ValueError(f"pool {pool.name!r}: vLLM engines of role {pool.role!r} cannot be launched, only worker")
+    if pool.role not in ("worker", "renderer"):
+        raise ValueError(f"pool {pool.name!r}: vLLM engines of role {pool.role!r} cannot be launched by this adapter")
     spec = dep.spec
     model, engine = spec.model, spec.engine
+    renders = pool.role == "renderer"
     args = [
         MODEL_DIR if model.volume is not None else model.id,
         *flag("--served-model-name", model.served_name or dep.metadata.name),
         *flag("--host", "$(POD_IP)"),
         *flag("--port", HTTP_PORT),
-        *flag("--block-size", block_size_of(dep, pool)),
-        "--enable-prefix-caching",
-        *flag("--prefix-caching-hash-algo", "sha256_cbor"),
-        *flag("--kv-events-config", _events_config()),
-        "--enable-prompt-tokens-details",
-        *flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images}),
-        *flag("--shutdown-timeout", pool.updates.drain_seconds),
     ]
+    if not renders:
+        args += [
+            *flag("--block-size", block_size_of(dep, pool)),
+            "--enable-prefix-caching",
+            *flag("--prefix-caching-hash-algo", "sha256_cbor"),
+            *flag("--kv-events-config", _events_config()),
+            "--enable-prompt-tokens-details",
+        ]
+    args += flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images})
+    if not renders:
+        args += flag("--shutdown-timeout", pool.updates.drain_seconds)
     if model.volume is None:
         args += flag("--revision", model.revision)
     if model.trust_remote_code:
@@ -119,6 +128,9 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     }
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-processor-kwargs", set_options)
+    if renders:
+        args += [*engine.args, *pool.args]
+        return Launch(command=["vllm", "launch", "render"], args=args, env=_environment(), health_path="/health")
     if pool.parallelism.tensor > 1:
         args += flag("--tensor-parallel-size", pool.parallelism.tensor)
     if pool.parallelism.data > 1:

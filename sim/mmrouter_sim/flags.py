@@ -93,6 +93,7 @@ class Settings:
     cost: Cost
     seed: int
     answer_tokens: int
+    renders: bool = False  # only preprocess: ``vllm launch render``
     engine: Literal["vllm", "sglang"] = "vllm"
     bind: bool | None = None  # of the event socket; None: as its address says
     preprocess_cache_mb: int = 0
@@ -107,12 +108,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> Settings:
-    """Return the settings of ``vllm serve MODEL [flags]``. Exits with status 2 on a usage error, 0 after ``--help``."""
+    """Return the settings of ``vllm serve`` or ``vllm launch render`` with ``MODEL [flags]``.
+
+    Exits with status 2 on a usage error, 0 after ``--help``.
+    """
     parser = Parser(prog="vllm", description="Simulated vLLM: the real flags and wire, no GPU.", allow_abbrev=False)
     parser.add_argument("-v", "--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     _add_flags(serve)
+    components = commands.add_parser("launch", help="start a part of an engine", allow_abbrev=False).add_subparsers(
+        dest="component", required=True, parser_class=Parser
+    )
+    _add_flags(components.add_parser("render", help="preprocess over HTTP, run no model", allow_abbrev=False))
     args = parser.parse_args([dashed(arg) for arg in argv])
     try:
         return _settings(args)
@@ -214,6 +222,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         cost=cost_of(args),
         seed=args.sim_seed,
         answer_tokens=args.sim_answer_tokens,
+        renders=args.command == "launch",
     )
 
 

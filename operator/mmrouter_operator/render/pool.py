@@ -1,4 +1,7 @@
-"""A pool's Deployment: engine pods, each with the sidecar that reads its events."""
+"""A pool's Deployment: engine pods, each with the sidecar that reads its events.
+
+Renderers have no cache, so they have no sidecar: the frontends ask them and see for themselves (DESIGN.md 5.3).
+"""
 
 from typing import Any
 
@@ -22,13 +25,13 @@ STOP_SECONDS = 30
 
 
 def render_pool(dep: MMRouterDeployment, secrets: SecretData, number: int) -> dict[str, Any]:
-    """Return the Deployment of ``dep.spec.pools[number]``, role worker.
+    """Return the Deployment of ``dep.spec.pools[number]``, role worker or renderer.
 
     Raises ``SpecError`` for what cannot be rendered: another role, no default image, a malformed podTemplate.
     """
     pool = dep.spec.pools[number]
     path = f"spec.pools[{number}]"
-    if pool.role != "worker":
+    if pool.role not in ("worker", "renderer"):
         raise SpecError([(f"{path}.role", f"{pool.role} pools cannot be deployed by this release")])
     if pool.shared_memory.scope != "pod":
         raise SpecError([(f"{path}.sharedMemory.scope", "scope node cannot be deployed by this release")])
@@ -59,6 +62,7 @@ def render_pool(dep: MMRouterDeployment, secrets: SecretData, number: int) -> di
 
 def _pod(dep: MMRouterDeployment, pool: Pool, path: str) -> dict[str, Any]:
     accelerator, row = pool.accelerator, ACCELERATORS[pool.accelerator.kind]
+    followed = pool.role != "renderer"
     tolerations = [
         toleration.model_dump(mode="json", by_alias=True, exclude_unset=True) for toleration in pool.tolerations
     ]
@@ -72,15 +76,15 @@ def _pod(dep: MMRouterDeployment, pool: Pool, path: str) -> dict[str, Any]:
         "terminationGracePeriodSeconds": pool.updates.drain_seconds + STOP_SECONDS,
         "nodeSelector": {**row.node_selector, **pool.node_selector},
         "tolerations": tolerations,
-        "initContainers": [_sidecar(dep, pool)],
+        **({"initContainers": [_sidecar(dep, pool)]} if followed else {}),
         "containers": [_engine(dep, pool, path)],
         "volumes": [
-            common.config_volume(dep, SIDECAR_ITEMS),
+            *([common.config_volume(dep, SIDECAR_ITEMS)] if followed else []),
             *_engine_config_volume(dep),
             *common.model_volume(dep),
             *([] if dep.spec.model.volume is not None else [{"name": "hub", "emptyDir": {}}]),
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory.size}},
-            {"name": "state", "emptyDir": {}},
+            *([{"name": "state", "emptyDir": {}}] if followed else []),
             {"name": "tmp", "emptyDir": {}},
         ],
     }

@@ -8,6 +8,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
+from uuid import uuid4
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -22,7 +23,7 @@ from mmrouter_sim.engine import Engine
 from mmrouter_sim.flags import VERSION
 from mmrouter_sim.web import generate, prompts
 from mmrouter_sim.web.errors import RequestError, error_response, json_response, validation_error
-from mmrouter_sim.web.schema import DetokenizeRequest, TokenizeRequest, check, parse
+from mmrouter_sim.web.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference")
 """Paths that want the API key; the others never do (facts on vLLM 8.6)."""
@@ -41,9 +42,14 @@ def build(engine: Engine) -> Starlette:
         ("/tokenize", ["POST"], _tokenize),
         ("/detokenize", ["POST"], _detokenize),
         ("/v1/models", ["GET"], _models),
-        ("/v1/chat/completions", ["POST"], generate.chat),
-        ("/v1/completions", ["POST"], generate.complete),
     ]
+    if engine.settings.renders:
+        routes.append(("/v1/chat/completions/render", ["POST"], _rendered))
+    else:
+        routes += [
+            ("/v1/chat/completions", ["POST"], generate.chat),
+            ("/v1/completions", ["POST"], generate.complete),
+        ]
     if engine.settings.dev_mode:
         routes += [
             ("/reset_prefix_cache", ["POST"], _reset_prefix_cache),
@@ -146,6 +152,29 @@ async def _tokenize(engine: Engine, request: Request) -> Response:
     strings = [engine.model.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
     return json_response(
         {"count": len(tokens), "max_model_len": engine.context, "tokens": tokens, "token_strs": strings}
+    )
+
+
+async def _rendered(engine: Engine, request: Request) -> Response:
+    """What the engine would be given for a chat: ids, and where which image stands (facts on vLLM 5)."""
+    body = parse(await request.body(), ChatRequest)
+    generate.check_model(engine, body.model)
+    check(body)
+    make = partial(prompts.from_messages, engine, body, body.messages, special=body.add_special_tokens)
+    prompt = await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
+    places = [{"offset": item.offset, "length": item.length} for item in prompt.media]
+    features = {
+        "mm_hashes": {"image": [item.identifier for item in prompt.media]},
+        "mm_placeholders": {"image": places},
+        "kwargs_data": None,
+    }
+    return json_response(
+        {
+            "request_id": f"chatcmpl-{uuid4().hex[:16]}",
+            "token_ids": prompt.ids.tolist(),
+            "features": features if places else None,
+            "model": body.model,
+        }
     )
 
 

@@ -110,3 +110,24 @@ def test_every_flag_that_launch_sets_is_refused_from_users() -> None:
     for flag in flags:
         with pytest.raises(SpecError, match=r"engine\.args"):
             deployment(engine={"type": "vllm", "args": [flag]})
+
+
+def test_a_renderer_gets_every_flag_that_changes_a_prompt_and_none_about_a_cache() -> None:
+    engine = {
+        "type": "vllm",
+        "processor": {"maxPixels": 1003520},
+        "chatTemplate": {"configMap": {"name": "t", "key": "k"}},
+    }
+    model = {"id": "org/model", "revision": "abc", "trustRemoteCode": True}
+    pools = [
+        {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}},
+        {"name": "render", "role": "renderer", "accelerator": {"kind": "cpu"}},
+    ]
+    dep = deployment(model=model, engine=engine, pools=pools)
+    worker, renderer = (launch(dep, pool) for pool in dep.spec.pools)
+    assert (renderer.command, renderer.health_path) == (["vllm", "launch", "render"], "/health")
+    cache = {"--block-size", "--prefix-caching-hash-algo", "--kv-events-config", "--shutdown-timeout"}
+    switches = {"--enable-prefix-caching", "--enable-prompt-tokens-details"}
+    left_out = [n for n, arg in enumerate(worker.args) if arg in cache | switches]
+    skipped = set(left_out) | {n + 1 for n in left_out if worker.args[n] in cache}
+    assert renderer.args == [arg for n, arg in enumerate(worker.args) if n not in skipped]

@@ -265,6 +265,31 @@ def test_what_cannot_be_rendered_is_an_error_with_its_field(
     assert str(caught.value).startswith(message)
 
 
+def test_a_renderer_pool_is_its_engine_alone_with_probes_and_without_a_device(
+    shortest: MMRouterDeployment, secrets: SecretData
+) -> None:
+    pool = {"name": "render", "role": "renderer", "replicas": 2, "accelerator": {"kind": "cpu"}}
+    dep = change(shortest, pools=[*to_json(shortest)["spec"]["pools"], {**pool, "image": "registry.example/vllm:cpu"}])
+    objects = render(dep, secrets=secrets)
+    found = named(objects, "Deployment", f"{dep.metadata.name}-render")
+    pod = found["spec"]["template"]["spec"]
+    assert found["spec"]["replicas"] == 2
+    assert "initContainers" not in pod
+    (engine,) = pod["containers"]
+    assert engine["command"] == ["vllm", "launch", "render"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert engine[probe]["httpGet"]["path"] == "/health"
+    assert "limits" not in engine["resources"]
+    mounted = {mount["name"] for mount in engine["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_a_renderer_pool_of_sglang_is_refused_by_a_sentence(sglang: MMRouterDeployment) -> None:
+    pool = {"name": "render", "role": "renderer", "accelerator": {"kind": "cpu"}}
+    with pytest.raises(SpecError, match=r"renderer pools exist for engine type vllm only"):
+        change(sglang, pools=[*to_json(sglang)["spec"]["pools"], pool])
+
+
 def test_other_roles_are_errors_for_now(shortest: MMRouterDeployment, secrets: SecretData) -> None:
     pools = [*to_json(shortest)["spec"]["pools"], {"name": "e", "role": "encoder", "accelerator": {"kind": "nvidia"}}]
     with pytest.raises(SpecError, match=r"^spec\.pools\[1\]\.role: encoder pools cannot"):

@@ -1,0 +1,163 @@
+"""Prompts from renderers: asked once per content, bounded, and every failure has a reason."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+
+import pytest
+
+from mmrouter.blocks import Span
+from mmrouter.engines.launching import HTTP_PORT
+from mmrouter.identity import to_wire
+from mmrouter_router.fleet import Member
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.renderer import Renderer, RendererError
+from mmrouter_router.upstream import Upstream
+
+_hosts = itertools.count(1)
+A, B = b"a" * 32, b"b" * 32
+
+
+class Server:
+    """A renderer on a loopback address: every image is four tokens, every message one."""
+
+    def __init__(self) -> None:
+        self.ip = f"127.79.{os.getpid() % 250}.{next(_hosts)}"
+        self.status, self.seen = 200, []
+        self.raw: bytes | None = None
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._connection, self.ip, HTTP_PORT)
+
+    async def _connection(self, reader, writer) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if b"content-length" in line)
+                self.seen.append(json.loads(await reader.readexactly(length)))
+                body = self.raw or self._render(self.seen[-1])
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(body), body))
+                await writer.drain()
+
+    def _render(self, body) -> bytes:
+        ids, names, places = [], [], []
+        for message in body["messages"]:
+            ids.append(1)
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if part["type"] == "image_url":
+                    names.append(part["uuid"])
+                    places.append({"offset": len(ids), "length": 4})
+                    ids += [9] * 4
+        features = {"mm_hashes": {"image": names}, "mm_placeholders": {"image": places}}
+        return json.dumps({"token_ids": ids, "features": features if names else None}).encode()
+
+    @property
+    def asked(self) -> int:
+        return sum("Are you there" not in json.dumps(body) for body in self.seen)
+
+
+class Rig:
+    def __init__(self, **options) -> None:
+        self.upstream = Upstream(connect_seconds=1)
+        self.metrics = Metrics()
+        self.renderer = Renderer(self.upstream, "secret", "m", self.metrics, **options)
+        self.running: asyncio.Task | None = None
+
+    async def with_servers(self, *servers: Server) -> None:
+        for server in servers:
+            await server.start()
+        self.renderer.roster(Member(s.ip, s.ip, s.ip, "render", "renderer") for s in servers)
+        self.running = asyncio.create_task(self.renderer.run())
+        async with asyncio.timeout(10):
+            while len(self.renderer.usable) < len(servers):
+                await asyncio.sleep(0.01)
+
+    def counted(self, source: str) -> float:
+        return self.metrics.registry.get_sample_value("mmrouter_rendered_total", {"source": source}) or 0
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    yield rig
+    if rig.running is not None:
+        rig.running.cancel()
+    rig.upstream.close()
+
+
+def chat(*identities: bytes, url: str = "data:image/png;base64,AA", text: str = "look", **fields):
+    parts = [{"type": "image_url", "image_url": {"url": url}, "uuid": to_wire(identity)} for identity in identities]
+    return {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}], **fields}
+
+
+async def test_ids_and_spans_come_with_our_identities_and_without_tensors(rig):
+    await rig.with_servers(server := Server())
+    ids, spans = await rig.renderer.render(chat(A, B))
+    assert ids.tolist() == [1, *[9] * 8]
+    assert spans == (Span(1, 4, A), Span(5, 4, B))
+    assert server.seen[-1]["mm_payload"] == "none"
+
+
+async def test_the_same_content_is_asked_once_whatever_does_not_change_a_prompt(rig):
+    await rig.with_servers(server := Server())
+    first = await rig.renderer.render(chat(A))
+    assert await rig.renderer.render(chat(A, url="data:image/png;base64,BB", stream=True, cache_salt="t")) == first
+    assert (server.asked, rig.counted("cache"), rig.counted("renderer")) == (1, 1, 1)
+    for other in (chat(B), chat(A, text="another"), chat(A, tools=[{"type": "function"}])):
+        await rig.renderer.render(other)
+    assert server.asked == 4
+
+
+async def test_what_is_kept_is_bounded_by_tokens():
+    rig = Rig(tokens=12)
+    await rig.with_servers(server := Server())
+    for identity in (A, B, A):  # 5 tokens each: two fit
+        await rig.renderer.render(chat(identity))
+    assert server.asked == 2
+    await rig.renderer.render(chat(A, B))  # 9 tokens: both leave
+    await rig.renderer.render(chat(A))
+    assert server.asked == 4
+    rig.running.cancel()
+    rig.upstream.close()
+
+
+async def test_renderers_are_asked_in_turn_and_one_that_is_gone_is_left_out(rig):
+    first, second = Server(), Server()
+    await rig.with_servers(first, second)
+    for number in range(4):
+        await rig.renderer.render(chat(text=str(number)))
+    assert (first.asked, second.asked) == (2, 2)
+    rig.renderer.roster([Member(first.ip, first.ip, first.ip, "render", "renderer")])
+    await rig.renderer.render(chat(text="after"))
+    assert (first.asked, second.asked) == (3, 2)
+
+
+async def test_every_failure_is_an_error_with_its_reason_and_is_counted(rig):
+    with pytest.raises(RendererError, match="no renderer is there") as nobody:
+        await rig.renderer.render(chat(A))
+    assert (nobody.value.cause, rig.counted("nobody")) == ("nobody", 1)
+    await rig.with_servers(server := Server())
+    server.status, server.raw = 400, b'{"error": {"message": "bad template"}}'
+    with pytest.raises(RendererError, match="bad template") as refused:
+        await rig.renderer.render(chat(A))
+    server.status, server.raw = 200, b"{}"
+    with pytest.raises(RendererError, match="not a rendered prompt") as unusable:
+        await rig.renderer.render(chat(A))
+    assert (refused.value.cause, unusable.value.cause) == ("refused", "unusable")
+    assert (rig.counted("refused"), rig.counted("unusable")) == (1, 1)
+    server.raw = None
+    await rig.renderer.render(chat(A))  # a failure is not kept
+
+
+async def test_a_renderer_that_breaks_off_is_not_asked_again_until_it_answers(rig):
+    await rig.with_servers(server := Server())
+    server.server.close()
+    await server.server.wait_closed()
+    rig.upstream.close()
+    with pytest.raises(RendererError) as lost:
+        await rig.renderer.render(chat(A))
+    assert lost.value.cause == "lost"
+    assert rig.renderer.usable == []
+    assert rig.renderer.state()[0]["verified"] is False
