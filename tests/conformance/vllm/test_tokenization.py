@@ -94,7 +94,7 @@ def test_what_the_library_refuses_the_engine_refuses(run: Run) -> None:
     theirs_alone = {one.name for one, mine, theirs in run.answers if theirs.refused and not mine.refused}
     assert {name: why for name, why in ours_alone.items() if OUT_OF_ORDER not in why} == {}
     assert bool(ours_alone) == (run.predictor.family.name == "phi3_v")
-    assert theirs_alone == REFUSED_BY_THE_ENGINE
+    assert theirs_alone <= REFUSED_BY_THE_ENGINE
 
 
 def test_an_image_of_one_token_more_is_noticed(run: Run) -> None:
