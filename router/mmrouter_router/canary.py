@@ -5,13 +5,14 @@ text; then the canary predicts and compares as everywhere.
 """
 
 import asyncio
+import contextlib
 import logging
 from array import array
 
 from mmrouter import feed
 from mmrouter.blocks import block_keys
 from mmrouter_router.feeds import Feed
-from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.fleet import Fleet, Target, Worker
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.own import OwnRequestError, OwnRequests, Picture, Question, new_nonce, small_pictures
 from mmrouter_router.parity import Difference, Prediction, first_difference
@@ -21,6 +22,9 @@ log = logging.getLogger("mmrouter.canary")
 
 LEASE_SECONDS = 30.0
 EVENTS_SECONDS = 5.0
+LEARN_SECONDS = 10.0
+"""A busy engine publishes a request's blocks late (facts on SGLang 1.5), and nobody waits for what is learned."""
+LOOK_SECONDS = 0.25
 
 
 class Canary:
@@ -77,15 +81,18 @@ class Canary:
         before = worker.follower.seq
         await self._own.send(worker, rank, question)
         try:
-            async with asyncio.timeout(EVENTS_SECONDS):
+            async with asyncio.timeout(LEARN_SECONDS):
+                seen = before
                 while True:
                     worker.moved.clear()
-                    published = await self._own.published(worker, rank, feeder, before)
-                    values = observe(question.ids, question.span, block_size, published)
-                    if values is not None:
-                        self._observed(worker, picture, values)
-                        return True
-                    await worker.moved.wait()
+                    if worker.follower.seq != seen:
+                        seen = worker.follower.seq
+                        published = await self._own.published(worker, rank, feeder, before)
+                        values = observe(question.ids, question.span, block_size, published)
+                        if values is not None:
+                            self._observed(worker, picture, values)
+                            return True
+                    await _moved(worker)
         except TimeoutError:
             return False
 
@@ -146,15 +153,22 @@ class Canary:
                 while True:
                     worker.moved.clear()
                     slot = worker.slots.get(rank)
-                    found = self._fleet.overlap(keys, tokens, block_size, [(worker, rank)])
+                    found = self._fleet.overlap(keys, tokens, [Target(worker, rank, block_size)])
                     # A block that ends with the prompt's last token is none that a window keeps.
                     expected = (tokens - 1) // block_size if worker.group.window else len(keys)
                     missing = expected - found.get(slot, 0) if slot is not None else len(keys)
                     if not missing:
                         return 0
-                    await worker.moved.wait()
+                    await _moved(worker)
         except TimeoutError:
             return missing
+
+
+async def _moved(worker: Worker) -> None:
+    """Wait for a delta; no longer than a moment, because somebody else may have cleared the event."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LOOK_SECONDS):
+            await worker.moved.wait()
 
 
 __all__ = ["Canary", "OwnRequestError"]

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -89,6 +90,14 @@ class Worker:
         return beat.canary.result
 
 
+class Target(NamedTuple):
+    """Where a request may go."""
+
+    worker: Worker
+    rank: int
+    block_size: int
+
+
 class Fleet:
     """All workers and the one index over their caches."""
 
@@ -120,25 +129,25 @@ class Fleet:
         """Call ``watcher`` with every sighting."""
         self._watchers.append(watcher)
 
-    def overlap(
-        self, keys: Sequence[int], tokens: int, block_size: int, ranks: Iterable[tuple[Worker, int]]
-    ) -> dict[Slot, int]:
-        """Return slot -> blocks of a prompt of ``tokens`` that its cache would hit, for ranks that have one."""
+    def overlap(self, keys: Sequence[int], tokens: int, targets: Iterable[Target]) -> dict[Slot, int]:
+        """Return slot -> blocks of a prompt of ``tokens`` that its cache would hit, for targets that have one.
+
+        ``keys`` are the prompt's at the targets' one block size.
+        """
         slots: list[Slot] = []
         windows: dict[Slot, int] = {}
-        for worker, rank in ranks:
+        hittable = 0
+        for worker, rank, size in targets:
             slot = worker.slots.get(rank)
             if slot is None:
                 continue
             if worker.group.window:
-                windows[slot] = window_blocks(worker.group.window, block_size)
+                # A window keeps what a hit can use, and a prompt's last token is computed anew.
+                windows[slot], hittable = window_blocks(worker.group.window, size), max(0, tokens - 1) // size
             else:
                 slots.append(slot)
         found = self.index.match(keys, slots) if slots else {}
-        if windows:
-            # A window keeps what a hit can use, and a prompt's last token is computed anew.
-            found |= self.index.match_windows(keys[: max(0, tokens - 1) // block_size], windows)
-        return found
+        return found | self.index.match_windows(keys[:hittable], windows) if windows else found
 
     def changed(self) -> None:
         """Tell the listeners."""

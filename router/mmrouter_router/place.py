@@ -3,10 +3,10 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from mmrouter.api import MMRouterDeployment, block_size_of
-from mmrouter_router.fleet import Fleet, Usage, Worker
+from mmrouter_router.fleet import Fleet, Target, Usage, Worker
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Candidate, Choice, Exactness, Policy, choose
 from mmrouter_router.sentinels import Scope
@@ -16,14 +16,6 @@ Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
 
 SERVING_ROLES = frozenset({"worker"})
 _IDLE = Usage()
-
-
-class Target(NamedTuple):
-    """Where a request goes."""
-
-    worker: Worker
-    rank: int
-    block_size: int
 
 
 @dataclass
@@ -80,8 +72,7 @@ class Placer:
         rows: list[Candidate] = []
         for (size, scope), group in targets.items():
             keys = prepared.keys(size, scope)
-            ranks = ((target.worker, target.rank) for target, _ in group)
-            overlap = self._fleet.overlap(keys, len(prepared.ids), size, ranks)
+            overlap = self._fleet.overlap(keys, len(prepared.ids), [target for target, _ in group])
             rows += [self._candidate(target, overlap, len(keys), standing) for target, standing in group]
         choice = choose(
             rows,
