@@ -111,7 +111,10 @@ class Sentinels:
     def asked(self, scope: Scope, line: Line, request: Asked) -> None:
         """Note a request with images before it is sent."""
         state = self._states.get(scope)
-        if state is not None:
+        if state is None:
+            return
+        known = [state.table.get(span.identity) for span in request.spans]
+        if not all(one is not None and one.proven for one in known):  # else it teaches nothing
             aligner = self._aligner(state, line)
             self._learn(state, aligner.ask(request), aligner)
 
