@@ -18,7 +18,9 @@ import uvicorn
 from mmrouter_sim import model
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import parse
+from mmrouter_sim.flags import Settings, parse
+from mmrouter_sim.sglang import app as sglang_app
+from mmrouter_sim.sglang import flags as sglang_flags
 from mmrouter_sim.web.app import build
 
 ROOT = Path(__file__).parents[3]
@@ -195,6 +197,32 @@ async def _body(answer: aiohttp.ClientResponse) -> Any:
     return await (answer.json() if answer.content_type == "application/json" else answer.text())
 
 
+async def start_engine(stack: AsyncExitStack, folder: Path, settings: Settings, build: Callable[..., Any]) -> Client:
+    """Start one engine in this process; it is stopped with the stack."""
+    loaded = model.load("m", folder, chat_template=settings.chat_template, processor=settings.processor)
+    engine = Engine(settings, loaded)
+    # Not by the server's own loop, which takes tenths of a second to stop: too slow for so many tests.
+    config = uvicorn.Config(build(engine), port=0, log_level="error", lifespan="off")
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    stepping = asyncio.create_task(engine.run())
+    await server.startup()
+
+    async def stop() -> None:
+        while server.server_state.connections:
+            await asyncio.sleep(0.001)
+        for listening in server.servers:
+            listening.close()
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+
+    stack.push_async_callback(stop)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    session = await stack.enter_async_context(aiohttp.ClientSession())
+    return Client(engine, session, f"http://127.0.0.1:{port}")
+
+
 @pytest.fixture
 async def serve(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
     """Start engines with the given flags; all are stopped at the end of the test."""
@@ -203,28 +231,20 @@ async def serve(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
         async def start(*flags: str) -> Client:
             base = ["--served-model-name", "tiny", "--sim-speed", "50", "--prefix-caching-hash-algo", "sha256_cbor"]
             settings = parse(["serve", str(tiny), *base, "--enable-prompt-tokens-details", *flags])
-            loaded = model.load("m", tiny, chat_template=settings.chat_template, processor=settings.processor)
-            engine = Engine(settings, loaded)
-            # Not by the server's own loop, which takes tenths of a second to stop: too slow for so many tests.
-            config = uvicorn.Config(build(engine), port=0, log_level="error", lifespan="off")
-            config.load()
-            server = uvicorn.Server(config)
-            server.lifespan = config.lifespan_class(config)
-            stepping = asyncio.create_task(engine.run())
-            await server.startup()
+            return await start_engine(stack, tiny, settings, build)
 
-            async def stop() -> None:
-                while server.server_state.connections:
-                    await asyncio.sleep(0.001)
-                for listening in server.servers:
-                    listening.close()
-                stepping.cancel()
-                await asyncio.gather(stepping, return_exceptions=True)
+        yield start
 
-            stack.push_async_callback(stop)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            return Client(engine, session, f"http://127.0.0.1:{port}")
+
+@pytest.fixture
+async def serve_sglang(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+    """The same for SGLang."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*flags: str) -> Client:
+            base = ["--served-model-name", "tiny", "--sim-speed", "50", "--page-size", "16", "--enable-cache-report"]
+            settings = sglang_flags.parse(["serve", "--model-type", "llm", "--model-path", str(tiny), *base, *flags])
+            return await start_engine(stack, tiny, settings, sglang_app.build)
 
         yield start
 

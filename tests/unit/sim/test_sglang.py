@@ -1,0 +1,335 @@
+"""The simulated SGLang against what a real 0.5.23 published, and its HTTP side over loopback."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+from array import array
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from PIL import Image
+
+from mmrouter.engines.events import Cleared
+from mmrouter.engines.sglang import Load, decode_batch, parse_info, parse_load
+from mmrouter.engines.sglang_identity import Fingerprint, artifact_hash, page_hashes, run_ids, sentinels
+from mmrouter_sim.core.cost import Cost
+from mmrouter_sim.core.events import encode_events
+from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.scheduler import Limits, Scheduler
+from mmrouter_sim.core.sglang import (
+    PROCESSOR,
+    TRANSFORMERS,
+    WRAPPERS,
+    SglangDialect,
+    by_bytes,
+    fingerprint,
+    padded,
+    page,
+    published,
+    root,
+)
+from mmrouter_sim.core.sglang import sentinels as sentinels_of
+from mmrouter_sim.sglang.flags import parse
+
+U64 = (1 << 64) - 1
+CHAT = "/v1/chat/completions"
+LONG = "describe the picture and say what is in the front and how many there are " * 4
+RENDERED = [
+    *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8000", "--api-key", "k", "--page-size", "16"),
+    *("--enable-metrics", "--enable-cache-report", "--limit-mm-data-per-request", '{"image":2}', "--device", "cpu"),
+    *("--trust-remote-code", "--mm-process-config", '{"image":{"max_pixels":1003520}}', "--revision", "main"),
+    *("--mm-preprocess-cache-size-mb", "256", "--data-parallel-size", "2", "--tensor-parallel-size", "2"),
+]
+
+
+@pytest.fixture(scope="module")
+def captures() -> Path:
+    folder = Path(os.environ.get("MMROUTER_CAPTURES", Path(__file__).parents[4] / "shared" / "captures")) / "sglang"
+    if not folder.is_dir():
+        pytest.skip(f"not run: no captures at {folder} (MMROUTER_CAPTURES)")
+    return folder
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wire(row):
+    return [event for frame in row["frames"] if isinstance(frame["decoded"], list) for event in frame["decoded"][1]]
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen2_vl.page1.jsonl", 5933), ("qwen3_vl.page4.jsonl", 1459)])
+def test_every_published_hash_of_a_capture_is_rebuilt(captures, name, count):
+    digests, rebuilt = {}, 0
+    for row in rows(captures / name):
+        for event in wire(row):
+            if event["type"] != "BlockStored":
+                continue
+            parent, size = event["parent_block_hash"], event["block_size"]
+            digest = root(event.get("cache_salt")) if parent is None else digests[parent]
+            for number, said in enumerate(event["block_hashes"]):
+                digest = page(digest, array("Q", event["token_ids"][number * size : (number + 1) * size]))
+                assert published(digest) == said
+                digests[said] = digest
+                rebuilt += 1
+    assert rebuilt == count
+
+
+def test_items_salts_and_padding_are_the_engines(captures):
+    for line in rows(captures / "offline.jsonl"):
+        match line:
+            case {"kind": "feature_hash", "item_hash_hex": item, "pad_values": values}:
+                assert list(sentinels_of(int(item, 16))) == values
+            case {"kind": "padding", "input_ids": ids, "padded": out}:
+                assert padded(ids, [(0xAA, 3, 6), (0xBB, 12, 3)]).tolist() == out
+
+
+def test_the_core_tells_what_the_engine_told(captures):
+    """Five requests in a row: the same events, and the same tokens from the cache."""
+    found = {row["case"]: row for row in rows(captures / "qwen3_vl.page4.jsonl")}
+    answer = found["chat_A"]["reply"]["body"]
+    ids = answer["choices"][0]["prompt_token_ids"]
+    a, b = ([token for token in _tokens(found[case]) if token >= 1_000_000][:4] for case in ("chat_A", "chat_B"))
+    start, length = ids.index(403), ids.count(403)
+
+    def filled(values):
+        return [*ids[:start], *(values * length)[:length], *ids[start + length :]]
+
+    both = [*filled(a)[:16], *_tokens(found["chat_A_B"]), 5, 6]
+    scheduler = Scheduler(
+        Limits(blocks=1025, block_size=4, max_model_len=2048), cost=Cost(speed=1e6), dialect=SglangDialect(4)
+    )
+    for case, prompt in (
+        ("text_ids", list(range(100, 122))),
+        ("text_ids_salt", list(range(100, 122))),
+        ("chat_A", filled(a)),
+        ("chat_A_again", filled(a)),
+        ("chat_B", filled(b)),
+        ("chat_A_B", both),
+    ):
+        request = Request(case, array("Q", prompt), lambda _: 7, 2, salt="tenant-a" if case.endswith("salt") else None)
+        events = _run(scheduler, request)
+        told = [{**event, "session_id": None} for event in msgspec.msgpack.decode(encode_events(0, events, 0))[1]]
+        assert told == [{**event, "session_id": None} for event in wire(found[case])], case
+        body = found[case]["reply"]["body"]
+        if "usage" in body:
+            cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        else:
+            cached = body["meta_info"]["cached_tokens"]
+        assert request.cached_tokens == cached, case
+
+
+def _tokens(row):
+    return [token for event in wire(row) for token in event.get("token_ids", ())]
+
+
+def _run(scheduler, request):
+    scheduler.add(request)
+    events, now = [], 0.0
+    while request.finished is None:
+        step = scheduler.schedule(now)
+        now += step.seconds
+        events += scheduler.complete(step, now)[1]
+    return events + scheduler.news()
+
+
+def test_a_page_is_held_once_and_answers_are_found_when_they_end():
+    scheduler = Scheduler(Limits(blocks=65, block_size=4, max_model_len=200), dialect=SglangDialect(4))
+    twins = [Request(str(n), array("Q", range(1, 9)), lambda _: 9, 9) for n in range(2)]
+    for twin in twins:
+        scheduler.add(twin)
+    events, now = [], 0.0
+    while not scheduler.idle:
+        step = scheduler.schedule(now)
+        now += step.seconds
+        events += scheduler.complete(step, now)[1]
+    hashes = [number for event in events for number in event.block_hashes]
+    assert len(hashes) == len(set(hashes)) == 4  # two of the prompt, two of the answer, of two equal requests
+    assert hashes == [
+        number - (1 << 64) if number >> 63 else number for number in page_hashes([*range(1, 9), *[9] * 8], 4)
+    ]
+    assert all(copies == 1 for copies in scheduler.pool.contents().values())
+
+
+def test_two_implementations_of_the_artifact_path_agree():
+    theirs = Fingerprint(
+        transformers=TRANSFORMERS,
+        processor_class=PROCESSOR,
+        wrapper_class=WRAPPERS["qwen3_vl"],
+        model_type="qwen3_vl",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        revision="main",
+        mm_process_config={"image": {"max_pixels": 7}},
+    )
+    own = fingerprint("qwen3_vl", ["Qwen3VLForConditionalGeneration"], "main", {"image": {"max_pixels": 7}})
+    assert own == theirs.digest()
+    for options in ({}, {"detail": "high", "max_dynamic_patch": 3}):
+        assert by_bytes(b"some bytes", own, options) == artifact_hash(b"some bytes", theirs, options)
+
+
+def png(color="red", kind="PNG"):
+    buffer = io.BytesIO()
+    Image.new("RGB", (112, 84), color).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def image(data, **fields):
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+async def test_an_answer_has_the_engines_fields_and_honest_usage(serve_sglang):
+    client = await serve_sglang()
+    content = [text(LONG), image(png())]
+    status, reply = await client.chat(content, return_prompt_token_ids=True, return_input_ids_in_sglext=True)
+    assert status == 200
+    choice, usage = reply["choices"][0], reply["usage"]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
+    assert reply["sglext"]["input_ids"] == choice["prompt_token_ids"]
+    assert usage["prompt_tokens"] == len(choice["prompt_token_ids"])
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 12}
+    chunks = await client.stream(
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 4,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    said = "".join(chunk["choices"][0]["delta"]["content"] or "" for chunk in chunks if chunk["choices"])
+    assert said == choice["message"]["content"]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    cached = (usage["prompt_tokens"] - 1) // 16 * 16
+    assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": cached, "image_tokens": 12}
+
+
+@pytest.mark.parametrize(("flags", "same"), [((), True), (("--mm-preprocess-cache-size-mb", "64"), False)])
+async def test_the_flag_decides_whether_bytes_or_pixels_name_an_image(serve_sglang, flags, same):
+    client = await serve_sglang(*flags)
+    for data in (png(), png(kind="BMP"), png("blue")):
+        _, reply = await client.chat([image(data), text(LONG)])
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == (0 if data[:2] != b"BM" or not same else (reply["usage"]["prompt_tokens"] - 1) // 16 * 16)
+
+
+async def replayed(context, endpoint):
+    """Return all the events that an engine still has, as the sidecar reads them."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(endpoint)
+    await dealer.send_multipart([b"", bytes(8)])
+    batches = []
+    async with asyncio.timeout(5):
+        while (frames := await dealer.recv_multipart())[-2] != b"\xff" * 8:
+            batches.append(decode_batch(frames[-1]))
+    dealer.close(linger=0)
+    return [event for batch in batches for event in batch.events]
+
+
+async def test_events_hold_sentinels_that_the_router_can_compute(serve_sglang, unused_port):
+    port = unused_port(2)
+    replay = f"tcp://127.0.0.1:{port + 1}"
+    config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": replay}
+    context = zmq.asyncio.Context()
+    try:
+        client = await serve_sglang("--kv-events-config", json.dumps(config), "--mm-preprocess-cache-size-mb", "64")
+        status, info = await client.get("/server_info")
+        assert (status, info["kv_events"]["block_size"], info["kv_events"]["endpoint_port_base"]) == (200, 16, port)
+        _, model = await client.get("/model_info")
+        facts = parse_info(info, model).facts
+        assert (facts["version"], facts["model_type"]) == ("0.5.23", "qwen2_vl")
+        data = png()
+        _, reply = await client.chat(
+            [text(LONG), image(data)], return_prompt_token_ids=True, cache_salt="tenant", max_tokens=1
+        )
+        ids = array("Q", reply["choices"][0]["prompt_token_ids"])
+        pad = client.engine.model.family.placeholder_id
+        start, length = ids.index(pad), ids.count(pad)
+        item = artifact_hash(data, client.engine.fingerprint, {})
+        ids[start : start + length] = run_ids(sentinels(item, legacy=False), length)
+        empty, event = await replayed(context, replay)
+        assert empty == Cleared()
+        assert event.salt == "tenant"
+        assert event.ids == ids[: len(event.ids)]
+        assert list(event.hashes) == page_hashes(ids, 16, cache_salt="tenant").tolist()
+        assert await client.get("/flush_cache") == (200, "Cache flushed.")
+        while (await replayed(context, replay))[2:] != [Cleared()]:  # told when the engine is idle
+            await asyncio.sleep(0.01)
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_probes_and_metrics_are_open_and_the_rest_wants_the_key(serve_sglang):
+    client = await serve_sglang("--api-key", "k", "--dp", "2")
+    for path in ("/ready", "/health", "/metrics"):
+        assert (await client.get(path))[0] == 200
+    for path in ("/server_info", "/v1/models", "/flush_cache"):
+        assert await client.get(path) == (401, {"error": "Unauthorized"})
+        assert (await client.get(path, headers={"authorization": "Bearer k"}))[0] == 200
+    _, page = await client.get("/metrics")
+    assert parse_load(page) == {0: Load(), 1: Load()}
+    client.engine.draining = True
+    assert (await client.get("/ready"))[0] == 503
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert (await client.post(CHAT, body, headers={"authorization": "Bearer k"}))[0] == 200
+
+
+async def test_errors_have_the_engines_shape(serve_sglang):
+    client = await serve_sglang("--mm-preprocess-cache-size-mb", "64", "--limit-mm-data-per-request", '{"image":1}')
+    status, wrong = await client.chat([image(png(), content_hash="sha256:" + "0" * 64)])
+    assert (status, wrong["object"], wrong["type"], wrong["param"]) == (400, "error", "BadRequestError", None)
+    assert wrong["message"].startswith("content hash mismatch for media_data[0]: expected sha256:0000")
+    assert (await client.chat([image(png()), image(png())]))[1][
+        "message"
+    ] == "Image count 2 exceeds limit 1 per request."
+    assert (await client.chat([image(b"no image")]))[1]["message"].startswith("Could not decode image")
+    status, same = await client.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "mm_hashes": ["00"]})
+    assert status == 200
+    assert same["choices"]
+
+
+async def test_tokenize_does_not_expand_images(serve_sglang):
+    client = await serve_sglang()
+    content = [text("look"), image(png())]
+    _, plain = await client.post("/v1/tokenize", {"messages": [{"role": "user", "content": content}]})
+    pad = client.engine.model.family.placeholder_id
+    assert (plain["tokens"].count(pad), plain["count"]) == (1, len(plain["tokens"]))
+    _, back = await client.post("/v1/detokenize", {"tokens": plain["tokens"], "skip_special_tokens": False})
+    assert "look" in back["text"]
+
+
+def test_the_rendered_command_line_is_taken(tiny):
+    events = json.dumps(
+        {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5657"}
+    )
+    settings = parse(
+        ["serve", "--model-type", "llm", "--model-path", str(tiny), *RENDERED, "--kv-events-config", events]
+    )
+    assert (settings.engine, settings.block_size, settings.ranks, settings.bind) == ("sglang", 16, 2, False)
+    assert (settings.api_keys, settings.token_details, settings.image_limit) == (("k",), True, 2)
+    assert settings.processor == {"max_pixels": 1003520}
+    assert settings.arguments["mm_preprocess_cache_size_mb"] == 256
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-such-flag"], "unrecognized arguments"),
+        (["--kv-events-config", '{"publisher": "zmq", "steps": 1}'], "steps"),
+        (["--kv-events-config", '{"format": "dynamo"}'], "dynamo"),
+        (["--dp", "0"], "at least 1"),
+    ],
+)
+def test_a_wrong_flag_ends_the_command(tiny, capsys, flags, message):
+    with pytest.raises(SystemExit) as caught:
+        parse(["serve", "--model-path", str(tiny), *flags])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
