@@ -155,7 +155,7 @@ class Ledger:
         self.caches.clear()
         self._cleared.clear()
         self._ops.clear()
-        self.sightings.clear()
+        self.sightings = Sightings()
         self.windows.clear()
         self._groups.clear()
         self._regroup()

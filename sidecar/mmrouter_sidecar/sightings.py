@@ -59,10 +59,6 @@ class Sightings:
         new, self._new = self._new, []
         return new
 
-    def clear(self) -> None:
-        """Forget everything: an engine begins with an empty cache."""
-        self.__init__()  # type: ignore[misc]
-
     def doubt(self) -> None:
         """Events were missed."""
         self._complete = False
