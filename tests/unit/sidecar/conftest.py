@@ -289,7 +289,7 @@ async def router(settings: Settings, curve: dict[str, bytes]) -> AsyncIterator[F
 @pytest.fixture
 async def http_engine(settings: Settings) -> AsyncIterator[dict[str, Any]]:
     """An engine's HTTP side; tests change what it says."""
-    says: dict[str, Any] = {"health": 200, "version": "0.32.0", "metrics": ""}
+    says: dict[str, Any] = {"health": 200, "version": "0.32.0", "metrics": "", "server": {}, "model": {}}
 
     async def health(_: web.Request) -> web.Response:
         return web.Response(status=says["health"])
@@ -300,8 +300,18 @@ async def http_engine(settings: Settings) -> AsyncIterator[dict[str, Any]]:
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text=says["metrics"])
 
+    async def server_info(_: web.Request) -> web.Response:
+        return web.json_response(says["server"])
+
+    async def model_info(_: web.Request) -> web.Response:
+        return web.json_response(says["model"])
+
     site = web.Application()
     site.add_routes([web.get("/health", health), web.get("/version", version), web.get("/metrics", metrics)])
+    # SGLang's
+    site.add_routes(
+        [web.get("/ready", health), web.get("/server_info", server_info), web.get("/model_info", model_info)]
+    )
     runner = web.AppRunner(site)
     await runner.setup()
     await web.TCPSite(runner, settings.pod_ip, 8000).start()

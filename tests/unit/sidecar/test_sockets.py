@@ -352,6 +352,35 @@ async def test_health_load_and_geometry_come_from_the_engines_http_side(
     assert one.metric("probe_failures_total", path="/health") >= 1
 
 
+async def test_an_sglang_engine_says_what_identity_depends_on(
+    start: Any, http_engine: Any, router: Any, settings: Any
+) -> None:
+    http_engine["server"] = {
+        "version": "0.5.23",
+        "kv_events": {"publisher": "zmq", "block_size": 32},
+        "revision": None,
+        "mm_preprocess_cache_size_mb": 256,
+        "page_size": 32,
+    }
+    http_engine["model"] = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    http_engine["metrics"] = "sglang:num_running_reqs 2.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.25\n"
+    await start(replace(settings, engine="sglang"))
+    beat = await router.heartbeat(lambda beat: beat.engine_state == "up")
+    assert (beat.engine, beat.engine_version, beat.block_size) == ("sglang", "0.5.23", 32)
+    assert beat.facts == {
+        "version": "0.5.23",
+        "model_type": "qwen2_5_vl",
+        "architectures": '["Qwen2_5_VLForConditionalGeneration"]',
+        "revision": "null",
+        "mm_preprocess_cache_size_mb": "256",
+        "page_size": "32",
+    }
+    load = await router.until(lambda: router.of(feed.Load))
+    assert load[0] == feed.Load(0, 2.0, 1.0, 0.25)
+    http_engine["health"] = 503
+    await router.heartbeat(lambda beat: beat.engine_state == "down")
+
+
 async def test_readiness_metrics_and_the_drain_hook(
     start: Any, settings: Any, engines: Any, router: Any, kit: Any
 ) -> None:
