@@ -14,6 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 
 ENGINE ?= sim
 ARGS ?=
+WRITE ?=
 
 .PHONY: help venv demo check test e2e conformance bench lock clean
 
@@ -49,8 +50,8 @@ test: venv ## every level that this machine can run, with a summary
 e2e: venv ## only the level on local processes
 	@$(PY) tests/tools/levels.py e2e
 
-conformance: venv ## only the level with the real engine
-	@$(PY) tests/tools/levels.py conformance
+conformance: venv ## only the level with real engines; WRITE=1 writes its table, docs/conformance.md
+	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) tests/tools/levels.py conformance
 
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)

@@ -8,7 +8,8 @@ from conformance.predict import Predictor
 from conformance.workload import Case
 
 from mmrouter.blocks import chain
-from mmrouter.engines.events import Batch, Cleared, Removed, Stored
+from mmrouter.engines.events import Batch, Cleared, Ragged, Removed, Stored
+from mmrouter_sidecar.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,19 @@ class Exchange:
     def cached_tokens(self) -> int:
         return int(self.answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
+    @property
+    def image_tokens(self) -> int:
+        told = self.answer["usage"]["prompt_tokens_details"].get("multimodal_tokens") or {}
+        return int(told.get("image", 0))
+
 
 @dataclass
 class Published:
     """What an engine's events say that it holds, in our keys."""
 
     keys: dict[int, str] = field(default_factory=dict)  # key -> where it was first published, in that order
-    stores: int = 0  # blocks in store events, re-stored ones counted again
+    stored: list[int] = field(default_factory=list)  # the key of every block of a store event, re-stored ones again
+    ragged: int = 0  # events that name fewer blocks than they have tokens
     faults: list[str] = field(default_factory=list)
 
 
@@ -48,6 +55,8 @@ class Report:
     requests: int = 0
     blocks: int = 0
     predicted: int = 0
+    matched: int = 0
+    ragged: int = 0
     mismatches: list[str] = field(default_factory=list)
 
     @property
@@ -59,10 +68,15 @@ def published(batches: Iterable[Batch], predictor: Predictor) -> Published:
     """Rebuild the keys of every stored block from the engine's tokens, identities and parents."""
     seen = Published()
     by_hash: dict[int, int] = {}
+    windows = Windows()
     for number, batch in enumerate(batches):
         for event in batch.events:
             if isinstance(event, Stored):
-                _add_stored(event, f"batch {number}", predictor, by_hash, seen)
+                _add_stored(event, f"batch {number}", predictor, by_hash, seen, windows)
+            elif isinstance(event, Ragged):
+                _add_ragged(event, f"batch {number}", predictor, by_hash, seen, windows)
+            elif isinstance(event, Cleared) and not by_hash:
+                continue  # SGLang says so once when it starts
             else:
                 # The cache is far larger than the workload, so an eviction means that something else is going on.
                 kind = (
@@ -72,19 +86,40 @@ def published(batches: Iterable[Batch], predictor: Predictor) -> Published:
     return seen
 
 
-def _add_stored(event: Stored, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published) -> None:
+def _add_stored(
+    event: Stored, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: Windows
+) -> None:
     if event.block_size != predictor.block_size:
         seen.faults.append(f"{where}: block size {event.block_size}, predicted with {predictor.block_size}")
     if event.parent is None:
         parent = predictor.seed(event.salt)
     elif event.parent in by_hash:
         parent = by_hash[event.parent]
+    elif (followed := windows.key(event.parent)) is not None:
+        parent = followed
     else:
         seen.faults.append(f"{where}: parent {event.parent} was never published")
         return
     keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-    seen.stores += len(keys)
-    for place, (engine_hash, key) in enumerate(zip(event.hashes, keys, strict=True)):
+    if event.window:
+        windows.follow(event, keys)
+    _add(event.hashes, keys, where, by_hash, seen)
+
+
+def _add_ragged(
+    event: Ragged, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: Windows
+) -> None:
+    """The event does not say which of its tokens its blocks are: the sidecar's own code finds out."""
+    placed = windows.place(event, lambda _, salt: predictor.seed(salt))
+    if placed.rest:
+        seen.faults.append(f"{where}: {len(placed.rest)} hashes of a ragged event are not explained")
+    seen.ragged += 1
+    _add(placed.hashes, placed.keys, where, by_hash, seen)
+
+
+def _add(hashes: Sequence[int], keys: Sequence[int], where: str, by_hash: dict[int, int], seen: Published) -> None:
+    seen.stored += keys
+    for place, (engine_hash, key) in enumerate(zip(hashes, keys, strict=True)):
         if by_hash.setdefault(engine_hash, key) != key:
             seen.faults.append(f"{where}, block {place}: one engine hash, two keys")
         seen.keys.setdefault(key, f"{where}, block {place}")
@@ -95,40 +130,50 @@ def _add_stored(event: Stored, where: str, predictor: Predictor, by_hash: dict[i
 def compare(exchanges: Sequence[Exchange], batches: Sequence[Batch], predictor: Predictor) -> Report:
     """Compare every id, key and ``cached_tokens`` of a run without evictions that began with an empty cache."""
     seen = published(batches, predictor)
-    report = Report(requests=len(exchanges), blocks=seen.stores, mismatches=list(seen.faults))
+    report = Report(requests=len(exchanges), blocks=len(seen.stored), ragged=seen.ragged, mismatches=list(seen.faults))
     held: dict[int, None] = {}
     order = {key: number for number, key in enumerate(seen.keys)}
     for exchange in exchanges:
         report.mismatches += (
-            f"{exchange.case.name}: {text}" for text in _compare_one(exchange, predictor, held, order)
+            f"{exchange.case.name}: {text}"
+            for text in _compare_one(exchange, predictor, held, order, windowed=seen.ragged > 0)
         )
     report.predicted = len(held)
+    report.matched = sum(key in held for key in seen.stored)
     report.mismatches += (f"{where}: published, never predicted" for key, where in seen.keys.items() if key not in held)
     return report
 
 
 def _compare_one(
-    exchange: Exchange, predictor: Predictor, held: dict[int, None], order: dict[int, int]
+    exchange: Exchange, predictor: Predictor, held: dict[int, None], order: dict[int, int], *, windowed: bool
 ) -> Iterable[str]:
-    """``held`` are the keys of the requests so far, in order: a new key must be the next that was published."""
+    """``held`` are the keys of the requests so far, in order: a new key must be the next that was published.
+
+    ``windowed``: an engine with a sliding window keeps what a repeat of the prompt can use, so neither the block that
+    holds its last token nor any after it, unless another prompt goes on there (facts on vLLM 4.5).
+    """
     predicted = predictor.predict(exchange.case)
     ids = exchange.prompt_ids
     if predicted.ids.tolist() != ids:
         at = next((n for n, (a, b) in enumerate(zip(predicted.ids, ids, strict=False)) if a != b), None)
         yield f"{len(predicted.ids)} ids predicted, {len(ids)} returned, the first difference at {at}"
+    size = predictor.block_size
     prompt_keys = predictor.keys(predicted)
     overlap = next((n for n, key in enumerate(prompt_keys) if key not in held), len(prompt_keys))
     # The last token is always computed, so a prompt of exactly n blocks hits n - 1 (facts on vLLM 4.2).
-    hit = min(overlap, (len(ids) - 1) // predictor.block_size) * predictor.block_size
+    hit = min(overlap, (len(ids) - 1) // size) * size
     if hit != exchange.cached_tokens:
         yield f"{hit} cached tokens predicted, {exchange.cached_tokens} reported"
     image_tokens = sum(span.length for span in predicted.spans)
-    reported = (exchange.answer["usage"]["prompt_tokens_details"].get("multimodal_tokens") or {}).get("image", 0)
-    if image_tokens != reported:
-        yield f"{image_tokens} image tokens predicted, {reported} reported"
+    if image_tokens != exchange.image_tokens:
+        yield f"{image_tokens} image tokens predicted, {exchange.image_tokens} reported"
     for number, key in enumerate(predictor.keys(predicted, exchange.answer_ids)):
-        if key not in order:
-            yield f"block {number} predicted, never published"
-        elif key not in held and order[key] != len(held):
-            yield f"block {number} predicted as new block {len(held)} of the run, published as {order[key]}"
+        if key not in held and order.get(key) != len(held):
+            if windowed and number >= (len(ids) - 1) // size:
+                return
+            yield (
+                f"block {number} predicted as new block {len(held)} of the run, published as {order[key]}"
+                if key in order
+                else f"block {number} predicted, never published"
+            )
         held[key] = None

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance.report import Cells
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tests" / "tools"
-CANNOT = 3  # exit status of vllm_env.py: not on this machine, reason on stderr
+CANNOT = 3  # exit status of the scripts below: not on this machine, reason on stderr
 FIGURES = pytest.StashKey[dict[str, Any]]()
+CELLS = pytest.StashKey[list[Cells]]()
 
 Record = Callable[[str, Any], None]
 
@@ -27,6 +29,7 @@ def models_dir() -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = {}
+    config.stash[CELLS] = []
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -35,13 +38,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("figures")
         for name, value in figures.items():
             terminalreporter.write_line(f"{name}: {value}")
+    if config.stash[CELLS]:
+        terminalreporter.section("conformance")
+        for line in config.stash[CELLS][0].lines():
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
 def record(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """Keep a figure: it is printed at the end, and written to ``conformance.json`` in the run's temporary folder."""
+    """Keep a figure: it is printed at the end, and written to ``figures.json`` in the run's temporary folder."""
     figures = pytestconfig.stash[FIGURES]
-    path = tmp_path_factory.getbasetemp() / "conformance.json"
+    path = tmp_path_factory.getbasetemp() / "figures.json"
 
     def keep(name: str, value: Any) -> None:
         figures[name] = value
@@ -51,16 +58,30 @@ def record(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
+def cells(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Cells:
+    """The cells of the run's table, kept in ``MMROUTER_CONFORMANCE_DIR`` or else in the run's temporary folder."""
+    folder = os.environ.get("MMROUTER_CONFORMANCE_DIR")
+    made = Cells(ROOT / folder if folder else tmp_path_factory.getbasetemp())
+    pytestconfig.stash[CELLS].append(made)
+    return made
+
+
+@pytest.fixture(scope="session")
 def vllm_env() -> Path:
     """The environment with the real vLLM, made when it is not there yet and there is a model to serve with it."""
+    return engine_env("vllm_env.py")
+
+
+@pytest.fixture(scope="session")
+def sglang_env() -> Path:
+    """The environment with the real SGLang, as ``vllm_env``."""
+    return engine_env("sglang_env.py")
+
+
+def engine_env(script: str) -> Path:
     if not models_dir().is_dir():
         pytest.skip(f"not run: no model folders at {models_dir()} (MMROUTER_MODELS)")
-    made = subprocess.run(
-        [sys.executable, str(TOOLS / "vllm_env.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    made = subprocess.run([sys.executable, str(TOOLS / script)], capture_output=True, text=True, check=False)
     if made.returncode == CANNOT:
         pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
     assert made.returncode == 0, made.stderr

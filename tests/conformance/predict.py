@@ -23,11 +23,15 @@ MAX_PIXELS = 64_000_000
 
 @dataclass(frozen=True)
 class Predicted:
-    """``ids`` and ``spans`` of the expanded prompt, and the seed of its chain."""
+    """``ids`` and ``spans`` of the expanded prompt, and the seed of its chain.
+
+    ``filled``: the ids as an engine has them that writes images' identities into them, in place of the spans.
+    """
 
     ids: "array[int]"
     spans: tuple[Span, ...]
     seed: int
+    filled: "array[int] | None" = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Predictor:
 
     def keys(self, predicted: Predicted, answered: Sequence[int] = ()) -> "array[int]":
         """Return the keys of the complete blocks of the prompt, and of those that ``answered`` tokens fill."""
+        if predicted.filled is not None:
+            return block_keys(predicted.filled + array("Q", answered), self.block_size, (), predicted.seed)
         ids = predicted.ids + array("I", answered)
         return block_keys(ids, self.block_size, predicted.spans, predicted.seed)
 

@@ -7,9 +7,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ import pytest
 import zmq
 
 from mmrouter.api import parse_deployment
+from mmrouter.api.paths import MODEL_DIR
+from mmrouter.engines import adapter
 from mmrouter.engines.events import Batch, Stored
-from mmrouter.engines.vllm import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, decode_batch, launch
+from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 
 BLOCK_SIZE = 32  # the CPU attention of vLLM takes multiples of 32 only
 START_SECONDS = 300
+API_KEY = "conformance"
 CONTEXT = 8192
 FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
@@ -36,7 +39,8 @@ class Listener:
     socket, and until then the engine's publisher drops what it sends.
     """
 
-    def __init__(self, ip: str) -> None:
+    def __init__(self, ip: str, kind: str = "vllm") -> None:
+        self._decode = adapter(kind).decode_batch
         self.frames: list[tuple[int, bytes]] = []
         self._arrived = threading.Condition()
         self._stop = threading.Event()
@@ -64,14 +68,14 @@ class Listener:
             while True:
                 for _, payload in self.frames[seen:]:
                     seen += 1
-                    for event in decode_batch(payload).events:
+                    for event in self._decode(payload).events:
                         if isinstance(event, Stored) and event.ids.tolist() == list(ids[: len(event.ids)]):
                             return
                 if not self._arrived.wait(deadline - time.monotonic()):
                     pytest.fail(f"the blocks of the last prompt were not published within {seconds:g} s")
 
     def batches(self) -> list[Batch]:
-        return [decode_batch(payload) for _, payload in self.frames]
+        return [self._decode(payload) for _, payload in self.frames]
 
     def replayed(self, seconds: float = 20) -> list[tuple[int, bytes]]:
         """Ask the engine for everything that it published so far."""
@@ -106,11 +110,12 @@ class Engine:
     process: subprocess.Popen[bytes]
     listener: Listener
     log: Path
+    health_path: str = "/health"
     start_s: float = 0.0
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=120)
+        self.client = httpx.Client(base_url=self.url, timeout=120, headers={"Authorization": f"Bearer {API_KEY}"})
 
     @property
     def url(self) -> str:
@@ -130,7 +135,7 @@ class Engine:
 
     def healthy(self) -> bool:
         try:
-            return self.client.get("/health", timeout=2).status_code == 200
+            return self.client.get(self.health_path, timeout=2).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -144,25 +149,27 @@ class Engine:
 
 
 @contextmanager
-def engine(env: Path, model_dir: Path, log: Path, *extra: str) -> Iterator[Engine]:
-    """Run a real vLLM over a shrunk model folder, with the product's own command line, until the block ends.
+def engine(env: Path, model_dir: Path, log: Path, *extra: str, kind: str = "vllm") -> Iterator[Engine]:
+    """Run a real engine over a shrunk model folder, with the product's own command line, until the block ends.
 
-    It gets a loopback address that nobody uses. Skips the test where there is no memory for an engine.
+    It gets a loopback address that nobody uses. Skips the test where there is no memory for an engine. ``kind`` is the
+    type of a resource, ``vllm`` or ``sglang``.
     """
     require_memory()
     ip = free_address()
-    listener = Listener(ip)
+    listener = Listener(ip, kind)
     try:
+        made = command(model_dir, ip, kind)
         with log.open("wb") as out:
             # A process group of its own, so that the engine's children end with it whatever happens.
             process = subprocess.Popen(
-                [str(env / "bin" / "vllm"), *command(model_dir, ip), *extra],
+                [str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(env, ip, log.parent),
+                env=environment(env, ip, log.parent) | made.env,
                 start_new_session=True,
             )
-        running = Engine(model_dir.name, ip, process, listener, log)
+        running = Engine(model_dir.name, ip, process, listener, log, made.health_path)
         try:
             wait_healthy(running)
             yield running
@@ -199,13 +206,14 @@ def is_free(ip: str, port: int) -> bool:
         return True
 
 
-def command(model_dir: Path, ip: str) -> list[str]:
-    """Return the arguments that the product renders for a CPU pool, expanded for one address."""
+def command(model_dir: Path, ip: str, kind: str) -> Launch:
+    """Return what the product renders for a CPU pool, expanded for one address."""
     pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
     model = {"id": f"test/{model_dir.name}", "servedName": model_dir.name, "volume": {"emptyDir": {}}}
+    args = engine_args(context_length(model_dir)) if kind == "vllm" else sglang_args(context_length(model_dir))
     spec = {
         "model": model | {"trustRemoteCode": any(model_dir.glob("*.py"))},
-        "engine": {"type": "vllm", "blockSize": BLOCK_SIZE, "args": engine_args(context_length(model_dir))},
+        "engine": {"type": kind, "blockSize": BLOCK_SIZE, "args": args},
         "pools": [pool],
     }
     dep = parse_deployment(
@@ -216,10 +224,20 @@ def command(model_dir: Path, ip: str) -> list[str]:
             "spec": spec,
         }
     )
-    made = launch(dep, dep.spec.pools[0])
-    assert made.command == ["vllm", "serve"]
-    args = [arg.replace("$(POD_IP)", ip).replace("$(POD_LOOPBACK)", ip) for arg in made.args]
-    return ["serve", str(model_dir), *args[1:]]  # the first argument is where a pod mounts the model
+    made: Launch = adapter(kind).launch(dep, dep.spec.pools[0])
+    places = {"$(POD_IP)": ip, "$(POD_LOOPBACK)": ip, "$(SGLANG_API_KEY)": API_KEY, MODEL_DIR: str(model_dir)}
+    return replace(made, args=[expanded(arg, places) for arg in made.args])
+
+
+def expanded(text: str, places: Mapping[str, str]) -> str:
+    for name, value in places.items():
+        text = text.replace(name, value)
+    return text
+
+
+def env_version(env: Path) -> str:
+    """Return the engine's release by the name of its environment, ``engine-release-device``."""
+    return env.name.split("-")[1]
 
 
 def context_length(model_dir: Path) -> int:
@@ -236,6 +254,23 @@ def engine_args(context: int = CONTEXT) -> list[str]:
         "--enforce-eager",
         *("--max-model-len", str(context)),
         *("--max-num-seqs", "4"),
+    ]
+
+
+def sglang_args(context: int = CONTEXT) -> list[str]:
+    """The same for SGLang, with PyTorch's own kernels."""
+    return [
+        *("--load-format", "dummy"),
+        *("--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch"),
+        *("--grammar-backend", "none"),
+        "--disable-cuda-graph",
+        "--disable-overlap-schedule",
+        "--skip-server-warmup",
+        *("--mem-fraction-static", "0.1"),
+        *("--max-total-tokens", "131072"),
+        *("--context-length", str(context)),
+        *("--max-running-requests", "4"),
     ]
 
 

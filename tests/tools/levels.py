@@ -93,7 +93,7 @@ LEVELS = {
         lanes=2,
     ),
     "e2e": Level((Step("tests on local processes", tests="tests/e2e"),), limit_s=1200),
-    "conformance": Level((Step("tests on the real engine", tests="tests/conformance"),), limit_s=2400),
+    "conformance": Level((Step("tests on real engines", tests="tests/conformance"),), limit_s=3300),
 }
 
 

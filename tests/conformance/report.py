@@ -1,0 +1,172 @@
+"""The table of what was proved: which engine and family, with what result, and what was not run and why.
+
+    python tests/conformance/report.py FIGURES.json OUT.md    # writes the table of a run
+
+A run collects :class:`Cell` s and writes them as JSON; the table is made from that JSON alone, so that anyone can see
+where a number comes from and no number can be typed in.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conformance.compare import Report
+
+SCENARIOS = 10
+NAMES = {
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "llava": "LLaVA-1.5",
+    "llava_next": "LLaVA-NeXT",
+    "phi3_v": "Phi-3-vision",
+}
+EXPECTED = [*(("vllm", family) for family in NAMES), ("sglang", "qwen2_5_vl"), ("sglang", "qwen3_vl")]
+"""Cells of every table; one that nothing was recorded for was not run."""
+
+
+@dataclass
+class Cell:
+    """One engine and family. ``hits`` of ``repeats``: blocks that repeated requests took from the cache, and could."""
+
+    engine: str
+    family: str
+    version: str = ""
+    provider: str = ""
+    requests: int = 0
+    blocks: int = 0
+    matched: int = 0
+    mismatches: int = 0
+    hits: int = 0
+    repeats: int = 0
+    scenarios: dict[str, list[str]] = field(default_factory=dict)
+    not_run: str = ""
+    note: str = ""
+
+
+class Cells:
+    """Collects a run's cells and keeps them in files, so that a run which ends early leaves what it has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cells: dict[tuple[str, str], Cell] = {}
+
+    @contextmanager
+    def of(self, engine: str, family: str, provider: str) -> Iterator[Cell]:
+        """Give the cell of what runs now; a skip inside becomes its reason."""
+        cell = self._cells[engine, family] = Cell(engine, family, provider=provider)
+        cell.not_run = "the run failed before it compared anything"
+        try:
+            yield cell
+        except pytest.skip.Exception as skipped:
+            cell.not_run = str(skipped).removeprefix("not run: ")
+            raise
+        finally:
+            self._write()
+
+    def compared(self, engine: str, family: str, report: "Report", repeats: tuple[int, int]) -> None:
+        cell = self._cells[engine, family]
+        cell.not_run = ""
+        cell.requests, cell.blocks, cell.matched = report.requests, report.blocks, report.matched
+        cell.mismatches = len(report.mismatches)
+        cell.hits, cell.repeats = repeats
+        if report.ragged:
+            cell.note = f"{report.ragged} events of a sliding window aligned by recomputation"
+        self._write()
+
+    def scenarios(self, engine: str, family: str, results: Mapping[str, list[str]]) -> None:
+        """``results``: scenario -> what was not as it must be."""
+        self._cells[engine, family].scenarios = dict(results)
+        self._write()
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each cell of the table, those that were not run with the reason."""
+        for key in EXPECTED:
+            cell = self._cells.get(key) or Cell(*key, not_run="not part of this run")
+            counts = f"blocks {cell.blocks}, matched {cell.matched}, mismatches {cell.mismatches}"
+            yield f"{cell.engine} {cell.family}: {f'not run: {cell.not_run}' if cell.not_run else counts}"
+
+    def _write(self) -> None:
+        done = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+            "cells": [asdict(cell) for cell in self._cells.values()],
+        }
+        (self._folder / "conformance.json").write_text(json.dumps(done, indent=1) + "\n")
+        (self._folder / "conformance.md").write_text(table(done))
+
+
+HEAD = """# Conformance
+
+What this project predicts, against real engines: written by `make conformance WRITE=1` from the figures of that run
+(`conformance.json` beside this file). Nothing here is typed by hand.
+
+Every cell is one running engine on CPU with a model's real tokenizer, chat template, special ids and image geometry and
+a network of two layers with random weights, which no block hash depends on. *Blocks* are those that the engine
+published, each compared with the key that the library predicted for the request from its text and its images; a
+difference in any token id, count, identity, offset, order or salt is a mismatch. *Hit rate of repeats*: of the complete
+blocks of requests that were sent again, how many the engine took from its cache. *Scenarios*: """
+TAIL = """
+Phi-3-vision's configuration class and processor are remote code of its repository. Here two modules of this project
+stand in for them (`tests/tools/phi3v`), written from the published formulas. So its row proves vLLM's own tokenisation,
+events and hashes, and the library against them, and not the remote code; the formula is compared with an implementation
+of others in `tests/conformance/processors`.
+
+SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
+(`tests/tools/sglang_stubs`) in which everything raises that is called and not written out.
+"""
+
+
+def table(done: Mapping[str, Any]) -> str:
+    """Return the page of a run's JSON."""
+    cells = {(cell["engine"], cell["family"]): Cell(**cell) for cell in done["cells"]}
+    rows = [cells.get(key) or Cell(*key, not_run="not part of this run") for key in EXPECTED]
+    names = next((list(cell.scenarios) for cell in rows if cell.scenarios), [])
+    lines = [HEAD + ", ".join(names) + ".", "", f"{done['date']}, {done['machine']}", ""]
+    lines += list(grid(rows))
+    failed = [
+        f"- {NAMES[cell.family]} on {cell.engine}, {name}: {text}"
+        for cell in rows
+        for name, found in cell.scenarios.items()
+        for text in found
+    ]
+    return "\n".join([*lines, *([""] if failed else []), *failed, TAIL.rstrip(), ""])
+
+
+def grid(rows: Sequence[Cell]) -> Iterator[str]:
+    head = ("engine", "family", "identity", "requests", "blocks", "matched", "mismatches", "hit rate of repeats")
+    yield f"| {' | '.join((*head, 'scenarios', 'note'))} |"
+    yield "|" + "---|" * (len(head) + 2)
+    for cell in rows:
+        engine = f"{ {'vllm': 'vLLM', 'sglang': 'SGLang'}[cell.engine] } {cell.version}".strip()
+        if cell.not_run:
+            values: list[Any] = [engine, NAMES[cell.family], *["-"] * 7, f"not run: {cell.not_run}"]
+        else:
+            passed = sum(not found for found in cell.scenarios.values())
+            rate = f"{cell.hits / cell.repeats:.3f} ({cell.hits} of {cell.repeats})" if cell.repeats else "-"
+            counts = (cell.requests, cell.blocks, cell.matched, cell.mismatches)
+            values = [engine, NAMES[cell.family], cell.provider, *counts, rate, f"{passed}/{SCENARIOS}", cell.note]
+        yield f"| {' | '.join(str(value).replace('|', '/') for value in values)} |"
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print((__doc__ or "").strip(), file=sys.stderr)
+        return 2
+    figures, out = map(Path, sys.argv[1:])
+    out.write_text(table(json.loads(figures.read_text())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The ten scenarios by which image routing is judged, as requests with what an engine's cache must answer.
+
+Each stands under a system prompt of its own, so its first request finds nothing but text of its own in the cache.
+Images come by ``http:`` from an origin on loopback; what the router's own fetcher made of them is what the engine gets.
+"""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+from conformance.pictures import data_uri, picture
+from conformance.predict import Predicted, Predictor, image_places
+from conformance.workload import Case, case, said, user
+from prometheus_client import CollectorRegistry
+
+from mmrouter.api import Media as MediaSettings
+from mmrouter_router.media.resolve import MediaResolver
+
+Hit = Literal["whole", "before image", "common"]
+"""What a request finds of the ones before it: all of itself, the blocks before its first image, or what it begins with
+in common with the request before it. A scenario's first request is never asked about."""
+
+IMAGES = {f"/{name}.png": picture(320, 240, seed=seed) for name, seed in (("a", 71), ("b", 72), ("c", 73))}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``cases`` are sent in order; ``hits`` says what each after the first one finds."""
+
+    name: str
+    cases: tuple[Case, ...]
+    hits: tuple[Hit, ...]
+
+
+def scenarios(origin: str) -> list[Scenario]:
+    """Return all ten; ``origin`` is where :func:`served_images` serves."""
+    a, b, c = (data_uri(data) for data in IMAGES.values())
+    url = f"{origin}/a.png"
+    signed = f"{url}?X-Amz-Signature=5f1c&X-Amz-Expires=600"
+    return [
+        scenario("text only", [(), ()], ["whole"]),
+        scenario("same image", [(a,), (a,)], ["whole"]),
+        scenario("different image", [(a,), (b,)], ["before image"]),
+        scenario("several images", [(a, b, c), (a, b, c)], ["whole"]),
+        scenario("http", [(url,), (url,)], ["whole"]),
+        scenario("data", [(b,), (b,)], ["whole"]),
+        scenario("staircase 1..k", [(c,), (c, a), (c, a, b)], ["common", "common"]),
+        scenario("swapped", [(a, b), (b, a)], ["before image"]),
+        scenario("http == data", [(url,), (a,)], ["whole"]),
+        scenario("signed URL == plain URL", [(signed,), (url,)], ["whole"]),
+    ]
+
+
+def scenario(name: str, images: Sequence[Sequence[str]], hits: Sequence[Hit]) -> Scenario:
+    rule = said(
+        "system", f"This is about {name}. " + "Answer in one sentence, and say nothing of what is not asked. " * 3
+    )
+    made = []
+    for number, urls in enumerate(images):
+        # One turn for each image: a longer conversation then goes on where a shorter one ended.
+        turns = [user({"type": "image_url", "image_url": {"url": one}}, "What do you see here?") for one in urls]
+        between = [said("assistant", "A picture of several rectangles.")] * len(turns)
+        talk = [turn for pair in zip(turns, between, strict=True) for turn in pair][:-1] or [user("What is a picture?")]
+        made.append(case(f"{name} {number}", rule, *talk, max_tokens=1))
+    return Scenario(name, tuple(made), tuple(hits))
+
+
+def fetched(found: Sequence[Scenario]) -> list[Scenario]:
+    """Return the scenarios with every URL replaced by the bytes that the router's own resolver has for it."""
+
+    async def all_of_them() -> list[Scenario]:
+        settings = MediaSettings(fetch="public", allowed_cidrs=["127.0.0.0/8"])
+        resolver = MediaResolver(settings, registry=CollectorRegistry())
+        try:
+            return [replace(one, cases=tuple([await inlined(resolver, case) for case in one.cases])) for one in found]
+        finally:
+            await resolver.close()
+
+    return asyncio.run(all_of_them())
+
+
+async def inlined(resolver: MediaResolver, one: Case) -> Case:
+    messages: list[dict[str, Any]] = [dict(message) for message in one.body["messages"]]
+    for at, number, url in image_places(one):
+        media = await resolver.resolve(url, param=f"messages[{at}].content[{number}]")
+        parts = list(messages[at]["content"])
+        parts[number] = {"type": "image_url", "image_url": {"url": data_uri(media.data)}}
+        messages[at]["content"] = parts
+    return replace(one, body=one.body | {"messages": messages})
+
+
+def faults(one: Scenario, predictor: Predictor, cached: Mapping[str, int]) -> list[str]:
+    """Say where an engine's cache answered otherwise. ``cached``: case name -> tokens that the engine took from it."""
+    size = predictor.block_size
+    found: list[str] = []
+    before: Predicted | None = None
+    for asked, hit in zip(one.cases, ("first", *one.hits), strict=True):
+        predicted = predictor.predict(asked)
+        want = None
+        if hit == "whole":
+            want = (len(predicted.ids) - 1) // size
+        elif hit == "before image":
+            want = predicted.spans[0].offset // size
+        elif hit == "common" and before is not None:
+            want = shared(predictor.keys(before), predictor.keys(predicted))
+        if want is not None and (want == 0 or cached[asked.name] != want * size):
+            found.append(f"{asked.name}: {want} blocks of hit expected, {cached[asked.name] / size:g} found")
+        before = predicted
+    return found
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@contextmanager
+def served_images() -> Iterator[str]:
+    """Serve the images on loopback; gives the origin."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler))
+    thread = threading.Thread(target=server.serve_forever, name="images")
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        data = IMAGES.get(self.path.partition("?")[0])
+        self.send_response(200 if data else 404)
+        self.send_header("Content-Type", "image/png")
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
+        self.wfile.write(data or b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass

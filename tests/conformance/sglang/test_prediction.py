@@ -1,0 +1,201 @@
+"""What the library and the router's identity provider predict, against a real SGLang: sentinels, pages, order, hits.
+
+SGLang has no field for an identity of ours on its chat endpoint. It writes sentinels over an image's tokens, which the
+*artifact* provider computes from the encoded bytes and from what the engine says of itself. So both families run as
+the product starts them, where that provider holds.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from conformance.compare import Exchange, compare
+from conformance.predict import Predicted, Predictor, decode, image_places
+from conformance.report import Cells
+from conformance.rig import BLOCK_SIZE, Engine, engine, env_version
+from conformance.scenarios import Scenario, faults, fetched, scenarios, served_images
+from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
+
+from mmrouter.engines.events import Batch
+from mmrouter.engines.sglang import ImageRewrite, parse_info, rewrite_chat
+from mmrouter.engines.sglang_identity import artifact_hash, sentinels
+from mmrouter_router.sentinels.fill import fill
+from mmrouter_router.sentinels.provider import plan
+
+FAMILIES = {"qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct", "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct"}
+LAST = case("last", user("The last request of the run: when its blocks are seen, all blocks are. " * 3))
+OTHER_TEMPLATE = ("tools", "continued answer", "no generation prompt")
+"""Requests for which SGLang renders another prompt than the template alone says; the router calls none exact."""
+
+
+class SglangExchange(Exchange):
+    """Answers of SGLang. One token is generated and never fed back, so none of it is in a block."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return list(self.answer["choices"][0]["prompt_token_ids"])
+
+    @property
+    def answer_ids(self) -> list[int]:
+        return []
+
+    @property
+    def image_tokens(self) -> int:
+        return int(self.answer["usage"]["prompt_tokens_details"].get("image_tokens") or 0)
+
+
+@dataclass(frozen=True)
+class SglangPredictor(Predictor):
+    """Fills in sentinels with the router's own code. ``fingerprint``: the digest that its provider tries first."""
+
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, model_dir: Path, fingerprint: str) -> Self:
+        return replace(cls.load(model_dir, BLOCK_SIZE), fingerprint=fingerprint)
+
+    def predict(self, case: Case) -> Predicted:
+        plain = super().predict(case)
+        data = {self._identity(found): found for found in (decode(url) for _, _, url in image_places(case))}
+
+        def values_of(identity: bytes) -> tuple[int, ...]:
+            return sentinels(artifact_hash(data[identity], self.fingerprint, {}), legacy=False)
+
+        filled = fill(plain.ids, plain.spans, values_of)
+        assert filled.unknown is None
+        return replace(plain, filled=filled.ids)
+
+    def request(self, case: Case) -> dict[str, Any]:
+        rewrites = [ImageRewrite(at, number, url, "") for at, number, url in image_places(case)]
+        return rewrite_chat(case.body, rewrites, model=self.model, cache_salt=case.salt).body
+
+
+@dataclass(frozen=True)
+class Run:
+    """One family's recorded run."""
+
+    predictor: SglangPredictor
+    exchanges: Sequence[SglangExchange]
+    scenarios: Sequence[Scenario]
+    batches: Sequence[Batch]
+    live: Sequence[tuple[int, bytes]]
+    replayed: Sequence[tuple[int, bytes]]
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def run(
+    request: pytest.FixtureRequest,
+    shrunk: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    record: Callable[[str, Any], None],
+    cells: Cells,
+) -> Run:
+    family: str = request.param
+    with cells.of("sglang", family, "artifact") as cell:
+        env: Path = request.getfixturevalue("sglang_env")
+        cell.version = env_version(env)
+        folder = shrunk(FAMILIES[family])
+        with served_images() as origin:
+            ten = fetched(scenarios(origin))
+        log = tmp_path_factory.mktemp(f"sglang-{family}") / "engine.log"
+        with engine(env, folder, log, kind="sglang") as served:
+            began = time.monotonic()
+            predictor = SglangPredictor.of(folder, fingerprint_of(served))
+            cases = [*(one for scenario in ten for one in scenario.cases), *cases_of_workload(), LAST]
+            exchanges = [ask(served, predictor, one) for one in cases]
+            served.listener.wait_for_prompt(exchanges[-1].prompt_ids)
+            figures = {
+                "start_s": round(served.start_s, 1),
+                "memory_gb": round(served.memory_bytes() / 1e9, 1),
+                "workload_s": round(time.monotonic() - began, 1),
+            }
+            recorded = Run(
+                predictor=predictor,
+                exchanges=exchanges,
+                scenarios=ten,
+                batches=served.listener.batches(),
+                live=list(served.listener.frames),
+                replayed=served.listener.replayed(),
+            )
+    record(f"engine, sglang {family}", figures)
+    return recorded
+
+
+def fingerprint_of(served: Engine) -> str:
+    """Return what the router's provider makes of the engine's own account, at its first try."""
+    info = parse_info(served.client.get("/server_info").json(), served.client.get("/model_info").json())
+    chosen = plan(info.version, info.facts)
+    assert chosen.candidates, chosen.why
+    return chosen.candidates[0].digest()
+
+
+def cases_of_workload() -> Iterator[Case]:
+    for one in (*texts(), *sizes(), *positions(), *several(), *salted()):
+        if one.name not in OTHER_TEMPLATE:
+            yield one
+
+
+def ask(served: Engine, predictor: SglangPredictor, one: Case) -> SglangExchange:
+    body = predictor.request(one) | {"return_prompt_token_ids": True, "max_tokens": 1}
+    return SglangExchange(one, served.chat(body))
+
+
+def test_every_published_page_is_the_predicted_one(run: Run, record: Callable[[str, Any], None], cells: Cells) -> None:
+    report = compare(run.exchanges, run.batches, run.predictor)
+    name = run.predictor.family.name
+    record(f"prediction, sglang {name}", report.line)
+    seen: set[str] = set()
+    hits = most = 0
+    for exchange in run.exchanges:
+        sent = repr((exchange.case.body, exchange.case.salt))
+        if sent in seen:
+            hits += exchange.cached_tokens // BLOCK_SIZE
+            most += (len(exchange.prompt_ids) - 1) // BLOCK_SIZE
+        seen.add(sent)
+    cells.compared("sglang", name, report, (hits, most))
+    print(f"\n{name}: {report.line}")
+    assert report.mismatches == []
+    assert report.blocks >= report.predicted > 300
+
+
+def test_the_ten_scenarios_hit_what_they_must_and_nothing_else(run: Run, cells: Cells) -> None:
+    cached = {exchange.case.name: exchange.cached_tokens for exchange in run.exchanges}
+    results = {one.name: faults(one, run.predictor, cached) for one in run.scenarios}
+    cells.scenarios("sglang", run.predictor.family.name, results)
+    assert len(results) == 10
+    assert {name: found for name, found in results.items() if found} == {}
+
+
+def test_sentinels_stand_in_the_published_ids(run: Run) -> None:
+    """The engine's own ids, image by image: what the provider computes is what was written, and nothing else above."""
+    published = {value for batch in run.batches for event in batch.events for value in getattr(event, "ids", ())}
+    predicted = {
+        value
+        for exchange in run.exchanges
+        for value in (run.predictor.predict(exchange.case).filled or array("Q"))
+        if value >= 1_000_000
+    }
+    assert len(predicted) > 40
+    assert {value for value in published if value >= 1_000_000} <= predicted
+
+
+def test_another_fingerprint_is_noticed(run: Run) -> None:
+    other = replace(run.predictor, fingerprint="sha256:" + "0" * 64)
+    assert compare(run.exchanges, run.batches, other).mismatches
+
+
+def test_swapped_images_are_noticed(run: Run) -> None:
+    report = compare(run.exchanges, run.batches, replace(run.predictor, swapped=True))
+    assert any(text.startswith("two images: ") for text in report.mismatches)
+
+
+def test_a_wrong_page_size_is_noticed(run: Run) -> None:
+    assert compare(run.exchanges, run.batches, replace(run.predictor, block_size=64)).mismatches
+
+
+def test_the_replay_holds_what_was_published_live(run: Run) -> None:
+    assert run.replayed == run.live

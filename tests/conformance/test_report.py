@@ -1,0 +1,34 @@
+"""The published table is made from a run's figures, and says of every cell what it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conformance.compare import Report
+from conformance.report import EXPECTED, NAMES, Cells, table
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_published_table_is_made_from_the_figures_beside_it() -> None:
+    figures = json.loads((DOCS / "conformance.json").read_text())
+    assert (DOCS / "conformance.md").read_text() == table(figures)
+
+
+def test_a_cell_that_was_not_run_says_why(tmp_path: Path) -> None:
+    cells = Cells(tmp_path)
+    with pytest.raises(pytest.skip.Exception), cells.of("vllm", "llava", "uuid of ours"):
+        pytest.skip("not run: no memory")
+    with cells.of("vllm", "phi3_v", "uuid of ours") as cell:
+        cell.version = "1.2"
+    cells.compared("vllm", "phi3_v", Report(requests=3, blocks=12, matched=11, mismatches=["one"]), (5, 6))
+    cells.scenarios("vllm", "phi3_v", {"http": [], "data": ["data 1: 4 blocks of hit expected, 3 found"]})
+    text = (tmp_path / "conformance.md").read_text()
+    rows = {row.split(" | ")[1]: row for row in text.splitlines() if row.startswith("| vLLM")}
+    assert rows["LLaVA-1.5"].endswith("not run: no memory |")
+    assert rows["Qwen2-VL"].endswith("not run: not part of this run |")
+    assert "| vLLM 1.2 | Phi-3-vision | uuid of ours | 3 | 12 | 11 | 1 | 0.833 (5 of 6) | 1/10 |" in text
+    assert "- Phi-3-vision on vllm, data: data 1: 4 blocks of hit expected, 3 found" in text
+    assert text == table(json.loads((tmp_path / "conformance.json").read_text()))
+    assert len(rows) == len(NAMES)
+    assert sum(row.startswith("| SGLang") for row in text.splitlines()) == len(EXPECTED) - len(NAMES)
