@@ -22,7 +22,7 @@ _hosts = itertools.count(1)
 class Second:
     """A router of ours in a thread: same configuration, another address; ``router`` may be broken before it runs."""
 
-    def __init__(self, demo, model_dir=None) -> None:
+    def __init__(self, demo, model_dir=None, workers=3) -> None:
         from mmrouter_router.app import Router
         from mmrouter_router.settings import load
 
@@ -31,7 +31,7 @@ class Second:
         settings = load({**environment, "POD_UID": f"second-{self.ip}", "POD_IP": self.ip})
         if model_dir is not None:
             settings = dataclasses.replace(settings, model_dir=model_dir)
-        self.demo = demo
+        self.demo, self.workers = demo, workers
         self._make = lambda: Router(settings)
         self._break = lambda router: None
 
@@ -75,7 +75,7 @@ class Second:
             state = httpx.get(f"http://{self.ip}:8001/control/state", headers=headers, timeout=5).json()
         except httpx.TransportError:
             return False
-        return len(state["workers"]) == 3 and all(w["standing"] == "verified" for w in state["workers"])
+        return len(state["workers"]) == self.workers and all(w["standing"] == "verified" for w in state["workers"])
 
     def gate(self):
         reach = Reach(f"http://{self.ip}:8000", (f"http://{self.ip}:8001",), self.demo.token)
@@ -132,6 +132,39 @@ def test_a_wrong_template_is_named(demo, tmp_path):
     with second.running():
         assert second.compare().cause in ("template", "count")
         assert first_failure(second.gate()) is not None
+
+
+def test_live_parity_names_a_difference_and_the_client_notices_nothing(demo, tmp_path):
+    folder = Path(next(iter(demo.processes("router").values())).environ()["MMROUTER_MODEL_DIR"])
+    shutil.copytree(folder, tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("Hello! " + template.read_text())
+
+    def sample_everything(router):
+        router.sampler = router.sampler.__class__(1.0, router.fleet, router._feeder, router.metrics, seconds=3)
+        router.chat._answered = router.sampler.offer
+
+    second = Second(demo, tmp_path / "model")
+    with second.running(sample_everything):
+        text = " ".join(["A lantern swings over the quiet harbour tonight."] * 8)
+        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+        answer = httpx.post(f"http://{second.ip}:8000/v1/chat/completions", json=body, timeout=30)
+        assert answer.status_code == 200
+        request_id = answer.headers["x-mmrouter-request-id"]
+        headers = {"authorization": f"Bearer {demo.token}"}
+        url = f"http://{second.ip}:8001/control/decisions/{request_id}"
+
+        def parity():
+            return httpx.get(url, headers=headers, timeout=10).json()["parity"]
+
+        wait_for(lambda: parity() is not None, 20, "the sample was compared")
+        found = parity()
+        assert (found["result"], found["cause"]) == ("False", "template"), found
+        assert found["block"]["predicted"]["text"].startswith("Hello!")
+        assert not found["block"]["published"]["text"].startswith("Hello!")
+        metrics = httpx.get(f"http://{second.ip}:9090/metrics", timeout=10).text
+        named = 'mmrouter_parity_total{cause="template",engine="vllm",family="qwen2_vl",result="False"}'
+        assert named in metrics
 
 
 def test_a_wrong_block_size_is_named(second):

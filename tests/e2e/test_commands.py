@@ -49,6 +49,18 @@ def test_explain_finds_a_decision_on_any_replica_and_shows_every_candidate(demo)
     assert "blocks and who holds them now" in shown.stdout
 
 
+def test_explain_compares_a_decision_with_what_its_engine_holds(demo):
+    request_id = ask(demo, "Compare what was predicted with what the engine holds after this.").headers[
+        "x-mmrouter-request-id"
+    ]
+    for frontend in demo.run["frontends"]:
+        done = demo.mmrouter("explain", frontend["url"], request_id, "--parity", "--json")
+        trace = json.loads(done.stdout)
+        assert (trace["parity"]["result"], trace["parity"]["blocks"]) == ("True", trace["blocks"]), trace["parity"]
+    shown = demo.mmrouter("explain", demo.url, request_id, "--parity")
+    assert f"the engine holds all {trace['blocks']} predicted blocks" in shown.stdout
+
+
 def test_explain_asks_the_owner_when_the_asked_replica_does_not_know(demo):
     request_id = ask(demo).headers["x-mmrouter-request-id"]
     with demo.control(1) as other:
