@@ -56,7 +56,7 @@ class Probe:
         state = self._relay.facts.state
         if healthy:
             self._failures = 0
-            if state != "up":
+            if state != "up" or not self._relay.facts.version:  # it may have been too busy to say
                 said = await self._ask(session)
                 await self._learn_model()
                 if self._relay.epoch == epoch:
@@ -84,7 +84,10 @@ class Probe:
         if self._settings.engine != "sglang":
             version = (await self._json(session, "/version")).get("version")
             return {"version": version if isinstance(version, str) else ""}
-        info = parse_info(await self._json(session, INFO_PATH), await self._json(session, MODEL_PATH))
+        server, model = await self._json(session, INFO_PATH), await self._json(session, MODEL_PATH)
+        if not (server and model):
+            return {}
+        info = parse_info(server, model)
         if info.version and not info.publishes:
             log.error("the engine publishes no KV events: %s says so", INFO_PATH)
         known = {} if info.block_size is None else {"block_size": info.block_size}

@@ -362,10 +362,12 @@ async def test_an_sglang_engine_says_what_identity_depends_on(
         "mm_preprocess_cache_size_mb": 256,
         "page_size": 32,
     }
-    http_engine["model"] = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
     http_engine["metrics"] = "sglang:num_running_reqs 2.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.25\n"
     await start(replace(settings, engine="sglang"))
     beat = await router.heartbeat(lambda beat: beat.engine_state == "up")
+    assert (beat.engine_version, beat.facts) == ("", {})  # it says nothing of its model yet, and is asked again
+    http_engine["model"] = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    beat = await router.heartbeat(lambda beat: beat.engine_version != "")
     assert (beat.engine, beat.engine_version, beat.block_size) == ("sglang", "0.5.23", 32)
     assert beat.facts == {
         "version": "0.5.23",
