@@ -22,8 +22,8 @@ log = logging.getLogger("mmrouter.canary")
 
 LEASE_SECONDS = 30.0
 EVENTS_SECONDS = 5.0
-LEARN_SECONDS = 10.0
-"""A busy engine publishes a request's blocks late (facts on SGLang 1.5), and nobody waits for what is learned."""
+LATE_SECONDS = 15.0
+"""For engines that publish a request's blocks when they find the time (facts on SGLang 1.5)."""
 LOOK_SECONDS = 0.25
 
 
@@ -81,7 +81,7 @@ class Canary:
         before = worker.follower.seq
         await self._own.send(worker, rank, question)
         try:
-            async with asyncio.timeout(LEARN_SECONDS):
+            async with asyncio.timeout(LATE_SECONDS):
                 seen = before
                 while True:
                     worker.moved.clear()
@@ -106,6 +106,8 @@ class Canary:
             if difference is not None and difference.cause == "identity" and worker.scope is not None:
                 # Its values are known better now; if they were the only difference, nothing differs any more.
                 difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), picture)
+            if difference is not None and worker.scope is not None and difference.cause in ("no_events", "unknown"):
+                raise OwnRequestError(f"its blocks were not published in time: {difference.message}")
             if difference is not None:
                 return difference, compared
             compared += blocks
@@ -125,7 +127,8 @@ class Canary:
         stored = await self._own.published(worker, rank, feeder, before)
         if worker.scope is not None and (values := observe(question.ids, question.span, block_size, stored)):
             self._observed(worker, picture, values)
-        found = first_difference(prediction, stored)
+        # What came so late that another request's blocks stand there alone says nothing about this one.
+        found = first_difference(prediction, stored, alone=worker.scope is None)
         return found or Difference("unknown", f"{missing} of {len(keys)} predicted keys never came"), 0
 
     def _predict(
@@ -149,7 +152,7 @@ class Canary:
         """Wait until every predicted key that the engine keeps is in the index; return how many never came."""
         missing = len(keys)
         try:
-            async with asyncio.timeout(EVENTS_SECONDS):
+            async with asyncio.timeout(EVENTS_SECONDS if worker.scope is None else LATE_SECONDS):
                 while True:
                     worker.moved.clear()
                     slot = worker.slots.get(rank)
