@@ -80,7 +80,7 @@ async def test_a_process_serves_then_drains_on_sigterm_and_exits_cleanly(vllm, t
     [
         (["serve", "MODEL", "--no-such-flag"], 2, "--no-such-flag"),
         (["serve"], 2, "which model"),
-        (["launch", "render", "MODEL"], 2, "launch"),
+        (["launch", "something", "MODEL"], 2, "something"),
         (["serve", "no/such-model"], 1, "neither a folder nor"),
         (["serve", "MODEL", "--max-model-len", "4000", "--num-gpu-blocks-override", "24"], 1, "maximum model length"),
         (["serve", "MODEL", "--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:x"}'],
