@@ -15,6 +15,7 @@ import yaml
 import zmq
 from conformance.pictures import image_part, picture
 from conformance.rig import engine_args, require_memory
+from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
 from e2e.rig import Deployment, running, wait_for
 
@@ -50,6 +51,7 @@ def resource(name: str, repository: str, model_dir: Path) -> dict:
                 "args": [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"],
             },
             "frontend": {"replicas": 2, "service": {"port": 8000}},
+            "routing": {"media": {"fetch": "public", "allowedCIDRs": ["127.0.0.0/8"]}},
             "pools": [
                 {
                     "name": "worker",
@@ -154,6 +156,28 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
     record(f"routing {deployment.name}: requests, refused, mismatches", (requests, refused, len(mismatches)))
     assert not mismatches, mismatches[:3]
     assert blocks > 1000
+
+
+def test_the_ten_scenarios_are_exact_through_router_and_sidecars(deployment, record):
+    faults = []
+    with served_images() as origin:
+        for scenario in scenarios(origin):
+            before = None
+            for case, hit in zip(scenario.cases, ("first", *scenario.hits), strict=True):
+                seen = send(deployment, case)
+                wait_until_published(deployment, seen)
+                want = {
+                    "first": seen.overlap,
+                    "whole": seen.blocks,
+                    "before image": seen.images[0]["offset"] // BLOCK if seen.images else 0,
+                    "common": shared(before.keys, seen.keys) if before else 0,
+                }[hit]
+                told = (seen.exactness, seen.predicted_tokens, seen.cached, seen.overlap)
+                if told != ("exact", seen.tokens, seen.expected_cached, want) or (hit != "first" and want == 0):
+                    faults.append((case.name, hit, want, vars(seen)))
+                before = seen
+    record(f"routing {deployment.name}: scenarios", faults or "10 of 10")
+    assert not faults, faults[:3]
 
 
 def test_a_different_image_never_hits_past_the_text_before_it(deployment):
