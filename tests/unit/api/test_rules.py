@@ -164,7 +164,12 @@ def test_whatever_stands_in_a_field_the_answer_is_a_value_or_a_sentence(document
     doc = document(
         engine={"type": "vllm", "args": ["--seed", "1"], "processor": {"minPixels": 1}},
         pools=[
-            pool(accelerator={"kind": "nvidia", "claims": [CLAIM]}, tolerations=[{"key": "a"}], nodeSelector={"a": "b"})
+            pool(
+                # A copy: what stands in it is replaced below.
+                accelerator={"kind": "nvidia", "claims": [dict(CLAIM)]},
+                tolerations=[{"key": "a"}],
+                nodeSelector={"a": "b"},
+            )
         ],
         routing={"media": {"fetch": "allowList", "allowedHosts": ["a.example"], "allowedCIDRs": ["10.0.0.0/8"]}},
         frontend={"resources": {"limits": {"cpu": 1}}, "apiKeys": {"secret": {"name": "k"}}},

@@ -215,8 +215,8 @@ def test_commands_mean_this_interpreter_the_simulator_or_an_environment(tmp_path
     simulated = engine_commands("sim", None, tmp_path / "bin")
     assert simulated.resolve("mmrouter", {}) == [sys.executable, "-m", "mmrouter_cli"]
     assert simulated.resolve("vllm", {"PATH": "/nowhere"}) == [str(tmp_path / "bin" / "vllm")]
-    with pytest.raises(LocalError, match=r"no command sglang in .*not among the simulated engines"):
-        simulated.resolve("sglang", {})
+    with pytest.raises(LocalError, match=r"no command trtllm in .*not among the simulated engines"):
+        simulated.resolve("trtllm", {})
     with pytest.raises(LocalError, match="add --engines path"):
         engine_commands("sim", tmp_path, tmp_path / "bin")
     with pytest.raises(LocalError, match="has no folder bin"):
