@@ -58,7 +58,7 @@ def engine_commands(engines: Engines, engine_env: Path | None, folder: Path) -> 
         from mmrouter_sim import install
 
         install(folder)
-        return Commands(folder, "; it is not among the simulated engines")
+        return Commands(folder, "")
     if engine_env is None:
         return Commands(None, "; name the environment that has it with --engine-env")
     bin_folder = engine_env.expanduser().resolve() / "bin"

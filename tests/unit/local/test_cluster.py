@@ -214,9 +214,10 @@ def test_a_root_that_others_can_read_is_refused(root: Path) -> None:
 def test_commands_mean_this_interpreter_the_simulator_or_an_environment(tmp_path: Path) -> None:
     simulated = engine_commands("sim", None, tmp_path / "bin")
     assert simulated.resolve("mmrouter", {}) == [sys.executable, "-m", "mmrouter_cli"]
-    assert simulated.resolve("vllm", {"PATH": "/nowhere"}) == [str(tmp_path / "bin" / "vllm")]
-    with pytest.raises(LocalError, match=r"no command trtllm in .*not among the simulated engines"):
-        simulated.resolve("trtllm", {})
+    for engine in ("vllm", "sglang"):
+        assert simulated.resolve(engine, {"PATH": "/nowhere"}) == [str(tmp_path / "bin" / engine)]
+    with pytest.raises(LocalError, match=r"^there is no command trtllm in /nowhere$"):
+        simulated.resolve("trtllm", {"PATH": "/nowhere"})
     with pytest.raises(LocalError, match="add --engines path"):
         engine_commands("sim", tmp_path, tmp_path / "bin")
     with pytest.raises(LocalError, match="has no folder bin"):
