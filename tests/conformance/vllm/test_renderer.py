@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conformance.predict import Predictor, image_places
 from conformance.rendering import renderer
-from conformance.rig import BLOCK_SIZE
+from conformance.rig import BLOCK_SIZE, context_length
 from conformance.workload import workload
 
 from mmrouter.api import parse_deployment
@@ -44,7 +44,7 @@ def flags(model_dir: Path) -> list[str]:
     for name in ("--host", "--port"):  # the rig's own
         at = rest.index(name)
         del rest[at : at + 2]
-    return rest
+    return [*rest, "--max-model-len", str(context_length(model_dir))]
 
 
 @pytest.mark.parametrize("repository", FAMILIES)
