@@ -6,7 +6,8 @@ Two forms exist, one per engine. vLLM rows name their ``kind`` (``meta``, ``step
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +73,19 @@ def read(path: Path, engine: EngineName | None) -> Capture:
         raise CaptureError(f"{path} is empty")
     meta = rows[0].raw if rows[0].kind == "meta" else {}
     return Capture(path, engine or _looks_like(rows), meta, tuple(row for row in rows if row.kind != "meta"))
+
+
+@contextmanager
+def comparing(capture: Capture, row: Row) -> Iterator[None]:
+    """Compare one row: a field of another shape than engines and recorders write is :class:`CaptureError`.
+
+    Rows are taken as they are, without a schema: they hold whatever a client sent and an engine answered.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CaptureError(f"{capture.path}, {row.where}: a field does not hold what it should ({said})") from error
 
 
 def _row(path: Path, number: int, line: bytes) -> Row:

@@ -24,7 +24,7 @@ from mmrouter.engines.sglang_identity import (
     salt_root,
     sentinels,
 )
-from mmrouter_cli.replay.capture import Capture, Row
+from mmrouter_cli.replay.capture import Capture, Row, comparing
 from mmrouter_cli.replay.report import Report
 
 KEY = bytes(range(32))
@@ -48,12 +48,13 @@ def explain(capture: Capture, model_dir: Path | None) -> Report:
     report = Report("sglang")
     pages = _Pages(report, legacy=_legacy(capture))
     for row in capture.rows:
-        if row.kind == "radix":
-            _offline(row, report)
-        elif "frames_hex" in row.raw:
-            report.skipped.append(f"{row.where}: a frame of the publisher alone, with made-up hashes")
-        else:
-            pages.compare(row)
+        with comparing(capture, row):
+            if row.kind == "radix":
+                _offline(row, report)
+            elif "frames_hex" in row.raw:
+                report.skipped.append(f"{row.where}: a frame of the publisher alone, with made-up hashes")
+            else:
+                pages.compare(row)
     report.notes.append(f"{report.prompts} rows compared with the ids or images of their requests")
     if model_dir is not None:
         report.notes.append("--model is not used: this capture holds no messages")

@@ -12,7 +12,7 @@ import msgspec
 from mmrouter.blocks import block_keys, chain, namespace_seed
 from mmrouter.engines.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
 from mmrouter.engines.vllm import decode_batch
-from mmrouter_cli.replay.capture import Capture, Row
+from mmrouter_cli.replay.capture import Capture, Row, comparing
 from mmrouter_cli.replay.report import Report
 from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
 
@@ -21,30 +21,35 @@ KEY = bytes(range(32))
 
 
 def explain(capture: Capture, model_dir: Path | None) -> Report:
-    """Compare a capture. Raises ``CaptureError`` for a model folder that cannot be used."""
+    """Compare a capture. Raises ``CaptureError`` for a model folder or a row that cannot be used."""
     report = Report("vllm")
     requests = Requests(capture, model_dir)
     stream = _Stream(report)
     for row in capture.rows:
-        if row.kind == "replay":
-            stream.replayed(row)
-            continue
-        try:
-            prompt = requests.prompt(row)
-        except NotRebuiltError as error:
-            stream.skip(row, str(error))
-            continue
-        if prompt is not None and prompt.returned is not None:
-            report.rendered += 1
-            if (difference := _ids_differ(prompt)) is not None:
-                report.differences.append(f"{row.where}: {difference}")
-        stream.compare(row, prompt)
+        with comparing(capture, row):
+            _explain_row(row, requests, stream, report)
     report.notes.append(
         f"{report.rendered} of {report.prompts} prompts rendered by the library, the others as the engine returned them"
         if model_dir is not None
         else f"{report.prompts} prompts as the engine returned them; --model renders them too"
     )
     return report
+
+
+def _explain_row(row: Row, requests: Requests, stream: "_Stream", report: Report) -> None:
+    if row.kind == "replay":
+        stream.replayed(row)
+        return
+    try:
+        prompt = requests.prompt(row)
+    except NotRebuiltError as error:
+        stream.skip(row, str(error))
+        return
+    if prompt is not None and prompt.returned is not None:
+        report.rendered += 1
+        if (difference := _ids_differ(prompt)) is not None:
+            report.differences.append(f"{row.where}: {difference}")
+    stream.compare(row, prompt)
 
 
 class _Stream:

@@ -150,6 +150,10 @@ def test_the_command_exits_0_for_a_whole_match_and_1_for_a_difference(tmp_path):
         ("[1]", "an object is expected"),
         ('{"kind": "step", "frames": [{"seq": "zz", "payload": ""}]}', "a frame has seq and a payload in hex"),
         ('{"kind": "step", "request": null, "frames": []}', "nothing can be compared"),
+        ('{"request": {"body": {"messages": ["x"]}}}', r"line 1 \(step\): a field does not hold what it should"),
+        ('{"request": {"body": {"messages": []}}, "reply": 5}', "a field does not hold what it should"),
+        ('{"kind": "generate", "features": {"mm_hashes": 1}}', "a field does not hold what it should"),
+        ('{"kind": "radix", "page_size": 4, "events": 5}', "a field does not hold what it should"),
     ],
 )
 def test_a_file_that_is_no_capture_is_refused_with_a_sentence_and_exit_2(tmp_path, text, says):
