@@ -138,6 +138,9 @@ class Renderer:
             raise RendererError("unusable", str(error)) from error
 
     def _keep(self, key: bytes, rendered: Rendered) -> None:
+        before = self._kept.pop(key, None)  # two requests with one content may have asked at the same time
+        if before is not None:
+            self._room += len(before[0])
         self._kept[key] = rendered
         self._room -= len(rendered[0])
         while self._room < 0:

@@ -123,6 +123,19 @@ async def test_what_is_kept_is_bounded_by_tokens():
     rig.upstream.close()
 
 
+async def test_content_that_several_ask_for_at_once_takes_its_room_once():
+    rig = Rig(tokens=12)
+    await rig.with_servers(server := Server())
+    await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(8)))
+    together = server.asked
+    assert together > 1  # nobody waited for another
+    for identity in (B, A, B):  # 5 tokens each: two fit
+        await rig.renderer.render(chat(identity))
+    assert server.asked == together + 1
+    rig.running.cancel()
+    rig.upstream.close()
+
+
 async def test_renderers_are_asked_in_turn_and_one_that_is_gone_is_left_out(rig):
     first, second = Server(), Server()
     await rig.with_servers(first, second)
