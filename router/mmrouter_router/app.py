@@ -151,6 +151,8 @@ class Router:
                 self._feeds[member.uid] = (feeder, self._tasks.create_task(feeder.run(), name=f"feed {member.name}"))
         for uid in set(self._feeds) - here:
             self._feeds.pop(uid)[1].cancel()
+            if (canary := self._canaries.pop(uid, None)) is not None:
+                canary.cancel()
             self.fleet.leave(uid)
         self._rostered = True
 
@@ -206,7 +208,9 @@ class Router:
                     await self._changed.wait()
 
     async def _verify(self, worker: Worker) -> None:
-        feeder = self._feeds[worker.member.uid][0]
+        feeder = self._feeder(worker.member.uid)
+        if feeder is None:
+            return  # it left before we came to it
         try:
             await self.canary.verify(worker, feeder, self.placer.block_size(worker))
         except (OwnRequestError, FeedSilentError) as error:

@@ -12,6 +12,8 @@ from mmrouter_router.place import Decision
 from mmrouter_router.prepare import Prepared
 
 RING = 1000
+RING_TOKENS = 16_000_000
+"""Prompt tokens of all kept traces, up to about 10 bytes each: a ring of the longest prompts is a shorter one."""
 KEYS_SHOWN = 4096
 
 
@@ -73,17 +75,19 @@ class Trace:
 
 
 class Decisions:
-    """The last :data:`RING` traces."""
+    """The last :data:`RING` traces, fewer where their prompts are longer than :data:`RING_TOKENS` together."""
 
-    def __init__(self, size: int = RING) -> None:
-        self._size = size
+    def __init__(self, size: int = RING, tokens: int = RING_TOKENS) -> None:
+        self._size, self._room = size, tokens
         self._traces: OrderedDict[str, Trace] = OrderedDict()
 
     def add(self, request_id: str, trace: Trace) -> None:
-        """Keep a trace; the oldest one leaves."""
+        """Keep a trace, at least this one; the oldest ones leave."""
         self._traces[request_id] = trace
-        if len(self._traces) > self._size:
-            self._traces.popitem(last=False)
+        self._room -= trace.prompt_tokens
+        while len(self._traces) > self._size or (self._room < 0 and len(self._traces) > 1):
+            _, gone = self._traces.popitem(last=False)
+            self._room += gone.prompt_tokens
 
     def get(self, request_id: str) -> Trace | None:
         """The trace of a request that this router answered, while it is kept."""

@@ -104,7 +104,6 @@ class Fleet:
     def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.index = Index()
         self.workers: dict[str, Worker] = {}
-        self.sightings: dict[tuple[str, int], int] = {}
         self._metrics = metrics
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
