@@ -97,7 +97,13 @@ class Aligner:
         self._version = self._table.version
         waiting, self._open = self._open, deque()
         # All of them first: what was seen at a place can only be told apart when everything asked for there is known.
-        return [here for request, number, at in waiting for here in self._place(request, number, at)]
+        placed: list[_Here] = []
+        for request, number, at in waiting:
+            if any(self._table.get(span.identity) is None for span in request.spans[:number]):
+                self._open.append((request, number, at))  # what it waits for is still not known: nothing to compute
+            else:
+                placed += self._place(request, number, at)
+        return placed
 
     def _place(self, request: Asked, first: int, asked_at: int) -> list[_Here]:
         placed: list[_Here] = []

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mmrouter.blocks import Span, block_keys
 from mmrouter.engines.sglang_identity import run_ids, sentinels
-from mmrouter_router.sentinels import fill
-from mmrouter_router.sentinels.align import Aligner, Asked
+from mmrouter_router.sentinels import align, fill
+from mmrouter_router.sentinels.align import Aligner, Asked, places
 from mmrouter_router.sentinels.table import Table
 
 SIZE, SEED, PLACEHOLDER = 4, 99, 7
@@ -73,6 +73,20 @@ def test_an_image_is_learned_from_the_place_where_it_was_asked_for():
     for sighting in engine.compute(request):
         assert take(table, aligner, aligner.sight(*sighting, trusted=True)) == [b"a"]
     assert table.get(b"a").values == TRUTH[b"a"]
+
+
+def test_only_requests_that_wait_for_what_was_learned_are_looked_at_again(monkeypatch):
+    table, looked = Table(), []
+    aligner = Aligner(table)
+    first, second = asked(6, b"a", 6, b"b", 6), asked(6, b"c", 6, b"d", 6)
+    aligner.ask(first)
+    aligner.ask(second)
+    monkeypatch.setattr(align, "places", lambda request, table: looked.append(request) or places(request, table))
+    for name, again in ((b"c", [second]), (b"a", [first]), (b"b", [])):
+        table.put(name, TRUTH[name], proven=True)
+        aligner.follow()
+        assert looked == again
+        looked.clear()
 
 
 def test_the_second_image_is_learned_once_the_first_one_gives_its_place():
