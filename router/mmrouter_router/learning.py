@@ -26,6 +26,8 @@ log = logging.getLogger("mmrouter.learning")
 MAX_ASKED = 65_536
 """Images that are not known yet and whose requests are counted."""
 MAX_QUESTIONS = 64
+MAX_QUESTION_BYTES = 128 << 20
+"""Encoded images that wait to be asked about; one that is larger is asked about when nothing else waits."""
 WORTH_IT = 2
 """Requests for an image before we ask for it ourselves."""
 
@@ -53,6 +55,7 @@ class Learning:
         self._feeder_of, self._metrics = feeder_of, metrics
         self._times: OrderedDict[tuple[Scope, bytes], int] = OrderedDict()
         self._questions: asyncio.Queue[_Question] = asyncio.Queue(MAX_QUESTIONS)
+        self._waiting_bytes = 0
         self._recalled: dict[str, tuple[int, Scope]] = {}  # pod uid -> epoch and scope whose sightings we have
         fleet.on_change(self._describe)
         fleet.on_sighting(lambda worker, sighting: self._sighted(worker, sighting, live=True))
@@ -78,6 +81,7 @@ class Learning:
         """Ask, until cancelled."""
         while True:
             question = await self._questions.get()
+            self._waiting_bytes -= len(question.picture.data)
             worker, feeder = self._fleet.workers.get(question.uid), self._feeder_of(question.uid)
             if worker is None or feeder is None or not worker.routable or worker.scope != question.scope:
                 continue
@@ -114,8 +118,10 @@ class Learning:
     def _want(self, question: _Question) -> None:
         key = (question.scope, question.picture.identity)
         times = self._times.pop(key, 0) + 1
-        if times >= WORTH_IT and not self._questions.full():
+        size = self._waiting_bytes + len(question.picture.data)
+        if times >= WORTH_IT and not self._questions.full() and (size <= MAX_QUESTION_BYTES or not self._waiting_bytes):
             self._questions.put_nowait(question)
+            self._waiting_bytes = size
             times = 0  # asked; should it stay unknown, the next requests count anew
         self._times[key] = times
         if len(self._times) > MAX_ASKED:

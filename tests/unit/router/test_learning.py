@@ -9,6 +9,7 @@ from unit.router.test_place import BLOCK, Rig
 from mmrouter import feed
 from mmrouter.blocks import Span, block_keys, pack_keys
 from mmrouter.engines.sglang_identity import sentinels
+from mmrouter_router import learning
 from mmrouter_router.learning import MAX_QUESTIONS, Learning
 from mmrouter_router.media import Media
 from mmrouter_router.metrics import Metrics
@@ -107,6 +108,21 @@ def test_an_image_is_asked_about_when_it_is_requested_again_and_still_unknown():
         for _ in range(2):
             rig.send(rig.placer, rig.request(bytes([number])))
     assert questions.full()
+
+
+def test_images_that_wait_to_be_asked_about_are_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr(learning, "MAX_QUESTION_BYTES", 10)
+    rig = Learner()
+    waiting = rig.learning._questions
+    for name, count in ((b"x" * 11, 1), (b"y", 1)):  # one that is too large alone, and nothing beside it
+        for _ in range(2):
+            rig.send(rig.placer, rig.request(name))
+        assert waiting.qsize() == count
+    rig = Learner()
+    for name, count in ((b"x" * 6, 1), (b"y" * 5, 1), (b"z" * 4, 2)):
+        for _ in range(2):
+            rig.send(rig.placer, rig.request(name))
+        assert rig.learning._questions.qsize() == count
 
 
 def test_engines_with_other_flags_are_another_scope():
