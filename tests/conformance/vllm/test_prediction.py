@@ -7,12 +7,15 @@ the remote code of its folder (``tests/tools/phi3v``).
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from conformance.compare import Exchange, compare
+from conformance.pictures import image_part, picture
 from conformance.predict import Predictor, image_places
 from conformance.report import Cells
 from conformance.rig import BLOCK_SIZE, Engine, context_length, engine, env_version
@@ -20,6 +23,7 @@ from conformance.scenarios import Scenario, faults, fetched, scenarios, served_i
 from conformance.workload import Case, case, user, workload
 
 from mmrouter.engines.events import Batch, Stored
+from mmrouter.prompt import PlaceholderError
 
 FAMILIES = {
     "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
@@ -55,6 +59,8 @@ class Run:
     batches: Sequence[Batch]
     live: Sequence[tuple[int, bytes]]
     replayed: Sequence[tuple[int, bytes]]
+    outlived: bool | None
+    """Whether the engine went on after :data:`TAGS`, ``None`` where it was not asked."""
 
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
@@ -96,6 +102,7 @@ def run(
                 batches=served.listener.batches(),
                 live=list(served.listener.frames),
                 replayed=served.listener.replayed(),
+                outlived=outlives(served, predictor.request(TAGS)) if predictor.family.fragile else None,
             )
     record(f"engine, {family}", figures)
     return recorded
@@ -129,6 +136,24 @@ def ask(served: Engine, predictor: Predictor, one: Case, refused: dict[str, int]
         if len(predicted.ids) + one.body.get("max_tokens", 2) <= context:
             yield Exchange(one, served.chat(predictor.request(one)))
 
+
+def outlives(served: Engine, body: dict[str, Any], seconds: float = 60) -> bool:
+    """Send a request; return whether the engine is still healthy when it has had time to fall over it."""
+    with suppress(httpx.TransportError):
+        served.post(body, headers={"connection": "close"})
+    deadline = time.monotonic() + seconds
+    while served.process.poll() is None and served.healthy():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+TAGS = case(
+    "numbered tags out of order",
+    user("<|image_2|> and <|image_1|>", image_part(picture(640, 480)), image_part(picture(336, 336))),
+)
+"""The pictures become runs of different lengths, each with the other one's features."""
 
 LAST = case("last", user("The last request of the run: when its blocks are seen, all blocks are. " * 3))
 
@@ -180,6 +205,15 @@ def test_what_the_library_refuses_the_engine_refuses(run: Run, record: Callable[
     refused = {"no picture"} | ({"aspect above 200"} if run.predictor.family.name.startswith("qwen") else set())
     assert refused <= set(run.refused)
     assert [name for name, status in run.refused.items() if status < 400] == []
+
+
+def test_numbered_tags_out_of_order_end_the_engine_and_are_refused_before_it(run: Run) -> None:
+    if run.predictor.family.fragile:
+        assert run.outlived is False
+        with pytest.raises(PlaceholderError):
+            run.predictor.predict(TAGS)
+    else:  # where images have no numbers, such a text is a text like any other
+        assert len(run.predictor.predict(TAGS).spans) == 2
 
 
 def test_the_workload_holds_every_kind_of_hit(run: Run) -> None:
