@@ -28,6 +28,8 @@ def show(console: Console, trace: dict[str, Any]) -> None:
         console.print(_blocks(trace))
     if trace.get("parity"):
         _parity(console, trace["parity"])
+    if trace.get("rendering"):
+        _rendering(console, trace["rendering"])
 
 
 def _parity(console: Console, parity: dict[str, Any]) -> None:
@@ -40,15 +42,32 @@ def _parity(console: Console, parity: dict[str, Any]) -> None:
     block = parity.get("block")
     if block is None:
         return
-    table = Table(title=f"block {block['number']}, from token {block['first_token']}")
-    for heading in ("", "predicted", "published"):
+    console.print(_sides(f"block {block['number']}, from token {block['first_token']}", block, "published"))
+
+
+def _rendering(console: Console, rendering: dict[str, Any]) -> None:
+    """What a renderer made of the request: as predicted, or the place that differs, as both sides have it."""
+    if rendering["result"] == "True":
+        console.print(f"renderer: the same prompt, {rendering['tokens']} tokens compared", highlight=False)
+        return
+    said = f"renderer: {rendering['result']} ({rendering['cause']}): {rendering['message']}"
+    console.print(said, highlight=False, markup=False)
+    piece = rendering.get("piece")
+    if piece is not None:
+        console.print(_sides(f"from token {piece['first_token']}", piece, "rendered"))
+
+
+def _sides(title: str, place: dict[str, Any], other: str) -> Table:
+    """One place of a prompt as we predicted it and as the other side has it."""
+    table = Table(title=title)
+    for heading in ("", "predicted", other):
         table.add_column(heading)
-    sides = (block["predicted"], block["published"])
+    sides = (place["predicted"], place[other])
     table.add_row("text", *(Text(side["text"]) for side in sides))
     table.add_row("tokens", *(Text(" ".join(map(str, side["tokens"]))) for side in sides))
     named = ("\n".join(f"{i['identity'][:19]}... at {i['starts_at']}" for i in side["images"]) for side in sides)
     table.add_row("images", *(Text(text or "none") for text in named))
-    console.print(table)
+    return table
 
 
 def error_text(answer: httpx.Response) -> str:

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary
 from mmrouter_router.chat import CHAT, FORWARDED, Chat, Receive, Scope, Send
-from mmrouter_router.decisions import Decisions
+from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.errors import RequestError
 from mmrouter_router.feeds import Feed, FeedSilentError
 from mmrouter_router.fleet import Fleet, Worker
@@ -29,7 +29,7 @@ from mmrouter_router.place import Decision, Placer
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.renderer import ROLE as RENDERER_ROLE
 from mmrouter_router.renderer import Renderer
-from mmrouter_router.sampling import Sampler
+from mmrouter_router.sampling import RenderSampler, Sampler
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.settings import Settings
 from mmrouter_router.tenants import Tenants
@@ -64,9 +64,11 @@ class Router:
         self.tenants = Tenants(
             settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
         )
+        self.render_sampler: RenderSampler | None = None
         self.renderer = Renderer(self.upstream, settings.engine_key, self.served_model, self.metrics)
         if any(pool.role == RENDERER_ROLE for pool in spec.pools):
             self.preparer.renderer = self.renderer
+            self.render_sampler = RenderSampler(self.sampler.wants, self.renderer, self.metrics)
         self.own = OwnRequests(
             spec.engine.type,
             self.preparer,
@@ -104,7 +106,7 @@ class Router:
             metrics=self.metrics,
             control_token=settings.control_token,
             debug_headers=spec.observability.debug_headers,
-            answered=self.sampler.offer,
+            answered=self._answered,
         )
         self.peers: tuple[discovery.Peer, ...] = ()
         self._context = zmq.asyncio.Context()
@@ -179,6 +181,7 @@ class Router:
                     tasks.create_task(self._sweep(), name="sweep"),
                     tasks.create_task(self.sampler.run(), name="parity"),
                     tasks.create_task(self.renderer.run(), name="renderers"),
+                    tasks.create_task(self._compare_renderings(self.render_sampler), name="renderings"),
                     tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
@@ -217,6 +220,15 @@ class Router:
             log.warning("%s: canary not carried out: %s", worker.member.name, error)
             self.metrics.parity.labels("Unknown", "not_run").inc()
         await asyncio.sleep(CANARY_RETRY_SECONDS)  # the next round looks again; a result is in the heartbeat by then
+
+    def _answered(self, trace: Trace, prepared: Prepared, body: bytes) -> None:
+        self.sampler.offer(trace)
+        if self.render_sampler is not None:
+            self.render_sampler.offer(trace, prepared, body)
+
+    async def _compare_renderings(self, sampler: RenderSampler | None) -> None:
+        if sampler is not None:
+            await sampler.run()
 
     async def _learn(self, learning: Learning | None) -> None:
         if learning is not None:

@@ -65,9 +65,9 @@ class Chat:
         metrics: Metrics,
         control_token: str,
         debug_headers: bool,
-        answered: Callable[[Trace], None],
+        answered: Callable[[Trace, Prepared, bytes], None],
     ) -> None:
-        """``answered`` is told of every answer that went out whole; it must not wait."""
+        """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait."""
         self._router_id, self._served_model, self._engine, self._limits = router_id, served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._adapter = adapter(engine)
@@ -157,7 +157,7 @@ class Chat:
                 await _pass_error(send, reply, extra, self._adapter.prompt_error_field)
             else:
                 await _pass_answer(send, reply, extra)
-                self._answered(reply.trace)
+                self._answered(reply.trace, prepared, body)
             return reply.answer.status
         finally:
             reply.close()

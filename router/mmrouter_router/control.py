@@ -18,6 +18,7 @@ from mmrouter_router.errors import RequestError
 from mmrouter_router.evidence import verdict_json
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.place import NoWorkerError, Placer
+from mmrouter_router.rendered import rendering_json
 from mmrouter_router.renderer import Renderer
 from mmrouter_router.sampling import Sampler
 from mmrouter_router.tenants import DEFAULT
@@ -87,11 +88,12 @@ def create(
         if trace is not None:
             if parity:
                 trace.parity = await sampler.judge(trace, seconds=LOOK_SECONDS) or trace.parity
-            return JSONResponse({**_with_holders(trace.as_json(), fleet), "parity": _parity(trace, prompter)})
+            found = {"parity": _parity(trace, prompter), "rendering": _rendering(trace, prompter)}
+            return JSONResponse({**_with_holders(trace.as_json(), fleet), **found})
         if ask and not request_id.startswith(f"{router_id}-"):
-            found = await _ask_peers(peers(), request_id, token, parity=parity)
-            if found is not None:
-                return JSONResponse(found)
+            theirs = await _ask_peers(peers(), request_id, token, parity=parity)
+            if theirs is not None:
+                return JSONResponse(theirs)
         raise HTTPException(404, f"no decision {request_id} is kept")
 
     @app.post("/control/explain")
@@ -163,6 +165,11 @@ def _parity(trace: Trace, prompter: Prompter | None) -> dict[str, Any] | None:
     if trace.parity is None or trace.expected is None:
         return None
     return verdict_json(trace.parity, trace.expected, prompter)
+
+
+def _rendering(trace: Trace, prompter: Prompter | None) -> dict[str, Any] | None:
+    """What a renderer made of the request, where it was a sample."""
+    return rendering_json(trace.rendering, prompter) if trace.rendering is not None else None
 
 
 async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, parity: bool) -> Any | None:

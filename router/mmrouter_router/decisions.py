@@ -10,6 +10,7 @@ from mmrouter.identity import to_wire
 from mmrouter_router.evidence import Expected, Verdict, expected_of
 from mmrouter_router.place import Decision
 from mmrouter_router.prepare import Prepared
+from mmrouter_router.rendered import Rendering
 
 RING = 1000
 RING_TOKENS = 16_000_000
@@ -28,6 +29,7 @@ class Trace:
     images: list[dict[str, Any]]  # their bytes are not kept
     expected: Expected | None = None  # what the engine should hold after it
     parity: Verdict | None = None  # and whether it did, where somebody looked
+    rendering: Rendering | None = None  # what a renderer made of the same request, where one was asked
     identity: tuple[str, str] = ("uuid", "the engine names images as we do")
     """Where the images' identities come from for the chosen worker, and why."""
     attempts: list[dict[str, Any]] = field(default_factory=list)

@@ -164,16 +164,17 @@ def verdict_json(verdict: Verdict, expected: Expected, prompter: Prompter | None
         shown["block"] = {
             "number": difference.block,
             "first_token": difference.block * size,
-            "predicted": _side_json(difference.predicted, expected, prompter),
-            "published": _side_json(difference.published, expected, prompter),
+            "predicted": side_json(difference.predicted, expected.prediction.placeholder_id, prompter),
+            "published": side_json(difference.published, expected.prediction.placeholder_id, prompter),
         }
     return shown
 
 
-def _side_json(side: Side, expected: Expected, prompter: Prompter | None) -> dict[str, Any]:
+def side_json(side: Side, placeholder_id: int, prompter: Prompter | None) -> dict[str, Any]:
+    """One side's piece of a prompt as plain values, decoded."""
     images = [{"identity": to_wire(identity), "starts_at": start} for start, identity in side.images]
     return {
-        "text": _text(side.ids, expected.prediction.placeholder_id, prompter),
+        "text": _text(side.ids, placeholder_id, prompter),
         "tokens": list(side.ids),
         "images": images,
     }

@@ -6,12 +6,16 @@ _LATENCY = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-PARITY_CAUSES = frozenset({"", "template", "count", "identity", "block_size", "salt", "truncation", "unknown"})
+RENDERER_CAUSES = frozenset(f"renderer_{cause}" for cause in ("nobody", "timeout", "lost", "refused", "unusable"))
+"""Why a renderer gave no prompt."""
+PARITY_CAUSES = RENDERER_CAUSES | {
+    *("", "template", "count", "identity", "block_size", "salt", "truncation", "unknown"),
+}
 """Values of the label ``cause``; every other cause that is known inside counts as unknown."""
 
 
 class Parity:
-    """``mmrouter_parity_total``: comparisons of predicted with published blocks.
+    """``mmrouter_parity_total``: comparisons of predicted with published blocks, and of prompts with renderings.
 
     A router serves one engine type and one family, which :meth:`describe` tells once they are known.
     """
@@ -19,7 +23,7 @@ class Parity:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._counter = Counter(
             "mmrouter_parity_total",
-            "Predicted against published blocks, by result and cause",
+            "Predicted against published blocks and rendered prompts, by result and cause",
             ["engine", "family", "result", "cause"],
             registry=registry,
         )
@@ -102,6 +106,6 @@ class Metrics:
         self.parity = Parity(r)
         self.parity_dropped = Counter(
             "mmrouter_parity_dropped_total",
-            "Sampled requests that were not compared, because too many wait",
+            "Samples that were not compared, because too many or too large ones wait",
             registry=r,
         )

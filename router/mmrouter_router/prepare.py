@@ -77,6 +77,7 @@ class Prepared:
     seed: int
     fingerprint: int
     sentinels: Sentinels | None = None  # where the engine puts identity into the ids
+    rendered: bool = False  # ids and spans are a renderer's, not our own
     _keys: dict[tuple[int, Scope | None], "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, Filled] = field(default_factory=dict)
 
@@ -173,7 +174,8 @@ class Preparer:
         fingerprint = self._fingerprint(request, images)
         reason = tuple(reasons)
         seed = self.seed(salt)
-        return Prepared(request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels)
+        theirs = self.prompter is None and exactness != "affinity"
+        return Prepared(request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels, theirs)
 
     async def _rendered(
         self, request: ChatRequest, images: tuple[ResolvedImage, ...], reasons: list[str]

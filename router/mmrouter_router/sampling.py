@@ -1,14 +1,18 @@
 """Live parity: for a share of the requests, what was predicted against what the engine then holds (DESIGN.md 5.2).
 
+Where there is a renderer, a sample is also compared with what that makes of the same request.
+
 A sample is taken after the answer went out, so no client waits for it. Which requests are sampled follows from their id
-alone: the same request is sampled or not, whoever asks. Work is bounded: samples that find the queue full are dropped
-and counted.
+alone: the same request is sampled or not, whoever asks. Work is bounded, and so are the bytes that wait for it: samples
+that find no room are dropped and counted.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import orjson
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_router.decisions import Trace
@@ -16,11 +20,18 @@ from mmrouter_router.evidence import Verdict, judge
 from mmrouter_router.feeds import Feed
 from mmrouter_router.fleet import Fleet
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.prepare import Prepared
+from mmrouter_router.rendered import Prompt, Rendering, compare, predicted_prompt
+from mmrouter_router.renderer import Renderer, RendererError
 
 log = logging.getLogger("mmrouter.parity")
 
 QUEUE = 256
 COMPARERS = 4
+RENDERINGS = 64
+RENDERERS_ASKED = 2
+HELD_BYTES = 64 << 20
+"""Bodies with their images, and prompts, that are held for renderers at most."""
 EVENTS_SECONDS = 10.0
 """How long after its answer a request's blocks may take to arrive: a busy SGLang publishes only every 40 decode steps
 (facts on SGLang 1.5)."""
@@ -85,3 +96,68 @@ class Sampler:
             said = verdict.difference.message if verdict.difference else ""
             log.warning("%s: not what was predicted: %s: %s", trace.request_id, verdict.cause, said)
         return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A sample that waits for a renderer: the body that the engine got, and what was predicted of it."""
+
+    trace: Trace
+    prompt: Prompt
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return len(self.body) + self.prompt.ids.itemsize * len(self.prompt.ids)
+
+
+class RenderSampler:
+    """Asks renderers for sampled requests whose prompts we predicted ourselves, in the background."""
+
+    def __init__(
+        self,
+        wants: Callable[[str], bool],
+        renderer: Renderer,
+        metrics: Metrics,
+        *,
+        queue: int = RENDERINGS,
+        held: int = HELD_BYTES,
+    ) -> None:
+        """``wants`` says by its id whether a request is sampled; ``held`` bounds the bytes of all that wait."""
+        self._wants, self._renderer, self._metrics, self._room = wants, renderer, metrics, held
+        self._queue: asyncio.Queue[_Asked] = asyncio.Queue(queue)
+
+    def offer(self, trace: Trace, prepared: Prepared, body: bytes) -> None:
+        """Take an answered request with the body that the engine got, where it is of the share. Never waits."""
+        if not self._wants(trace.request_id) or (prompt := predicted_prompt(prepared)) is None:
+            return
+        asked = _Asked(trace, prompt, body)
+        if self._queue.full() or asked.size > self._room:
+            self._metrics.parity_dropped.inc()
+            return
+        self._room -= asked.size
+        self._queue.put_nowait(asked)
+
+    async def run(self) -> None:
+        """Ask and compare until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(RENDERERS_ASKED):
+                tasks.create_task(self._compare_all())
+
+    async def _compare_all(self) -> None:
+        while True:
+            asked = await self._queue.get()
+            found = asked.trace.rendering = await self._compare(asked)
+            self._metrics.parity.labels(found.result, found.cause).inc()
+            if found.result == "False":
+                log.warning("%s: not what a renderer makes of it: %s", asked.trace.request_id, found.message)
+            self._room += asked.size
+            del asked  # while this waits for the next one, nothing is held
+
+    async def _compare(self, asked: _Asked) -> Rendering:
+        try:
+            ids, spans = await self._renderer.render(orjson.loads(asked.body))
+        except RendererError as error:
+            return Rendering("Unknown", 0, f"renderer_{error.cause}", str(error))
+        return compare(asked.prompt, ids, spans)

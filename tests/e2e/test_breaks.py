@@ -142,7 +142,6 @@ def test_live_parity_names_a_difference_and_the_client_notices_nothing(demo, tmp
 
     def sample_everything(router):
         router.sampler = router.sampler.__class__(1.0, router.fleet, router._feeder, router.metrics, seconds=3)
-        router.chat._answered = router.sampler.offer
 
     second = Second(demo, tmp_path / "model")
     with second.running(sample_everything):

@@ -1,0 +1,170 @@
+"""Sampled requests shown to a renderer: the simulator's, behind the real client; bounded, and never a false alarm."""
+
+import asyncio
+import itertools
+import os
+from array import array
+from dataclasses import replace
+
+import pytest
+import uvicorn
+from unit.router.test_prepare import MODEL, image, prepare, text  # noqa: F401  (a fixture)
+
+from mmrouter.engines.launching import HTTP_PORT
+from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
+from mmrouter.identity import to_wire
+from mmrouter_router.decisions import Trace
+from mmrouter_router.fleet import Member
+from mmrouter_router.forward import encode_body
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.renderer import Renderer
+from mmrouter_router.sampling import RenderSampler
+from mmrouter_router.upstream import Upstream
+from mmrouter_sim import model
+from mmrouter_sim.engine import Engine
+from mmrouter_sim.flags import parse
+from mmrouter_sim.web.app import build
+
+_hosts = itertools.count(1)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.metrics, self.upstream = Metrics(), Upstream(connect_seconds=1)
+        self.metrics.parity.describe("vllm", "qwen2_vl")
+        self.renderer = Renderer(self.upstream, "k", "t", self.metrics)
+        self.tasks: list[asyncio.Task] = []
+        self.serving: asyncio.Task | None = None
+
+    async def with_renderer(self) -> None:
+        ip = f"127.78.{os.getpid() % 250}.{next(_hosts)}"
+        settings = parse(["launch", "render", str(MODEL), "--served-model-name", "t"])
+        app = build(Engine(settings, model.load("t", MODEL, chat_template=None, processor={})))
+        self.server = uvicorn.Server(uvicorn.Config(app, host=ip, port=HTTP_PORT, lifespan="off", log_config=None))
+        self.serving = asyncio.create_task(self.server._serve())
+        await self.until(lambda: self.server.started)
+        self.renderer.roster([Member("render", "render", ip, "render", "renderer")])
+        self.tasks.append(asyncio.create_task(self.renderer.run()))
+        await self.until(lambda: self.renderer.usable)
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def sampler(self, **options) -> RenderSampler:
+        return RenderSampler(lambda request_id: "unsampled" not in request_id, self.renderer, self.metrics, **options)
+
+    async def asked(self, prepared, request_id="r-1"):
+        """What came of one request."""
+        sampler, trace = self.sampler(), kept(request_id)
+        sampler.offer(trace, prepared, sent(prepared))
+        running = asyncio.create_task(sampler.run())
+        self.tasks.append(running)
+        await self.until(lambda: trace.rendering is not None)
+        return trace.rendering
+
+    def counted(self, result: str, cause: str = "") -> float:
+        labels = {"engine": "vllm", "family": "qwen2_vl", "result": result, "cause": cause}
+        return self.metrics.registry.get_sample_value("mmrouter_parity_total", labels) or 0
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    yield rig
+    for task in rig.tasks:
+        task.cancel()
+    rig.upstream.close()
+    if rig.serving is not None:
+        rig.server.should_exit = True
+        await rig.serving
+
+
+def kept(request_id: str) -> Trace:
+    return Trace(request_id, None, 0, array("Q"), [])
+
+
+def sent(prepared) -> bytes:
+    images = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in prepared.images]
+    return encode_body(rewrite_chat(prepared.request.body, images, model="t", cache_salt="tenant").body)
+
+
+async def test_a_known_family_is_what_a_renderer_makes_of_it(rig, prepare):  # noqa: F811
+    await rig.with_renderer()
+    found = await rig.asked(await prepare(text("look "), image("a"), text(" and "), image("b", 56), stream=True))
+    assert (found.result, found.cause) == ("True", ""), found
+    assert rig.counted("True") == 1
+
+
+async def test_a_partial_prompt_is_compared_up_to_its_image(rig, prepare):  # noqa: F811
+    await rig.with_renderer()
+    whole = await prepare(text("look "), image("a"), text(" and "), image("b", 56))
+    images = (whole.images[0], replace(whole.images[1], unresolved="image_format:x"))
+    found = await rig.asked(replace(whole, exactness="partial", images=images))
+    assert (found.result, found.tokens) == ("True", whole.spans[1].offset)
+
+
+@pytest.mark.parametrize("cause", ["template", "count", "identity"])
+async def test_a_broken_prediction_is_counted_with_its_cause(rig, prepare, cause):  # noqa: F811
+    await rig.with_renderer()
+    good = await prepare(text("look "), image("a"), text(" please"))
+    span = good.spans[0]
+    broken = {
+        "template": {"ids": good.ids[:-1] + array("I", [1])},
+        "count": {
+            "ids": good.ids[: span.end] + good.ids[span.offset : span.offset + 2] + good.ids[span.end :],
+            "spans": (replace(span, length=span.length + 2),),
+        },
+        "identity": {
+            "spans": (replace(span, identity=b"o" * 32),),
+            "images": (replace(good.images[0], identity=b"o" * 32),),
+        },
+    }[cause]
+    bad, trace, sampler = replace(good, **broken), kept("r-1"), rig.sampler()
+    sampler.offer(trace, bad, sent(good))
+    rig.tasks.append(asyncio.create_task(sampler.run()))
+    await rig.until(lambda: trace.rendering is not None)
+    assert (trace.rendering.result, trace.rendering.cause) == ("False", cause)
+    assert (rig.counted("False", cause), rig.counted("True")) == (1, 0)
+
+
+async def test_a_renderer_that_fails_is_unknown_with_its_cause(rig, prepare):  # noqa: F811
+    prompt = await prepare(text("look"))
+    assert (await rig.asked(prompt)).cause == "renderer_nobody"
+    await rig.with_renderer()
+    other = replace(prompt, request=replace(prompt.request, body={**prompt.request.body, "messages": []}))
+    found = await rig.asked(other)
+    assert (found.result, found.cause) == ("Unknown", "renderer_refused")
+    assert (rig.counted("Unknown", "renderer_nobody"), rig.counted("Unknown", "renderer_refused")) == (1, 1)
+
+
+async def test_samples_and_their_bytes_are_bounded_and_what_does_not_fit_is_counted(rig, prepare):  # noqa: F811
+    prompt = await prepare(text("look"), image("a"))
+    body = sent(prompt)
+    size = len(body) + 4 * len(prompt.ids)
+    sampler = rig.sampler(queue=2)
+    for number in range(5):
+        sampler.offer(kept(f"r-{number}"), prompt, body)
+    assert rig.metrics.parity_dropped._value.get() == 3
+    tight, traces = rig.sampler(held=2 * size), [kept(f"r-{number}") for number in range(4)]
+    for trace in traces:
+        tight.offer(trace, prompt, body)
+    assert rig.metrics.parity_dropped._value.get() == 5
+    rig.tasks.append(asyncio.create_task(tight.run()))
+    await rig.until(lambda: traces[1].rendering is not None)
+    again = [kept("r-8"), kept("r-9")]
+    for trace in again:  # what was compared is not held any more
+        tight.offer(trace, prompt, body)
+    await rig.until(lambda: all(trace.rendering is not None for trace in again))
+    assert rig.metrics.parity_dropped._value.get() == 5
+
+
+async def test_what_is_not_sampled_or_not_predicted_by_us_holds_nothing(rig, prepare):  # noqa: F811
+    prompt = await prepare(text("look"))
+    sampler = rig.sampler(queue=1)
+    sampler.offer(kept("unsampled"), prompt, b"{}")
+    sampler.offer(kept("r-1"), replace(prompt, rendered=True), b"{}")
+    sampler.offer(kept("r-2"), replace(prompt, exactness="affinity"), b"{}")
+    assert sampler._queue.empty()
+    assert rig.metrics.parity_dropped._value.get() == 0
