@@ -1,10 +1,15 @@
-"""A family that a router does not know, exact all the same: its prompts come from a renderer pool."""
+"""A renderer pool: prompts of a family that a router does not know, and the second opinion on those that it does."""
+
+import shutil
+from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 from e2e.rig import ROOT, running, wait_for
 from e2e.test_breaks import Second, first_failure
+
+from mmrouter_cli.pictures import data_uri, picture
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +18,7 @@ def demo(tmp_path_factory):
     spec = resource["spec"]
     spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
     spec["frontend"] = {"replicas": 1, "service": {"port": 8000}}
+    spec["verification"] = {"sampleRatio": "1"}
     spec["pools"][0]["replicas"] = 2
     spec["pools"].append({"name": "render", "role": "renderer", "replicas": 1, "accelerator": {"kind": "cpu"}})
     file = tmp_path_factory.mktemp("renderer") / "deployment.yaml"
@@ -26,8 +32,27 @@ def forget_the_family(router) -> None:
     router.preparer.unknown_family = "unheard_of"
 
 
-def request(second: Second, text: str, **fields) -> tuple[httpx.Response, dict]:
-    body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2, **fields}
+def sampled(second: Second, content) -> dict:
+    """What a renderer made of a request."""
+    answer, _ = request(second, content)
+    assert answer.status_code == 200
+    headers = {"authorization": f"Bearer {second.demo.token}"}
+    url = f"http://{second.ip}:8001/control/decisions/{answer.headers['x-mmrouter-request-id']}"
+
+    def rendering():
+        return httpx.get(url, headers=headers, timeout=10).json()["rendering"]
+
+    return wait_for(rendering, 30, "the sample was shown to the renderer")
+
+
+def parity(second: Second, result: str, cause: str) -> float:
+    named = f'mmrouter_parity_total{{cause="{cause}",engine="vllm",family="qwen2_vl",result="{result}"}} '
+    lines = httpx.get(f"http://{second.ip}:9090/metrics", timeout=10).text.splitlines()
+    return sum(float(line.removeprefix(named)) for line in lines if line.startswith(named))
+
+
+def request(second: Second, content, **fields) -> tuple[httpx.Response, dict]:
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
     answer = httpx.post(f"http://{second.ip}:8000/v1/chat/completions", json=body, timeout=30)
     headers = {"authorization": f"Bearer {second.demo.token}"}
     url = f"http://{second.ip}:8001/control/decisions/{answer.headers['x-mmrouter-request-id']}"
@@ -63,3 +88,46 @@ def test_without_an_answer_of_the_renderer_it_is_served_by_affinity_with_the_rea
         assert answer.status_code == 200
         assert trace["exactness"] == "affinity"
         assert trace["reasons"] == ["renderer_nobody:unheard_of", "family:unheard_of"]
+
+
+def test_a_known_family_is_sampled_and_its_renderer_agrees(demo):
+    second = Second(demo, workers=2)
+    with second.running():
+        wait_for(lambda: renderers(second) == [True], 20, "the renderer answered")
+        before = parity(second, "True", "")
+        # Less than a block: nothing that the engine publishes, so what is counted is the rendering.
+        found = sampled(second, "Hi")
+        assert (found["result"], parity(second, "True", "") - before) == ("True", 1), found
+        found = sampled(second, [image("quay"), {"type": "text", "text": "and"}, image("bell", 56)])
+        assert found["result"] == "True", found
+        assert found["tokens"] > 16
+
+
+def test_a_template_that_is_not_the_renderers_is_counted_and_shown(demo, tmp_path):
+    folder = Path(next(iter(demo.processes("router").values())).environ()["MMROUTER_MODEL_DIR"])
+    shutil.copytree(folder, tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text("Hello! " + template.read_text())
+    second = Second(demo, tmp_path / "model", workers=2)
+    with second.running():
+        wait_for(lambda: renderers(second) == [True], 20, "the renderer answered")
+        found = sampled(second, "Hi")
+        assert (found["result"], found["cause"]) == ("False", "template")
+        assert (parity(second, "False", "template"), parity(second, "True", "")) == (1, 0)
+        assert found["piece"]["predicted"]["text"].startswith("Hello!")
+        assert not found["piece"]["rendered"]["text"].startswith("Hello!")
+
+
+def test_a_renderer_that_is_gone_is_unknown_and_never_a_difference(demo):
+    def without(router):
+        router.renderer.roster = lambda members: None
+
+    second = Second(demo, workers=2)
+    with second.running(without):
+        found = sampled(second, "Hi")
+        assert (found["result"], found["cause"]) == ("Unknown", "renderer_nobody")
+        assert parity(second, "Unknown", "renderer_nobody") == 1
+
+
+def image(seed: str, side: int = 112) -> dict:
+    return {"type": "image_url", "image_url": {"url": data_uri(picture(seed, side, side))}}
