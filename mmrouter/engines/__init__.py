@@ -7,7 +7,7 @@ def adapter(engine_type: str) -> ModuleType:
     """Return the module of an engine (``spec.engine.type``): ``mmrouter.engines.vllm`` or ``.sglang``.
 
     Both offer ``decode_batch``, ``launch``, ``OWNED_FLAGS``, ``rewrite_chat``, ``prompt_error_field``, ``METRICS``,
-    ``parse_load``, ``parse_block_size`` and ``REFUSED_FIELDS``. Raises ``ValueError`` for another engine.
+    ``parse_load``, ``parse_block_size``, ``REFUSED_FIELDS`` and ``FAMILIES``. Raises ``ValueError`` for another engine.
     """
     # The adapters import the resource's models, which import the adapters' flags: the arrow is taken at call time.
     match engine_type:

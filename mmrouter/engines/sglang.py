@@ -22,12 +22,17 @@ from mmrouter.engines.sglang_request import (
 from mmrouter.engines.vllm_metrics import Load
 from mmrouter.engines.vllm_request import ImageRewrite, Rewritten
 
+FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+"""Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md). It serves others,
+too, but expands some of them, LLaVA among them, by code of its own in its scheduler (facts on SGLang 2.4)."""
+
 HEALTH_PATH = "/ready"
 """What a probe asks: cheap, unlike ``/health``, and 503 while draining (facts on SGLang 6)."""
 
 __all__ = [
     "API_KEY_ENV",
     "EVENTS_PORT",
+    "FAMILIES",
     "HEALTH_PATH",
     "HTTP_PORT",
     "IGNORED_REASONS",

@@ -18,11 +18,15 @@ from mmrouter.engines.vllm_request import (
     rewrite_chat,
 )
 
+FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "phi3_v"})
+"""Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md)."""
+
 HEALTH_PATH = "/health"
 
 __all__ = [
     "API_KEY_ENV",
     "EVENTS_PORT",
+    "FAMILIES",
     "HEALTH_PATH",
     "HTTP_PORT",
     "IGNORED_REASONS",

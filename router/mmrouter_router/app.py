@@ -196,9 +196,15 @@ class Router:
 
     async def _verify_all(self) -> None:
         """Start a canary for every worker that is routable and not verified; one at a time per worker."""
+        if not self.own.possible:
+            log.warning(
+                "family %s is not modelled for %s and there is no renderer: requests are placed by affinity",
+                self.preparer.unknown_family,
+                self.settings.deployment.spec.engine.type,
+            )
         while True:
             self._changed.clear()
-            for worker in self.fleet:
+            for worker in self.fleet if self.own.possible else ():
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))

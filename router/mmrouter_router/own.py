@@ -76,6 +76,11 @@ class OwnRequests:
         self._preparer, self._upstream = preparer, upstream
         self._engine_key, self._model, self._key = engine_key, served_model, key
 
+    @property
+    def possible(self) -> bool:
+        """Whether anybody can say what the engine should make of such a request."""
+        return self._preparer.prompter is not None or self._preparer.renderer is not None
+
     def picture(self, data: bytes, side: int = SIDE) -> Picture:
         """Return one of :func:`small_pictures` as this deployment sees it; its tokens are 0 where a renderer counts."""
         family = self._preparer.family

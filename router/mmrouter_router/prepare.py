@@ -11,9 +11,11 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from mmrouter.blocks import Span, block_keys, namespace_seed
+from mmrouter.engines import adapter
 from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
 from mmrouter.families import Family, ImageSizeError
 from mmrouter.families import load as load_family
+from mmrouter.families.folder import read_json
 from mmrouter.identity import media_identity, to_wire
 from mmrouter.imageclaim import claimed_size
 from mmrouter.imagesize import ImageHeaderError, TooManyPixels, probe
@@ -132,13 +134,13 @@ class Preparer:
         self._identity_key = settings.identity_key
         self._media = media
         self._max_pixels = spec.routing.media.max_pixels
-        self.family: Family | None = load_family(model_dir, spec.engine.processor)
+        model_type = str(read_json(model_dir, "config.json").get("model_type", "unknown"))
+        claimed = model_type in adapter(spec.engine.type).FAMILIES
+        self.family: Family | None = load_family(model_dir, spec.engine.processor) if claimed else None
+        """``None`` also for one that is modelled, but not proved to be what this engine makes of it."""
         self.prompter: Prompter | None = None
-        self.unknown_family = ""
-        if self.family is None:
-            config = json.loads((model_dir / "config.json").read_text())
-            self.unknown_family = str(config.get("model_type", "unknown"))
-        else:
+        self.unknown_family = "" if self.family is not None else model_type
+        if self.family is not None:
             template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
             self.prompter = Prompter.load(model_dir, chat_template=template, family=self.family)
         self._known: OrderedDict[bytes, tuple[int, int, int, bool]] = OrderedDict()

@@ -23,10 +23,10 @@ MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "tiny-qwen
 SIZE = 16
 
 
-def settings(model_dir: Path = MODEL, processor=None, **media) -> Settings:
+def settings(model_dir: Path = MODEL, processor=None, engine="vllm", **media) -> Settings:
     spec = {
         "model": {"id": "m"},
-        "engine": {"type": "vllm", "blockSize": SIZE, "processor": processor or {}},
+        "engine": {"type": engine, "blockSize": SIZE, "processor": processor or {}},
         "routing": {"media": media},
         "pools": [{"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}],
     }
@@ -200,15 +200,16 @@ async def test_an_aspect_that_the_processor_refuses_is_a_400(prepare):
     assert caught.value.status == 400
 
 
-async def test_a_family_that_is_not_modelled_is_served_by_affinity_with_every_image(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "brand_new_vl"}')
-    own = settings(tmp_path)
+@pytest.mark.parametrize(("engine", "family"), [("vllm", "brand_new_vl"), ("sglang", "llava"), ("sglang", "phi3_v")])
+async def test_a_family_that_is_not_modelled_for_its_engine_is_served_by_affinity(tmp_path, engine, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    own = settings(tmp_path, engine=engine)
     media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
     body = {"model": "t", "messages": [{"role": "user", "content": [text("x"), image("a"), avif("b")]}]}
     prepared = await Preparer(own, media).prepare(parse_chat(json.dumps(body).encode(), Limits(), "t"), None)
     await media.close()
     assert prepared.exactness == "affinity"
-    assert prepared.reasons == ("image_format:messages[0].content[2].image_url.url", "family:brand_new_vl")
+    assert prepared.reasons == ("image_format:messages[0].content[2].image_url.url", f"family:{family}")
     assert (len(prepared.images), prepared.ids) == (2, array("I"))
 
     rigs = [Rig(), Rig()]
