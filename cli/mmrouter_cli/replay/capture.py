@@ -6,14 +6,14 @@ Two forms exist, one per engine. vLLM rows name their ``kind`` (``meta``, ``step
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 EngineName = Literal["vllm", "sglang"]
-MAX_LINE = 256 << 20
+_VLLM_KINDS = frozenset({"meta", "render", "generate", "replay"})
 
 
 class CaptureError(Exception):
@@ -60,7 +60,10 @@ class Capture:
 
 
 def read(path: Path, engine: EngineName | None) -> Capture:
-    """Read a capture; ``engine`` overrides what the rows look like. Raises :class:`CaptureError`."""
+    """Read a capture. ``engine`` is needed only where no row shows whose events these are, else vLLM is assumed.
+
+    Raises :class:`CaptureError`, also for a capture of another engine than ``engine``.
+    """
     rows: list[Row] = []
     try:
         with path.open("rb") as lines:
@@ -72,7 +75,10 @@ def read(path: Path, engine: EngineName | None) -> Capture:
     if not rows:
         raise CaptureError(f"{path} is empty")
     meta = rows[0].raw if rows[0].kind == "meta" else {}
-    return Capture(path, engine or _looks_like(rows), meta, tuple(row for row in rows if row.kind != "meta"))
+    shown = _shown_engine(rows)
+    if engine and shown and engine != shown:
+        raise CaptureError(f"{path} is a capture of {shown}, not of {engine}")
+    return Capture(path, engine or shown or "vllm", meta, tuple(row for row in rows if row.kind != "meta"))
 
 
 @contextmanager
@@ -111,5 +117,15 @@ def _frame(where: str, raw: Any) -> Frame:
         ) from error
 
 
-def _looks_like(rows: list[Row]) -> EngineName:
-    return "sglang" if any("page_size" in row.raw or "caller_hash" in row.kind for row in rows) else "vllm"
+def _shown_engine(rows: Iterable[Row]) -> EngineName | None:
+    """Whose capture the rows are by what only one engine's rows have, ``None`` where none of them has that."""
+    for row in rows:
+        if "page_size" in row.raw or "caller_hash" in row.kind or _in_frames(row, "payload_hex"):
+            return "sglang"
+        if row.kind in _VLLM_KINDS or _in_frames(row, "payload"):
+            return "vllm"
+    return None
+
+
+def _in_frames(row: Row, key: str) -> bool:
+    return any(key in frame for frame in row.raw.get("frames", ()))

@@ -11,7 +11,8 @@ def replay(path: Path, *, model_dir: Path | None = None, engine: EngineName | No
 
     With ``model_dir`` the prompts are rendered, tokenized and expanded by the library and must equal the ids that the
     engine returned; without it those ids are taken as they are. Raises :class:`CaptureError` for a file that cannot be
-    read, a model folder that cannot be used, or a capture in which nothing can be compared.
+    read or is a capture of another engine than ``engine``, a model folder that cannot be used, or a capture in which
+    nothing can be compared.
     """
     capture = read(path, engine)
     if capture.engine == "sglang":

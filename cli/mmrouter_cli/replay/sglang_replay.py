@@ -25,6 +25,7 @@ from mmrouter.engines.sglang_identity import (
     sentinels,
 )
 from mmrouter_cli.replay.capture import Capture, Row, comparing
+from mmrouter_cli.replay.model import load as load_model
 from mmrouter_cli.replay.report import Report
 
 KEY = bytes(range(32))
@@ -44,7 +45,12 @@ class _Page:
 
 
 def explain(capture: Capture, model_dir: Path | None) -> Report:
-    """Compare a capture. ``model_dir`` is not used: the rows hold no messages that could be rendered."""
+    """Compare a capture. Raises ``CaptureError`` for a row, or a ``model_dir``, that cannot be used.
+
+    The model is only read: the rows hold no messages that could be rendered.
+    """
+    if model_dir is not None:
+        load_model(model_dir)
     report = Report("sglang")
     pages = _Pages(report, legacy=_legacy(capture))
     for row in capture.rows:

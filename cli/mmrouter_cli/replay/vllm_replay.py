@@ -28,11 +28,13 @@ def explain(capture: Capture, model_dir: Path | None) -> Report:
     for row in capture.rows:
         with comparing(capture, row):
             _explain_row(row, requests, stream, report)
-    report.notes.append(
-        f"{report.rendered} of {report.prompts} prompts rendered by the library, the others as the engine returned them"
-        if model_dir is not None
-        else f"{report.prompts} prompts as the engine returned them; --model renders them too"
-    )
+    if model_dir is None:
+        report.notes.append(f"{report.prompts} prompts as the engine returned them; --model renders them too")
+    elif not report.rendered:
+        report.notes.append("--model is not used: this capture holds no messages with their images and answers")
+    else:
+        by = f"{report.rendered} of {report.prompts} prompts rendered by the library"
+        report.notes.append(f"{by}, the others as the engine returned them")
     return report
 
 

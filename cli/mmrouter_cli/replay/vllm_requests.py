@@ -9,12 +9,12 @@ from typing import Any
 
 from mmrouter.blocks import Span
 from mmrouter.engines.vllm_identifier import default_identifier
-from mmrouter.families import Family, ImageSizeError, ModelFolderError
-from mmrouter.families import load as load_family
+from mmrouter.families import Family, ImageSizeError
 from mmrouter.identity import foreign_identity, from_wire
 from mmrouter.imagesize import ImageHeaderError, TooManyPixels, probe
 from mmrouter.prompt import Expanded, PlaceholderError, Prompter, PromptImage, TemplateError, render_arguments
-from mmrouter_cli.replay.capture import Capture, CaptureError, Row
+from mmrouter_cli.replay.capture import Capture, Row
+from mmrouter_cli.replay.model import load as load_model
 
 MAX_PIXELS = 1 << 30
 UNKNOWN = b""
@@ -147,13 +147,7 @@ class Requests:
                 if options
                 else None
             )
-            try:
-                family = load_family(self._model_dir, processor)
-                if family is None:
-                    raise CaptureError(f"{self._model_dir} is of no family that is modelled")
-                known = family, Prompter.load(self._model_dir, family=family)
-            except (ModelFolderError, OSError) as error:
-                raise CaptureError(f"--model {self._model_dir}: {error}") from error
+            known = load_model(self._model_dir, processor)
             self._prompters[key] = known
         return known
 

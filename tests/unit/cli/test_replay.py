@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from mmrouter.engines.sglang_identity import page_hashes
 from mmrouter_cli.app import app
 from mmrouter_cli.replay import CaptureError, Report, replay
 
@@ -169,6 +171,53 @@ def test_a_missing_file_and_a_folder_that_is_no_model_are_refused(tmp_path):
         replay(tmp_path / "none.jsonl")
     with pytest.raises(CaptureError, match="--model"):
         replay(OWN, model_dir=tmp_path)
+
+
+# The first row of a real SGLang capture's shape, and a batch of the event stream as its rows hold them.
+SGLANG_ROWS = [
+    '{"page_size": 4, "case": "server_info", "reply": null, "frames": []}',
+    '{"case": "text", "request": null, "frames": [{"seq": 0, "payload_hex": "93cb000000000000000090c0"}]}',
+]
+PAGES = (
+    '{"kind": "radix", "page_size": 2, "format": "default", "tokens": [1, 2, 3, 4],'
+    ' "events": [{"type": "BlockStored", "block_hashes": [%d, %d]}]}'
+)
+
+
+@pytest.mark.parametrize("rows", [SGLANG_ROWS[:1], SGLANG_ROWS[1:]])
+def test_a_capture_of_the_other_engine_is_refused_with_exit_2_and_not_called_a_difference(tmp_path, rows):
+    theirs = tmp_path / "sglang.jsonl"
+    theirs.write_text("\n".join(rows))
+    for path, said, is_of in ((OWN, "sglang", "vllm"), (theirs, "vllm", "sglang")):
+        with pytest.raises(CaptureError, match=f"is a capture of {is_of}, not of {said}$"):
+            replay(path, engine=said)
+        assert CliRunner().invoke(app, ["replay", str(path), "--engine", said]).exit_code == 2
+    assert replay(OWN, engine="vllm").unexplained == 0
+
+
+def test_a_model_is_read_and_not_used_where_a_capture_holds_no_messages(tmp_path):
+    path = tmp_path / "sglang.jsonl"
+    path.write_text(PAGES % tuple(page_hashes(array("Q", [1, 2, 3, 4]), 2)))
+    whole = replay(path, model_dir=MODEL, engine="sglang")
+    assert (whole.line, whole.notes[-1][:22]) == ("blocks=2 matched=2 unexplained=0", "--model is not used: t")
+    for nothing in (tmp_path / "nope", tmp_path):
+        with pytest.raises(CaptureError, match=f"^--model {nothing}: "):
+            replay(path, model_dir=nothing)
+        assert CliRunner().invoke(app, ["replay", str(path), "--model", str(nothing)]).exit_code == 2
+
+
+def test_a_vllm_capture_of_which_nothing_is_rendered_says_so(changed):
+    def keep_ids_only(rows: Rows) -> None:
+        for each in rows:
+            if each.get("label") != "text":
+                each.pop("request", None)
+        row(rows, "text").update(kind="generate", features={"mm_hashes": {}, "mm_placeholders": {}})
+        ids = row(rows, "text")["reply"]["prompt_token_ids"]
+        rows.insert(1, {"kind": "render", "reply": {"token_ids": ids}})
+
+    report = changed(keep_ids_only)
+    assert (report.unexplained, report.rendered) == (0, 0)
+    assert report.notes[-1].startswith("--model is not used: ")
 
 
 @pytest.fixture(scope="session")

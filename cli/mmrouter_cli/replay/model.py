@@ -1,0 +1,19 @@
+"""The model folder that ``--model`` names."""
+
+from pathlib import Path
+
+from mmrouter.families import Family, ModelFolderError, ProcessorLimits
+from mmrouter.families import load as load_family
+from mmrouter.prompt import Prompter
+from mmrouter_cli.replay.capture import CaptureError
+
+
+def load(folder: Path, limits: ProcessorLimits | None = None) -> tuple[Family, Prompter]:
+    """Return what renders a folder's prompts under processor options. Raises :class:`CaptureError`."""
+    try:
+        family = load_family(folder, limits)
+        if family is None:
+            raise CaptureError(f"--model {folder} is of no family that is modelled")
+        return family, Prompter.load(folder, family=family)
+    except (ModelFolderError, OSError) as error:
+        raise CaptureError(f"--model {folder}: {error}") from error
