@@ -1,8 +1,9 @@
 """Prompts from a pool of role ``renderer``: the exact fallback for a family that the code does not know.
 
 A renderer is the engine's own preprocessing without its model. It has no cache and no sidecar; asked with our
-identities it says which tokens a request becomes and where its images stand. Answers are kept by content, bounded by
-tokens. What cannot be rendered is an error with a reason, and the request is then served by affinity.
+identities it says which tokens a request becomes and where its images stand. Equal content is asked for once at a time,
+and answers are kept by content, bounded by tokens. What cannot be rendered is an error with a reason, and the request
+is then served by affinity.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from mmrouter.blocks import Span
 from mmrouter.engines.launching import HTTP_PORT
 from mmrouter.engines.vllm_render import RENDER_PATH, RenderError, read_rendered, render_request
 from mmrouter_router.fleet import Member
+from mmrouter_router.flights import Flights
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.upstream import Upstream, UpstreamError
 
@@ -55,6 +57,7 @@ class Renderer:
         self._turn = itertools.count()
         self._kept: OrderedDict[bytes, Rendered] = OrderedDict()
         self._room = tokens
+        self._flights = Flights[bytes, Rendered]()
 
     def roster(self, members: Iterable[Member]) -> None:
         """Take over which renderers are there."""
@@ -100,17 +103,20 @@ class Renderer:
             self._kept.move_to_end(key)
             self._metrics.rendered.labels("cache").inc()
             return kept
-        usable = self.usable
-        if not usable:
-            self._metrics.rendered.labels("nobody").inc()
-            raise RendererError("nobody", "no renderer is there")
-        member = usable[next(self._turn) % len(usable)]
+        joins = key in self._flights
         try:
-            rendered = await self._ask(member, orjson.dumps(request))
+            rendered = await self._flights.join(key, lambda: self._fly(key, request))
         except RendererError as error:
             self._metrics.rendered.labels(error.cause).inc()
             raise
-        self._metrics.rendered.labels("renderer").inc()
+        self._metrics.rendered.labels("joined" if joins else "renderer").inc()
+        return rendered
+
+    async def _fly(self, key: bytes, request: Mapping[str, Any]) -> Rendered:
+        usable = self.usable
+        if not usable:
+            raise RendererError("nobody", "no renderer is there")
+        rendered = await self._ask(usable[next(self._turn) % len(usable)], orjson.dumps(request))
         self._keep(key, rendered)
         return rendered
 
@@ -138,9 +144,6 @@ class Renderer:
             raise RendererError("unusable", str(error)) from error
 
     def _keep(self, key: bytes, rendered: Rendered) -> None:
-        before = self._kept.pop(key, None)  # two requests with one content may have asked at the same time
-        if before is not None:
-            self._room += len(before[0])
         self._kept[key] = rendered
         self._room -= len(rendered[0])
         while self._room < 0:

@@ -1,7 +1,6 @@
 """URLs of a request -> bytes: ``data:`` URIs, guarded fetches, one flight per URL, a cache.
 
-A flight belongs to nobody: it goes on while anyone waits for it, has time limits of its own, and ends when the last one
-has gone. What it brings is shared by all who waited, so one URL is one set of bytes to them.
+A flight has time limits of its own. What it brings is shared by all who waited, so one URL is one set of bytes to them.
 """
 
 import asyncio
@@ -15,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from mmrouter.api import Media as MediaSettings
 from mmrouter.api import quantity_bytes
+from mmrouter_router.flights import Flights
 from mmrouter_router.media import datauri, sniff
 from mmrouter_router.media.cache import Key, MediaCache, Stored
 from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModified
@@ -38,12 +38,6 @@ class Part(Protocol):
         """The field that errors name."""
 
 
-@dataclass(eq=False)
-class _Flight:
-    task: asyncio.Task[Media]
-    waiters: int = 0
-
-
 class MediaResolver:
     """Everything of ``routing.media`` in one process. Create it inside the running loop or before; use it inside."""
 
@@ -63,7 +57,7 @@ class MediaResolver:
         self._guard = Guard.of(media)
         self._fetcher = Fetcher(self._guard, limits or FetchLimits(self._max_bytes), lookup=lookup, tls=tls)
         self._cache = MediaCache(cache_bytes)
-        self._flights: dict[Key, _Flight] = {}
+        self._flights = Flights[Key, Media]()
         self._metrics = MediaMetrics(registry)
         self._clock = clock
 
@@ -118,10 +112,7 @@ class MediaResolver:
 
     async def close(self) -> None:
         """End all fetches."""
-        tasks = [flight.task for flight in self._flights.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._flights.close()
         self._fetcher.close()
 
     def _charge(self, budget: "_Budget", part: Part, media: Media) -> None:
@@ -140,42 +131,13 @@ class MediaResolver:
         stored = self._cache.get(key)
         if stored is not None and stored.fresh_until > self._clock():
             return Media(stored.data, stored.mime, "cache")
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._start(key)
-        else:
+        if key in self._flights:
             self._metrics.joined.inc()
-        return await self._wait(key, flight, deadline)
-
-    def _start(self, key: Key) -> _Flight:
-        flight = _Flight(asyncio.create_task(self._fly(key)))
-        self._flights[key] = flight
-
-        def landed(task: asyncio.Task[Media]) -> None:
-            self._forget(key, flight)
-            if not task.cancelled():
-                task.exception()  # whoever still waits gets it; nobody may be left
-
-        flight.task.add_done_callback(landed)
-        return flight
-
-    async def _wait(self, key: Key, flight: _Flight, deadline: float | None) -> Media:
-        flight.waiters += 1
         try:
             async with asyncio.timeout_at(deadline):
-                return await asyncio.shield(flight.task)
+                return await self._flights.join(key, lambda: self._fly(key))
         except TimeoutError as error:
             raise MediaError("timeout", "The media's host did not deliver in time.") from error
-        finally:
-            flight.waiters -= 1
-            if flight.waiters == 0 and not flight.task.done():
-                # Forgotten at once: who comes now must not join a flight that is ending.
-                self._forget(key, flight)
-                flight.task.cancel()
-
-    def _forget(self, key: Key, flight: _Flight) -> None:
-        if self._flights.get(key) is flight:
-            del self._flights[key]
 
     async def _fly(self, key: Key) -> Media:
         stored = self._cache.get(key)

@@ -27,6 +27,12 @@ class Server:
         self.ip = f"127.79.{os.getpid() % 250}.{next(_hosts)}"
         self.status, self.seen = 200, []
         self.raw: bytes | None = None
+        self.held = asyncio.Event()
+        self.held.set()
+
+    def hold(self) -> None:
+        """Answer nothing until ``held`` is set."""
+        self.held.clear()
 
     async def start(self) -> None:
         self.server = await asyncio.start_server(self._connection, self.ip, HTTP_PORT)
@@ -38,6 +44,7 @@ class Server:
                 length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if b"content-length" in line)
                 self.seen.append(json.loads(await reader.readexactly(length)))
                 body = self.raw or self._render(self.seen[-1])
+                await self.held.wait()
                 writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(body), body))
                 await writer.drain()
 
@@ -70,8 +77,11 @@ class Rig:
             await server.start()
         self.renderer.roster(Member(s.ip, s.ip, s.ip, "render", "renderer") for s in servers)
         self.running = asyncio.create_task(self.renderer.run())
+        await self.until(lambda: len(self.renderer.usable) == len(servers))
+
+    async def until(self, condition) -> None:
         async with asyncio.timeout(10):
-            while len(self.renderer.usable) < len(servers):
+            while not condition():
                 await asyncio.sleep(0.01)
 
     def counted(self, source: str) -> float:
@@ -123,17 +133,48 @@ async def test_what_is_kept_is_bounded_by_tokens():
     rig.upstream.close()
 
 
-async def test_content_that_several_ask_for_at_once_takes_its_room_once():
+async def test_content_that_several_ask_for_at_once_is_asked_once_and_takes_its_room_once():
     rig = Rig(tokens=12)
     await rig.with_servers(server := Server())
-    await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(8)))
-    together = server.asked
-    assert together > 1  # nobody waited for another
+    answers = await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(8)), rig.renderer.render(chat(B)))
+    assert [spans[0].identity for _, spans in answers] == [A] * 8 + [B]
+    assert (server.asked, rig.counted("renderer"), rig.counted("joined")) == (2, 2, 7)
     for identity in (B, A, B):  # 5 tokens each: two fit
         await rig.renderer.render(chat(identity))
-    assert server.asked == together + 1
+    assert (server.asked, rig.counted("cache")) == (2, 3)
     rig.running.cancel()
     rig.upstream.close()
+
+
+async def test_whoever_leaves_first_leaves_the_others_their_answer_and_the_last_one_ends_the_question(rig):
+    await rig.with_servers(server := Server())
+    server.hold()
+    askers = [asyncio.create_task(rig.renderer.render(chat(A))) for _ in range(3)]
+    await rig.until(lambda: server.asked == 1)
+    askers[0].cancel()
+    assert isinstance((await asyncio.gather(askers[0], return_exceptions=True))[0], asyncio.CancelledError)
+    server.held.set()
+    assert (await askers[1])[1] == (await askers[2])[1] == (Span(1, 4, A),)
+    assert server.asked == 1
+    server.hold()
+    alone = asyncio.create_task(rig.renderer.render(chat(B)))
+    await rig.until(lambda: server.asked == 2)
+    alone.cancel()
+    await asyncio.gather(alone, return_exceptions=True)
+    after = asyncio.create_task(rig.renderer.render(chat(B)))  # joins nothing that is ending
+    await rig.until(lambda: server.asked == 3)
+    server.held.set()
+    assert (await after)[1] == (Span(1, 4, B),)
+
+
+async def test_a_failure_is_everybodys_who_asked_and_nobodys_who_asks_then(rig):
+    await rig.with_servers(server := Server())
+    server.raw = b"{}"
+    said = await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(3)), return_exceptions=True)
+    assert [error.cause for error in said] == ["unusable"] * 3
+    assert (server.asked, rig.counted("unusable")) == (1, 3)
+    server.raw = None
+    assert (await rig.renderer.render(chat(A)))[1] == (Span(1, 4, A),)
 
 
 async def test_renderers_are_asked_in_turn_and_one_that_is_gone_is_left_out(rig):
