@@ -160,10 +160,11 @@ async def test_closing_an_unread_answer_disconnects_the_engine(engine, upstream)
 
 async def test_a_slow_reader_holds_a_bounded_amount(engine, upstream):
     piece, total = b"x" * 65536, 400
-    written = 0
+    written, out = 0, None
 
     async def flood(writer, head, body):
-        nonlocal written
+        nonlocal written, out
+        out = writer.transport
         writer.write(HEAD)
         for _ in range(total):
             writer.write(chunk(piece))
@@ -173,7 +174,9 @@ async def test_a_slow_reader_holds_a_bounded_amount(engine, upstream):
 
     engine.answer = flood
     answer = await ask(upstream, engine)
-    await asyncio.sleep(0.3)  # nobody reads: the engine must stall on its own socket, whatever the kernel buffers
+    async with asyncio.timeout(10):  # nobody reads: both ends must stall, whatever the kernel buffers
+        while answer._connection.transport.is_reading() or not out.get_write_buffer_size():
+            await asyncio.sleep(0.001)
     assert written < total
     assert answer._connection._buffered < HIGH_WATER + 2**20
     assert sum([len(p) async for p in answer.body()]) == total * len(piece)
