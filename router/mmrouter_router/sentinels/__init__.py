@@ -9,7 +9,7 @@ from mmrouter_router.sentinels.align import Asked
 from mmrouter_router.sentinels.fill import Filled, fill
 from mmrouter_router.sentinels.observe import observe
 from mmrouter_router.sentinels.provider import Plan, plan
-from mmrouter_router.sentinels.store import Line, Sentinels
+from mmrouter_router.sentinels.store import Line, Sentinels, sha256_of
 from mmrouter_router.sentinels.table import Scope, Values
 
-__all__ = ["Asked", "Filled", "Line", "Plan", "Scope", "Sentinels", "Values", "fill", "observe", "plan"]
+__all__ = ["Asked", "Filled", "Line", "Plan", "Scope", "Sentinels", "Values", "fill", "observe", "plan", "sha256_of"]

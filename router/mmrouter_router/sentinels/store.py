@@ -28,6 +28,7 @@ BLIND_SECONDS = 60.0
 MAX_LINES = 4_096
 MAX_SCOPES = 32
 """Scopes that are remembered, so that engines which come back after a rollout are known again."""
+MAX_DIGESTS = 4_096
 
 
 class Line(NamedTuple):
@@ -61,7 +62,8 @@ class Sentinels:
     ) -> None:
         """``pictures``: (identity, encoded bytes) of images that every router's canary sends."""
         self._count, self._clock = count, clock
-        self._pictures = [(identity, _sha256(data)) for identity, data in pictures]
+        self._pictures = [(identity, sha256_of(data)) for identity, data in pictures]
+        self._digests: OrderedDict[bytes, str] = OrderedDict()  # identity -> SHA-256 of the encoded bytes
         self._states: OrderedDict[Scope, _State] = OrderedDict()
         self._blind_until = clock() + BLIND_SECONDS
 
@@ -90,6 +92,23 @@ class Sentinels:
             return "learned", "no fingerprint is proven yet"
         return "learned", state.why
 
+    def wants_digest(self, identity: bytes) -> bool:
+        """Whether an image's sentinels may have to be predicted for some scope and its digest is not known.
+
+        A large image takes milliseconds to hash, so whoever has the time gives its digest (:meth:`digested`) before
+        :meth:`values` is asked, which hashes what was not given.
+        """
+        return identity not in self._digests and any(
+            state.plan.candidates and not state.demoted and state.table.get(identity) is None
+            for state in self._states.values()
+        )
+
+    def digested(self, identity: bytes, sha256: str) -> None:
+        """Take an image's :func:`sha256_of`."""
+        self._digests[identity] = sha256
+        if len(self._digests) > MAX_DIGESTS:
+            self._digests.popitem(last=False)
+
     def values(self, scope: Scope, identity: bytes, data: bytes) -> Values | None:
         """Return the sentinels of an image (``data``: its encoded bytes), ``None`` while they are not known."""
         state = self._states.get(scope)
@@ -100,7 +119,7 @@ class Sentinels:
             return known.values
         if not state.fingerprint:
             return None
-        values = _predict(_sha256(data), state.fingerprint)
+        values = _predict(self._sha256(identity, data), state.fingerprint)
         state.table.put(identity, values, proven=False)
         return values
 
@@ -139,8 +158,8 @@ class Sentinels:
         state = self._states.get(scope)
         if state is None:
             return
-        sha256 = _sha256(data)
         if not state.fingerprint and not state.demoted and state.plan.candidates:
+            sha256 = self._sha256(identity, data)
             for candidate in state.plan.candidates:
                 digest = candidate.digest()
                 if _predict(sha256, digest) == values:
@@ -148,6 +167,9 @@ class Sentinels:
                     return
             self._demote(state, "no known fingerprint predicts what the engine made of an image")
         self._learn(state, [Lesson(identity, values)])
+
+    def _sha256(self, identity: bytes, data: bytes) -> str:
+        return self._digests.get(identity) or sha256_of(data)
 
     def _calibrate(self, state: _State, digest: str, identity: bytes, values: Values) -> None:
         if not state.fingerprint:
@@ -199,5 +221,6 @@ def _predict(sha256: str, fingerprint: str) -> Values:
     return sentinels(artifact_hash_of(sha256, fingerprint, {}), legacy=False)
 
 
-def _sha256(data: bytes) -> str:
+def sha256_of(data: bytes) -> str:
+    """Return the digest of encoded bytes that predictions start from, in hex."""
     return hashlib.sha256(data).hexdigest()
