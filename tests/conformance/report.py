@@ -31,7 +31,24 @@ NAMES = {
     "llava_next": "LLaVA-NeXT",
     "phi3_v": "Phi-3-vision",
 }
-EXPECTED = [*(("vllm", family) for family in NAMES), ("sglang", "qwen2_5_vl"), ("sglang", "qwen3_vl")]
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+PROVIDERS = {"vllm": "uuid of ours", "sglang": "artifact"}
+"""Engine -> where an image's identity comes from where nothing else is said."""
+AFFINITY = "the router predicts nothing of it there and serves it by affinity: SGLang expands its images by other code"
+NOT_RUN = {
+    ("sglang", "llava"): f"{AFFINITY}; and 0.5.23 ends while it builds a CLIP tower in its generic wrapper",
+    ("sglang", "llava_next"): AFFINITY,
+    ("sglang", "phi3_v"): "SGLang 0.5.23 has no class for it",
+}
+"""Cells that no run can have, and why."""
+EXPECTED = [
+    *(("vllm", family, PROVIDERS["vllm"]) for family in NAMES),
+    ("sglang", "qwen2_vl", "artifact"),
+    ("sglang", "qwen2_5_vl", "artifact"),
+    ("sglang", "qwen2_5_vl", "learned"),
+    ("sglang", "qwen3_vl", "artifact"),
+    *((engine, family, "") for engine, family in NOT_RUN),
+]
 """Cells of every table; one that nothing was recorded for was not run."""
 
 
@@ -59,12 +76,12 @@ class Cells:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._cells: dict[tuple[str, str], Cell] = {}
+        self._cells: dict[tuple[str, str, str], Cell] = {}
 
     @contextmanager
     def of(self, engine: str, family: str, provider: str) -> Iterator[Cell]:
         """Give the cell of what runs now; a skip inside becomes its reason."""
-        cell = self._cells[engine, family] = Cell(engine, family, provider=provider)
+        cell = self._cells[engine, family, provider] = Cell(engine, family, provider=provider)
         cell.not_run = "the run failed before it compared anything"
         try:
             yield cell
@@ -74,8 +91,11 @@ class Cells:
         finally:
             self._write()
 
-    def compared(self, engine: str, family: str, report: "Report", repeats: tuple[int, int]) -> None:
-        cell = self._cells[engine, family]
+    def compared(
+        self, engine: str, family: str, report: "Report", repeats: tuple[int, int], *, provider: str = ""
+    ) -> None:
+        """``provider``: that of the cell, unless it is the engine's usual one."""
+        cell = self._cells[engine, family, provider or PROVIDERS[engine]]
         cell.not_run = ""
         cell.requests, cell.blocks, cell.matched = report.requests, report.blocks, report.matched
         cell.mismatches = len(report.mismatches)
@@ -84,17 +104,17 @@ class Cells:
             cell.note = f"{report.ragged} events of a sliding window aligned by recomputation"
         self._write()
 
-    def scenarios(self, engine: str, family: str, results: Mapping[str, list[str]]) -> None:
+    def scenarios(self, engine: str, family: str, results: Mapping[str, list[str]], *, provider: str = "") -> None:
         """``results``: scenario -> what was not as it must be."""
-        self._cells[engine, family].scenarios = dict(results)
+        self._cells[engine, family, provider or PROVIDERS[engine]].scenarios = dict(results)
         self._write()
 
     def lines(self) -> Iterator[str]:
         """Yield a line for each cell of the table, those that were not run with the reason."""
-        for key in EXPECTED:
-            cell = self._cells.get(key) or Cell(*key, not_run="not part of this run")
+        for cell in rows(self._cells):
             counts = f"blocks {cell.blocks}, matched {cell.matched}, mismatches {cell.mismatches}"
-            yield f"{cell.engine} {cell.family}: {f'not run: {cell.not_run}' if cell.not_run else counts}"
+            name = f"{cell.engine} {cell.family} {cell.provider}".rstrip()
+            yield f"{name}: {f'not run: {cell.not_run}' if cell.not_run else counts}"
 
     def _write(self) -> None:
         done = {
@@ -122,35 +142,53 @@ stand in for them (`tests/tools/phi3v`), written from the published formulas. So
 events and hashes, and the library against them, and not the remote code; the formula is compared with an implementation
 of others in `tests/conformance/processors`.
 
+The identities *learned* are those that a router learned from the engine's events and from questions of its own: that row
+is of an engine behind the product's router and sidecar, and its blocks are those in the engine's replayed events, each
+once, under the prompts that were sent.
+
 SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
 (`tests/tools/sglang_stubs`) in which everything raises that is called and not written out.
 """
 
 
+def rows(cells: Mapping[tuple[str, str, str], Cell]) -> list[Cell]:
+    """Return every expected cell, in order; one that nothing was recorded for says why it was not run."""
+    return [
+        cells.get((engine, family, provider))
+        or Cell(engine, family, provider=provider, not_run=NOT_RUN.get((engine, family), "not part of this run"))
+        for engine, family, provider in EXPECTED
+    ]
+
+
 def table(done: Mapping[str, Any]) -> str:
     """Return the page of a run's JSON."""
-    cells = {(cell["engine"], cell["family"]): Cell(**cell) for cell in done["cells"]}
-    rows = [cells.get(key) or Cell(*key, not_run="not part of this run") for key in EXPECTED]
-    names = next((list(cell.scenarios) for cell in rows if cell.scenarios), [])
+    cells = rows({(cell["engine"], cell["family"], cell["provider"]): Cell(**cell) for cell in done["cells"]})
+    names = next((list(cell.scenarios) for cell in cells if cell.scenarios), [])
     lines = [HEAD + ", ".join(names) + ".", "", f"{done['date']}, {done['machine']}", ""]
-    lines += list(grid(rows))
+    lines += list(grid(cells))
     failed = [
         f"- {NAMES[cell.family]} on {cell.engine}, {name}: {text}"
-        for cell in rows
+        for cell in cells
         for name, found in cell.scenarios.items()
         for text in found
     ]
     return "\n".join([*lines, *([""] if failed else []), *failed, TAIL.rstrip(), ""])
 
 
-def grid(rows: Sequence[Cell]) -> Iterator[str]:
+def grid(cells: Sequence[Cell]) -> Iterator[str]:
     head = ("engine", "family", "identity", "requests", "blocks", "matched", "mismatches", "hit rate of repeats")
     yield f"| {' | '.join((*head, 'scenarios', 'note'))} |"
     yield "|" + "---|" * (len(head) + 2)
-    for cell in rows:
-        engine = f"{ {'vllm': 'vLLM', 'sglang': 'SGLang'}[cell.engine] } {cell.version}".strip()
+    for cell in cells:
+        engine = f"{ENGINES[cell.engine]} {cell.version}".strip()
         if cell.not_run:
-            values: list[Any] = [engine, NAMES[cell.family], *["-"] * 7, f"not run: {cell.not_run}"]
+            values: list[Any] = [
+                engine,
+                NAMES[cell.family],
+                cell.provider or "-",
+                *["-"] * 6,
+                f"not run: {cell.not_run}",
+            ]
         else:
             passed = sum(not found for found in cell.scenarios.values())
             rate = f"{cell.hits / cell.repeats:.3f} ({cell.hits} of {cell.repeats})" if cell.repeats else "-"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conformance.compare import Report
-from conformance.report import EXPECTED, NAMES, Cells, table
+from conformance.report import ENGINES, EXPECTED, NAMES, NOT_RUN, Cells, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -32,3 +32,25 @@ def test_a_cell_that_was_not_run_says_why(tmp_path: Path) -> None:
     assert text == table(json.loads((tmp_path / "conformance.json").read_text()))
     assert len(rows) == len(NAMES)
     assert sum(row.startswith("| SGLang") for row in text.splitlines()) == len(EXPECTED) - len(NAMES)
+
+
+def test_every_family_has_a_row_for_every_engine_and_what_cannot_run_says_why() -> None:
+    rows = [row.split(" | ") for row in table({"date": "", "machine": "", "cells": []}).splitlines()]
+    told = {(row[0].removeprefix("| "), row[1]): row[-1] for row in rows if len(row) > 5}
+    for engine, shown in ENGINES.items():
+        for family, name in NAMES.items():
+            why = NOT_RUN.get((engine, family), "not part of this run")
+            assert told[shown, name] == f"not run: {why} |"
+
+
+def test_two_providers_of_one_family_are_two_rows(tmp_path: Path) -> None:
+    cells = Cells(tmp_path)
+    for provider, blocks in (("artifact", 5), ("learned", 7)):
+        with cells.of("sglang", "qwen2_5_vl", provider):
+            pass
+        report = Report(requests=1, blocks=blocks, matched=blocks)
+        cells.compared("sglang", "qwen2_5_vl", report, (0, 0), provider=provider)
+        cells.scenarios("sglang", "qwen2_5_vl", {"http": []}, provider=provider)
+    text = (tmp_path / "conformance.md").read_text()
+    assert "| SGLang | Qwen2.5-VL | artifact | 1 | 5 | 5 | 0 | - | 1/10 |" in text
+    assert "| SGLang | Qwen2.5-VL | learned | 1 | 7 | 7 | 0 | - | 1/10 |" in text

@@ -1,8 +1,8 @@
 """What the library and the router's identity provider predict, against a real SGLang: sentinels, pages, order, hits.
 
 SGLang has no field for an identity of ours on its chat endpoint. It writes sentinels over an image's tokens, which the
-*artifact* provider computes from the encoded bytes and from what the engine says of itself. So both families run as
-the product starts them, where that provider holds.
+*artifact* provider computes from the encoded bytes and from what the engine says of itself. So every family runs
+as the product starts it, where that provider holds.
 """
 
 import time
@@ -26,7 +26,11 @@ from mmrouter.engines.sglang_identity import artifact_hash, sentinels
 from mmrouter_router.sentinels.fill import fill
 from mmrouter_router.sentinels.provider import plan
 
-FAMILIES = {"qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct", "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct"}
+FAMILIES = {
+    "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct",
+}
 LAST = case("last", user("The last request of the run: when its blocks are seen, all blocks are. " * 3))
 OTHER_TEMPLATE = ("tools", "continued answer", "no generation prompt")
 """Requests for which SGLang renders another prompt than the template alone says; the router calls none exact."""
