@@ -1,0 +1,383 @@
+"""A real SGLang behind a real sidecar and router: what identity was learned or computed holds, and no hit is promised
+that the engine does not make.
+
+*learned*: Qwen2.5-VL without a preprocessing cache, so the engine's sentinels follow from pixels that only it has.
+*artifact*: Qwen3-VL, whose sentinels the router computes once its canary has proved how.
+
+An engine publishes when it finds the time (facts on SGLang 1.5), so everything here waits for a state, never for time.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Literal
+from zlib import crc32
+
+import httpx
+import pytest
+import yaml
+import zmq
+from conformance.compare import Report
+from conformance.pictures import image_part, picture
+from conformance.predict import image_places
+from conformance.report import Cell, Cells
+from conformance.rig import BLOCK_SIZE, REPLAY_END, START_SECONDS, env_version, require_memory, sglang_args
+from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
+from conformance.workload import Case, case, said, user
+from e2e.rig import Deployment, running, wait_for
+
+from mmrouter.blocks import chain, namespace_seed
+from mmrouter.engines.events import Cleared, Removed, Stored
+from mmrouter.engines.launching import REPLAY_PORT
+from mmrouter.engines.sglang import decode_batch
+
+MODELS = {"learned": "Qwen/Qwen2.5-VL-7B-Instruct", "artifact": "Qwen/Qwen3-VL-2B-Instruct"}
+FAMILIES = {"learned": "qwen2_5_vl", "artifact": "qwen3_vl"}
+PROVE_SECONDS = 120.0  # all of these bound a wait; a router trusts sightings a minute after its start
+LEARN_SECONDS = 60.0
+PUBLISH_SECONDS = 30.0
+SIGHTING_SECONDS = 5.0
+IMAGE = "example.invalid/sglang:0.5.23"  # there is no default one for CPUs; processes need none
+NO_CACHE = ("--mm-preprocess-cache-size-mb", "0")
+"""What an operator writes to have the engine name images by their pixels."""
+OTHER_TEXT = "A text of its own, in which a picture is shown so that whoever looks at it learns what it is. " * 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered request: what the router predicted, and what the engine said."""
+
+    case: Case
+    exactness: str
+    overlap: int
+    blocks: int
+    predicted_tokens: int
+    tokens: int
+    cached: int
+    decision: dict[str, Any]
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self.decision["keys"])
+
+    @property
+    def promised(self) -> int:
+        """The overlap in tokens, up to the engine's rule that the last token is always computed."""
+        return min(self.overlap * BLOCK_SIZE, self.most)
+
+    @property
+    def most(self) -> int:
+        return (self.tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+    @property
+    def before_image(self) -> int:
+        return int(self.decision["images"][0]["offset"]) // BLOCK_SIZE
+
+
+@dataclass
+class Served:
+    """A deployment of one engine and one frontend, and everything that was asked of it."""
+
+    provider: Literal["learned", "artifact"]
+    deployment: Deployment
+    repository: str
+    answers: list[Answer] = field(default_factory=list)
+
+    def ask(self, one: Case) -> Answer:
+        """Send a request. Whatever is known by then, no more is promised than the engine hits."""
+        body = {"model": self.deployment.run["deployment"], "max_tokens": 1, "temperature": 0, **one.body}
+        headers = {"x-mmrouter-control": self.deployment.token}
+        answer = httpx.post(f"{self.deployment.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        said, usage = answer.headers, answer.json()["usage"]
+        with self.deployment.control() as control:
+            decision = control.get(f"/control/decisions/{said['x-mmrouter-request-id']}").json()
+        made = Answer(
+            one,
+            said["x-mmrouter-exactness"],
+            int(said["x-mmrouter-overlap-blocks"]),
+            int(said["x-mmrouter-prompt-blocks"]),
+            int(said["x-mmrouter-prompt-tokens"]),
+            usage["prompt_tokens"],
+            (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+            decision,
+        )
+        self.answers.append(made)
+        assert made.predicted_tokens == made.tokens, one.name
+        assert made.promised <= made.cached, one.name
+        if made.exactness != "exact":
+            assert (self.provider, made.exactness) == ("learned", "partial"), one.name
+            assert made.decision["reasons"][0].startswith("learning:messages["), made.decision["reasons"]
+            assert made.overlap <= made.before_image, one.name
+        return made
+
+    def known(self, one: Case) -> Answer:
+        """Ask until every image of the request is known; an image is asked about once it was requested twice."""
+        found = wait_for(partial(self._exact, one), LEARN_SECONDS, f"{one.name}: the images are known")
+        assert isinstance(found, Answer)
+        return found
+
+    def _exact(self, one: Case) -> Answer | None:
+        answer = self.ask(one)
+        return answer if answer.exactness == "exact" else None
+
+    def published(self, answer: Answer) -> Answer:
+        """Wait until the router's index has every predicted key: the engine has published each of them."""
+        wait_for(lambda: set(answer.keys) <= self.index(), PUBLISH_SECONDS, f"{answer.case.name}: its keys came")
+        return answer
+
+    def index(self) -> set[str]:
+        (worker,) = self.deployment.state()["workers"]
+        return set(self.deployment.keys(worker["uid"])["keys"].get("0", ()))
+
+    def became(self, event: str) -> int:
+        """How often something became known of sentinels, by the router's own metric."""
+        host = httpx.URL(self.deployment.run["frontends"][0]["url"]).host
+        text = httpx.get(f"http://{host}:9090/metrics", timeout=10).text
+        found = re.search(rf'^mmrouter_sentinels_total\{{[^}}]*"{event}"[^}}]*\}} ([\d.]+)', text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
+
+def resource(name: str, repository: str, model_dir: Path, extra: tuple[str, ...]) -> dict[str, Any]:
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = [{"name": key, "value": value} for key, value in variables.items()]
+    return {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"id": repository, "volume": {"hostPath": {"path": str(model_dir)}}},
+            "engine": {"type": "sglang", "image": IMAGE, "blockSize": BLOCK_SIZE, "args": [*sglang_args(), *extra]},
+            "frontend": {"replicas": 1, "service": {"port": 8000}},
+            "routing": {"media": {"fetch": "public", "allowedCIDRs": ["127.0.0.0/8"]}},
+            "pools": [
+                {
+                    "name": "worker",
+                    "role": "worker",
+                    "replicas": 1,
+                    "accelerator": {"kind": "cpu"},
+                    "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
+                }
+            ],
+        },
+    }
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def served(
+    request: pytest.FixtureRequest,
+    shrunk: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    cells: Cells,
+) -> Iterator[Served]:
+    provider: Literal["learned", "artifact"] = request.param
+    repository = MODELS[provider]
+    # The artifact provider's cell is of the run that compares every page; here it is the same engine, routed.
+    row = cells.of("sglang", "qwen2_5_vl", "learned") if provider == "learned" else nullcontext(Cell("", ""))
+    with row as cell:
+        require_memory()
+        env: Path = request.getfixturevalue("sglang_env")
+        cell.version, cell.note = env_version(env), "through router and sidecar"
+        written = resource(provider, repository, shrunk(repository), NO_CACHE if provider == "learned" else ())
+        file = tmp_path_factory.mktemp(f"sglang-{provider}") / "deployment.yaml"
+        file.write_text(yaml.safe_dump(written))
+    with running(file, "--engines", "path", "--engine-env", str(env), start_seconds=START_SECONDS + 30) as deployment:
+        wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
+        yield Served(provider, deployment, repository)
+
+
+def test_the_canary_proves_the_engine(served: Served) -> None:
+    (worker,) = served.deployment.state()["workers"]
+    assert (worker["standing"], worker["canary"]) == ("verified", "True"), worker
+    assert served.became("calibrated") == (served.provider == "artifact")
+    assert served.became("demoted") == 0
+
+
+def test_the_ten_scenarios_once_the_images_are_known(
+    served: Served, cells: Cells, record: Callable[[str, Any], None]
+) -> None:
+    with served_images() as origin:
+        ten = scenarios(origin)
+        results = {one.name: routed(served, one) for one in ten}
+    record(f"routing, sglang {served.provider}: scenarios", sum(not found for found in results.values()))
+    if served.provider == "learned":
+        cells.scenarios("sglang", "qwen2_5_vl", results, provider="learned")
+        assert any(answer.exactness == "partial" for answer in served.answers)  # there was something to learn
+    assert len(results) == 10
+    assert {name: found for name, found in results.items() if found} == {}
+
+
+def routed(served: Served, scenario: Scenario) -> list[str]:
+    """Send a scenario once its images are known, and say what was predicted or hit otherwise than it must be."""
+    for url in dict.fromkeys(url for one in scenario.cases for _, _, url in image_places(one)):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        served.known(
+            case(f"an image of a scenario {crc32(url.encode()):x}", said("system", OTHER_TEXT), user(part, OTHER_TEXT))
+        )
+    found: list[str] = []
+    before: Answer | None = None
+    for one, hit in zip(scenario.cases, ("first", *scenario.hits), strict=True):
+        answer = served.published(served.ask(one))
+        want = expected(hit, answer, before)
+        told = (answer.exactness, answer.overlap, answer.cached)
+        if told != ("exact", want, min(want * BLOCK_SIZE, answer.most)) or (before is not None and want == 0):
+            found.append(f"{one.name}: exact with {want} blocks of hit expected, {told} told")
+        before = answer
+    provider = before.decision["identity"]["provider"] if before and before.decision["images"] else served.provider
+    return found if provider == served.provider else [*found, f"identities are {provider}"]
+
+
+def expected(hit: Hit | Literal["first"], answer: Answer, before: Answer | None) -> int:
+    """Return the blocks that must be predicted and hit; the first request of a scenario finds what its text shares."""
+    match hit:
+        case "whole":
+            return answer.blocks
+        case "before image":
+            return answer.before_image
+        case "common":
+            assert before is not None
+            return shared(before.keys, answer.keys)
+    return answer.overlap
+
+
+def test_a_repeat_is_a_whole_hit_and_another_image_hits_the_text_before_it_alone(served: Served) -> None:
+    text = f"The {served.provider} round: the picture below is described in one sentence, whatever it shows. " * 6
+    one, other = (
+        case(f"picture {seed}", user(text, image_part(picture(224, 224, seed=seed)), text[:200])) for seed in (501, 502)
+    )
+    first = served.published(served.known(one))
+    for again in (served.ask(one), served.ask(one)):
+        assert (again.exactness, again.overlap, again.cached) == ("exact", again.blocks, again.most)
+        assert again.keys == first.keys
+        assert again.decision["identity"]["provider"] == served.provider
+    seen = served.ask(other)  # with the learned provider it is not known what it is, only that it is another one
+    assert (seen.overlap, seen.cached) == (first.before_image, first.before_image * BLOCK_SIZE)
+    assert seen.exactness == ("partial" if served.provider == "learned" else "exact")
+    served.published(served.known(other))
+
+
+def test_a_single_request_teaches_its_image(served: Served) -> None:
+    """For a minute after its start a router trusts no sighting, so more than one picture may be needed."""
+    if served.provider == "artifact":
+        pytest.skip("nothing is learned where identities are computed")
+    asked_before = served.became("asked")
+    seeds = count(700)
+
+    tried: list[Case] = []
+
+    def taught() -> bool:
+        """Ask once for a picture that nobody has seen, at a place of its own; is it known then without another?"""
+        seed = next(seeds)
+        text = f"Picture {seed} is shown a single time. {OTHER_TEXT}"
+        one = case(f"seen once {seed}", user(text, image_part(picture(168, 168, seed=seed)), OTHER_TEXT))
+        tried.append(one)
+        before = served.became("learned")
+        assert served.ask(one).exactness == "partial"
+        deadline = monotonic() + SIGHTING_SECONDS
+        while monotonic() < deadline:
+            if served.became("learned") > before:
+                return True
+            sleep(0.1)
+        return False
+
+    wait_for(taught, PROVE_SECONDS, "a sighting teaches an image")
+    again = served.ask(tried[-1])
+    assert (again.exactness, served.became("asked")) == ("exact", asked_before)
+    again = served.ask(served.published(again).case)
+    assert (again.exactness, again.overlap, again.cached) == ("exact", again.blocks, again.most)
+    for one in tried:
+        served.published(served.known(one))
+
+
+def test_the_engines_own_history_is_what_was_predicted(
+    served: Served, cells: Cells, record: Callable[[str, Any], None]
+) -> None:
+    """Over everything that was asked above: the index equals the engine's replayed events, and every block under a text
+    of ours is a predicted one. Other texts are the router's own questions."""
+    exact = [answer for answer in served.answers if answer.exactness == "exact"]
+    assert {answer.case.name for answer in exact} == {answer.case.name for answer in served.answers}
+    predicted = {key for answer in exact for key in answer.keys}
+    ours = {answer.keys[0] for answer in exact}
+    wait_for(lambda: set(history(served)) == served.index(), PUBLISH_SECONDS, "index and engine agree")
+    blocks = {key for key, root in history(served).items() if root in ours}
+    hits, most = repeats(served.answers)
+    report = Report(
+        requests=len(served.answers),
+        blocks=len(blocks),
+        matched=len(blocks & predicted),
+        mismatches=[
+            *(f"{key}: published, never predicted" for key in sorted(blocks - predicted)),
+            *(f"{key}: predicted, never published" for key in sorted(predicted - blocks)),
+        ],
+    )
+    record(f"routing, sglang {served.provider}", report.line)
+    record(f"routing, sglang {served.provider}: blocks that repeats hit, and could", (hits, most))
+    if served.provider == "learned":
+        cells.compared("sglang", "qwen2_5_vl", report, (hits, most), provider="learned")
+    assert report.mismatches == []
+    assert report.blocks > 50
+    assert 0 < hits == most
+
+
+def repeats(answers: Sequence[Answer]) -> tuple[int, int]:
+    """Return the blocks that requests which were sent again took from the engine's cache, and could."""
+    seen: set[str] = set()
+    hits = most = 0
+    for answer in answers:
+        sent = repr(answer.case.body)
+        if sent in seen:
+            hits += answer.cached // BLOCK_SIZE
+            most += answer.most // BLOCK_SIZE
+        seen.add(sent)
+    return hits, most
+
+
+def history(served: Served) -> dict[str, str]:
+    """Return what the engine holds by its own replayed events alone: key -> first key of its chain."""
+    environment = next(iter(served.deployment.processes("router").values())).environ()
+    config = Path(environment["MMROUTER_CONFIG"])
+    spec = json.loads((config / "deployment.json").read_text())["spec"]
+    seed_of = partial(
+        namespace_seed,
+        (config / "secrets" / "identity.key").read_bytes(),
+        model=served.repository,
+        revision=spec["model"].get("revision", "main"),
+    )
+    (worker,) = served.deployment.state()["workers"]
+    key_of: dict[int, int] = {}
+    root_of: dict[int, int] = {}
+    for payload in replayed(worker["ip"]):
+        for event in decode_batch(payload).events:
+            match event:
+                case Stored():
+                    parent = seed_of(salt=event.salt) if event.parent is None else key_of[event.parent]
+                    keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+                    root = keys[0] if event.parent is None else root_of[parent]
+                    key_of.update(zip(event.hashes, keys, strict=True))
+                    root_of.update(dict.fromkeys(keys, root))
+                case Removed():
+                    for block in event.hashes:
+                        root_of.pop(key_of[block], None)
+                case Cleared():
+                    root_of.clear()
+    return {f"{key:016x}": f"{root:016x}" for key, root in root_of.items()}
+
+
+def replayed(ip: str) -> list[bytes]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(f"tcp://{ip}:{REPLAY_PORT}")
+        dealer.send_multipart([b"", bytes(8)])
+        payloads: list[bytes] = []
+        while dealer.poll(20_000):
+            _, _, number, payload = dealer.recv_multipart()
+            if number == REPLAY_END:
+                return payloads
+            payloads.append(payload)
+    pytest.fail(f"the engine at {ip} did not replay its events")
