@@ -8,6 +8,8 @@ import sys
 import pytest
 import zmq
 
+from mmrouter_router.__main__ import main
+
 RESOURCE = {
     "apiVersion": "mmrouter.io/v1alpha1",
     "kind": "MMRouterDeployment",
@@ -40,32 +42,38 @@ def config(tmp_path):
     return tmp_path
 
 
-def start(config, **env):
-    own = {"MMROUTER_CONFIG": str(config), "POD_UID": "u", "MMROUTER_MODEL_DIR": str(config), **env}
-    return subprocess.run(
-        [sys.executable, "-m", "mmrouter_router"], capture_output=True, text=True, timeout=30, env={**os.environ, **own}
-    )
+@pytest.fixture
+def said(config, monkeypatch, capsys):
+    """Run the process's entry in this process; returns what it says as it leaves with status 2."""
+
+    def run() -> str:
+        monkeypatch.setenv("MMROUTER_CONFIG", str(config))
+        monkeypatch.setenv("POD_UID", "u")
+        monkeypatch.setenv("MMROUTER_MODEL_DIR", str(config))
+        assert main() == 2
+        return capsys.readouterr().err
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("missing", "says"),
-    [
-        ("secrets/identity.key", "identity.key"),
-        ("secrets/control.token", "control.token"),
-        ("nothing", "config.json"),  # all is there but the model folder's files
-    ],
-)
-def test_what_is_missing_is_named(config, missing, says):
-    (config / missing).unlink(missing_ok=True)
-    done = start(config)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("missing", ["identity.key", "control.token"])
+def test_what_is_missing_is_named(config, said, missing):
+    (config / "secrets" / missing).unlink()
+    sentence = said()
+    assert missing in sentence
+    assert sentence.count("\n") == 1
 
 
-def test_a_bad_resource_is_named_by_its_field(config):
+def test_a_bad_resource_is_named_by_its_field(config, said):
     bad = {**RESOURCE, "spec": {**RESOURCE["spec"], "engine": {"type": "other"}}}
     (config / "deployment.json").write_text(json.dumps(bad))
-    done = start(config)
+    assert "spec.engine" in said()
+
+
+def test_a_process_without_its_model_folders_files_leaves_with_status_2_and_a_sentence(config):
+    own = {"MMROUTER_CONFIG": str(config), "POD_UID": "u", "MMROUTER_MODEL_DIR": str(config)}
+    command = [sys.executable, "-m", "mmrouter_router"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, **own})
     assert done.returncode == 2
-    assert "spec.engine" in done.stderr
+    assert "config.json" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
 """Sampled requests shown to a renderer: the simulator's, behind the real client; bounded, and never a false alarm."""
 
 import asyncio
+import functools
 import itertools
 import os
 from array import array
@@ -28,21 +29,30 @@ from mmrouter_sim.web.app import build
 _hosts = itertools.count(1)
 
 
+@functools.cache
+def simulated():
+    """The simulator in the part of a renderer; it keeps nothing of what it is asked."""
+    settings = parse(["launch", "render", str(MODEL), "--served-model-name", "t"])
+    return build(Engine(settings, model.load("t", MODEL, chat_template=None, processor={})))
+
+
 class Rig:
     def __init__(self) -> None:
         self.metrics, self.upstream = Metrics(), Upstream(connect_seconds=1)
         self.metrics.parity.describe("vllm", "qwen2_vl")
         self.renderer = Renderer(self.upstream, "k", "t", self.metrics)
         self.tasks: list[asyncio.Task] = []
-        self.serving: asyncio.Task | None = None
+        self.sockets: list[asyncio.Server] = []
 
     async def with_renderer(self) -> None:
         ip = f"127.78.{os.getpid() % 250}.{next(_hosts)}"
-        settings = parse(["launch", "render", str(MODEL), "--served-model-name", "t"])
-        app = build(Engine(settings, model.load("t", MODEL, chat_template=None, processor={})))
-        self.server = uvicorn.Server(uvicorn.Config(app, host=ip, port=HTTP_PORT, lifespan="off", log_config=None))
-        self.serving = asyncio.create_task(self.server._serve())
-        await self.until(lambda: self.server.started)
+        # Only what serves: uvicorn's own loop looks at its signals every 0.1 s, which is how long it takes to end.
+        config = uvicorn.Config(simulated(), host=ip, port=HTTP_PORT, lifespan="off", log_config=None)
+        config.load()
+        server = uvicorn.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup()
+        self.sockets += server.servers
         self.renderer.roster([Member("render", "render", ip, "render", "renderer")])
         self.tasks.append(asyncio.create_task(self.renderer.run()))
         await self.until(lambda: self.renderer.usable)
@@ -76,9 +86,9 @@ async def rig():
     for task in rig.tasks:
         task.cancel()
     rig.upstream.close()
-    if rig.serving is not None:
-        rig.server.should_exit = True
-        await rig.serving
+    for serving in rig.sockets:
+        serving.close()
+        await serving.wait_closed()
 
 
 def kept(request_id: str) -> Trace:
