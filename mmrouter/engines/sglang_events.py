@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
+from mmrouter.engines.wire import Wire, WireBatch
 
 IGNORED_REASONS = frozenset(
     {
@@ -52,71 +53,9 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
 _WireEvent = _Stored | _Removed | _Cleared
 
 
-class _WireBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[_WireEvent]
-    rank: int | None = None
-
-
-class _AnyBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[Any]
-    rank: int | None = None
-
-
-_TYPES: dict[str, type[_Stored] | type[_Removed] | type[_Cleared]] = {
-    "BlockStored": _Stored,
-    "BlockRemoved": _Removed,
-    "AllBlocksCleared": _Cleared,
-}
-
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError)
-
-_typed = msgspec.msgpack.Decoder(_WireBatch)
-_untyped = msgspec.msgpack.Decoder(_AnyBatch)
-
-
 def decode_batch(payload: bytes) -> Batch:
     """Read one message of an SGLang engine's event stream. Raises :class:`EventError`."""
-    try:
-        wire = _typed.decode(payload)
-    except msgspec.ValidationError:
-        # Positional events, event types of later releases, or a real fault: the slow path tells them apart.
-        return _decode_slowly(payload)
-    except _UNREADABLE as error:
-        raise EventError(f"not msgpack: {error}") from error
-    return Batch(wire.ts, wire.rank or 0, _events(wire.events))
-
-
-def _decode_slowly(payload: bytes) -> Batch:
-    try:
-        wire = _untyped.decode(payload)
-    except _UNREADABLE as error:
-        raise EventError(f"not an event batch: {error}") from error
-    named: list[_WireEvent | Ignored] = []
-    for number, raw in enumerate(wire.events):
-        try:
-            named.append(_named(raw))
-        except (msgspec.ValidationError, EventError) as error:
-            raise EventError(f"event {number}: {error}") from error
-    return Batch(wire.ts, wire.rank or 0, _events(named))
-
-
-def _named(raw: Any) -> _WireEvent | Ignored:
-    if isinstance(raw, dict):
-        kind = raw.get("type")
-    elif isinstance(raw, list) and raw:
-        kind = raw[0]
-    else:
-        raise EventError(f"neither a map nor a positional array: {type(raw).__name__}")
-    if not isinstance(kind, str):
-        raise EventError("an event names its type as text")
-    shape = _TYPES.get(kind)
-    if shape is None:
-        return Ignored("unknown_event")
-    if isinstance(raw, list):
-        raw = dict(zip(shape.__struct_fields__, raw[1:], strict=False))
-    return msgspec.convert(raw | {"type": kind}, shape)
+    return _wire.decode(payload)
 
 
 def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
@@ -171,3 +110,6 @@ def _stored(event: _Stored) -> Event:
 def _hashes(values: list[int]) -> tuple[int, ...]:
     """Signed numbers on the wire, the same bits unsigned with us."""
     return tuple([value & _U64 for value in values])
+
+
+_wire: Wire[_WireEvent] = Wire(msgspec.msgpack.Decoder(WireBatch[_WireEvent]), (_Stored, _Removed, _Cleared), _events)

@@ -15,6 +15,7 @@ import msgspec
 
 from mmrouter.blocks import span_extra
 from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter.engines.wire import Wire, WireBatch
 from mmrouter.identity import foreign_identity, from_wire
 
 INDEXED_KINDS = frozenset(
@@ -74,74 +75,9 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
 _WireEvent = _Stored | _Removed | _Cleared
 
 
-class _WireBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[_WireEvent]
-    rank: int | None = None
-
-
-class _AnyBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[Any]
-    rank: int | None = None
-
-
-_TYPES: dict[str, type[_Stored] | type[_Removed] | type[_Cleared]] = {
-    "BlockStored": _Stored,
-    "BlockRemoved": _Removed,
-    "AllBlocksCleared": _Cleared,
-}
-
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError)
-"""What msgspec raises for bytes that are no batch; text that is not UTF-8 and odd map keys get errors of their own."""
-
-_typed = msgspec.msgpack.Decoder(_WireBatch)
-_untyped = msgspec.msgpack.Decoder(_AnyBatch)
-
-
 def decode_batch(payload: bytes) -> Batch:
     """Read one message of a vLLM engine's event stream. Raises :class:`EventError`."""
-    try:
-        wire = _typed.decode(payload)
-    except msgspec.ValidationError:
-        # Positional events, event types of later releases, or a real fault: the slow path tells them apart.
-        return _decode_slowly(payload)
-    except _UNREADABLE as error:
-        raise EventError(f"not msgpack: {error}") from error
-    return Batch(wire.ts, wire.rank or 0, _events(wire.events))
-
-
-def _decode_slowly(payload: bytes) -> Batch:
-    try:
-        wire = _untyped.decode(payload)
-    except _UNREADABLE as error:
-        raise EventError(f"not an event batch: {error}") from error
-    named: list[_WireEvent | Ignored] = []
-    for number, raw in enumerate(wire.events):
-        try:
-            named.append(_named(raw))
-        except (msgspec.ValidationError, EventError) as error:
-            raise EventError(f"event {number}: {error}") from error
-    return Batch(wire.ts, wire.rank or 0, _events(named))
-
-
-def _named(raw: Any) -> _WireEvent | Ignored:
-    """Return a typed event from its map or positional form."""
-    if isinstance(raw, dict):
-        kind = raw.get("type")
-    elif isinstance(raw, list) and raw:
-        kind = raw[0]
-    else:
-        raise EventError(f"neither a map nor a positional array: {type(raw).__name__}")
-    if not isinstance(kind, str):
-        raise EventError("an event names its type as text")
-    shape = _TYPES.get(kind)
-    if shape is None:
-        return Ignored("unknown_event")
-    if isinstance(raw, list):
-        # Fields were only ever appended, so the order of today's map is the order of the older arrays.
-        raw = dict(zip(shape.__struct_fields__, raw[1:], strict=False))
-    return msgspec.convert(raw | {"type": kind}, shape)
+    return _wire.decode(payload)
 
 
 def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
@@ -294,3 +230,6 @@ def _narrow(value: int | bytes) -> int:
     if len(value) < 8:
         raise EventError(f"block hash of {len(value)} bytes")
     return int.from_bytes(value[-8:], "big")
+
+
+_wire: Wire[_WireEvent] = Wire(msgspec.msgpack.Decoder(WireBatch[_WireEvent]), (_Stored, _Removed, _Cleared), _events)

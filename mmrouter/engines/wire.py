@@ -1,0 +1,90 @@
+"""The frame that the engines' KV events share: a msgpack array ``[ts, events, data parallel rank]``.
+
+Today's releases send each event as a map that names its type; older ones send positional arrays in the same order of
+fields. Unknown fields are skipped.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from mmrouter.engines.events import Batch, Event, EventError, Ignored
+
+E = TypeVar("E", bound=msgspec.Struct)
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError)
+"""What msgspec raises for bytes that are no batch; text that is not UTF-8 and odd map keys get errors of their own."""
+
+
+class WireBatch(msgspec.Struct, Generic[E], array_like=True):
+    """One message, its events of an engine's own types."""
+
+    ts: float
+    events: list[E]
+    rank: int | None = None
+
+
+class _AnyBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    rank: int | None = None
+
+
+_untyped = msgspec.msgpack.Decoder(_AnyBatch)
+
+
+class Wire(Generic[E]):
+    """Reads one engine's messages."""
+
+    def __init__(
+        self,
+        typed: msgspec.msgpack.Decoder[WireBatch[E]],
+        shapes: Sequence[type[E]],
+        translate: Callable[[Sequence[E | Ignored]], tuple[Event, ...]],
+    ) -> None:
+        """``typed`` reads events of all ``shapes``, which are tagged by their types; ``translate`` makes them ours."""
+        self._read, self._translate = typed.decode, translate
+        self._shapes = {shape.__struct_config__.tag: shape for shape in shapes}
+
+    def decode(self, payload: bytes) -> Batch:
+        """Read one message. Raises :class:`EventError`."""
+        try:
+            wire = self._read(payload)
+        except msgspec.ValidationError:
+            # Positional events, event types of later releases, or a real fault: the slow path tells them apart.
+            return self._decode_slowly(payload)
+        except _UNREADABLE as error:
+            raise EventError(f"not msgpack: {error}") from error
+        return Batch(wire.ts, wire.rank or 0, self._translate(wire.events))
+
+    def _decode_slowly(self, payload: bytes) -> Batch:
+        try:
+            wire = _untyped.decode(payload)
+        except _UNREADABLE as error:
+            raise EventError(f"not an event batch: {error}") from error
+        named: list[E | Ignored] = []
+        for number, raw in enumerate(wire.events):
+            try:
+                named.append(self._named(raw))
+            except (msgspec.ValidationError, EventError) as error:
+                raise EventError(f"event {number}: {error}") from error
+        return Batch(wire.ts, wire.rank or 0, self._translate(named))
+
+    def _named(self, raw: Any) -> E | Ignored:
+        """Return a typed event from its map or positional form."""
+        if isinstance(raw, dict):
+            kind = raw.get("type")
+        elif isinstance(raw, list) and raw:
+            kind = raw[0]
+        else:
+            raise EventError(f"neither a map nor a positional array: {type(raw).__name__}")
+        if not isinstance(kind, str):
+            raise EventError("an event names its type as text")
+        shape = self._shapes.get(kind)
+        if shape is None:
+            return Ignored("unknown_event")
+        if isinstance(raw, list):
+            # Fields were only ever appended, so the order of today's map is the order of the older arrays.
+            raw = dict(zip(shape.__struct_fields__, raw[1:], strict=False))
+        return msgspec.convert(raw | {"type": kind}, shape)
