@@ -4,8 +4,10 @@ vLLM 0.32 counts from config.json alone; the picture that its tower gets is made
 Where the two differ the engine fails on the first image, so such a folder is refused here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmrouter.families.family import ProcessorLimits
@@ -17,8 +19,10 @@ from mmrouter.families.folder import (
     non_negative_int,
     positive_int,
 )
+from mmrouter.families.single import SinglePlaceholder
 
 IMAGE_TOKEN_ID, IMAGE_TOKEN = 32000, "<image>"  # the configuration and processor classes' own defaults
+MEDIA_TEXT: Mapping[str, str] = MappingProxyType({"image": IMAGE_TOKEN})
 _WHOLE_TOWER = {"image_size": 336, "patch_size": 14}  # the tower of a config.json without vision_config
 _BARE_TOWER = {"image_size": 224, "patch_size": 32}  # CLIP's own defaults, for keys that vision_config leaves out
 _PICTURE = 224  # the image processors' own default for size and crop_size, in pixels
@@ -39,6 +43,25 @@ class Tower:
     def grid(self) -> int:
         """Patches along one side of the picture."""
         return self.image_size // self.patch_size
+
+
+class ClipFamily(SinglePlaceholder):
+    """What a family over such a tower answers, whatever it makes of an image."""
+
+    __slots__ = ()
+
+    @property
+    def rotates_exif(self) -> bool:
+        """vLLM applies the EXIF orientation while it loads an image, for every family."""
+        return True
+
+    @property
+    def media_text(self) -> Mapping[str, str]:
+        return MEDIA_TEXT
+
+    @property
+    def pixel_options(self) -> dict[str, int]:
+        return {}
 
 
 def load_tower(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Tower | None:

@@ -4,38 +4,24 @@ vLLM 0.32 puts the beginning-of-text token in front of a prompt only where the r
 ``add_bos_token`` is set: its chat does not ask (captures of LLaVA-1.5), with or without an image.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from mmrouter.families.clip import IMAGE_TOKEN, load_tower
+from mmrouter.families.clip import ClipFamily, load_tower
 from mmrouter.families.family import ImageSizeError, ProcessorLimits
-from mmrouter.families.single import SinglePlaceholder
 
 MODEL_TYPE = "llava"
-MEDIA_TEXT: Mapping[str, str] = MappingProxyType({"image": IMAGE_TOKEN})
 
 
 @dataclass(frozen=True, slots=True)
-class Llava(SinglePlaceholder):
+class Llava(ClipFamily):
     """A LLaVA-1.5 folder; ``tokens`` is what an image of any size becomes."""
 
     placeholder_id: int
     placeholder_text: str
     tokens: int
     name: str = MODEL_TYPE
-    rotates_exif: bool = True
-    """vLLM applies the EXIF orientation while it loads an image, for every family."""
-
-    @property
-    def media_text(self) -> Mapping[str, str]:
-        return MEDIA_TEXT
-
-    @property
-    def pixel_options(self) -> dict[str, int]:
-        return {}
 
     def count(self, width: int, height: int) -> int:
         """Return the number of placeholder tokens: (picture side / patch side)^2."""

@@ -4,23 +4,21 @@ Formulas: facts on routing 2.3, as transformers 5.19 (``LlavaNextProcessor``) an
 precision; the order of the floating-point operations is part of the rule.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter.families.clip import load_tower
+from mmrouter.families.clip import ClipFamily, load_tower
 from mmrouter.families.family import ImageSizeError, ProcessorLimits
 from mmrouter.families.folder import ModelFolderError, image_processor
-from mmrouter.families.llava import MEDIA_TEXT
-from mmrouter.families.single import SinglePlaceholder
 
 MODEL_TYPE = "llava_next"
 DEFAULT_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
 
 @dataclass(frozen=True, slots=True)
-class LlavaNext(SinglePlaceholder):
+class LlavaNext(ClipFamily):
     """A LLaVA-NeXT folder. ``pinpoints`` are (height, width) in pixels, in the order in which ties are decided."""
 
     placeholder_id: int
@@ -30,16 +28,6 @@ class LlavaNext(SinglePlaceholder):
     grid: int
     pinpoints: tuple[tuple[int, int], ...]
     name: str = MODEL_TYPE
-    rotates_exif: bool = True
-    """vLLM applies the EXIF orientation while it loads an image, for every family."""
-
-    @property
-    def media_text(self) -> Mapping[str, str]:
-        return MEDIA_TEXT
-
-    @property
-    def pixel_options(self) -> dict[str, int]:
-        return {}
 
     def count(self, width: int, height: int) -> int:
         """Return the number of placeholder tokens: whole picture + rows x columns of the grid + one per row."""
