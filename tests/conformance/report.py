@@ -142,9 +142,9 @@ stand in for them (`tests/tools/phi3v`), written from the published formulas. So
 events and hashes, and the library against them, and not the remote code; the formula is compared with an implementation
 of others in `tests/conformance/processors`.
 
-The identities *learned* are those that a router learned from the engine's events and from questions of its own: that row
-is of an engine behind the product's router and sidecar, and its blocks are those in the engine's replayed events, each
-once, under the prompts that were sent.
+The identities *learned* are those that a router learned from the engine's events and from questions of its own: that
+row is of an engine behind the product's router and sidecar, and its blocks are those in the engine's replayed events,
+each once, under the prompts that were sent.
 
 SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
 (`tests/tools/sglang_stubs`) in which everything raises that is called and not written out.
