@@ -121,11 +121,15 @@ def running(file: Path, *options: str, start_seconds: float = START_SECONDS) -> 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        wait_for(
-            lambda: process.poll() is not None or any(line.startswith("ready ") for line in log),
-            start_seconds,
-            "ready\n" + "".join(log[-40:]),
-        )
+        try:
+            wait_for(
+                lambda: process.poll() is not None or any(line.startswith("ready ") for line in log),
+                start_seconds,
+                "ready",
+            )
+        except pytest.fail.Exception:
+            print("".join(log[-200:]))  # what pytest shows of a test that failed
+            raise
         assert process.poll() is None, "".join(log[-60:])
         from mmrouter_cli.local import run_root
 

@@ -1,10 +1,12 @@
 """What is broken on purpose must be seen: a second router, in this process and broken, over the same engines."""
 
 import asyncio
+import contextlib
 import dataclasses
-import itertools
 import json
+import secrets
 import shutil
+import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,17 @@ from e2e.rig import wait_for
 from mmrouter_cli.gate import Gate
 from mmrouter_cli.reach import Reach
 
-_hosts = itertools.count(1)
+
+def _free_ip():
+    """A loopback address nobody listens on: ports are fixed, and a cancelled server's sockets may outlive it."""
+    for number in range(1, 255):
+        ip = f"127.88.0.{number}"
+        with contextlib.suppress(OSError):
+            for port in (8000, 8001, 9090):
+                with socket.create_server((ip, port)):
+                    pass
+            return ip
+    pytest.fail("no loopback address in 127.88.0.0/24 is free")
 
 
 class Second:
@@ -27,8 +39,8 @@ class Second:
         from mmrouter_router.settings import load
 
         environment = next(iter(demo.processes("router").values())).environ()
-        self.ip = f"127.88.0.{next(_hosts)}"
-        settings = load({**environment, "POD_UID": f"second-{self.ip}", "POD_IP": self.ip})
+        self.ip = _free_ip()
+        settings = load({**environment, "POD_UID": f"second-{secrets.token_hex(4)}", "POD_IP": self.ip})
         if model_dir is not None:
             settings = dataclasses.replace(settings, model_dir=model_dir)
         self.demo, self.workers = demo, workers
