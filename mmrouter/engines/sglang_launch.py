@@ -97,7 +97,7 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
         *flag("--served-model-name", model.served_name or dep.metadata.name),
         *flag("--host", "$(POD_IP)"),
         *flag("--port", HTTP_PORT),
-        *flag("--api-key", f"$({API_KEY_ENV})"),
+        f"--api-key=$({API_KEY_ENV})",  # one argument: a key may begin with a dash
         *flag("--page-size", block_size_of(dep, pool)),
         *flag("--kv-events-config", _events_config()),
         "--enable-metrics",

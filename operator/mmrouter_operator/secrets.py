@@ -18,6 +18,6 @@ def new_secret_data() -> SecretData:
         sidecar_secret=sidecar_secret.decode(),
         router_public=router_public.decode(),
         router_secret=router_secret.decode(),
-        control_token=random.token_urlsafe(32),
-        engine_key=random.token_urlsafe(32),
+        control_token=random.token_hex(32),
+        engine_key=random.token_hex(32),
     )

@@ -8,6 +8,7 @@ import pytest
 from mmrouter.api import SpecError, parse_deployment
 from mmrouter.engines import adapter
 from mmrouter.engines.sglang import API_KEY_ENV, OWNED_FLAGS, launch
+from mmrouter_sim.sglang.flags import parse
 
 POOL = {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}}
 
@@ -40,7 +41,7 @@ def test_the_shortest_resource_launches_with_the_whole_wiring() -> None:
     assert value(line.args, "--model-path") == "org/model"
     assert value(line.args, "--served-model-name") == "vl"
     assert value(line.args, "--host") == "$(POD_IP)"
-    assert value(line.args, "--api-key") == f"$({API_KEY_ENV})"
+    assert f"--api-key=$({API_KEY_ENV})" in line.args
     assert value(line.args, "--page-size") == "16"
     assert json.loads(value(line.args, "--kv-events-config")) == {
         "publisher": "zmq",
@@ -51,6 +52,13 @@ def test_the_shortest_resource_launches_with_the_whole_wiring() -> None:
     }
     assert {"--enable-metrics", "--enable-cache-report"} <= set(line.args)
     assert not {"--mm-preprocess-cache-size-mb", "--mm-process-config", "--device", "--chat-template"} & set(line.args)
+
+
+def test_the_engine_takes_a_key_that_begins_with_a_dash() -> None:
+    dep = deployment()
+    line = launch(dep, dep.spec.pools[0])
+    given = [argument.replace(f"$({API_KEY_ENV})", "-key") for argument in line.args if "api-key" in argument]
+    assert parse(["serve", "--model-path", "m", *given]).api_keys == ("-key",)
 
 
 def test_fields_of_the_resource_become_flags() -> None:
