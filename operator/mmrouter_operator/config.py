@@ -1,0 +1,59 @@
+"""What the operator itself is told: one YAML file, typed. Every field has a default, so the file may be absent."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+import mmrouter
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=True,
+    )
+
+
+class OperatorConfig(_Section):
+    """Site settings: camelCase in the file, snake_case here."""
+
+    image: str = f"mmrouter/mmrouter:{mmrouter.__version__}"
+    """Image of router and sidecar."""
+    engine_images: dict[str, str] = Field(default={})
+    """``<engine>/<accelerator kind>`` -> image, over the built-in table (``vllm/nvidia: registry.example/vllm:1``)."""
+    prometheus_address: str = ""
+    """URL of a Prometheus, which KEDA's triggers ask; empty where there is none."""
+    pod_cidrs: tuple[str, ...] = ()
+    """The cluster's pod and service ranges, kept out of the frontend's egress to public hosts."""
+
+
+class ConfigError(ValueError):
+    """The operator's file is malformed; the message names the field."""
+
+
+def load_config(path: Path | None) -> OperatorConfig:
+    """Read the file; ``None`` gives the defaults. Raises :class:`ConfigError` or ``OSError``."""
+    if path is None:
+        return OperatorConfig()
+    try:
+        content: Any = yaml.safe_load(path.read_text())
+        # JSON mode: a YAML list is a tuple here.
+        return OperatorConfig.model_validate_json(_as_json(content or {}))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"{path}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
+
+
+def _as_json(value: Any) -> str:
+    import json  # noqa: PLC0415
+
+    return json.dumps(value)

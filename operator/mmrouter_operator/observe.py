@@ -1,0 +1,146 @@
+"""What the operator knows of one deployment at one moment, typed. Pure: raw objects in, small views out.
+
+Views are what the watch caches keep: a few fields per object, never bodies.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrouter_operator.render.capabilities import Capabilities
+from mmrouter_operator.render.secret import SecretData
+
+Key = tuple[str, str]
+"""Namespace and name of a deployment: what the queue holds."""
+
+ROUTABLE = "mmrouter.io/routable"
+VERIFIED = "mmrouter.io/verified"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildView:
+    """Any child. ``owner`` is the controlling owner's uid; ``applied`` our hash annotation of what was applied."""
+
+    kind: str
+    name: str
+    namespace: str
+    uid: str
+    resource_version: str
+    owner: str
+    generation: int = 0
+    deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentView(ChildView):
+    """A Deployment's counts. ``progressing_reason``: of its own condition Progressing."""
+
+    replicas: int = 0
+    observed_generation: int = 0
+    updated: int = 0
+    ready: int = 0
+    available: int = 0
+    total: int = 0
+    progressing_reason: str = ""
+    failure: str = ""
+    """Message of the condition ReplicaFailure, when pods cannot be created."""
+    replicas_managers: tuple[str, ...] = ()
+    """Field managers that own ``spec.replicas``."""
+    pool: str = ""
+    template_hash: str = ""
+    """Annotation ``mmrouter.io/template-hash`` of its pod template."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """One pod of a pool or of the frontend."""
+
+    name: str
+    namespace: str
+    uid: str
+    deployment: str
+    """Label ``mmrouter.io/deployment``."""
+    pool: str
+    """Label ``mmrouter.io/pool``; empty for a frontend."""
+    role: str
+    ip: str = ""
+    node: str = ""
+    phase: str = "Pending"
+    ready: bool = False
+    containers_ready: bool = False
+    """Condition ContainersReady: everything but the readiness gates."""
+    deleting: bool = False
+    created: float = 0.0
+    """Seconds since the epoch."""
+    started: float | None = None
+    """When its containers became ready (transition of ContainersReady), seconds since the epoch."""
+    template_hash: str = ""
+    gates: Mapping[str, bool] = field(default_factory=dict)
+    """Readiness gates of the spec -> whether the condition is True now."""
+    unschedulable: str = ""
+    """The scheduler's message, while it finds no node."""
+    waiting: tuple[str, str, str] | None = None
+    """(container, reason, message) of the first container that waits for a bad reason: ImagePullBackOff,
+    CreateContainerConfigError, CrashLoopBackOff..."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What one frontend says of one engine pod."""
+
+    uid: str
+    pool: str
+    role: str
+    routable: bool = False
+    verified: str = "Unknown"
+    """True, False or Unknown."""
+    cause: str = ""
+    message: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendReport:
+    """What one frontend's control stream said last; the counts only grow while the router lives."""
+
+    router: str
+    ready: bool
+    workers: Mapping[str, WorkerReport]
+    decisions: int = 0
+    exact_decisions: int = 0
+    prompt_blocks: int = 0
+    hit_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """An object that the resource names and that is not there. ``path``: the field that names it."""
+
+    kind: str
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionView:
+    """A ControllerRevision: pod templates by Deployment name, as they were rendered and applied."""
+
+    name: str
+    number: int
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that a reconcile looks at. ``reports``: frontend pod uid -> its last report, ``None`` if not heard."""
+
+    resource: Mapping[str, Any]
+    now: float
+    children: Mapping[tuple[str, str], ChildView] = field(default_factory=dict)
+    """(kind, name) -> view; Deployments are :class:`DeploymentView`."""
+    pods: tuple[PodView, ...] = ()
+    reports: Mapping[str, FrontendReport | None] = field(default_factory=dict)
+    secrets: SecretData | None = None
+    missing: tuple[Missing, ...] = ()
+    revisions: tuple[RevisionView, ...] = ()
+    capabilities: Capabilities = Capabilities()
