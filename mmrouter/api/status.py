@@ -79,6 +79,8 @@ class Status(Resource):
     """URL for clients in the cluster."""
     frontend: FrontendStatus | None = None
     """Replicas of the frontend."""
+    pools_ready: Annotated[str, Field(max_length=20)] | None = None
+    """Pools with every wanted replica Ready, of all pools, like "2/3": a column of `kubectl get`."""
     pools: list[PoolStatus] = Field(default=[], max_length=16)
     """Replicas of each pool."""
     routing: RoutingStatus | None = None
