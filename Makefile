@@ -16,10 +16,10 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv demo check test e2e conformance bench lock clean
+.PHONY: help venv demo check test e2e test-cluster conformance bench lock clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv from requirements.lock, with the command mmrouter in it
 
@@ -45,10 +45,13 @@ check: venv ## the inner loop: format, lint, types, import rules, unit tests
 	@$(PY) tests/tools/levels.py check
 
 test: venv ## every level that this machine can run, with a summary
-	@$(PY) tests/tools/levels.py check e2e conformance
+	@$(PY) tests/tools/levels.py check e2e cluster conformance
 
 e2e: venv ## only the level on local processes
 	@$(PY) tests/tools/levels.py e2e
+
+test-cluster: venv ## only the level on a real control plane, which is built once where Go and etcd are there
+	@$(PY) tests/tools/levels.py cluster
 
 conformance: venv ## only the level with real engines; WRITE=1 writes its table, docs/conformance.md
 	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) tests/tools/levels.py conformance

@@ -1,6 +1,6 @@
 """Run the test levels of this repository and say what ran.
 
-    .venv/bin/python tests/tools/levels.py check [e2e] [conformance]
+    .venv/bin/python tests/tools/levels.py check [e2e] [cluster] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
 of ``check`` run two at a time, and each one's output is shown when it ends. The end is a table of the levels, with the
@@ -93,6 +93,7 @@ LEVELS = {
         lanes=2,
     ),
     "e2e": Level((Step("tests on local processes", tests="tests/e2e"),), limit_s=1200),
+    "cluster": Level((Step("tests on a real control plane", tests="tests/cluster"),), limit_s=1200),
     "conformance": Level((Step("tests on real engines", tests="tests/conformance"),), limit_s=3300),
 }
 

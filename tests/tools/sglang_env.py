@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from vllm_env import (
@@ -23,6 +24,7 @@ from vllm_env import (
     cache_dir,
     digest,
     main,
+    make,
     run,
     wheel_folders,
 )
@@ -80,4 +82,4 @@ def build(env: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("SGLang", env_dir(), recipe(), build))
+    sys.exit(main("the environment of the real SGLang", env_dir(), partial(make, recipe=recipe(), build=build)))

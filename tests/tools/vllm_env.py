@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 VLLM = "0.32.0"
@@ -202,21 +203,22 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def main(name: str, env: Path, recipe: str, build: Callable[[Path], None]) -> int:
-    parser = argparse.ArgumentParser(description=f"Make the environment of the real {name} engine and print its path.")
+def main(what: str, folder: Path, make: Callable[[Path], None]) -> int:
+    """The command line of a script that makes a folder in the cache; ``make`` raises :class:`CannotMakeError`."""
+    parser = argparse.ArgumentParser(description=f"Make {what} and print its path.")
     parser.add_argument("--where", action="store_true", help="print the path and make nothing")
     if not parser.parse_args().where:
         try:
-            make(env, recipe, build)
+            make(folder)
         except CannotMakeError as error:
             note(str(error))
             return CANNOT
         except OSError as error:
-            note(f"cannot write {env}: {error}")
+            note(f"cannot write {folder}: {error}")
             return CANNOT
-    print(env)
+    print(folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main("vLLM", env_dir(), recipe(), build))
+    sys.exit(main("the environment of the real vLLM", env_dir(), partial(make, recipe=recipe(), build=build)))

@@ -1,0 +1,46 @@
+"""The control plane that the tests of this level share. Where it cannot run, every test says ``not run:`` and why."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster.controlplane import ControlPlane, control_plane
+
+ROOT = Path(__file__).resolve().parents[2]
+CRDS = ROOT / "crds"
+CANNOT = 3  # exit status of kube_env.py: not on this machine, reason on stderr
+
+
+@pytest.fixture(scope="session")
+def kube_bin() -> Path:
+    """The folder with Kubernetes' commands, built when they are not there yet."""
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "tools" / "kube_env.py")], capture_output=True, text=True, check=False
+    )
+    if made.returncode == CANNOT:
+        pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
+    assert made.returncode == 0, made.stderr
+    return Path(made.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def cluster(kube_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A running control plane that serves the project's CRDs."""
+    with control_plane(tmp_path_factory.mktemp("cluster"), kube_bin, CRDS if CRDS.is_dir() else None) as plane:
+        yield plane
+
+
+@pytest.fixture(scope="session")
+def crd(cluster: ControlPlane) -> ControlPlane:
+    """The control plane, for tests of the CRD."""
+    assert CRDS.is_dir(), "crds/ is missing: make it with `mmrouter crd`"
+    return cluster
+
+
+@pytest.fixture
+def namespace(cluster: ControlPlane) -> Iterator[str]:
+    """A namespace of the test's own."""
+    with cluster.namespace() as name:
+        yield name

@@ -1,0 +1,323 @@
+"""A real control plane on loopback: etcd, kube-apiserver, kube-controller-manager, kube-scheduler. No kubelet.
+
+It has a loopback address of its own, so that several stand side by side on the ports everybody knows, and it is gone
+with the process that started it, however that ends.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import ssl
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from cluster.audit import POLICY, AuditLog, AuditRow
+from cluster.pki import make_keys
+
+from mmrouter_cli.local.address import take_block
+from mmrouter_cli.local.process import MARK, Guard
+
+API_PORT = 6443
+ETCD_PORT = 2379
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+USERS = {
+    "admin": ("admin", "system:masters"),
+    "controller-manager": ("system:kube-controller-manager", ""),
+    "scheduler": ("system:kube-scheduler", ""),
+}
+"""Kubeconfig -> the user's name and group."""
+TOKEN_SECONDS = 86_400
+APPLY = "application/apply-patch+yaml"
+
+
+class StartError(Exception):
+    """A component did not come up; the text has the end of its log."""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll until ``condition`` returns something true and return it. Raises ``TimeoutError`` that says ``what``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if value := condition():
+            return value
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.02)
+
+
+class ControlPlane:
+    """A control plane; :func:`control_plane` makes and ends it.
+
+    ``folder`` holds its keys, logs and data; ``bin`` is where ``kube_env.py`` put the commands.
+    """
+
+    def __init__(self, folder: Path, bin: Path, address: str, guard: Guard) -> None:
+        self.folder, self.bin, self.address = folder, bin, address
+        self.url = f"https://{address}:{API_PORT}"
+        self.ca = folder / "pki" / "ca.crt"
+        self._guard = guard
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers = itertools.count(1)
+        self._tokens = {name: uuid.uuid4().hex for name in USERS}
+        self._audit = AuditLog(folder / "audit.log")
+        make_keys(folder / "pki", address)
+        self._write_files()
+        self.http = self.client(self._tokens["admin"])
+        self._components = self._commands()
+
+    # -- components --------------------------------------------------------------------------------------------------
+
+    def start(self, *names: str) -> None:
+        """Start components (``etcd``, ``apiserver``, ``controller-manager``, ``scheduler``) and wait until they serve.
+
+        Raises :class:`StartError`.
+        """
+        for name in names:
+            self._running[name] = self.spawn(name, self._components[name])
+        for name in names:
+            self._wait_until_up(name)
+
+    def stop(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """End a component; the default is a crash."""
+        end(self._running.pop(name), number)
+
+    def restart_apiserver(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End the API server and start it again on the same address; every watch breaks."""
+        self.stop("apiserver", number)
+        self.start("apiserver")
+
+    def close(self) -> None:
+        """End everything. The API server goes before etcd: one that has lost its etcd hangs in its shutdown."""
+        self.http.close()
+        for name in reversed(list(self._running)):
+            self.stop(name)
+
+    def spawn(
+        self, name: str, argv: Sequence[str | Path], env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that does not outlive the control plane; its output goes to ``log/NAME.log``.
+
+        ``env``: its whole environment, by default this process's. The caller ends it, with :func:`end`.
+        """
+        with self.log_file(name).open("ab") as log:
+            process = subprocess.Popen(
+                argv,
+                cwd=self.folder,
+                env={**(os.environ if env is None else env), MARK: self._guard.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._guard.began(process.pid)
+        return process
+
+    def log_file(self, name: str) -> Path:
+        """Where the output of a component, or of a process that was spawned, is."""
+        return self.folder / "log" / f"{name}.log"
+
+    # -- access ------------------------------------------------------------------------------------------------------
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's."""
+        return self.folder / "admin.kubeconfig"
+
+    def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run kubectl as the administrator; the caller looks at ``returncode``."""
+        argv = [self.bin / "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
+        env = {**os.environ, "HOME": str(self.folder)}  # kubectl keeps a cache of discovery there
+        return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+    def request(
+        self, method: str, path: str, body: Any = None, content_type: str = "application/json", **params: str
+    ) -> httpx.Response:
+        """Ask the API server as the administrator; cheaper than kubectl. The caller looks at the status."""
+        content = None if body is None else json.dumps(body)
+        return self.http.request(method, path, content=content, headers={"content-type": content_type}, params=params)
+
+    def client(self, token: str) -> httpx.Client:
+        """Return a client of the API server for a bearer token; the caller closes it."""
+        context = ssl.create_default_context(cafile=str(self.ca))
+        headers = {"authorization": f"Bearer {token}", "user-agent": "mmrouter-tests"}
+        return httpx.Client(base_url=self.url, verify=context, headers=headers, timeout=30, trust_env=False)
+
+    def token(self, namespace: str, serviceaccount: str) -> str:
+        """Return a token of a ServiceAccount, by TokenRequest. Raises ``httpx.HTTPStatusError``."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{serviceaccount}/token"
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"expirationSeconds": TOKEN_SECONDS},
+        }
+        return str(self.request("POST", path, body).raise_for_status().json()["status"]["token"])
+
+    def kubeconfig_for(self, namespace: str, serviceaccount: str, server: str = "") -> Path:
+        """Write a kubeconfig with a token of a ServiceAccount. ``server``: another URL than the API server's own.
+
+        Raises ``httpx.HTTPStatusError`` when there is no such ServiceAccount.
+        """
+        path = self.folder / f"{namespace}.{serviceaccount}.{next(self._numbers)}.kubeconfig"
+        self._write_kubeconfig(path, self.token(namespace, serviceaccount), server or self.url)
+        return path
+
+    @contextmanager
+    def namespace(self, **labels: str) -> Iterator[str]:
+        """Make a namespace with a fresh name; it is deleted after the block, which nobody waits for."""
+        name = f"test-{next(self._numbers)}"
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+        self.request("POST", "/api/v1/namespaces", body).raise_for_status()
+        try:
+            yield name
+        finally:
+            with suppress(httpx.TransportError):  # a test may have left the API server ended
+                self.request("DELETE", f"/api/v1/namespaces/{name}")
+
+    def audit(self, since: float = 0.0) -> list[AuditRow]:
+        """Return the audited requests that began at ``since`` (seconds since the epoch) or later."""
+        return self._audit.rows(since)
+
+    def apply_crds(self, folder: Path) -> None:
+        """Apply every CRD of a folder server-side and wait until they are established. Raises ``AssertionError``."""
+        done = self.kubectl("apply", "--server-side", "-f", folder)
+        assert done.returncode == 0, done.stderr
+        done = self.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", folder)
+        assert done.returncode == 0, done.stderr
+
+    # -- making ------------------------------------------------------------------------------------------------------
+
+    def _write_files(self) -> None:
+        (self.folder / "log").mkdir()
+        (self.folder / "audit-policy.json").write_text(json.dumps(POLICY))
+        rows = [f'{self._tokens[name]},{user},{name},"{group}"' for name, (user, group) in USERS.items()]
+        tokens = self.folder / "tokens.csv"
+        tokens.touch(mode=0o600)
+        tokens.write_text("\n".join(rows) + "\n")
+        for name in USERS:
+            self._write_kubeconfig(self.folder / f"{name}.kubeconfig", self._tokens[name], self.url)
+        scheduler = {
+            "apiVersion": "kubescheduler.config.k8s.io/v1",
+            "kind": "KubeSchedulerConfiguration",
+            "clientConnection": {"kubeconfig": str(self.folder / "scheduler.kubeconfig"), "qps": 1000, "burst": 2000},
+            "leaderElection": {"leaderElect": False},
+            "podInitialBackoffSeconds": 1,
+            "podMaxBackoffSeconds": 1,
+        }
+        (self.folder / "scheduler.json").write_text(json.dumps(scheduler))
+
+    def _write_kubeconfig(self, path: Path, token: str, server: str) -> None:
+        cluster = {"server": server, "certificate-authority": str(self.ca)}
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+            "current-context": "test",
+        }
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(content))
+
+    def _commands(self) -> dict[str, list[str]]:
+        pki, etcd = self.folder / "pki", f"http://{self.address}:{ETCD_PORT}"
+        peer = f"http://{self.address}:{ETCD_PORT + 1}"
+        return {
+            "etcd": [
+                *("etcd", f"--data-dir={self.folder / 'etcd'}", "--unsafe-no-fsync"),
+                *(f"--listen-client-urls={etcd}", f"--advertise-client-urls={etcd}"),
+                *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
+                f"--initial-cluster=default={peer}",
+            ],
+            "apiserver": [
+                *(str(self.bin / "kube-apiserver"), f"--etcd-servers={etcd}"),
+                *(f"--bind-address={self.address}", f"--advertise-address={self.address}"),
+                *(f"--secure-port={API_PORT}", "--endpoint-reconciler-type=none"),  # loopback may be no endpoint
+                *(f"--tls-cert-file={pki / 'apiserver.crt'}", f"--tls-private-key-file={pki / 'apiserver.key'}"),
+                *(f"--client-ca-file={self.ca}", f"--token-auth-file={self.folder / 'tokens.csv'}"),
+                f"--service-account-key-file={pki / 'sa.pub'}",
+                f"--service-account-signing-key-file={pki / 'sa.key'}",
+                *("--service-account-issuer=https://kubernetes.default.svc", "--service-cluster-ip-range=10.96.0.0/16"),
+                *("--authorization-mode=Node,RBAC", "--allow-privileged=true"),
+                *(f"--audit-policy-file={self.folder / 'audit-policy.json'}", "--audit-log-mode=blocking"),
+                f"--audit-log-path={self.folder / 'audit.log'}",
+            ],
+            "controller-manager": [
+                str(self.bin / "kube-controller-manager"),
+                f"--kubeconfig={self.folder / 'controller-manager.kubeconfig'}",
+                *(f"--root-ca-file={self.ca}", f"--service-account-private-key-file={pki / 'sa.key'}"),
+                *("--use-service-account-credentials", "--leader-elect=false", "--secure-port=0"),
+                *("--kube-api-qps=1000", "--kube-api-burst=2000", "--concurrent-gc-syncs=20"),
+                *("--endpointslice-updates-batch-period=0s", "--endpoint-updates-batch-period=0s"),
+                "--node-monitor-grace-period=24h",  # hollow nodes send no heartbeats
+            ],
+            "scheduler": [
+                *(str(self.bin / "kube-scheduler"), f"--config={self.folder / 'scheduler.json'}", "--secure-port=0"),
+            ],
+        }
+
+    def _wait_until_up(self, name: str) -> None:
+        process = self._running[name]
+        deadline = time.monotonic() + START_SECONDS
+        while not self._is_up(name):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise StartError(f"{name} did not come up:\n{self.log_file(name).read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def _is_up(self, name: str) -> bool:
+        try:
+            match name:
+                case "etcd":
+                    return httpx.get(f"http://{self.address}:{ETCD_PORT}/health", trust_env=False).status_code == 200
+                case "apiserver":
+                    return self.http.get("/readyz").status_code == 200
+                case "controller-manager":  # what every pod needs first
+                    return self.http.get("/api/v1/namespaces/default/serviceaccounts/default").status_code == 200
+        except httpx.TransportError:
+            return False
+        return True
+
+
+def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTERM) -> None:
+    """End a process: ask, wait, then kill it and its group."""
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGCONT)  # a stopped one hears nothing
+        os.kill(process.pid, number)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def control_plane(folder: Path, bin: Path, crds: Path | None) -> Iterator[ControlPlane]:
+    """Run a control plane until the block ends. ``crds``: a folder of CRDs to serve from the beginning.
+
+    Raises :class:`StartError`.
+    """
+    block = take_block({API_PORT, ETCD_PORT, ETCD_PORT + 1})
+    guard = Guard(uuid.uuid4().hex)
+    try:
+        plane = ControlPlane(folder, bin, block.service, guard)
+        try:
+            plane.start("etcd", "apiserver")
+            # Before the controllers: the garbage collector looks for new kinds only every 30 seconds.
+            if crds is not None:
+                plane.apply_crds(crds)
+            plane.start("controller-manager", "scheduler")
+            yield plane
+        finally:
+            plane.close()
+    finally:
+        asyncio.run(guard.close())
+        block.close()
