@@ -1,0 +1,175 @@
+"""Which replica reconciles: a Lease, and until when this process may believe that it holds it.
+
+Clocks of different machines are never compared. A lease of somebody else counts as expired when its record has not
+changed for its duration *on our clock*; our own counts from before the renewal was sent. So a holder stops writing
+``duration - deadline`` seconds before anybody else may take over, whatever its clock says and however long it was
+suspended.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict
+from mmrouter_operator.clock import boot_time
+from mmrouter_operator.ref import KINDS, Ref
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. A holder renews every ``retry``, writes for ``deadline`` after a renewal, and loses after ``duration``.
+
+    Raises ``ValueError`` when a holder could write while somebody else takes over.
+    """
+
+    duration: float = 15.0
+    deadline: float = 10.0
+    retry: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retry < self.deadline < self.duration:
+            raise ValueError("a lease needs retry < deadline < duration")
+        if self.duration != int(self.duration):
+            raise ValueError("a lease lasts whole seconds")
+
+
+@dataclass(slots=True)
+class Observed:
+    """The record of the Lease as this process saw it, and when it first saw it like this."""
+
+    record: tuple[str, str]
+    """Holder and resource version."""
+    duration: float
+    since: float
+
+
+def may_take(observed: Observed | None, identity: str, now: float) -> bool:
+    """Whether the lease is free for ``identity``: nobody's, its own, or unchanged for its whole duration."""
+    if observed is None:
+        return True
+    holder = observed.record[0]
+    return holder in ("", identity) or now >= observed.since + observed.duration
+
+
+class Leader:
+    """Takes and keeps the lease ``name`` in ``namespace``."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        timing: Timing | None = None,
+        clock: Callable[[], float] = boot_time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._cluster = cluster
+        self._ref = Ref(KINDS["Lease"].api_version, "Lease", namespace, name)
+        self._identity = identity
+        self._timing = timing or Timing()
+        self._clock = clock
+        self._sleep = sleep
+        self._observed: Observed | None = None
+        self._valid_until = float("-inf")
+        self._stopping = False
+
+    def left(self) -> float:
+        """Seconds for which the lease is surely ours; not more than 0 when it is not."""
+        return self._valid_until - self._clock()
+
+    def valid(self) -> bool:
+        """Whether this process may write now."""
+        return self.left() > 0
+
+    async def run(self, *, gained: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Take the lease and keep it until cancelled; ``gained`` and ``lost`` are called at every change of hands."""
+        leading = False
+        while True:
+            if not self._stopping:
+                await self._attempt()
+            if self.valid() != leading:
+                leading = not leading
+                log.info("%s the lease %s/%s", "took" if leading else "lost", self._ref.namespace, self._ref.name)
+                (gained if leading else lost)()
+            # A holder that cannot renew wakes up when its time is over, to stop at once what it is doing.
+            await self._sleep(min(self._timing.retry, max(self.left(), 0.05)) if leading else self._timing.retry)
+
+    async def release(self) -> None:
+        """Stop writing and let another replica take over at once. Best effort: without it, the lease just expires."""
+        self._stopping = True
+        held, self._valid_until = self.valid(), float("-inf")
+        if not held:
+            return
+        try:
+            lease = await self._cluster.get(self._ref)
+            if lease and lease["spec"].get("holderIdentity") == self._identity:
+                # One second, not zero: the API wants a positive duration.
+                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _timestamp()}
+                await self._cluster.replace(lease)
+        except ApiError as error:
+            log.warning("the lease was not released: %s", error)
+
+    async def _attempt(self) -> None:
+        started = self._clock()
+        try:
+            async with asyncio.timeout(self._timing.deadline):
+                held = await self._take()
+        except (AlreadyThere, Conflict):
+            # Somebody else wrote; what they wrote is seen next time.
+            return
+        except (ApiError, TimeoutError) as error:
+            log.warning("the lease could not be read or renewed: %s", error or "no answer")
+            return
+        if held and not self._stopping:
+            self._valid_until = started + self._timing.deadline
+        elif not held:
+            self._valid_until = float("-inf")
+
+    async def _take(self) -> bool:
+        lease = await self._cluster.get(self._ref)
+        if lease is None:
+            created = {
+                "apiVersion": self._ref.api_version,
+                "kind": "Lease",
+                "metadata": {"name": self._ref.name, "namespace": self._ref.namespace},
+                "spec": self._spec({}),
+            }
+            self._see(await self._cluster.create(created))
+            return True
+        self._see(lease)
+        if not may_take(self._observed, self._identity, self._clock()):
+            return False
+        lease["spec"] = self._spec(lease.get("spec") or {})
+        self._see(await self._cluster.replace(lease))
+        return True
+
+    def _see(self, lease: dict[str, Any]) -> None:
+        spec = lease.get("spec") or {}
+        record = (spec.get("holderIdentity") or "", lease["metadata"].get("resourceVersion", ""))
+        if self._observed is None or self._observed.record != record:
+            duration = float(spec.get("leaseDurationSeconds") or self._timing.duration)
+            self._observed = Observed(record, duration, self._clock())
+
+    def _spec(self, before: dict[str, Any]) -> dict[str, Any]:
+        now = _timestamp()
+        same = before.get("holderIdentity") == self._identity
+        transitions = int(before.get("leaseTransitions") or 0)
+        return before | {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": int(self._timing.duration),
+            "acquireTime": before.get("acquireTime") or now if same else now,
+            "renewTime": now,
+            "leaseTransitions": transitions if same or not before.get("holderIdentity") else transitions + 1,
+        }
+
+
+def _timestamp() -> str:
+    # For people who read the Lease; nothing here compares it.
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

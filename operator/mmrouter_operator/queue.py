@@ -1,0 +1,265 @@
+"""The queue of keys. :class:`KeyQueue` decides what may run when, and knows no clock; :class:`Workers` runs it.
+
+A key runs at most once at a time. Adding it any number of times before it runs is one run; adding it while it runs is
+one more run after it. Delays coalesce too: the earliest wins.
+"""
+
+import asyncio
+import heapq
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from mmrouter_operator.observe import Key
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF, LAST_BACKOFF = 0.2, 300.0
+RESYNC, RESYNC_SPREAD = 300.0, 0.2
+
+
+def backoff(failures: int, rng: random.Random) -> float:
+    """Seconds to wait after so many failures in a row: doubled each time, bounded, with half of it random."""
+    # The exponent is bounded before the power is taken: failures may run into the thousands.
+    full = min(LAST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 30))
+    return max(FIRST_BACKOFF, full * rng.uniform(0.5, 1.0))
+
+
+def resync(rng: random.Random) -> float:
+    """Seconds until a key that is content is looked at again."""
+    return RESYNC * rng.uniform(1 - RESYNC_SPREAD, 1 + RESYNC_SPREAD)
+
+
+class KeyQueue:
+    """What may run, and when. Every method takes the time; none of them waits."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+        self._due: dict[Key, float] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._order = 0
+        self._running: set[Key] = set()
+        self._failures: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        """Keys that wait, delayed ones too."""
+        return len(self._due)
+
+    @property
+    def running(self) -> frozenset[Key]:
+        """Keys that run now."""
+        return frozenset(self._running)
+
+    def ready(self, now: float) -> int:
+        """Keys that could run now, if there were a free worker."""
+        return sum(1 for key, due in self._due.items() if due <= now and key not in self._running)
+
+    def add(self, key: Key, now: float, delay: float = 0.0) -> None:
+        """Let a key run in ``delay`` seconds, or earlier if that was asked before."""
+        due = now + delay
+        if due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            self._push(key, due)
+
+    def pop(self, now: float) -> tuple[Key, float] | None:
+        """Take the key that waits longest, with the seconds it waited beyond its time; it counts as running."""
+        key = self._first(now)
+        if key is None:
+            return None
+        waited = now - self._due.pop(key)
+        self._running.add(key)
+        return key, waited
+
+    def succeeded(self, key: Key, now: float, again_in: float | None = None) -> None:
+        """A run ended well; it is due again in ``again_in`` seconds, at the resync at the latest."""
+        self._end(key)
+        self._failures.pop(key, None)
+        self.add(key, now, min(again_in if again_in is not None else float("inf"), resync(self._rng)))
+
+    def failed(self, key: Key, now: float, at_least: float = 0.0) -> float:
+        """A run failed. Returns the seconds until the next; what was added meanwhile waits as long.
+
+        A run that fails changes things before it does, and must not wake itself up by that.
+        """
+        self._end(key)
+        self._failures[key] = self._failures.get(key, 0) + 1
+        delay = max(at_least, backoff(self._failures[key], self._rng))
+        self._due.pop(key, None)
+        self.add(key, now, delay)
+        return delay
+
+    def gone(self, key: Key) -> None:
+        """A run found that its object is gone: forget the key, unless it was added meanwhile."""
+        self._end(key)
+        self._failures.pop(key, None)
+
+    def failures(self, key: Key) -> int:
+        """Failures in a row."""
+        return self._failures.get(key, 0)
+
+    def clear(self) -> None:
+        """Forget everything that waits. What runs must be ended by its worker."""
+        self._due.clear()
+        self._heap.clear()
+        self._failures.clear()
+
+    def wake_at(self, now: float) -> float | None:
+        """When the next key may run (``now`` if one may already); ``None`` if nothing waits that could run."""
+        self._compact()
+        waiting = [due for key, due in self._due.items() if key not in self._running] if self._running else None
+        if waiting is not None:
+            return max(now, min(waiting)) if waiting else None
+        return max(now, self._heap[0][0]) if self._heap else None
+
+    def _first(self, now: float) -> Key | None:
+        blocked: list[tuple[float, int, Key]] = []
+        found = None
+        while self._heap and self._heap[0][0] <= now:
+            entry = heapq.heappop(self._heap)
+            due, _, key = entry
+            if self._due.get(key) != due:
+                continue
+            if key in self._running:
+                blocked.append(entry)
+                continue
+            found = key
+            break
+        for entry in blocked:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def _compact(self) -> None:
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+
+    def _push(self, key: Key, due: float) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (due, self._order, key))
+        # Entries that an earlier one replaced stay behind in the heap; they must not outnumber the keys for long.
+        if len(self._heap) > 64 + 4 * len(self._due):
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+    def _end(self, key: Key) -> None:
+        self._running.discard(key)
+
+
+class Gone(Exception):  # noqa: N818 - an outcome, not an error
+    """The object of the key does not exist any more."""
+
+
+class Retry(Exception):  # noqa: N818 - an outcome, not an error
+    """The run failed in a way that is expected and already told; ``after`` is the least pause, in seconds."""
+
+    def __init__(self, message: str, after: float = 0.0) -> None:
+        super().__init__(message)
+        self.after = after
+
+
+class Hooks(Protocol):
+    """What the metrics want to know."""
+
+    def depth(self, ready: int) -> None:
+        """So many keys could run."""
+
+    def started(self, waited: float) -> None:
+        """A run began after so many seconds."""
+
+    def finished(self, result: str, seconds: float) -> None:
+        """A run ended; ``result`` is success, retry, error, timeout or gone."""
+
+
+class Workers:
+    """Runs keys, at most ``concurrency`` at a time, each within ``deadline`` seconds.
+
+    ``work`` returns the seconds until it wants to be called again, or ``None``.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Key], Awaitable[float | None]],
+        hooks: Hooks,
+        *,
+        concurrency: int = 8,
+        deadline: float = 60.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._work = work
+        self._hooks = hooks
+        self._concurrency = concurrency
+        self._deadline = deadline
+        self._queue = KeyQueue(rng)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, key: Key, delay: float = 0.0) -> None:
+        """See :meth:`KeyQueue.add`."""
+        self._queue.add(key, _now(), delay)
+        self._changed.set()
+
+    def failures(self, key: Key) -> int:
+        """Failures in a row."""
+        return self._queue.failures(key)
+
+    async def run(self) -> None:
+        """Work until cancelled; then everything that runs is cancelled and waited for, and the queue is empty."""
+        try:
+            while True:
+                self._changed.clear()
+                while len(self._tasks) < self._concurrency and (entry := self._queue.pop(_now())) is not None:
+                    task = asyncio.create_task(self._one(*entry))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._done)
+                self._hooks.depth(self._queue.ready(_now()))
+                # Every worker is busy: the next thing that matters is the end of one.
+                wake = self._queue.wake_at(_now()) if len(self._tasks) < self._concurrency else None
+                try:
+                    async with asyncio.timeout(None if wake is None else max(wake - _now(), 0.0)):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._queue.clear()
+            self._hooks.depth(0)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+
+    async def _one(self, key: Key, waited: float) -> None:
+        self._hooks.started(waited)
+        started = _now()
+        result, again_in, pause = "error", None, 0.0
+        try:
+            async with asyncio.timeout(self._deadline):
+                again_in = await self._work(key)
+            result = "success"
+        except Gone:
+            result = "gone"
+        except Retry as retry:
+            result, pause = "retry", retry.after
+            log.warning("will be tried again: %s", retry, extra={"namespace": key[0], "object": key[1]})
+        except TimeoutError:
+            result = "timeout"
+            log.error("not done within %.0f s", self._deadline, extra={"namespace": key[0], "object": key[1]})
+        except asyncio.CancelledError:
+            self._queue.gone(key)
+            raise
+        except Exception:
+            log.exception("reconcile failed", extra={"namespace": key[0], "object": key[1]})
+        if result == "success":
+            self._queue.succeeded(key, _now(), again_in)
+        elif result == "gone":
+            self._queue.gone(key)
+        else:
+            self._queue.failed(key, _now(), pause)
+        self._hooks.finished(result, _now() - started)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
