@@ -1,13 +1,22 @@
 """What the operator itself is told: one YAML file, typed. Every field has a default, so the file may be absent."""
 
+import ipaddress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 import mmrouter
+
+
+def _cidr(value: str) -> str:
+    return str(ipaddress.ip_network(value))
+
+
+Cidr = Annotated[str, AfterValidator(_cidr)]
+"""An address range, `10.0.0.0/8` or `fd00::/8`, in its canonical form."""
 
 
 class _Section(BaseModel):
@@ -30,8 +39,11 @@ class OperatorConfig(_Section):
     """``<engine>/<accelerator kind>`` -> image, over the built-in table (``vllm/nvidia: registry.example/vllm:1``)."""
     prometheus_address: str = ""
     """URL of a Prometheus, which KEDA's triggers ask; empty where there is none."""
-    pod_cidrs: tuple[str, ...] = ()
+    pod_cidrs: tuple[Cidr, ...] = ()
     """The cluster's pod and service ranges, kept out of the frontend's egress to public hosts."""
+    api_server_cidrs: tuple[Cidr, ...] = ()
+    """Addresses of the API server behind its Service, the only ones that a frontend's NetworkPolicy then opens 443 and
+    6443 to; empty opens these ports to everywhere, because nothing inside a namespace tells the addresses."""
 
 
 class ConfigError(ValueError):

@@ -1,0 +1,86 @@
+"""How a pool follows its load: which metric, and who scales. Pure; the objects are in ``hpa`` and ``scaledobject``."""
+
+from decimal import Decimal
+from typing import Any, Final, Literal
+
+from mmrouter.api import MMRouterDeployment, Pool, Role
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render.capabilities import KEDA_API, POD_METRICS_APIS, Capabilities
+
+Scaler = Literal["HorizontalPodAutoscaler", "ScaledObject"]
+
+METRICS: Final[dict[str, str]] = {
+    "kvUsage": "mmrouter_sidecar_kv_usage_ratio",
+    "queueDepth": "mmrouter_sidecar_queue_depth",
+    "encoderUtilization": "mmrouter_sidecar_busy_ratio",
+}
+"""``autoscaling.metric`` -> the gauge that every sidecar exports: one value per pod, over all ranks of its engine."""
+
+ROLES: Final[dict[str, frozenset[Role]]] = {
+    "kvUsage": frozenset({"worker", "prefill", "decode"}),
+    "queueDepth": frozenset({"worker", "prefill", "decode", "encoder"}),
+    "encoderUtilization": frozenset({"encoder"}),
+}
+"""``autoscaling.metric`` -> the roles that have it. Renderers have no sidecar, so nobody exports a gauge for them."""
+
+SCALE_DOWN_SECONDS = 300
+"""How long the load must be low before a replica goes: it takes its cache along, and the next one starts cold."""
+
+
+def scaler(capabilities: Capabilities, config: OperatorConfig) -> Scaler | None:
+    """Return the one kind that scales in this cluster, ``None`` where there is none. Never both: they would fight."""
+    if capabilities.serves(*POD_METRICS_APIS):
+        return "HorizontalPodAutoscaler"
+    if capabilities.serves(KEDA_API) and config.prometheus_address:
+        return "ScaledObject"
+    return None
+
+
+def scaled_pools(
+    dep: MMRouterDeployment, kind: Scaler, capabilities: Capabilities, config: OperatorConfig
+) -> list[Pool]:
+    """Return the pools that an object of this kind scales."""
+    if scaler(capabilities, config) != kind:
+        return []
+    return [pool for pool in dep.spec.pools if pool.autoscaling is not None and measured(pool)]
+
+
+def autoscaling_unavailable(
+    dep: MMRouterDeployment, capabilities: Capabilities, config: OperatorConfig
+) -> tuple[str, ...]:
+    """Return the names of the pools that ask to be scaled and are not, for the condition's AutoscalingUnavailable."""
+    nobody = scaler(capabilities, config) is None
+    return tuple(
+        pool.name for pool in dep.spec.pools if pool.autoscaling is not None and (nobody or not measured(pool))
+    )
+
+
+def measured(pool: Pool) -> bool:
+    """Whether the metric that the pool's autoscaling names exists for its role."""
+    return pool.autoscaling is not None and pool.role in ROLES[pool.autoscaling.metric]
+
+
+def scale_down() -> dict[str, Any]:
+    """Return the behaviour of an HPA when the load falls: slowly, and after a while."""
+    return {
+        "stabilizationWindowSeconds": SCALE_DOWN_SECONDS,
+        "selectPolicy": "Max",
+        "policies": [
+            {"type": "Pods", "value": 1, "periodSeconds": 60},
+            {"type": "Percent", "value": 10, "periodSeconds": 60},
+        ],
+    }
+
+
+def quantity(decimal: str) -> str:
+    """Return a decimal number in the form in which the API server stores it: ``0.7`` is ``700m``, ``1000`` is ``1k``.
+
+    In any other form the stored object would differ from the rendered one, and look like drift.
+    """
+    nano = int(Decimal(decimal) * 10**9)
+    if nano == 0:
+        return "0"
+    for suffix, size in (("G", 18), ("M", 15), ("k", 12), ("", 9), ("m", 6), ("u", 3)):
+        if nano % 10**size == 0:
+            return f"{nano // 10**size}{suffix}"
+    return f"{nano}n"

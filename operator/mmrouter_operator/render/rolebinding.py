@@ -1,0 +1,22 @@
+"""The RoleBinding that gives the frontend's account its Role."""
+
+from typing import Any
+
+from mmrouter.api import MMRouterDeployment
+from mmrouter_operator.render.common import object_metadata
+from mmrouter_operator.render.role import frontend_role
+from mmrouter_operator.render.serviceaccount import frontend_account
+
+
+def render_rolebindings(dep: MMRouterDeployment) -> list[dict[str, Any]]:
+    """Return the one RoleBinding. Its ``roleRef`` can never change, so the Role's name is fixed."""
+    subject = {"kind": "ServiceAccount", "name": frontend_account(dep), "namespace": dep.metadata.namespace}
+    return [
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": object_metadata(dep, frontend_role(dep), "frontend"),
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": frontend_role(dep)},
+            "subjects": [subject],
+        }
+    ]
