@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance.report import Cells
+from conformance.report import Cells, run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tests" / "tools"
@@ -61,7 +61,7 @@ def record(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 def cells(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """The cells of the run's table, kept in ``MMROUTER_CONFORMANCE_DIR`` or else in the run's temporary folder."""
     folder = os.environ.get("MMROUTER_CONFORMANCE_DIR")
-    made = Cells(ROOT / folder if folder else tmp_path_factory.getbasetemp())
+    made = Cells(ROOT / folder if folder else tmp_path_factory.getbasetemp(), run_folder())
     pytestconfig.stash[CELLS].append(made)
     return made
 

@@ -6,6 +6,7 @@ A run collects :class:`Cell` s and writes them as JSON; the table is made from t
 where a number comes from and no number can be typed in.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -71,11 +72,33 @@ class Cell:
     note: str = ""
 
 
-class Cells:
-    """Collects a run's cells and keeps them in files, so that a run which ends early leaves what it has."""
+def run_folder() -> Path | None:
+    """Return the folder that the sessions of one run share; ``None`` for a session on its own."""
+    named = os.environ.get("MMROUTER_RUN_FOLDER")
+    return Path(named) if named else None
 
-    def __init__(self, folder: Path) -> None:
+
+@contextmanager
+def exclusive(run: Path | None) -> Iterator[None]:
+    """Keep the other sessions of a run from the published files meanwhile."""
+    if run is None:
+        yield
+        return
+    with (run / "conformance.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Cells:
+    """Collects a run's cells and keeps them in files, so that a run which ends early leaves what it has.
+
+    A run may be several sessions side by side, each with cells of its own: what is written into ``folder`` holds those
+    of all sessions that share the folder ``run``.
+    """
+
+    def __init__(self, folder: Path, run: Path | None = None) -> None:
         self._folder = folder
+        self._run = run
         self._cells: dict[tuple[str, str, str], Cell] = {}
 
     @contextmanager
@@ -110,20 +133,30 @@ class Cells:
         self._write()
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each cell of the table, those that were not run with the reason."""
-        for cell in rows(self._cells):
+        """Yield a line for each cell, those that were not run with the reason.
+
+        A session on its own names every cell of the table, one of several those that it had.
+        """
+        for cell in rows(self._cells) if self._run is None else self._cells.values():
             counts = f"blocks {cell.blocks}, matched {cell.matched}, mismatches {cell.mismatches}"
             name = f"{cell.engine} {cell.family} {cell.provider}".rstrip()
             yield f"{name}: {f'not run: {cell.not_run}' if cell.not_run else counts}"
 
     def _write(self) -> None:
-        done = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-            "cells": [asdict(cell) for cell in self._cells.values()],
-        }
-        (self._folder / "conformance.json").write_text(json.dumps(done, indent=1) + "\n")
-        (self._folder / "conformance.md").write_text(table(done))
+        cells = [asdict(cell) for cell in self._cells.values()]
+        with exclusive(self._run):
+            if self._run is not None:
+                (self._run / f"cells-{os.getpid()}.json").write_text(json.dumps(cells))
+                cells = [
+                    cell for part in sorted(self._run.glob("cells-*.json")) for cell in json.loads(part.read_text())
+                ]
+            done = {
+                "date": datetime.now(UTC).date().isoformat(),
+                "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+                "cells": cells,
+            }
+            (self._folder / "conformance.json").write_text(json.dumps(done, indent=1) + "\n")
+            (self._folder / "conformance.md").write_text(table(done))
 
 
 HEAD = """# Conformance

@@ -29,6 +29,9 @@ START_SECONDS = 300
 API_KEY = "conformance"
 CONTEXT = 8192
 FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
+LOCK_PORT = 47_128
+HELD: list[socket.socket] = []
+"""Sockets that keep the addresses of this session from another one, which runs beside it."""
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -190,9 +193,21 @@ def free_address() -> str:
     """Return a loopback address on which all of an engine's ports are free: ports are fixed, addresses are many."""
     for number in range(1, 255):
         ip = f"127.1.9.{number}"
-        if all(is_free(ip, port) for port in (HTTP_PORT, EVENTS_PORT, REPLAY_PORT)):
+        if all(is_free(ip, port) for port in (HTTP_PORT, EVENTS_PORT, REPLAY_PORT)) and hold(ip):
             return ip
     pytest.fail("no loopback address in 127.1.9.0/24 is free")
+
+
+def hold(ip: str) -> bool:
+    """Keep an address until this session ends: an engine takes its ports only long after it was given the address."""
+    lock = socket.socket()
+    try:
+        lock.bind((ip, LOCK_PORT))
+    except OSError:
+        lock.close()
+        return False
+    HELD.append(lock)
+    return True
 
 
 def is_free(ip: str, port: int) -> bool:

@@ -1,18 +1,23 @@
 """The published table is made from a run's figures, and says of every cell what it is."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conformance.compare import Report
-from conformance.report import ENGINES, EXPECTED, NAMES, NOT_RUN, Cells, table
+from conformance.report import ENGINES, EXPECTED, NAMES, NOT_RUN, PROVIDERS, Cells, exclusive, run_folder, table
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+TESTS = Path(__file__).resolve().parents[1]
+DOCS = TESTS.parent / "docs"
 
 
 def test_the_published_table_is_made_from_the_figures_beside_it() -> None:
-    figures = json.loads((DOCS / "conformance.json").read_text())
-    assert (DOCS / "conformance.md").read_text() == table(figures)
+    with exclusive(run_folder()):  # a session beside this one may be writing them
+        figures, page = json.loads((DOCS / "conformance.json").read_text()), (DOCS / "conformance.md").read_text()
+    assert page == table(figures)
 
 
 def test_a_cell_that_was_not_run_says_why(tmp_path: Path) -> None:
@@ -54,3 +59,37 @@ def test_two_providers_of_one_family_are_two_rows(tmp_path: Path) -> None:
     text = (tmp_path / "conformance.md").read_text()
     assert "| SGLang | Qwen2.5-VL | artifact | 1 | 5 | 5 | 0 | - | 1/10 |" in text
     assert "| SGLang | Qwen2.5-VL | learned | 1 | 7 | 7 | 0 | - | 1/10 |" in text
+
+
+SESSION = """
+import sys
+from pathlib import Path
+from conformance.compare import Report
+from conformance.report import Cells
+out, run, engine, provider = sys.argv[1:]
+cells = Cells(Path(out), Path(run))
+with cells.of(engine, "qwen3_vl", provider):
+    pass
+cells.compared(engine, "qwen3_vl", Report(requests=1, blocks=7, matched=7), (0, 0))
+print(*cells.lines())
+"""
+
+
+def test_sessions_side_by_side_make_one_table(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SESSION, str(tmp_path), str(run), engine, PROVIDERS[engine]],
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for engine in ENGINES
+    ]
+    told = [session.communicate(timeout=60)[0].strip() for session in started]
+    assert told == [f"{engine} qwen3_vl {PROVIDERS[engine]}: blocks 7, matched 7, mismatches 0" for engine in ENGINES]
+    done = json.loads((tmp_path / "conformance.json").read_text())
+    assert sorted(cell["engine"] for cell in done["cells"]) == sorted(ENGINES)
+    assert (tmp_path / "conformance.md").read_text() == table(done)
+    assert table(done).count("| 1 | 7 | 7 | 0 |") == len(ENGINES)

@@ -3,9 +3,9 @@
     .venv/bin/python tests/tools/levels.py check [e2e] [cluster] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
-of ``check`` run two at a time, and each one's output is shown when it ends. The end is a table of the levels, with the
-reason of everything that was not run, and one line ``N passed, N failed, N skipped`` over all of them. Exit status 1
-when anything failed.
+of ``check`` run two at a time, and so do those of ``conformance`` where there is memory for it; each one's output is
+shown when it ends. The end is a table of the levels, with the reason of everything that was not run, and one line
+``N passed, N failed, N skipped`` over all of them. Exit status 1 when anything failed.
 
 ``passed`` and ``skipped`` count tests. ``failed`` counts tests and also commands that failed without a failing test
 (a linter, a crash, a time limit), so that a red run never says ``0 failed``.
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import IO
 from xml.etree import ElementTree
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 NO_TESTS = 5  # pytest's exit status
@@ -34,11 +36,12 @@ RUNNING: set["subprocess.Popen[bytes]"] = set()
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a level. A step with ``tests`` is a pytest run over that folder."""
+    """One command of a level. A step with ``tests`` is a pytest run over that folder, ``without`` leaves a part out."""
 
     name: str
     command: tuple[str, ...] = ()
     tests: str = ""
+    without: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Level:
     steps: tuple[Step, ...]
     limit_s: float  # for each step: a hang is a failure that names the step
     lanes: int = 1  # with one lane the output is shown as it comes
+    lane_gb: float = 0.0  # memory that a lane needs: where there is less, the steps run one after the other
 
 
 @dataclass
@@ -94,14 +98,24 @@ LEVELS = {
     ),
     "e2e": Level((Step("tests on local processes", tests="tests/e2e"),), limit_s=1200),
     "cluster": Level((Step("tests on a real control plane", tests="tests/cluster"),), limit_s=1200),
-    "conformance": Level((Step("tests on real engines", tests="tests/conformance"),), limit_s=3300),
+    # An engine that starts keeps one CPU busy, so the engines' folders run side by side. What a run compares is put
+    # together in the folder that its steps share.
+    "conformance": Level(
+        (
+            Step("tests on real engines, vLLM", tests="tests/conformance/vllm"),
+            Step("tests on real engines, the others", tests="tests/conformance", without="tests/conformance/vllm"),
+        ),
+        limit_s=3300,
+        lanes=2,
+        lane_gb=9,
+    ),
 }
 
 
 def run_level(level: Level, scratch: Path) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
-    with ThreadPoolExecutor(level.lanes) as lanes:
+    with ThreadPoolExecutor(lane_count(level)) as lanes:
         try:
             for part in lanes.map(partial(run_step, level, scratch), level.steps):
                 outcome.add(part)
@@ -113,6 +127,13 @@ def run_level(level: Level, scratch: Path) -> Outcome:
     return outcome
 
 
+def lane_count(level: Level) -> int:
+    """Return how many of a level's steps run side by side on this machine, as it is now."""
+    if not level.lane_gb:
+        return level.lanes
+    return max(1, min(level.lanes, int(psutil.virtual_memory().available / 1e9 / level.lane_gb)))
+
+
 def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
     """Run one command and count what came of it. Whatever keeps pytest from reporting is a failure."""
     outcome = Outcome()
@@ -121,13 +142,15 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
     report = scratch / f"{name}.xml"
     command = step.command
     if step.tests:
-        command = (sys.executable, "-m", "pytest", step.tests, "-q", f"--junit-xml={report}")
+        left_out = (f"--ignore={step.without}",) if step.without else ()
+        command = (sys.executable, "-m", "pytest", step.tests, *left_out, "-q", f"--junit-xml={report}")
+    env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
     if level.lanes == 1:
         print(f"\n== {step.name}", flush=True)
-        status = execute(command, level.limit_s, None)
+        status = execute(command, level.limit_s, None, env)
     else:
         with (scratch / f"{name}.out").open("w+b") as out:
-            status = execute(command, level.limit_s, out)
+            status = execute(command, level.limit_s, out, env)
             out.seek(0)
             shown = out.read().decode(errors="replace").strip()
         print(f"\n== {step.name}, {time.monotonic() - began:.1f} s\n{shown}", flush=True)
@@ -152,10 +175,10 @@ def add_report(report: Path, outcome: Outcome) -> None:
             outcome.passed += 1
 
 
-def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None) -> int:
+def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str]) -> int:
     """Return the exit status of a command; its whole process group is ended when it outlives the limit."""
     stderr = None if out is None else subprocess.STDOUT
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=out, stderr=stderr)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=out, stderr=stderr)
     RUNNING.add(process)
     try:
         return process.wait(limit_s)

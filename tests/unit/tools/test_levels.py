@@ -92,3 +92,21 @@ def test_a_cancelled_run_ends_what_it_started(tmp_path: Path) -> None:
     assert run.wait(20) == 130
     assert mark.read_text() == "ended"
     run.stdout.close()
+
+
+def test_steps_run_side_by_side_only_where_there_is_memory_for_each() -> None:
+    assert levels.lane_count(Level((), limit_s=1, lanes=2)) == 2
+    assert levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e-6)) == 2
+    assert levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e6)) == 1
+
+
+def test_the_parts_of_a_folder_are_run_once_each_and_share_a_folder(tmp_path: Path) -> None:
+    code = "import os\ndef test_it(): open(os.environ['MMROUTER_RUN_FOLDER'] + '/seen', 'a').write(__name__[-1])\n"
+    tests, scratch = tmp_path / "tests", tmp_path / "scratch"
+    for name in "ab":
+        (tests / name).mkdir(parents=True)
+        (tests / name / f"test_{name}.py").write_text(code)
+    scratch.mkdir()
+    steps = (Step("a", tests=str(tests / "a")), Step("rest", tests=str(tests), without=str(tests / "a")))
+    outcome = run_level(Level(steps, limit_s=60, lanes=2), scratch)
+    assert (outcome.passed, sorted((scratch / "seen").read_text())) == (2, ["a", "b"])
