@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
@@ -26,12 +26,17 @@ async def serving(
     async def exposition(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def engine_exposition(_: web.Request) -> web.Response:
+        # Through us, because the engine's own port is not open to whoever scrapes.
+        return web.Response(text=metrics.load.text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
     async def drained(_: web.Request) -> web.Response:
         drain()
         return web.json_response({"draining": True})
 
     public, hook = web.Application(), web.Application()
     public.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)])
+    public.add_routes([web.get("/engine/metrics", engine_exposition)])
     # A preStop hook sends GET; whoever drains by hand is right to use POST.
     hook.add_routes([web.get("/drain", drained), web.post("/drain", drained)])
     places = ((public, settings.pod_ip, settings.ports.health), (hook, settings.loopback, settings.ports.hook))

@@ -6,6 +6,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mmrouter_sidecar.load import EngineLoad
+
 PREFIX = "mmrouter_sidecar"
 
 
@@ -47,6 +49,8 @@ class Metrics:
         self.journal_bytes = gauge("journal_bytes", "Size of the journal.")
         self.lag = gauge("lag_seconds", "Age of the last event batch when it was applied.")
         self.up = gauge("engine_up", "1 while the engine answers.")
+        self.load = EngineLoad()
+        self.registry.register(self.load)
 
     def watch(self, counted: Callable[[], Counted]) -> None:
         """Expose what the hot path counts by itself, when it is asked for."""

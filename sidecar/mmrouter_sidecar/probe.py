@@ -46,6 +46,8 @@ class Probe:
                 self._metrics.up.set(up)
                 if up:
                     await self._load(session)
+                else:
+                    self._metrics.load.lost()
                 await asyncio.sleep(LOAD_PERIOD if up else PERIOD)
 
     async def _look(self, session: aiohttp.ClientSession) -> None:
@@ -111,7 +113,9 @@ class Probe:
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._metrics.probes.labels("/metrics").inc()
             return
-        for rank, load in self._adapter.parse_load(text).items():
+        ranks = self._adapter.parse_load(text)
+        self._metrics.load.saw(text, ranks)
+        for rank, load in ranks.items():
             self._relay.load(rank, load.running, load.waiting, load.kv_usage)
         size = self._adapter.parse_block_size(text)
         if size is not None:
