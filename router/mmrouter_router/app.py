@@ -6,14 +6,13 @@ import logging
 import time
 from typing import Any
 
-import uvicorn
 import zmq.asyncio
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mmrouter_router import control, discovery
-from mmrouter_router.canary import Canary
+from mmrouter_router.canary import Canary, proves
 from mmrouter_router.chat import CHAT, FORWARDED, Chat, Receive, Scope, Send
 from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.errors import RequestError
@@ -27,10 +26,13 @@ from mmrouter_router.metrics import Metrics
 from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
 from mmrouter_router.place import Decision, Placer
 from mmrouter_router.prepare import Prepared, Preparer
+from mmrouter_router.probes import Probes
 from mmrouter_router.renderer import ROLE as RENDERER_ROLE
 from mmrouter_router.renderer import Renderer
+from mmrouter_router.report import Reporter
 from mmrouter_router.sampling import RenderSampler, Sampler
 from mmrouter_router.sentinels import Sentinels
+from mmrouter_router.serving import OTHERS_SECONDS, Leaving, Server, serve
 from mmrouter_router.settings import Settings
 from mmrouter_router.tenants import Tenants
 from mmrouter_router.upstream import Upstream
@@ -108,6 +110,18 @@ class Router:
             debug_headers=spec.observability.debug_headers,
             answered=self._answered,
         )
+        self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
+        self.reporter = Reporter(
+            router_id=settings.router_id,
+            engine=spec.engine.type,
+            fleet=self.fleet,
+            renderer=self.renderer,
+            probes=self.probes,
+            counts=self.chat.counts,
+            ready=lambda: self.ready,
+            possible=lambda: self.own.possible,
+        )
+        self.leaving = Leaving()
         self.peers: tuple[discovery.Peer, ...] = ()
         self._context = zmq.asyncio.Context()
         # One group for everything that runs: what none of us expects ends the process loudly, never one feed silently.
@@ -132,39 +146,45 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """True once every known sidecar's snapshot is in or the deadline has passed; then for good."""
+        """True once every known sidecar's snapshot is in or the deadline has passed; then until this router leaves."""
         if not self._ready:
             known = all(w.follower.synced and w.beat is not None for w in self.fleet if w.member.ready)
             self._ready = (self._rostered and known) or time.monotonic() - self._started > READY_SECONDS
-        return self._ready
+        return self._ready and not self.leaving.begun
 
     def roster(self, roster: discovery.Roster) -> None:
         """Take over who is there."""
         self.peers = tuple(p for p in roster.peers if p.ip != self.settings.pod_ip)
+        if roster.leaving:
+            self.leaving.begin("this pod is being deleted")
         # A renderer has no cache and no sidecar: there is nothing to follow and nowhere to route to.
         members = [member for member in roster.members if member.role != RENDERER_ROLE]
         self.renderer.roster(member for member in roster.members if member.role == RENDERER_ROLE)
-        here = {member.uid for member in members}
+        # A pod whose sandbox was made anew has another address under its uid, and nothing of its cache is left.
+        here = {member.uid: member.ip for member in members}
+        for worker in list(self.fleet):
+            if here.get(worker.member.uid) != worker.member.ip:
+                self._leave(worker.member.uid)
         for member in members:
-            known = self._feeds.get(member.uid)
             worker = self.fleet.join(member)
-            if known is None:
+            if member.uid not in self._feeds:
                 feeder = Feed(worker, self.fleet, self.settings.curve, self._context, self.metrics)
                 self._feeds[member.uid] = (feeder, self._tasks.create_task(feeder.run(), name=f"feed {member.name}"))
-        for uid in set(self._feeds) - here:
-            self._feeds.pop(uid)[1].cancel()
-            if (canary := self._canaries.pop(uid, None)) is not None:
-                canary.cancel()
-            self.fleet.leave(uid)
         self._rostered = True
+
+    def _leave(self, uid: str) -> None:
+        self._feeds.pop(uid)[1].cancel()
+        if (canary := self._canaries.pop(uid, None)) is not None:
+            canary.cancel()
+        self.fleet.leave(uid)
 
     async def run(self) -> None:
         """Serve until cancelled or told to stop by a signal."""
-        discover = discovery.watch_file(self.settings.config_dir / "workers.json", self.roster)
-        servers = [
-            _server(self._client_app(), self.settings.pod_ip, CLIENT_PORT),
-            _server(self._control_app(), self.settings.pod_ip, control.CONTROL_PORT),
-            _server(self._metrics_app(), self.settings.pod_ip, METRICS_PORT),
+        ip, drain = self.settings.pod_ip, self.settings.drain_seconds
+        clients = Server(self._client_app(), ip, CLIENT_PORT, drain_seconds=drain)
+        others = [
+            Server(self._control_app(), ip, control.CONTROL_PORT, drain_seconds=OTHERS_SECONDS),
+            Server(self._metrics_app(), ip, METRICS_PORT, drain_seconds=OTHERS_SECONDS),
         ]
         log.info(
             "router %s serves %s on %s:%d",
@@ -176,23 +196,34 @@ class Router:
         try:
             async with self._tasks as tasks:
                 background = [
-                    tasks.create_task(discover, name="discovery"),
+                    tasks.create_task(self._discover(), name="discovery"),
                     tasks.create_task(self._verify_all(), name="canaries"),
                     tasks.create_task(self._sweep(), name="sweep"),
                     tasks.create_task(self.sampler.run(), name="parity"),
                     tasks.create_task(self.renderer.run(), name="renderers"),
+                    tasks.create_task(self.probes.run(), name="probes"),
                     tasks.create_task(self._compare_renderings(self.render_sampler), name="renderings"),
                     tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
-                # The first server owns the signals; when it has drained, the others have nothing left to serve.
-                await _serve(servers)
+                await serve(clients, others, self.leaving)
                 for task in [*background, *self._canaries.values(), *(task for _, task in self._feeds.values())]:
                     task.cancel()
         finally:
             self.upstream.close()
             await self.media.close()
             self._context.destroy(linger=0)
+
+    async def _discover(self) -> None:
+        settings = self.settings
+        if settings.discovery == "file":
+            await discovery.watch_file(settings.config_dir / "workers.json", self.roster)
+        else:
+            # Here, because only this way pays for the cluster client.
+            from mmrouter_router.podwatch import watch_pods  # noqa: PLC0415
+
+            name = settings.deployment.metadata.name
+            await watch_pods(settings.api_server, name, settings.pod_uid, self.roster, self.metrics)
 
     async def _verify_all(self) -> None:
         """Start a canary for every worker that is routable and not verified; one at a time per worker."""
@@ -204,7 +235,9 @@ class Router:
             )
         while True:
             self._changed.clear()
-            for worker in self.fleet if self.own.possible else ():
+            for worker in self.fleet if self.own.possible and not self.leaving.begun else ():
+                if not proves(self.settings.deployment.spec.engine.type, worker.member.role):
+                    continue
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))
@@ -257,6 +290,8 @@ class Router:
         hot = frozenset((CHAT, *FORWARDED))
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if self.leaving.begun:
+                send = self.leaving.closing(send)
             if scope["type"] == "http" and scope["path"] in hot:
                 await self.chat(scope, receive, send)
             else:
@@ -303,7 +338,8 @@ class Router:
             renderer=self.renderer,
             prompter=self.preparer.prompter,
             peers=lambda: self.peers,
-            ready=lambda: self.ready,
+            report=self.reporter.report,
+            stopping=self.leaving.stopping,
         )
 
     def _metrics_app(self) -> FastAPI:
@@ -326,34 +362,3 @@ class Router:
 
 def _not_learned(decision: Decision, prepared: Prepared) -> None:
     """Where identity is ours there is nothing to learn."""
-
-
-def _server(app: Any, host: str, port: int) -> uvicorn.Server:
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http="httptools",
-        loop="uvloop",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=30,
-    )
-    return uvicorn.Server(config)
-
-
-async def _serve(servers: list[uvicorn.Server]) -> None:
-    """Run all servers until the first one has shut down (it handles SIGTERM and SIGINT)."""
-    first, *others = servers
-    for server in others:
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    tasks = [asyncio.create_task(server.serve()) for server in others]
-    try:
-        await first.serve()
-    finally:
-        for server in others:
-            server.should_exit = True
-        await asyncio.gather(*tasks)

@@ -27,6 +27,14 @@ LATE_SECONDS = 15.0
 LOOK_SECONDS = 0.25
 
 
+def proves(engine: str, role: str) -> bool:
+    """Whether a canary can prove pods of a role: they answer a plain request and publish its blocks.
+
+    A prefill engine of SGLang answers nobody who brings no decoder along.
+    """
+    return role == "worker" or (role == "prefill" and engine == "vllm")
+
+
 class Canary:
     """Runs canaries against workers and hands the results to their sidecars."""
 

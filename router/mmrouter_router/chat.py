@@ -17,7 +17,7 @@ from ulid import ULID
 from mmrouter.api import EngineType
 from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
-from mmrouter_router.decisions import Decisions, Trace
+from mmrouter_router.decisions import Counts, Decisions, Trace
 from mmrouter_router.errors import RequestError
 from mmrouter_router.forward import ERROR_LIMIT, Forwarder, Reply, encode_body
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
@@ -73,6 +73,7 @@ class Chat:
         self._adapter = adapter(engine)
         self._decisions, self._metrics, self._answered = decisions, metrics, answered
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
+        self.counts = Counts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; never raises for what a client or an engine did."""
@@ -184,6 +185,11 @@ class Chat:
                 self._metrics.unresolved.labels(image.unresolved.split(":")[0]).inc()
         self._metrics.prompt_blocks.inc(decision.choice.winner.blocks)
         self._metrics.overlap_blocks.inc(decision.choice.winner.overlap)
+        self.counts.add(
+            exact=decision.exactness == "exact",
+            prompt_blocks=decision.choice.winner.blocks,
+            hit_blocks=decision.choice.winner.overlap,
+        )
 
     def _trusted(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether the control token came along: then a request may see overlap and choose its policy."""

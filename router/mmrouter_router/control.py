@@ -2,11 +2,10 @@
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import aiohttp
-import orjson
 from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -21,14 +20,13 @@ from mmrouter_router.place import NoWorkerError, Placer
 from mmrouter_router.rendered import rendering_json
 from mmrouter_router.renderer import Renderer
 from mmrouter_router.sampling import Sampler
+from mmrouter_router.stream import events
 from mmrouter_router.tenants import DEFAULT
 
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
 LOOK_SECONDS = 0.5
 """How long a comparison that somebody asks for waits for blocks that are not there."""
-STREAM_SECONDS = 0.2
-"""Changes that come together are one event of the stream."""
 
 
 def create(
@@ -43,9 +41,10 @@ def create(
     renderer: Renderer,
     prompter: Prompter | None,
     peers: Callable[[], tuple[Peer, ...]],
-    ready: Callable[[], bool],
+    report: Callable[[], dict[str, Any]],
+    stopping: asyncio.Event,
 ) -> FastAPI:
-    """Build the control application."""
+    """Build the control application. ``report``: what the stream tells; its end comes with ``stopping``."""
 
     def authorized(authorization: Annotated[str, Header()] = "") -> None:
         if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
@@ -59,11 +58,11 @@ def create(
 
     @app.get("/control/state")
     async def state() -> dict[str, Any]:
-        return {**state_of(router_id, fleet, placer, ready=ready()), "renderers": renderer.state()}
+        return {**state_of(report(), fleet, placer), "renderers": renderer.state()}
 
     @app.get("/control/stream")
     async def stream() -> StreamingResponse:
-        return StreamingResponse(_events(router_id, fleet, placer, ready), media_type="text/event-stream")
+        return StreamingResponse(events(report, fleet, stopping), media_type="text/event-stream")
 
     @app.get("/control/workers/{uid}/keys")
     async def keys(uid: str) -> dict[str, Any]:
@@ -110,14 +109,20 @@ def create(
     return app
 
 
-def state_of(router_id: str, fleet: Fleet, placer: Placer, *, ready: bool) -> dict[str, Any]:
-    """What this router knows, as plain values."""
+def state_of(report: dict[str, Any], fleet: Fleet, placer: Placer) -> dict[str, Any]:
+    """What this router knows, as plain values: its report, and of every worker all that there is to know."""
+    rows = report["workers"]
     return {
-        "router": router_id,
-        "ready": ready,
+        **report,
         "index_keys": len(fleet.index),
-        "workers": [worker_of(worker, fleet, placer) for worker in fleet],
+        "workers": [
+            {**worker_of(worker, fleet, placer), **_verdict(rows.get(worker.member.uid, {}))} for worker in fleet
+        ],
     }
+
+
+def _verdict(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("routable", "verified", "cause", "message") if name in row}
 
 
 def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
@@ -185,20 +190,3 @@ async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, pa
             except (aiohttp.ClientError, TimeoutError):
                 continue  # that frontend is down; its decisions went with it
     return None
-
-
-async def _events(router_id: str, fleet: Fleet, placer: Placer, ready: Callable[[], bool]) -> AsyncIterator[bytes]:
-    changed = asyncio.Event()
-    fleet.on_change(changed.set)
-    try:
-        while True:
-            changed.clear()
-            yield (
-                b"data: "
-                + orjson.dumps(state_of(router_id, fleet, placer, ready=ready()), option=orjson.OPT_NON_STR_KEYS)
-                + b"\n\n"
-            )
-            await changed.wait()
-            await asyncio.sleep(STREAM_SECONDS)
-    finally:
-        fleet.off_change(changed.set)

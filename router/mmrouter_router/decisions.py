@@ -76,6 +76,23 @@ class Trace:
         }
 
 
+@dataclass(slots=True)
+class Counts:
+    """Of this process's decisions; they begin at 0 with it and only grow."""
+
+    decisions: int = 0
+    exact: int = 0
+    prompt_blocks: int = 0
+    hit_blocks: int = 0
+
+    def add(self, *, exact: bool, prompt_blocks: int, hit_blocks: int) -> None:
+        """Count one decision: whether it was exact, its prompt's complete blocks, and those that the worker held."""
+        self.decisions += 1
+        self.exact += exact
+        self.prompt_blocks += prompt_blocks
+        self.hit_blocks += hit_blocks
+
+
 class Decisions:
     """The last :data:`RING` traces, fewer where their prompts are longer than :data:`RING_TOKENS` together."""
 

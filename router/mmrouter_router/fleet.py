@@ -21,7 +21,9 @@ INDEXED_MEDIUM = "GPU"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One engine pod as discovery reports it (DESIGN.md 10)."""
+    """One engine pod as discovery reports it (DESIGN.md 10). ``ready``: what the router asks of it can answer: its
+    sidecar, or the engine where there is none. A sidecar answers while its engine still loads weights.
+    """
 
     uid: str
     name: str

@@ -81,6 +81,10 @@ class Metrics:
         self.disconnects = Counter("mmrouter_client_disconnects_total", "Clients that left before the end", registry=r)
         self.in_flight = Gauge("mmrouter_requests_in_flight", "Requests that are being answered", registry=r)
         self.workers = Gauge("mmrouter_workers", "Workers by standing", ["standing"], registry=r)
+        self.discovery_errors = Counter(
+            "mmrouter_discovery_errors_total", "Failed lists and watches of pods, by reason", ["reason"], registry=r
+        )
+        self.discovery_synced = Gauge("mmrouter_discovery_synced", "1 while the watch of pods works", registry=r)
         self.index_keys = Gauge("mmrouter_index_keys", "Distinct block keys in the index", registry=r)
         self.feed_deltas = Counter("mmrouter_feed_deltas_total", "Deltas applied to the index", registry=r)
         self.feed_events = Counter(

@@ -7,6 +7,8 @@ is then served by affinity.
 """
 
 import asyncio
+import base64
+import io
 import itertools
 import logging
 from array import array
@@ -16,10 +18,12 @@ from typing import Any
 
 import orjson
 from blake3 import blake3
+from PIL import Image
 
 from mmrouter.blocks import Span
 from mmrouter.engines.launching import HTTP_PORT
 from mmrouter.engines.vllm_render import RENDER_PATH, RenderError, read_rendered, render_request
+from mmrouter.identity import to_wire
 from mmrouter_router.fleet import Member
 from mmrouter_router.flights import Flights
 from mmrouter_router.metrics import Metrics
@@ -33,6 +37,10 @@ CACHED_TOKENS = 4_000_000
 MAX_ANSWER = 64 << 20
 RENDER_SECONDS = 20.0
 PROBE_SECONDS = 1.0
+PICTURE_TURNS = 10
+"""A renderer that could not render the picture is asked again every so many probes."""
+PICTURE_IDENTITY = bytes(32)
+"""What our own picture is called: the renderer hands the name back and nobody else uses it."""
 
 Rendered = tuple["array[int]", tuple[Span, ...]]
 
@@ -54,6 +62,9 @@ class Renderer:
         self._upstream, self._key, self._model, self._metrics = upstream, engine_key, served_model, metrics
         self._members: dict[str, Member] = {}
         self._answered: set[str] = set()
+        self._proved: set[str] = set()
+        self._wrong: dict[str, str] = {}  # uid -> what was wrong with its last answer to our own question
+        self._picture = _picture_request(served_model)
         self._turn = itertools.count()
         self._kept: OrderedDict[bytes, Rendered] = OrderedDict()
         self._room = tokens
@@ -63,6 +74,8 @@ class Renderer:
         """Take over which renderers are there."""
         self._members = {member.uid: member for member in members}
         self._answered &= self._members.keys()
+        self._proved &= self._members.keys()
+        self._wrong = {uid: said for uid, said in self._wrong.items() if uid in self._members}
 
     @property
     def usable(self) -> list[Member]:
@@ -70,26 +83,54 @@ class Renderer:
         return [m for m in self._members.values() if m.ready and not m.draining and m.uid in self._answered]
 
     def state(self) -> list[dict[str, Any]]:
-        """Every renderer, for the control API."""
-        usable = {member.uid for member in self.usable}
+        """Every renderer, for the control API: whether it answers, and whether it has rendered an image of ours."""
         return [
-            {"uid": m.uid, "name": m.name, "ip": m.ip, "pool": m.pool, "ready": m.ready, "verified": m.uid in usable}
+            {
+                "uid": m.uid,
+                "name": m.name,
+                "ip": m.ip,
+                "pool": m.pool,
+                "ready": m.ready,
+                "draining": m.draining,
+                "answered": m.ready and not m.draining and m.uid in self._answered,
+                "verified": m.uid in self._proved,
+                "message": self._wrong.get(m.uid, ""),
+            }
             for m in self._members.values()
         ]
 
     async def run(self) -> None:
-        """Ask every new renderer for a text until it answers; ends only by cancellation."""
-        body = {"model": self._model, "messages": [{"role": "user", "content": "Are you there?"}]}
-        while True:
+        """Ask every new renderer for a text until it answers, then for an image; ends only by cancellation."""
+        text = orjson.dumps(render_request(_question(self._model, "Are you there?")))
+        for turn in itertools.count():
             for member in list(self._members.values()):
-                if member.ready and member.uid not in self._answered:
-                    try:
-                        await self._ask(member, orjson.dumps(render_request(body)))
-                    except RendererError as error:
-                        log.info("%s: %s", member.name, error)
-                    else:
+                if not member.ready:
+                    continue
+                if member.uid not in self._answered:
+                    if await self._probe(member, text) is not None:
                         self._answered.add(member.uid)
+                elif member.uid not in self._proved and (member.uid not in self._wrong or turn % PICTURE_TURNS == 0):
+                    await self._prove(member)
             await asyncio.sleep(PROBE_SECONDS)
+
+    async def _probe(self, member: Member, body: bytes) -> Rendered | None:
+        try:
+            rendered = await self._ask(member, body)
+        except RendererError as error:
+            log.info("%s: %s", member.name, error)
+            self._wrong[member.uid] = str(error)
+            return None
+        self._wrong.pop(member.uid, None)
+        return rendered
+
+    async def _prove(self, member: Member) -> None:
+        rendered = await self._probe(member, self._picture)
+        if rendered is None:
+            return
+        if [span.identity for span in rendered[1]] == [PICTURE_IDENTITY]:
+            self._proved.add(member.uid)
+        else:
+            self._wrong[member.uid] = f"one image became {len(rendered[1])} in the prompt"
 
     async def render(self, body: Mapping[str, Any]) -> Rendered:
         """Return ids and spans of a chat body for the engine, with our identity beside every image.
@@ -149,6 +190,20 @@ class Renderer:
         while self._room < 0:
             _, (ids, _) = self._kept.popitem(last=False)
             self._room += len(ids)
+
+
+def _question(model: str, content: object) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": content}]}
+
+
+def _picture_request(model: str) -> bytes:
+    """A request with one small picture, as a worker would get it."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "#c02030").save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    picture = {"type": "image_url", "image_url": {"url": url}, "uuid": to_wire(PICTURE_IDENTITY)}
+    content = [{"type": "text", "text": "Are you there, and what is this?"}, picture]
+    return orjson.dumps(render_request(_question(model, content)))
 
 
 def _content_key(request: Mapping[str, Any]) -> bytes:

@@ -5,8 +5,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from mmrouter.api import MMRouterDeployment, load_deployment
+
+Discovery = Literal["file", "kubernetes"]
+DRAIN_SECONDS = 30.0
+SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,15 @@ class CurveKeys:
     public: bytes
     secret: bytes
     server: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ApiServer:
+    """The cluster's API as a pod finds it. ``folder`` holds ``token`` (it rotates), ``ca.crt`` and ``namespace``."""
+
+    host: str
+    port: str
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,12 @@ class Settings:
     engine_key: str
     control_token: str
     curve: CurveKeys
+    pod_uid: str = ""
+    discovery: Discovery = "file"
+    """Where the other pods are known from: the cluster's API, or a file."""
+    drain_seconds: float = DRAIN_SECONDS
+    """How long answers may take to finish after SIGTERM."""
+    api_server: ApiServer = ApiServer("", "443", Path(SERVICE_ACCOUNT_DIR))
 
     @property
     def chat_template(self) -> Path:
@@ -49,6 +69,11 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
     uid = env.get("POD_UID") or env.get("POD_NAME", "")
     if not uid:
         raise SettingsError("POD_UID is not set")
+    discovery = env.get("MMROUTER_DISCOVERY", "file")
+    if discovery not in get_args(Discovery):
+        raise SettingsError(f"MMROUTER_DISCOVERY is {discovery!r}: {' or '.join(get_args(Discovery))}")
+    if discovery == "kubernetes" and not env.get("KUBERNETES_SERVICE_HOST"):
+        raise SettingsError("KUBERNETES_SERVICE_HOST is not set: there is no API server to ask who is there")
     return Settings(
         deployment=load_deployment(config / "deployment.json"),
         router_id=hashlib.sha256(uid.encode()).hexdigest()[:8],
@@ -63,7 +88,26 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
             secret=_text(secrets / "router.curve.secret").encode(),
             server=_text(secrets / "sidecar.curve.public").encode(),
         ),
+        pod_uid=uid,
+        discovery=cast(Discovery, discovery),
+        drain_seconds=_seconds(env, "MMROUTER_DRAIN_SECONDS", DRAIN_SECONDS),
+        api_server=ApiServer(
+            env.get("KUBERNETES_SERVICE_HOST", ""),
+            env.get("KUBERNETES_SERVICE_PORT", "443"),
+            Path(env.get("MMROUTER_SERVICE_ACCOUNT_DIR", SERVICE_ACCOUNT_DIR)),
+        ),
     )
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise SettingsError(f"{name} is {text!r}, which is no number of seconds")
+    return seconds
 
 
 def _read(path: Path) -> bytes:

@@ -1,0 +1,100 @@
+"""What this router tells the operator: per pod the two questions of DESIGN.md 5.3, and counts that only grow.
+
+A report is plain values, equal while nothing has changed: no clock, no sequence number, no load is in it. So a follower
+that compares two reports sees a change exactly where there is one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mmrouter_router.canary import proves
+from mmrouter_router.decisions import Counts
+from mmrouter_router.feeds import STALE_SECONDS
+from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.probes import Probes, Standing
+from mmrouter_router.renderer import ROLE as RENDERER_ROLE
+from mmrouter_router.renderer import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Makes reports of one router. ``possible``: whether anybody can predict a prompt of this model."""
+
+    router_id: str
+    engine: str
+    fleet: Fleet
+    renderer: Renderer
+    probes: Probes
+    counts: Counts
+    ready: Callable[[], bool]
+    possible: Callable[[], bool]
+
+    def report(self) -> dict[str, Any]:
+        """Return everything that the operator follows, as plain values."""
+        workers: dict[str, dict[str, Any]] = {}
+        for worker in self.fleet:
+            member = worker.member
+            draining = member.draining or (worker.beat is not None and worker.beat.draining)
+            workers[member.uid] = _row(member.uid, member.pool, member.role, self.standing(worker), draining=draining)
+        for one in self.renderer.state():
+            standing = _rendering(one)
+            workers[one["uid"]] = _row(one["uid"], one["pool"], RENDERER_ROLE, standing, draining=one["draining"])
+        return {
+            "router": self.router_id,
+            "ready": self.ready(),
+            "workers": workers,
+            "decisions": self.counts.decisions,
+            "exact_decisions": self.counts.exact,
+            "prompt_blocks": self.counts.prompt_blocks,
+            "hit_blocks": self.counts.hit_blocks,
+        }
+
+    def standing(self, worker: Worker) -> Standing:
+        """One engine pod with a sidecar, by its role."""
+        if worker.member.role == "encoder":
+            return self.probes.encoder(worker)
+        unheard = self._unheard(worker)
+        if worker.member.role == "decode":
+            return Standing(False, "Unknown", *unheard) if unheard else self.probes.decode(worker)
+        if not unheard and not worker.follower.synced:
+            unheard = "no_snapshot", "the snapshot of its cache has not come yet"
+        verified = worker.canary
+        if unheard:
+            return Standing(False, verified, *unheard)
+        return Standing(True, verified, *self._unproved(worker))
+
+    def _unheard(self, worker: Worker) -> tuple[str, str] | tuple[()]:
+        """Why nothing can be sent there, as cause and message; empty where something can."""
+        beat = worker.beat
+        if beat is None or self.fleet.now() - worker.beat_at > STALE_SECONDS:
+            return "not_heard", "its sidecar is not heard"
+        if beat.draining or worker.member.draining:
+            return "draining", "it lets its last requests finish"
+        if beat.engine_state != "up":
+            return f"engine_{beat.engine_state}", f"its engine is {beat.engine_state}"
+        return ()
+
+    def _unproved(self, worker: Worker) -> tuple[str, str]:
+        canary = worker.beat.canary if worker.beat is not None else None
+        if worker.canary != "Unknown" and canary is not None:
+            return canary.cause, canary.message
+        if not proves(self.engine, worker.member.role):
+            return "not_probed", f"no canary is defined for a {worker.member.role} of {self.engine}"
+        if not self.possible():
+            return "not_modelled", "nobody can predict this model's prompts: requests are placed by affinity"
+        return "pending", "its canary has not been answered yet"
+
+
+def _rendering(one: dict[str, Any]) -> Standing:
+    if not one["answered"]:
+        return Standing(False, "Unknown", "not_answered", one["message"] or "it has not answered yet")
+    if one["verified"]:
+        return Standing(True, "True")
+    if one["message"]:
+        return Standing(True, "False", "rendering", one["message"])
+    return Standing(True, "Unknown", "pending", "no image has been rendered yet")
+
+
+def _row(uid: str, pool: str, role: str, standing: Standing, *, draining: bool) -> dict[str, Any]:
+    return {"uid": uid, "pool": pool, "role": role, **standing._asdict(), "draining": draining}
