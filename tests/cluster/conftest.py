@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster.controlplane import ControlPlane, control_plane
+from cluster.hollow import Hollow, hollow
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"
@@ -44,3 +45,12 @@ def namespace(cluster: ControlPlane) -> Iterator[str]:
     """A namespace of the test's own."""
     with cluster.namespace() as name:
         yield name
+
+
+@pytest.fixture(scope="session")
+def kubelet(cluster: ControlPlane) -> Iterator[Hollow]:
+    """A hollow kubelet with two nodes that have GPUs."""
+    with hollow(cluster) as made:
+        for name in ("node-0", "node-1"):
+            made.node(name, {"nvidia.com/gpu.present": "true"}, nvidia_com__gpu="64")
+        yield made

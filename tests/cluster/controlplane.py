@@ -148,9 +148,16 @@ class ControlPlane:
 
     def client(self, token: str) -> httpx.Client:
         """Return a client of the API server for a bearer token; the caller closes it."""
+        return httpx.Client(**self._client_options(token))
+
+    def async_client(self) -> httpx.AsyncClient:
+        """Return the administrator's client for an event loop; the caller closes it."""
+        return httpx.AsyncClient(**self._client_options(self._tokens["admin"]))
+
+    def _client_options(self, token: str) -> dict[str, Any]:
         context = ssl.create_default_context(cafile=str(self.ca))
         headers = {"authorization": f"Bearer {token}", "user-agent": "mmrouter-tests"}
-        return httpx.Client(base_url=self.url, verify=context, headers=headers, timeout=30, trust_env=False)
+        return {"base_url": self.url, "verify": context, "headers": headers, "timeout": 30, "trust_env": False}
 
     def token(self, namespace: str, serviceaccount: str) -> str:
         """Return a token of a ServiceAccount, by TokenRequest. Raises ``httpx.HTTPStatusError``."""
