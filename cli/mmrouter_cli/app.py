@@ -95,6 +95,27 @@ def up(
 
 
 @app.command()
+def crd(
+    check: Annotated[
+        Path | None, typer.Option(help="Print nothing; exit status 1 if this file is not the definition.")
+    ] = None,
+) -> None:
+    """Print the CustomResourceDefinition of MMRouterDeployment as YAML."""
+    from mmrouter_cli import crd as definition
+
+    if check is None:
+        typer.echo(definition.text(), nl=False)
+        return
+    try:
+        current = definition.is_current(check)
+    except OSError as error:
+        _fail(str(error))
+    if not current:
+        typer.echo(f"mmrouter: {check} differs from the models: write it with `mmrouter crd > {check}`", err=True)
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def verify(
     url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
     control: Control = None,

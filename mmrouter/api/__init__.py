@@ -1,5 +1,6 @@
 """The resource ``MMRouterDeployment`` (DESIGN.md 9) as typed, immutable values."""
 
+from mmrouter.api.accelerator import DEFAULT_BLOCK_SIZE, Accelerator, AcceleratorKind
 from mmrouter.api.deployment import (
     API_VERSION,
     KIND,
@@ -11,14 +12,12 @@ from mmrouter.api.deployment import (
     parse_deployment,
     to_json,
 )
-from mmrouter.api.engine import ChatTemplate, Engine, EngineType, ProcessorOptions
+from mmrouter.api.engine import ChatTemplate, Engine, ProcessorOptions
+from mmrouter.api.flags import EngineType
 from mmrouter.api.frontend import ApiKeys, Frontend, Service
 from mmrouter.api.model import Model
 from mmrouter.api.operations import NetworkPolicy, Observability, Sidecar, Verification
 from mmrouter.api.pools import (
-    DEFAULT_BLOCK_SIZE,
-    Accelerator,
-    AcceleratorKind,
     Autoscaling,
     Parallelism,
     Pool,

@@ -1,35 +1,17 @@
-"""What every model of the resource is made of: the base class, bounded types and the rule helper."""
+"""What every model of the resource is made of: bounded types, and the small objects that several sections share.
+
+Patterns mean the same to Python and to the API server's Go: no `\\s`, `\\d` or `\\w`, which differ outside ASCII.
+"""
 
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
-from mmrouter.api.quantity import quantity_bytes, quantity_value
+from mmrouter.api.quantity import QUANTITY, quantity_value
+from mmrouter.api.rules import VALIDATIONS, Resource, validation
 
-
-class Resource(BaseModel):
-    """Immutable values; camelCase in JSON and YAML, snake_case in Python; a field that is not known is an error.
-
-    Strict, as the API server is: "2" is no number and "yes" no boolean.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        alias_generator=to_camel,
-        validate_by_name=True,
-        validate_by_alias=True,
-        use_attribute_docstrings=True,
-    )
-
-
-def broken(path: str, sentence: str) -> PydanticCustomError:
-    """Return the error of a rule over several fields; ``path`` (camelCase, relative) names the field to correct."""
-    return PydanticCustomError("rule", "{sentence}", {"path": path, "sentence": sentence})
+SIZE_SENTENCE = "a size is at least 1 byte"
 
 
 def _decimal(value: Any) -> Any:
@@ -48,15 +30,17 @@ def _quantity(value: Any) -> Any:
 
 def _size(value: Any) -> Any:
     value = _quantity(value)
-    if isinstance(value, str) and quantity_bytes(value) < 1:
-        raise ValueError("a size is at least 1 byte")
+    if isinstance(value, str) and quantity_value(value) <= 0:
+        raise ValueError(SIZE_SENTENCE)
     return value
 
 
 DNS_LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 DECIMAL = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
-QUANTITY = r"^[0-9]+(\.[0-9]+)?([eE][0-9]+|[kMGTPE]|[KMGTPE]i|m)?$"
+WORD = r"^[^\x00-\x20\x7f]+$"
+"""Text without spaces and control characters."""
+WORD_OR_EMPTY = r"^[^\x00-\x20\x7f]*$"
 
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME)]
 """The name of another object in the same namespace."""
@@ -67,36 +51,57 @@ DataKey = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA
 Decimal = Annotated[str, Field(max_length=20, pattern=DECIMAL), BeforeValidator(_decimal)]
 """A decimal number as a string, because floating point numbers do not survive every JSON reader."""
 
+QUANTITY_SCHEMA: dict[str, Any] = {
+    "x-kubernetes-int-or-string": True,
+    VALIDATIONS: [
+        validation("type(self) != int || self >= 0", "a quantity is not negative"),
+        validation(
+            "type(self) == int || !isQuantity(self) || quantity(self).isLessThan(quantity('9223372036854775807'))",
+            "the quantity is too large",
+        ),
+    ],
+}
+SIZE_SCHEMA = QUANTITY_SCHEMA | {
+    VALIDATIONS: [
+        *QUANTITY_SCHEMA[VALIDATIONS],
+        validation(
+            "type(self) == int ? self > 0 : !isQuantity(self) || quantity(self).isGreaterThan(quantity('0'))",
+            SIZE_SENTENCE,
+        ),
+    ]
+}
+
 Quantity = Annotated[
-    str,
-    Field(max_length=40, pattern=QUANTITY, json_schema_extra={"x-kubernetes-int-or-string": True}),
-    BeforeValidator(_quantity),
+    str, Field(max_length=40, pattern=QUANTITY, json_schema_extra=QUANTITY_SCHEMA), BeforeValidator(_quantity)
 ]
 """A Kubernetes quantity; whole numbers may be written without quotes."""
 
-Size = Annotated[
-    str,
-    Field(max_length=40, pattern=QUANTITY, json_schema_extra={"x-kubernetes-int-or-string": True}),
-    BeforeValidator(_size),
-]
-"""A quantity of at least one byte."""
+Size = Annotated[str, Field(max_length=40, pattern=QUANTITY, json_schema_extra=SIZE_SCHEMA), BeforeValidator(_size)]
+"""A quantity above zero, in bytes."""
 
-Image = Annotated[str, Field(max_length=500, pattern=r"^([^\s]+)?$")]
+Image = Annotated[str, Field(max_length=500, pattern=WORD_OR_EMPTY)]
 """A container image reference; empty for the default."""
 
-Argument = Annotated[str, Field(max_length=4096)]
+Argument = Annotated[str, Field(max_length=2048)]
+"""One argument of an engine's command line. The bound is what the API server can check for owned flags."""
 
 LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
 
 Opaque = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 """Part of a pod in Kubernetes' own words; it is passed on, not modelled."""
 
-_KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
+
+def by_key(key: str) -> dict[str, Any]:
+    """Return the ``json_schema_extra`` of a list of objects that are told apart by one of their fields."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+
+
+LABEL_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 
 
 def _label_keys(value: dict[str, str]) -> dict[str, str]:
     for key in value:
-        if not _KEY.match(key):
+        if not re.match(LABEL_NAME, key):
             raise ValueError(f"{key!r} is not a label name: write `name` or `domain/name`")
     return value
 

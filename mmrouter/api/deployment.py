@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from mmrouter.api.base import DNS_LABEL, Resource
-from mmrouter.api.pools import DEFAULT_BLOCK_SIZE, DEFAULT_PAGE_SIZE, Pool
+from mmrouter.api.accelerator import DEFAULT_BLOCK_SIZE, DEFAULT_PAGE_SIZE
+from mmrouter.api.base import DNS_LABEL
+from mmrouter.api.pools import Pool
+from mmrouter.api.rules import Resource
 from mmrouter.api.spec import Spec
 from mmrouter.api.status import Status
 
@@ -87,11 +89,12 @@ def load_deployment(path: Path) -> MMRouterDeployment:
 def to_json(dep: MMRouterDeployment) -> dict[str, Any]:
     """Return the document that :func:`parse_deployment` reads back: what was said, without status and defaults.
 
-    Defaults stay out, so that pods of the release before can read it as long as no newer field is used. Of the metadata
-    only name and namespace are the resource's own.
+    Defaults stay out, also those that the API server filled in: pods of the release before can read it as long as no
+    newer field is used, and a field that a newer release adds changes no rendering. Of the metadata only name and
+    namespace are the resource's own.
     """
     metadata = {"name": dep.metadata.name, "namespace": dep.metadata.namespace}
-    spec = dep.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    spec = dep.spec.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_defaults=True)
     return {"apiVersion": dep.api_version, "kind": dep.kind, "metadata": metadata, "spec": spec}
 
 

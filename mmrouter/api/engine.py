@@ -1,12 +1,14 @@
 """`spec.engine`: what runs the model. What changes prompts is typed, because the router must do the same."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mmrouter.api.base import Argument, ConfigMapKey, Image, Opaque, Resource, broken
+from mmrouter.api import flags
+from mmrouter.api.base import Argument, ConfigMapKey, Image, Opaque
+from mmrouter.api.flags import EngineType
+from mmrouter.api.rules import Resource, immutable, rule
 
-EngineType = Literal["vllm", "sglang"]
 BlockSize = Annotated[int, Field(ge=1, le=1024)]
 Pixels = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
@@ -28,17 +30,22 @@ class ProcessorOptions(Resource):
     num_crops: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Phi-3-vision: most tiles that an image is cut into. Default: the model's own."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "ProcessorOptions":
-        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            raise broken("minPixels", "minPixels must not exceed maxPixels")
-        return self
+    @rule(
+        "minPixels",
+        "minPixels must not exceed maxPixels",
+        "!has(self.minPixels) || !has(self.maxPixels) || self.minPixels <= self.maxPixels",
+    )
+    def _ordered(self) -> bool:
+        return self.min_pixels is None or self.max_pixels is None or self.min_pixels <= self.max_pixels
 
 
 class Engine(Resource):
     """The inference engine, the same for every pool."""
 
-    type: EngineType
+    type: Annotated[
+        EngineType,
+        Field(json_schema_extra=immutable("engine.type is immutable: create a second deployment and shift traffic")),
+    ]
     """vllm or sglang. Immutable: create a second deployment and shift traffic."""
     image: Image = ""
     """Container image of the unmodified engine. Default: by engine type and accelerator."""
@@ -52,5 +59,15 @@ class Engine(Resource):
     """Engine configuration of the prefill -> decode transfer. Default: by engine and accelerator."""
     ec_connector: Opaque = Field(default={})
     """Engine configuration of the encoder -> language model transfer. Default: by engine and accelerator."""
-    args: list[Argument] = Field(default=[], max_length=100)
+    args: list[Argument] = Field(default=[], max_length=64)
     """More engine arguments, for every pool. Arguments that belong to another field of this resource are refused."""
+
+    @model_validator(mode="after")
+    def _own_flags(self) -> "Engine":
+        flags.refuse_owned("args", self.args, self.type)
+        return self
+
+    @classmethod
+    def validations(cls) -> list[dict[str, str]]:
+        """Return the rules, with those for owned flags in ``args``."""
+        return [*super().validations(), *flags.engine_validations()]

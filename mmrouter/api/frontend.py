@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter.api.base import Opaque, Resource, Resources, SecretName
+from mmrouter.api.base import Opaque, Resources, SecretName
+from mmrouter.api.rules import Resource
 
 
 class Service(Resource):

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from mmrouter.api.base import Decimal, Resource, Resources, broken
+from mmrouter.api.base import Decimal, Resources
+from mmrouter.api.rules import Resource, rule
 
 
 class Verification(Resource):
@@ -17,11 +18,9 @@ class Verification(Resource):
     timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 300
     """How long a new worker may take to be verified."""
 
-    @model_validator(mode="after")
-    def _ratio(self) -> "Verification":
-        if float(self.sample_ratio) > 1:
-            raise broken("sampleRatio", "sampleRatio is a share between 0 and 1")
-        return self
+    @rule("sampleRatio", "sampleRatio is a share between 0 and 1", "double(self.sampleRatio) <= 1.0")
+    def _ratio(self) -> bool:
+        return float(self.sample_ratio) <= 1
 
 
 class Sidecar(Resource):
@@ -38,7 +37,7 @@ class Observability(Resource):
 
     pod_monitor: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     """PodMonitor objects for Prometheus; Auto where the cluster has that API."""
-    otlp_endpoint: Annotated[str, Field(max_length=500, pattern=r"^(https?://[^\s]+)?$")] = ""
+    otlp_endpoint: Annotated[str, Field(max_length=500, pattern=r"^(https?://[^\x00-\x20\x7f]+)?$")] = ""
     """OTLP endpoint for traces; empty for none."""
     debug_headers: bool = False
     """Add worker, exactness and overlap headers to every response. They tell a tenant what others asked: for test

@@ -2,110 +2,27 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from mmrouter.api.accelerator import Accelerator
 from mmrouter.api.base import (
     DNS_LABEL,
+    LABEL_NAME,
     Argument,
     Decimal,
     Image,
     LabelValue,
     NodeLabels,
-    ObjectName,
     Opaque,
-    Resource,
     Resources,
     Size,
-    broken,
 )
 from mmrouter.api.engine import BlockSize
+from mmrouter.api.rules import NO_DEFAULT, Broken, Resource, immutable, rule
 
 Role = Literal["encoder", "prefill", "decode", "worker", "renderer"]
-AcceleratorKind = Literal["nvidia", "amd", "intel-i915", "intel-xe", "gaudi", "cpu"]
-
 DEFAULT_WEIGHT = 100
-DEFAULT_BLOCK_SIZE: dict[AcceleratorKind, int] = {
-    "nvidia": 16,
-    "amd": 16,
-    "intel-i915": 64,
-    "intel-xe": 64,
-    "gaudi": 128,
-    "cpu": 128,
-}
-"""Tokens per vLLM block where neither pool nor engine says: the engine's own defaults per platform."""
-
-DEFAULT_PAGE_SIZE: dict[AcceleratorKind, int] = {
-    "nvidia": 16,
-    "amd": 16,
-    "intel-i915": 64,
-    "intel-xe": 64,
-    "gaudi": 64,
-    "cpu": 16,
-}
-"""Tokens per SGLang page where neither pool nor engine says. The engine's own default is 1, a hash for every token;
-16 is the smallest that its attention backends for CUDA take, 64 the smallest of those for XPU."""
-
-
-class Claim(Resource):
-    """A claim on devices by dynamic resource allocation (DRA)."""
-
-    name: Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
-    """Name of the claim within the pod."""
-    resource_claim_name: ObjectName | None = None
-    """An existing ResourceClaim, shared by all pods of the pool."""
-    resource_claim_template_name: ObjectName | None = None
-    """A ResourceClaimTemplate, of which every pod gets its own claim."""
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> "Claim":
-        if (self.resource_claim_name is None) == (self.resource_claim_template_name is None):
-            raise broken("resourceClaimName", "set exactly one of resourceClaimName and resourceClaimTemplateName")
-        return self
-
-
-class Accelerator(Resource):
-    """What the pool's engines run on; becomes resource limits, node selector, toleration and engine flags."""
-
-    kind: AcceleratorKind
-    """Kind of device. `cpu` needs none."""
-    count: Annotated[int, Field(ge=0, le=64)] | None = None
-    """Devices per pod. Default: 1; 0 for cpu and with claims."""
-    resource_name: (
-        Annotated[str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-A-Za-z0-9_.]+$")] | None
-    ) = None
-    """Extended resource instead of the kind's own, for instance a MIG profile such as `nvidia.com/mig-3g.40gb`."""
-    claims: list[Claim] = Field(default=[], max_length=8)
-    """DRA claims instead of an extended resource."""
-
-    @property
-    def devices(self) -> int:
-        """Devices asked for by extended resource: `count` with its default."""
-        if self.count is not None:
-            return self.count
-        return 0 if self.kind == "cpu" or self.claims else 1
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Accelerator":
-        names = [claim.name for claim in self.claims]
-        if len(set(names)) != len(names):
-            raise broken("claims", "claim names must differ")
-        if self.kind == "cpu":
-            if self.count:
-                raise broken("count", "a cpu pool has no devices: leave count out or set it to 0")
-            if self.resource_name is not None:
-                raise broken("resourceName", "a cpu pool has no devices: leave resourceName out")
-            if self.claims:
-                raise broken("claims", "a cpu pool has no devices: leave claims out")
-        elif self.claims:
-            if self.resource_name is not None:
-                raise broken("resourceName", "use either claims or resourceName, not both")
-            if self.count:
-                raise broken(
-                    "count", "use either claims or count, not both: a claim says itself how many devices it is"
-                )
-        elif self.devices == 0:
-            raise broken("count", f"a pool of kind {self.kind} needs at least one device or a claim")
-        return self
+_DEVICES = "(has(self.accelerator.count) ? self.accelerator.count : 1)"
 
 
 class Parallelism(Resource):
@@ -139,11 +56,21 @@ class Autoscaling(Resource):
     target: Decimal = "0.7"
     """Value of the metric to hold."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "Autoscaling":
-        if self.min_replicas > self.max_replicas:
-            raise broken("minReplicas", "minReplicas must not exceed maxReplicas")
-        return self
+    @rule("minReplicas", "minReplicas must not exceed maxReplicas", "self.minReplicas <= self.maxReplicas")
+    def _ordered(self) -> bool:
+        return self.min_replicas <= self.max_replicas
+
+    @rule("target", "target must be above 0", "double(self.target) > 0.0")
+    def _aims_at_something(self) -> bool:
+        return float(self.target) > 0
+
+    @rule(
+        "target",
+        "kvUsage and encoderUtilization are shares: target is at most 1",
+        "self.metric == 'queueDepth' || double(self.target) <= 1.0",
+    )
+    def _shares_are_at_most_one(self) -> bool:
+        return self.metric == "queueDepth" or float(self.target) <= 1
 
 
 class Updates(Resource):
@@ -156,20 +83,22 @@ class Updates(Resource):
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """How long an old replica may finish its requests."""
 
-    @model_validator(mode="after")
-    def _moves(self) -> "Updates":
-        if self.max_surge == 0 and self.max_unavailable == 0:
-            raise broken("maxSurge", "maxSurge and maxUnavailable cannot both be 0: nothing could ever be updated")
-        return self
+    @rule(
+        "maxSurge",
+        "maxSurge and maxUnavailable cannot both be 0: nothing could ever be updated",
+        "self.maxSurge > 0 || self.maxUnavailable > 0",
+    )
+    def _moves(self) -> bool:
+        return self.max_surge > 0 or self.max_unavailable > 0
 
 
 class Toleration(Resource):
     """Lets pods onto nodes with a matching taint."""
 
-    key: Annotated[str, Field(max_length=316)] | None = None
+    key: Annotated[str, Field(max_length=316, pattern=LABEL_NAME)] | None = None
     """Taint key; absent matches every key and needs operator Exists."""
-    operator: Literal["Exists", "Equal"] = "Equal"
-    """Exists ignores the value."""
+    operator: Annotated[Literal["Exists", "Equal"], Field(json_schema_extra={NO_DEFAULT: True})] = "Equal"
+    """Exists ignores the value. Default: Equal."""
     value: LabelValue | None = None
     """Taint value, with operator Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
@@ -177,15 +106,25 @@ class Toleration(Resource):
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """How long the pod stays after the taint, with effect NoExecute."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Toleration":
-        if self.operator == "Exists" and self.value:
-            raise broken("value", "operator Exists takes no value")
-        if self.operator == "Equal" and not self.key:
-            raise broken("key", "operator Equal needs a key")
-        if self.toleration_seconds is not None and self.effect != "NoExecute":
-            raise broken("tolerationSeconds", "tolerationSeconds needs effect NoExecute")
-        return self
+    @rule(
+        "value",
+        "operator Exists takes no value",
+        "!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''",
+    )
+    def _exists_takes_no_value(self) -> bool:
+        return self.operator != "Exists" or not self.value
+
+    @rule("key", "operator Equal needs a key", "has(self.key) || (has(self.operator) && self.operator == 'Exists')")
+    def _equal_needs_a_key(self) -> bool:
+        return self.key is not None or self.operator == "Exists"
+
+    @rule(
+        "tolerationSeconds",
+        "tolerationSeconds needs effect NoExecute",
+        "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+    )
+    def _seconds_need_eviction(self) -> bool:
+        return self.toleration_seconds is None or self.effect == "NoExecute"
 
 
 class Pool(Resource):
@@ -193,13 +132,13 @@ class Pool(Resource):
 
     name: Annotated[str, Field(min_length=1, max_length=20, pattern=DNS_LABEL)]
     """Name, unique in the deployment. Children are called `<deployment>-<pool>`."""
-    role: Role
+    role: Annotated[Role, Field(json_schema_extra=immutable("role is immutable: add another pool"))]
     """encoder, prefill, decode, worker (prefill and decode in one) or renderer (without accelerator). Immutable: add
     another pool."""
     replicas: Annotated[int, Field(ge=0, le=1000)] = 1
     """Number of engine pods; the starting point where autoscaling is set."""
-    weight: Annotated[int, Field(ge=0, le=1000)] = DEFAULT_WEIGHT
-    """Share of encoder work by the weighted scheduling modes; role encoder only."""
+    weight: Annotated[int, Field(ge=0, le=1000, json_schema_extra={NO_DEFAULT: True})] = DEFAULT_WEIGHT
+    """Share of encoder work by the weighted scheduling modes; role encoder only. Default: 100."""
     parallelism: Parallelism = Parallelism()
     """How one engine is spread over its devices."""
     accelerator: Accelerator
@@ -210,7 +149,7 @@ class Pool(Resource):
     """Node labels, added to the accelerator's own."""
     tolerations: list[Toleration] = Field(default=[], max_length=32)
     """Tolerations, added to the accelerator's own."""
-    args: list[Argument] = Field(default=[], max_length=100)
+    args: list[Argument] = Field(default=[], max_length=64)
     """More engine arguments, after those of `engine.args`."""
     image: Image = ""
     """Container image of this pool. Default: `engine.image`."""
@@ -225,17 +164,29 @@ class Pool(Resource):
     pod_template: Opaque = Field(default={})
     """Strategic merge patch over the rendered pod template (`metadata` and `spec` of a pod)."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Pool":
-        if self.name == "frontend":
-            raise broken("name", "`frontend` is the name of the routers' own pods; call the pool something else")
-        if self.role != "encoder" and self.weight != DEFAULT_WEIGHT:
-            raise broken("weight", "weight is for encoder pools")
-        ranks = self.parallelism.tensor * self.parallelism.data
-        accelerator = self.accelerator
-        if accelerator.kind != "cpu" and not accelerator.claims and ranks > accelerator.devices:
-            tensor, data = self.parallelism.tensor, self.parallelism.data
-            raise broken(
-                "accelerator.count", f"tensor {tensor} x data {data} needs {ranks} devices, not {accelerator.devices}"
-            )
-        return self
+    @rule(
+        "name",
+        "`frontend` is the name of the routers' own pods; call the pool something else",
+        "self.name != 'frontend'",
+    )
+    def _name_is_free(self) -> bool:
+        return self.name != "frontend"
+
+    @rule("weight", "weight is for encoder pools", "self.role == 'encoder' || !has(self.weight)")
+    def _weight_is_for_encoders(self) -> bool:
+        return self.role == "encoder" or "weight" not in self.model_fields_set
+
+    @rule(
+        "accelerator.count",
+        "every rank needs a device: accelerator.count must be at least parallelism.tensor x parallelism.data",
+        "self.accelerator.kind == 'cpu' || (has(self.accelerator.claims) && size(self.accelerator.claims) > 0) || "
+        f"self.parallelism.tensor * self.parallelism.data <= {_DEVICES}",
+    )
+    def _a_device_for_every_rank(self) -> bool | Broken:
+        tensor, data, accelerator = self.parallelism.tensor, self.parallelism.data, self.accelerator
+        if accelerator.kind == "cpu" or accelerator.claims or tensor * data <= accelerator.devices:
+            return True
+        return Broken(
+            "accelerator.count",
+            f"tensor {tensor} x data {data} needs {tensor * data} devices, not {accelerator.devices}",
+        )

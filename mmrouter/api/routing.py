@@ -4,23 +4,37 @@ import ipaddress
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from mmrouter.api.base import Decimal, Resource, Size, broken
+from mmrouter.api.base import Decimal, Size
+from mmrouter.api.rules import VALIDATIONS, Resource, rule, validation
 
-_HOST = re.compile(r"(\*\.)?[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?(\.[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)*", re.IGNORECASE)
+_LABEL = "[a-zA-Z0-9]([-a-zA-Z0-9]{0,61}[a-zA-Z0-9])?"
+_HOST = rf"^([*][.])?{_LABEL}([.]{_LABEL})*$"
+_CIDR = r"^[0-9a-fA-F:.]{2,45}/(0|[1-9][0-9]{0,2})$"
 _LINK_LOCAL = (ipaddress.ip_network("169.254.0.0/16"), ipaddress.ip_network("fe80::/10"))
 
 
 def _host(value: str) -> str:
-    try:
-        ipaddress.ip_address(value.strip("[]"))
-    except ValueError:
-        if not _HOST.fullmatch(value):
-            raise ValueError(
-                f"{value!r} is not a host: write a name, `*.` and a domain, or an address, without scheme, port or path"
-            ) from None
+    if not re.match(_HOST, value) and not _is_address(value):
+        raise ValueError(
+            f"{value!r} is not a host: write a name, `*.` and a domain, or an address, without scheme, port or path"
+        )
     return value.lower()
+
+
+def _is_address(value: str) -> bool:
+    inner = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    try:
+        address = ipaddress.ip_address(inner)
+    except ValueError:
+        return False
+    return "%" not in inner and not _mapped(address)
+
+
+def _mapped(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether this is an IPv4 address in IPv6 clothes; the API server's checks take none."""
+    return isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
 
 
 def _cidr(value: str) -> str:
@@ -28,14 +42,47 @@ def _cidr(value: str) -> str:
         network = ipaddress.ip_network(value)
     except ValueError as error:
         raise ValueError(f"{value!r} is not a CIDR block: {error}") from None
+    if _mapped(network.network_address):
+        raise ValueError(f"{value!r} is not a CIDR block: write an IPv4 range as such")
     for blocked in _LINK_LOCAL:
         if network.version == blocked.version and network.subnet_of(blocked):  # type: ignore[arg-type]
             raise ValueError(f"{value!r} is link-local: such addresses are never fetched")
     return value
 
 
-Host = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_host)]
-Cidr = Annotated[str, Field(min_length=1, max_length=49), AfterValidator(_cidr)]
+_HOST_RULE = validation(
+    f"self.matches('{_HOST}') || isIP(self) || "
+    "(self.startsWith('[') && self.endsWith(']') && isIP(self.substring(1, size(self) - 1)))",
+    "write a name, `*.` and a domain, or an address, without scheme, port or path",
+)
+_CIDR_RULES = [
+    validation(
+        "isCIDR(self) && cidr(self) == cidr(self).masked()",
+        "this is not a CIDR block: write the first address of the range, `/` and the length of its prefix",
+    ),
+    validation(
+        "!isCIDR(self) || !("
+        + " || ".join(f"cidr('{blocked}').containsCIDR(cidr(self))" for blocked in _LINK_LOCAL)
+        + ")",
+        "the range is link-local: such addresses are never fetched",
+    ),
+]
+
+Host = Annotated[
+    str,
+    Field(min_length=1, max_length=253, json_schema_extra={VALIDATIONS: [_HOST_RULE]}),
+    AfterValidator(_host),
+]
+Cidr = Annotated[
+    str,
+    Field(min_length=1, max_length=49, pattern=_CIDR, json_schema_extra={VALIDATIONS: _CIDR_RULES}),
+    AfterValidator(_cidr),
+]
+
+
+def _some(field: str) -> str:
+    """CEL for: the list has an entry."""
+    return f"(has(self.{field}) && size(self.{field}) > 0)"
 
 
 class Media(Resource):
@@ -58,14 +105,29 @@ class Media(Resource):
     max_images: Annotated[int, Field(ge=0, le=1000)] = 32
     """Most images in one request."""
 
-    @model_validator(mode="after")
-    def _reachable(self) -> "Media":
-        if self.fetch == "allowList" and not self.allowed_hosts:
-            raise broken("allowedHosts", "fetch: allowList needs at least one entry in allowedHosts")
-        if self.fetch == "dataOnly" and (self.allowed_hosts or self.allowed_cidrs):
-            field = "allowedHosts" if self.allowed_hosts else "allowedCIDRs"
-            raise broken(field, f"{field} has no effect with fetch: dataOnly; set fetch to allowList or public")
-        return self
+    @rule(
+        "allowedHosts",
+        "fetch: allowList needs at least one entry in allowedHosts",
+        f"self.fetch != 'allowList' || {_some('allowedHosts')}",
+    )
+    def _a_list_to_allow(self) -> bool:
+        return self.fetch != "allowList" or bool(self.allowed_hosts)
+
+    @rule(
+        "allowedHosts",
+        "allowedHosts has no effect with fetch: dataOnly; set fetch to allowList or public",
+        f"self.fetch != 'dataOnly' || !{_some('allowedHosts')}",
+    )
+    def _hosts_matter(self) -> bool:
+        return self.fetch != "dataOnly" or not self.allowed_hosts
+
+    @rule(
+        "allowedCIDRs",
+        "allowedCIDRs has no effect with fetch: dataOnly; set fetch to allowList or public",
+        f"self.fetch != 'dataOnly' || !{_some('allowedCIDRs')}",
+    )
+    def _ranges_matter(self) -> bool:
+        return self.fetch != "dataOnly" or not self.allowed_cidrs
 
 
 class Routing(Resource):

@@ -1,16 +1,21 @@
 """`spec`: everything a user says, and the rules that hold between its sections."""
 
-from collections.abc import Mapping, Sequence
-
 from pydantic import Field, model_validator
 
-from mmrouter.api.base import Resource, broken
-from mmrouter.api.engine import Engine, EngineType
+from mmrouter.api import flags
+from mmrouter.api.base import by_key
+from mmrouter.api.engine import Engine
 from mmrouter.api.frontend import Frontend
 from mmrouter.api.model import Model
 from mmrouter.api.operations import NetworkPolicy, Observability, Sidecar, Verification
-from mmrouter.api.pools import Pool
+from mmrouter.api.pools import Pool, Role
 from mmrouter.api.routing import Routing
+from mmrouter.api.rules import Broken, Resource, broken, rule
+
+
+def _any(role: Role) -> str:
+    """CEL for: a pool of that role is there."""
+    return f"self.pools.exists(p, p.role == '{role}')"
 
 
 class Spec(Resource):
@@ -24,7 +29,7 @@ class Spec(Resource):
     """The pods that run the router."""
     routing: Routing = Routing()
     """How a request finds its engine."""
-    pools: list[Pool] = Field(min_length=1, max_length=16)
+    pools: list[Pool] = Field(min_length=1, max_length=16, json_schema_extra=by_key("name"))
     """The engines, by role and accelerator; a map by `name`."""
     verification: Verification = Verification()
     """How the exactness of routing is measured."""
@@ -38,7 +43,8 @@ class Spec(Resource):
     """The operator leaves the children of a paused deployment as they are."""
 
     @model_validator(mode="after")
-    def _pools_fit(self) -> "Spec":
+    def _names_differ(self) -> "Spec":
+        # The API server tells by itself: the list is a map by name.
         first: dict[str, int] = {}
         for number, pool in enumerate(self.pools):
             if pool.name in first:
@@ -47,77 +53,96 @@ class Spec(Resource):
                     f"pools[{first[pool.name]}] is called {pool.name!r} already; names must differ",
                 )
             first[pool.name] = number
-        roles = {pool.role: number for number, pool in reversed(list(enumerate(self.pools)))}
-        if "prefill" in roles and "decode" not in roles:
-            raise broken(f"pools[{roles['prefill']}].role", "a prefill pool needs a decode pool beside it")
-        if "decode" in roles and "prefill" not in roles:
-            raise broken(f"pools[{roles['decode']}].role", "a decode pool needs a prefill pool beside it")
-        if "worker" in roles and "prefill" in roles:
-            raise broken(
-                f"pools[{roles['worker']}].role",
-                "worker pools do not stand beside prefill and decode pools: a request would have two ways to go",
-            )
-        if "worker" not in roles and "prefill" not in roles:
-            raise broken("pools", "nothing generates text: add a worker pool, or a prefill and a decode pool")
-        encoders = [pool for pool in self.pools if pool.role == "encoder"]
-        if encoders and not any(pool.weight for pool in encoders):
-            raise broken(f"pools[{roles['encoder']}].weight", "one encoder pool must have a weight above 0")
-        if "renderer" in roles and self.engine.type != "vllm":
-            raise broken(f"pools[{roles['renderer']}].role", "renderer pools exist for engine type vllm only")
         return self
 
-    @model_validator(mode="after")
-    def _transfer_has_a_place(self) -> "Spec":
-        if self.routing.transfer == "shm":
-            for number, pool in enumerate(self.pools):
-                if pool.role in ("encoder", "prefill", "worker") and pool.shared_memory.scope != "node":
-                    raise broken(
-                        f"pools[{number}].sharedMemory.scope",
-                        "routing.transfer: shm needs scope: node on every encoder, prefill and worker pool",
-                    )
-        return self
+    @rule(
+        "pools",
+        "a prefill pool needs a decode pool beside it",
+        f"!{_any('prefill')} || {_any('decode')}",
+    )
+    def _prefill_has_decode(self) -> bool | Broken:
+        return self._together("prefill", "decode")
+
+    @rule(
+        "pools",
+        "a decode pool needs a prefill pool beside it",
+        f"!{_any('decode')} || {_any('prefill')}",
+    )
+    def _decode_has_prefill(self) -> bool | Broken:
+        return self._together("decode", "prefill")
+
+    @rule(
+        "pools",
+        "worker pools do not stand beside prefill and decode pools: a request would have two ways to go",
+        f"!{_any('worker')} || !{_any('prefill')}",
+    )
+    def _one_way_to_go(self) -> bool | Broken:
+        if self._first("worker") is None or self._first("prefill") is None:
+            return True
+        return Broken(
+            f"pools[{self._first('worker')}].role",
+            "worker pools do not stand beside prefill and decode pools: a request would have two ways to go",
+        )
+
+    @rule(
+        "pools",
+        "nothing generates text: add a worker pool, or a prefill and a decode pool",
+        f"{_any('worker')} || {_any('prefill')} || {_any('decode')}",
+    )
+    def _something_generates(self) -> bool:
+        return any(pool.role in ("worker", "prefill", "decode") for pool in self.pools)
+
+    @rule(
+        "pools",
+        "one encoder pool must have a weight above 0",
+        f"!{_any('encoder')} || self.pools.exists(p, p.role == 'encoder' && (!has(p.weight) || p.weight > 0))",
+    )
+    def _some_encoder_has_weight(self) -> bool | Broken:
+        weights = [pool.weight for pool in self.pools if pool.role == "encoder"]
+        if not weights or any(weights):
+            return True
+        return Broken(f"pools[{self._first('encoder')}].weight", "one encoder pool must have a weight above 0")
+
+    @rule(
+        "pools",
+        "renderer pools exist for engine type vllm only",
+        f"self.engine.type == 'vllm' || !{_any('renderer')}",
+    )
+    def _renderers_are_vllm(self) -> bool | Broken:
+        if self.engine.type == "vllm" or self._first("renderer") is None:
+            return True
+        return Broken(f"pools[{self._first('renderer')}].role", "renderer pools exist for engine type vllm only")
+
+    @rule(
+        "pools",
+        "routing.transfer: shm needs scope: node on every encoder, prefill and worker pool",
+        "self.routing.transfer != 'shm' || self.pools.all(p, "
+        "!(p.role in ['encoder', 'prefill', 'worker']) || p.sharedMemory.scope == 'node')",
+    )
+    def _transfer_has_a_place(self) -> bool | Broken:
+        for number, pool in enumerate(self.pools):
+            if pool.role in ("encoder", "prefill", "worker") and pool.shared_memory.scope != "node":
+                return self.routing.transfer != "shm" or Broken(
+                    f"pools[{number}].sharedMemory.scope",
+                    "routing.transfer: shm needs scope: node on every encoder, prefill and worker pool",
+                )
+        return True
 
     @model_validator(mode="after")
     def _own_flags(self) -> "Spec":
-        _refuse_owned("engine.args", self.engine.args, self.engine.type)
         for number, pool in enumerate(self.pools):
-            _refuse_owned(f"pools[{number}].args", pool.args, self.engine.type)
+            flags.refuse_owned(f"pools[{number}].args", pool.args, self.engine.type)
         return self
 
+    @classmethod
+    def validations(cls) -> list[dict[str, str]]:
+        """Return the rules, with those for owned flags in the pools' ``args``."""
+        return [*super().validations(), *flags.pool_validations()]
 
-def _owned_flags(engine: EngineType) -> Mapping[str, str]:
-    # The engine adapters import these models, so the arrow back is taken at call time.
-    match engine:
-        case "vllm":
-            from mmrouter.engines.vllm_launch import OWNED_FLAGS as OF_VLLM  # noqa: PLC0415
+    def _first(self, role: Role) -> int | None:
+        return next((number for number, pool in enumerate(self.pools) if pool.role == role), None)
 
-            return OF_VLLM
-        case "sglang":
-            from mmrouter.engines.sglang_launch import OWNED_FLAGS as OF_SGLANG  # noqa: PLC0415
-
-            return OF_SGLANG
-
-
-def _refuse_owned(path: str, args: Sequence[str], engine: EngineType) -> None:
-    """Raise for an argument that is an owned flag, in any spelling engines take."""
-    if not args:
-        return
-    owned = _owned_flags(engine)
-    for number, arg in enumerate(args):
-        for name, field in owned.items():
-            if _is_flag(arg, name):
-                instead = f"; use spec.{field}" if field else ""
-                raise broken(f"{path}[{number}]", f"{arg:.80} sets {name}, which is not yours to set here{instead}")
-
-
-def _is_flag(arg: str, name: str) -> bool:
-    """Whether ``arg`` sets the flag ``name``: `-x`, `--a-b`, `--a_b`, `--a-b=1`, `--a-b.c`, `--no-a-b`, shortened."""
-    flag = arg.split("=", 1)[0]
-    if not flag.startswith("--"):
-        return flag == name
-    flag = flag.split(".", 1)[0].replace("_", "-").lower()
-    # Argument parsers take an unambiguous beginning for the whole flag.
-    return any(
-        spelling == name or (len(spelling) > len("--") and name.startswith(spelling))
-        for spelling in (flag, flag.replace("--no-", "--", 1))
-    )
+    def _together(self, role: Role, other: Role) -> bool | Broken:
+        if self._first(role) is None or self._first(other) is not None:
+            return True
+        return Broken(f"pools[{self._first(role)}].role", f"a {role} pool needs a {other} pool beside it")

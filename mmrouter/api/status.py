@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter.api.base import DNS_LABEL, Decimal, Resource
+from mmrouter.api.base import DNS_LABEL, Decimal, by_key
 from mmrouter.api.pools import Role
+from mmrouter.api.rules import Resource
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 
@@ -81,9 +82,9 @@ class Status(Resource):
     """Replicas of the frontend."""
     pools_ready: Annotated[str, Field(max_length=20)] | None = None
     """Pools with every wanted replica Ready, of all pools, like "2/3": a column of `kubectl get`."""
-    pools: list[PoolStatus] = Field(default=[], max_length=16)
+    pools: list[PoolStatus] = Field(default=[], max_length=16, json_schema_extra=by_key("name"))
     """Replicas of each pool."""
     routing: RoutingStatus | None = None
     """Measured quality of routing."""
-    conditions: list[Condition] = Field(default=[], max_length=64)
+    conditions: list[Condition] = Field(default=[], max_length=64, json_schema_extra=by_key("type"))
     """Ready, Progressing, Degraded, FrontendReady, WorkersReady, ExactRoutingVerified, SpecValid and more."""

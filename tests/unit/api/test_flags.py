@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter.api import SpecError, parse_deployment
-from mmrouter.api.spec import _is_flag
+from mmrouter.api.flags import is_flag
 from mmrouter.engines.vllm import OWNED_FLAGS
 
 
@@ -57,4 +57,4 @@ def test_other_flags_pass(document: Any, args: list[str]) -> None:
 @given(st.sampled_from(sorted(OWNED_FLAGS)), st.sampled_from(["", "=1", "=a=b"]), st.booleans())
 def test_underscores_and_values_never_hide_a_flag(name: str, value: str, underscores: bool) -> None:
     spelled = "--" + name[2:].replace("-", "_") if underscores and name.startswith("--") else name
-    assert _is_flag(spelled + value, name)
+    assert is_flag(spelled + value, name)

@@ -1,0 +1,28 @@
+"""The CustomResourceDefinition as YAML text, and whether a file still holds it."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmrouter.api import crd
+
+_HEADER = "# Made from the models in mmrouter/api by `mmrouter crd`: change those, not this file.\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes equal values out each time: anchors are hard to read and some YAML readers refuse them."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def text() -> str:
+    """Return the definition as YAML, byte for byte the same on every run."""
+    body = yaml.dump(crd.definition(), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return _HEADER + body
+
+
+def is_current(file: Path) -> bool:
+    """Return whether the file is what :func:`text` gives. Raises ``OSError`` where it cannot be read."""
+    return file.read_bytes() == text().encode()
