@@ -1,9 +1,12 @@
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
-from mmrouter.api import MMRouterDeployment, parse_deployment
+from mmrouter.api import MMRouterDeployment, parse_deployment, to_json
 from mmrouter_operator.render import SecretData
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,3 +43,29 @@ def whole() -> MMRouterDeployment:
 @pytest.fixture
 def sglang() -> MMRouterDeployment:
     return load("sglang")
+
+
+@pytest.fixture
+def changed() -> Callable[..., MMRouterDeployment]:
+    """A deployment with other sections of its spec: ``changed(dep, routing={...})``."""
+
+    def change(dep: MMRouterDeployment, **spec: Any) -> MMRouterDeployment:
+        obj = to_json(dep)
+        obj["spec"].update(spec)
+        obj["metadata"]["uid"] = dep.metadata.uid
+        return parse_deployment(obj)
+
+    return change
+
+
+@pytest.fixture
+def valid() -> Callable[[list[dict[str, Any]]], None]:
+    """Checks objects by the API's schemas: the oldest that is supported, that of the test level, the newest."""
+
+    def check(objects: list[dict[str, Any]]) -> None:
+        assert objects
+        for obj in objects:
+            for version in ("1.29", "1.35", "1.37"):
+                kubernetes_validate.validate(obj, version, strict=True)
+
+    return check

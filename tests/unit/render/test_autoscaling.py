@@ -1,0 +1,164 @@
+"""Who scales a pool, by which metric, and what is told where nobody can."""
+
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter.api import MMRouterDeployment, quantity_value, to_json
+from mmrouter.engines.vllm_metrics import Load
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render.autoscaling import METRICS, ROLES, autoscaling_unavailable, quantity
+from mmrouter_operator.render.capabilities import KEDA_API, Capabilities
+from mmrouter_operator.render.hpa import render_hpas
+from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, render_podmonitors
+from mmrouter_operator.render.scaledobject import render_scaledobjects
+from mmrouter_sidecar.load import EngineLoad
+
+NOTHING = Capabilities()
+ADAPTER = Capabilities(frozenset({"custom.metrics.k8s.io/v1beta1"}))
+KEDA = Capabilities(frozenset({KEDA_API}))
+BOTH = Capabilities(ADAPTER.apis | KEDA.apis)
+BARE = OperatorConfig()
+PROMETHEUS = OperatorConfig(prometheus_address="http://prometheus.monitoring.svc:9090")
+
+Change = Callable[..., MMRouterDeployment]
+
+
+@pytest.fixture
+def scaled(whole: MMRouterDeployment, changed: Change) -> MMRouterDeployment:
+    pools = to_json(whole)["spec"]["pools"]
+    pools[0]["autoscaling"] = {"minReplicas": 2, "maxReplicas": 8, "target": "0.75"}
+    pools[1]["autoscaling"] = {"maxReplicas": 3, "metric": "queueDepth", "target": "4"}
+    return changed(whole, pools=pools)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "config", "hpas", "objects", "unavailable"),
+    [
+        (NOTHING, PROMETHEUS, 0, 0, ("big", "mig")),
+        (ADAPTER, BARE, 2, 0, ()),
+        (KEDA, BARE, 0, 0, ("big", "mig")),
+        (KEDA, PROMETHEUS, 0, 2, ()),
+        (BOTH, PROMETHEUS, 2, 0, ()),
+    ],
+)
+def test_one_kind_scales_or_nobody_does_and_that_is_told(
+    scaled: MMRouterDeployment,
+    capabilities: Capabilities,
+    config: OperatorConfig,
+    hpas: int,
+    objects: int,
+    unavailable: tuple[str, ...],
+) -> None:
+    assert len(render_hpas(scaled, capabilities, config)) == hpas
+    assert len(render_scaledobjects(scaled, capabilities, config)) == objects
+    assert autoscaling_unavailable(scaled, capabilities, config) == unavailable
+
+
+def test_a_pool_that_asks_for_no_scaling_gets_none(whole: MMRouterDeployment) -> None:
+    assert render_hpas(whole, BOTH, PROMETHEUS) == []
+    assert render_scaledobjects(whole, KEDA, PROMETHEUS) == []
+    assert autoscaling_unavailable(whole, NOTHING, BARE) == ()
+
+
+def test_an_hpa_is_valid_for_the_api(scaled: MMRouterDeployment, valid: Callable[[list[dict[str, Any]]], None]) -> None:
+    valid(render_hpas(scaled, ADAPTER, BARE))
+
+
+def test_an_hpa_scales_its_pools_deployment_by_the_mean_of_its_pods(scaled: MMRouterDeployment) -> None:
+    spec = render_hpas(scaled, ADAPTER, BARE)[0]["spec"]
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "qwen-vl-big"}
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 8)
+    (metric,) = spec["metrics"]
+    assert metric["pods"]["metric"]["name"] == "mmrouter_sidecar_kv_usage_ratio"
+    assert metric["pods"]["target"] == {"type": "AverageValue", "averageValue": "750m"}
+    assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 300
+
+
+def test_a_scaled_object_asks_prometheus_for_its_own_pool(scaled: MMRouterDeployment) -> None:
+    """Shape: KEDA 2.21's ScaledObject; ``fallback.behavior`` is there since 2.17."""
+    spec = render_scaledobjects(scaled, KEDA, PROMETHEUS)[0]["spec"]
+    assert set(spec) == {
+        "scaleTargetRef",
+        "pollingInterval",
+        "minReplicaCount",
+        "maxReplicaCount",
+        "fallback",
+        "advanced",
+        "triggers",
+    }
+    assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "qwen-vl-big"}
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 8)
+    (trigger,) = spec["triggers"]
+    assert trigger["metadata"] == {
+        "serverAddress": PROMETHEUS.prometheus_address,
+        "query": 'sum(mmrouter_sidecar_kv_usage_ratio{namespace="inference",mmrouter_deployment="qwen-vl",pool="big"})',
+        "threshold": "0.75",
+        "ignoreNullValues": "false",
+    }
+    assert all(isinstance(value, str) for value in trigger["metadata"].values())
+    assert trigger["metricType"] == "AverageValue"
+
+
+def test_without_an_answer_the_replicas_stay_within_their_bounds(scaled: MMRouterDeployment, changed: Change) -> None:
+    pools = to_json(scaled)["spec"]["pools"]
+    for replicas, expected in ((1, 2), (4, 4), (20, 8)):
+        pools[0]["replicas"] = replicas
+        fallback = render_scaledobjects(changed(scaled, pools=pools), KEDA, PROMETHEUS)[0]["spec"]["fallback"]
+        assert fallback["replicas"] == expected
+        assert fallback["behavior"] == "currentReplicasIfHigher"
+
+
+def test_the_query_uses_labels_that_the_pod_monitor_gives(whole: MMRouterDeployment) -> None:
+    monitors = render_podmonitors(whole, Capabilities(frozenset({"monitoring.coreos.com/v1"})))
+    engine = next(monitor for monitor in monitors if monitor["metadata"]["name"] == "qwen-vl-engine")
+    for endpoint in engine["spec"]["podMetricsEndpoints"]:
+        given_labels = {rule["targetLabel"] for rule in endpoint["relabelings"]}
+        assert {DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL} <= given_labels
+
+
+def test_every_metric_is_one_that_a_sidecar_exports() -> None:
+    load = EngineLoad()
+    load.saw("", {0: Load()})
+    assert set(METRICS.values()) <= {family.name for family in load.collect()}
+    assert set(METRICS) == set(ROLES)
+
+
+@pytest.mark.parametrize(
+    ("role", "metric", "possible"),
+    [
+        ("renderer", "queueDepth", False),
+        ("encoder", "encoderUtilization", True),
+        ("encoder", "kvUsage", False),
+        ("worker", "encoderUtilization", False),
+    ],
+)
+def test_a_metric_that_the_role_does_not_have_is_told_and_not_scaled_by(
+    shortest: MMRouterDeployment, changed: Change, role: str, metric: str, possible: bool
+) -> None:
+    """An HPA over a metric that nobody exports would look like autoscaling and do nothing."""
+    worker = to_json(shortest)["spec"]["pools"][0]
+    extra = {**worker, "name": "extra", "role": role, "autoscaling": {"maxReplicas": 3, "metric": metric}}
+    dep = changed(shortest, pools=[worker, extra])
+    assert len(render_hpas(dep, ADAPTER, BARE)) == possible
+    assert autoscaling_unavailable(dep, ADAPTER, BARE) == (() if possible else ("extra",))
+
+
+@pytest.mark.parametrize(
+    ("text", "stored"),
+    [("0.7", "700m"), ("1", "1"), ("10", "10"), ("1000", "1k"), ("0", "0"), ("0.0005", "500u"), ("2.50", "2500m")],
+)
+def test_targets_are_written_as_the_api_server_stores_them(text: str, stored: str) -> None:
+    assert quantity(text) == stored
+
+
+@given(st.decimals(min_value=0, max_value=10**9 - 1, places=6))
+def test_a_target_keeps_its_value(value: Decimal) -> None:
+    suffixes = {"n": Decimal("1e-9"), "u": Decimal("1e-6")}
+    text = quantity(f"{value:f}")
+    unit = suffixes.get(text[-1])
+    assert (Decimal(text[:-1]) * unit if unit else quantity_value(text)) == value
