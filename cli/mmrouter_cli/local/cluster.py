@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,17 +16,16 @@ import aiohttp
 
 from mmrouter.api.paths import CONFIG_DIR
 from mmrouter_cli.local.address import AddressBlock, can_bind, take_block
-from mmrouter_cli.local.commands import Commands, Engines, engine_commands, inherited_env
-from mmrouter_cli.local.expand import PodFacts, expand, resolve_env, rewriter
-from mmrouter_cli.local.folders import SHM, LocalError, RunFolders, make_folders
+from mmrouter_cli.local.commands import Commands, Engines, engine_commands
+from mmrouter_cli.local.expand import PodFacts
+from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
 from mmrouter_cli.local.logs import LogSink, console_sink
-from mmrouter_cli.local.plan import ContainerPlan, Plan, PodPlan, ServicePlan, ServicePort, make_plan
-from mmrouter_cli.local.pod import Container, LocalPod, tell_failure
-from mmrouter_cli.local.probes import Target
+from mmrouter_cli.local.making import PodMaker
+from mmrouter_cli.local.plan import Plan, ServicePlan, ServicePort, make_plan
+from mmrouter_cli.local.pod import LocalPod, tell_failure
 from mmrouter_cli.local.process import Guard
 from mmrouter_cli.local.roster import is_frontend, roster, write_atomically
 from mmrouter_cli.local.service import Forwarder
-from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 
 NODE = "local"
 UNPRIVILEGED_PORT = 8000
@@ -106,8 +105,11 @@ class LocalCluster:
 
     async def start(self, session: aiohttp.ClientSession, commands: Commands, base_dir: Path, *, serial: bool) -> None:
         """Make every pod's folders and begin to start them. ``serial``: engine pods start one after the other."""
-        for number, pod_plan in enumerate(self._plan.pods):
-            self.pods.append(self._make_pod(pod_plan, number, session, commands, base_dir))
+        maker = PodMaker(self._folders, base_dir, session, commands, self._guard, self._log)
+        for number, plan in enumerate(self._plan.pods):
+            ip = self._block.next_pod()
+            facts = PodFacts(plan.name, plan.namespace, str(uuid.uuid4()), ip, NODE, plan.labels, plan.annotations)
+            self.pods.append(maker.make(plan, facts, self._plan, number, self._notify))
         for service in self._plan.services:
             await self._serve(service)
         self._notify()
@@ -128,54 +130,6 @@ class LocalCluster:
         await asyncio.gather(*(pod.stop() for pod in self.pods))
         for forwarder in self._forwarders:
             await forwarder.close()
-
-    def _make_pod(
-        self, plan: PodPlan, number: int, session: aiohttp.ClientSession, commands: Commands, base_dir: Path
-    ) -> LocalPod:
-        ip = self._block.next_pod()
-        facts = PodFacts(plan.name, plan.namespace, str(uuid.uuid4()), ip, NODE, plan.labels, plan.annotations)
-        # Numbers, not names: paths stay short (see folders.NAME_LENGTH).
-        folder, tmpfs = self._folders.run / str(number), self._folders.tmpfs / str(number)
-        folder.mkdir()
-        volumes = make_volumes(plan, self._plan, folder=folder, tmpfs=tmpfs, base_dir=base_dir)
-        pod = LocalPod(plan, facts, volumes, [], [], partial(self._log, plan.name), self._notify)
-        for container in (*plan.init, *plan.containers):
-            made = self._make_container(container, pod, folder, session, commands)
-            (pod.init if container in plan.init else pod.containers).append(made)
-        return pod
-
-    def _make_container(
-        self, plan: ContainerPlan, pod: LocalPod, folder: Path, session: aiohttp.ClientSession, commands: Commands
-    ) -> Container:
-        where = f"{pod.name}/{plan.name}"
-        mounts = mount_paths(plan, pod.volumes, where)
-        link_nested(mounts, (self._folders.run, self._folders.tmpfs))
-        rewrite = rewriter(mounts)
-        inside = resolve_env(plan.env, plan.env_from, pod.facts, self._plan.config_maps, self._plan.secrets)
-        home = folder / "home" / plan.name
-        home.mkdir(parents=True)
-        temporary = mounts.get("/tmp", str(home))  # noqa: S108 - a path in the container
-        env = {**inherited_env(), "HOME": str(home), "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"}
-        env |= {name: rewrite(value) for name, value in inside.items()}
-
-        def line(words: Sequence[str]) -> tuple[str, ...]:
-            # Expanded from the container's own view, so that a path is rewritten once.
-            first, *rest = (rewrite(expand(word, inside)) for word in words)
-            return (*commands.resolve(first, env), *rest)
-
-        probes = {"startup": plan.startup, "readiness": plan.readiness}
-        return Container(
-            plan=plan,
-            argv=line(plan.command),
-            env=env,
-            folder=Path(rewrite(plan.working_dir)) if plan.working_dir else home,
-            target=Target(pod.ip, plan.ports, env, str(home), session),
-            probe_commands={n: line(p.command) for n, p in probes.items() if p is not None and p.command is not None},
-            guard=self._guard,
-            private_memory=str(SHM) in mounts,
-            log=partial(self._log, where),
-            changed=pod.container_changed,
-        )
 
     async def _serve(self, service: ServicePlan) -> None:
         for port in service.ports:
