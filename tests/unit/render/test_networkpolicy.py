@@ -57,7 +57,8 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
                 raise AssertionError(other)
         if not fits:
             return False
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    required: dict[str, str] = selector.get("matchLabels", {})
+    return required.items() <= labels.items()
 
 
 def is_peer(peer: dict[str, Any], whom: Pod | Host) -> bool:
