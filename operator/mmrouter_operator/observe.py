@@ -5,14 +5,19 @@ Views are what the watch caches keep: a few fields per object, never bodies.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from mmrouter_operator.render.capabilities import Capabilities
+from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
 from mmrouter_operator.render.secret import SecretData
 
 Key = tuple[str, str]
 """Namespace and name of a deployment: what the queue holds."""
 
+TEMPLATE_HASH = "mmrouter.io/template-hash"
+COMPATIBILITY = "mmrouter.io/compatibility"
+SET_TARGET = "mmrouter.io/set-target"
 ROUTABLE = "mmrouter.io/routable"
 VERIFIED = "mmrouter.io/verified"
 
@@ -49,6 +54,10 @@ class DeploymentView(ChildView):
     pool: str = ""
     template_hash: str = ""
     """Annotation ``mmrouter.io/template-hash`` of its pod template."""
+    compatibility: str = ""
+    """Label ``mmrouter.io/compatibility`` of its pods: which revision of a set it is (``sets.py``)."""
+    set_target: int | None = None
+    """Annotation ``mmrouter.io/set-target``: replicas that an autoscaled pool had when its set began to switch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,7 @@ class PodView:
     started: float | None = None
     """When its containers became ready (transition of ContainersReady), seconds since the epoch."""
     template_hash: str = ""
+    compatibility: str = ""
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates of the spec -> whether the condition is True now."""
     unschedulable: str = ""
@@ -128,6 +138,7 @@ class RevisionView:
     name: str
     number: int
     data: Mapping[str, Any]
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +154,137 @@ class Snapshot:
     secrets: SecretData | None = None
     missing: tuple[Missing, ...] = ()
     revisions: tuple[RevisionView, ...] = ()
-    capabilities: Capabilities = Capabilities()
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+
+BAD_WAITING = frozenset(
+    {
+        "ImagePullBackOff",
+        "ErrImagePull",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "CrashLoopBackOff",
+    }
+)
+"""Reasons of a waiting container that do not pass by themselves; ContainerCreating and PodInitializing do."""
+
+
+def child_view(obj: Mapping[str, Any]) -> ChildView:
+    """Return the view of any child as the API server returns it; a Deployment's is a :class:`DeploymentView`."""
+    if obj.get("kind") == "Deployment":
+        return deployment_view(obj)
+    return ChildView(**_identity(obj))
+
+
+def deployment_view(obj: Mapping[str, Any]) -> DeploymentView:
+    """Return the view of an ``apps/v1`` Deployment. Counts that the API leaves out are 0; replicas default to 1."""
+    spec, status = obj.get("spec") or {}, obj.get("status") or {}
+    template = _metadata(spec.get("template") or {})
+    conditions = _by_type(status)
+    failure = conditions.get("ReplicaFailure", {})
+    own = _metadata(obj)
+    target = own["annotations"].get(SET_TARGET, "")
+    return DeploymentView(
+        **_identity(obj),
+        replicas=spec.get("replicas", 1),
+        observed_generation=status.get("observedGeneration", 0),
+        updated=status.get("updatedReplicas", 0),
+        ready=status.get("readyReplicas", 0),
+        available=status.get("availableReplicas", 0),
+        total=status.get("replicas", 0),
+        progressing_reason=conditions.get("Progressing", {}).get("reason", ""),
+        failure=failure.get("message", "") if failure.get("status") == "True" else "",
+        replicas_managers=_replicas_managers(obj),
+        pool=own["labels"].get(POOL_LABEL, ""),
+        template_hash=template["annotations"].get(TEMPLATE_HASH, ""),
+        compatibility=template["labels"].get(COMPATIBILITY, ""),
+        set_target=int(target) if target.isdigit() else None,
+    )
+
+
+def pod_view(obj: Mapping[str, Any]) -> PodView:
+    """Return the view of a pod."""
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    marks = _metadata(obj)
+    conditions = _by_type(status)
+    containers_ready = conditions.get("ContainersReady", {})
+    scheduled = conditions.get("PodScheduled", {})
+    stuck = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
+    gates = [gate["conditionType"] for gate in spec.get("readinessGates") or []]
+    return PodView(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", ""),
+        uid=metadata.get("uid", ""),
+        deployment=marks["labels"].get(DEPLOYMENT_LABEL, ""),
+        pool=marks["labels"].get(POOL_LABEL, ""),
+        role=marks["labels"].get(ROLE_LABEL, ""),
+        ip=status.get("podIP", ""),
+        node=spec.get("nodeName", ""),
+        phase=status.get("phase", "Pending"),
+        ready=_is_true(conditions.get("Ready")),
+        containers_ready=_is_true(containers_ready),
+        deleting="deletionTimestamp" in metadata,
+        created=_seconds(metadata.get("creationTimestamp")) or 0.0,
+        started=_seconds(containers_ready.get("lastTransitionTime")) if _is_true(containers_ready) else None,
+        template_hash=marks["annotations"].get(TEMPLATE_HASH, ""),
+        compatibility=marks["labels"].get(COMPATIBILITY, ""),
+        gates={gate: _is_true(conditions.get(gate)) for gate in gates},
+        unschedulable=scheduled.get("message", "") if stuck else "",
+        waiting=_waiting(status),
+    )
+
+
+def revision_view(obj: Mapping[str, Any]) -> RevisionView:
+    """Return the view of a ControllerRevision of ours."""
+    metadata = obj["metadata"]
+    return RevisionView(metadata["name"], obj.get("revision", 0), obj.get("data") or {}, metadata.get("uid", ""))
+
+
+def _identity(obj: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = obj["metadata"]
+    owners = metadata.get("ownerReferences") or []
+    return {
+        "kind": obj["kind"],
+        "name": metadata["name"],
+        "namespace": metadata.get("namespace", ""),
+        "uid": metadata.get("uid", ""),
+        "resource_version": metadata.get("resourceVersion", ""),
+        "owner": next((owner["uid"] for owner in owners if owner.get("controller")), ""),
+        "generation": metadata.get("generation", 0),
+        "deleting": "deletionTimestamp" in metadata,
+    }
+
+
+def _metadata(obj: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    metadata = obj.get("metadata") or {}
+    return {"labels": metadata.get("labels") or {}, "annotations": metadata.get("annotations") or {}}
+
+
+def _by_type(status: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {condition["type"]: condition for condition in status.get("conditions") or []}
+
+
+def _is_true(condition: Mapping[str, Any] | None) -> bool:
+    return condition is not None and condition.get("status") == "True"
+
+
+def _replicas_managers(obj: Mapping[str, Any]) -> tuple[str, ...]:
+    entries = obj["metadata"].get("managedFields") or []
+    owners = (e for e in entries if "f:replicas" in ((e.get("fieldsV1") or {}).get("f:spec") or {}))
+    return tuple(dict.fromkeys(entry.get("manager", "") for entry in owners))
+
+
+def _waiting(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(kind) or []:
+            waiting = (container.get("state") or {}).get("waiting") or {}
+            if waiting.get("reason") in BAD_WAITING:
+                return container["name"], waiting["reason"], waiting.get("message", "")
+    return None
+
+
+def _seconds(timestamp: str | None) -> float | None:
+    return datetime.fromisoformat(timestamp).timestamp() if timestamp else None

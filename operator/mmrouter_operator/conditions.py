@@ -1,0 +1,123 @@
+"""Every condition and reason that a status can show: one table, which code and docs/conditions.md share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Truth = Literal["True", "False", "Unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition of a status, before it has a time."""
+
+    type: str
+    status: Truth
+    reason: str
+    message: str
+
+
+READY: Final = "Ready"
+PROGRESSING: Final = "Progressing"
+DEGRADED: Final = "Degraded"
+SPEC_VALID: Final = "SpecValid"
+FRONTEND_READY: Final = "FrontendReady"
+ENCODERS_READY: Final = "EncodersReady"
+WORKERS_READY: Final = "WorkersReady"
+EXACT: Final = "ExactRoutingVerified"
+REVISION_PINNED: Final = "RevisionPinned"
+AUTHENTICATED: Final = "Authenticated"
+AUTOSCALING: Final = "AutoscalingAvailable"
+MONITORING: Final = "PodMonitorAvailable"
+RESTRICTED: Final = "PodSecurityRestricted"
+SHM_PRESSURE: Final = "ShmPressure"
+
+_BLOCKS: Final[dict[str, Truth]] = {
+    "ChildNameTaken": "False",
+    "ReplicaFailure": "False",
+    "ProgressDeadlineExceeded": "False",
+    "NoSurgeRoom": "False",
+    "Unschedulable": "False",
+    "ImagePullFailed": "False",
+    "ContainerConfigError": "False",
+    "CrashLoopBackOff": "False",
+    "SetCannotOverlap": "False",
+    "RevisionLost": "False",
+}
+"""Reasons of a Blocked plan."""
+
+MISSING: Final[Mapping[str, str]] = {
+    "Secret": "SecretMissing",
+    "ConfigMap": "ConfigMapMissing",
+    "PersistentVolumeClaim": "PersistentVolumeClaimMissing",
+    "RuntimeClass": "RuntimeClassMissing",
+    "PriorityClass": "PriorityClassMissing",
+    "ServiceAccount": "ServiceAccountMissing",
+    "ResourceClaim": "ResourceClaimMissing",
+    "ResourceClaimTemplate": "ResourceClaimTemplateMissing",
+}
+"""Kind of an object that the resource names and that is not there -> reason."""
+
+_NOT_READY: Final[dict[str, Truth]] = {
+    "AllReady": "True",
+    "RollingOut": "False",
+    "ReplicasMissing": "False",
+    "Scaled0": "True",
+}
+
+REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
+    READY: {
+        "Serving": "True",
+        "SpecInvalid": "False",
+        "FrontendNotReady": "False",
+        "EncodersNotReady": "False",
+        "WorkersNotReady": "False",
+        "RollingOut": "False",
+        "SecretUnusable": "False",
+    },
+    PROGRESSING: {
+        "RollingOut": "True",
+        "Complete": "False",
+        "Paused": "False",
+        "SpecInvalid": "False",
+        "SecretUnusable": "False",
+        **_BLOCKS,
+    },
+    DEGRADED: {
+        "AsExpected": "False",
+        "SpecInvalid": "True",
+        **dict.fromkeys(MISSING.values(), "True"),
+        **dict.fromkeys(_BLOCKS, "True"),
+        "ChildRefused": "True",
+        "ChildContested": "True",
+        "SecretMalformed": "True",
+        "SecretRecreated": "True",
+    },
+    SPEC_VALID: {"Valid": "True", "Invalid": "False"},
+    FRONTEND_READY: dict(_NOT_READY),
+    ENCODERS_READY: dict(_NOT_READY),
+    WORKERS_READY: dict(_NOT_READY),
+    EXACT: {
+        "Verified": "True",
+        "NotExact": "False",
+        "NotVerifiedInTime": "False",
+        "Verifying": "Unknown",
+        "FrontendNotHeard": "Unknown",
+        "NoReplicas": "Unknown",
+    },
+    REVISION_PINNED: {"Commit": "True", "ModelRevisionUnpinned": "False"},
+    AUTHENTICATED: {"ApiKeys": "True", "NoApiKeys": "False"},
+    AUTOSCALING: {"Available": "True", "AutoscalingUnavailable": "False"},
+    MONITORING: {"Available": "True", "PodMonitorUnavailable": "False"},
+    RESTRICTED: {"Restricted": "True", "NodeSharedMemory": "False", "PodTemplate": "False"},
+    SHM_PRESSURE: {"Enough": "False", "NearlyFull": "True"},
+}
+"""Condition -> reason -> the status that the condition has for it."""
+
+WHEN_TRUE_BAD: Final = frozenset({DEGRADED, SHM_PRESSURE})
+"""Conditions whose True calls for somebody; of all others it is False. Progressing calls for nobody by itself."""
+
+
+def condition(type_: str, reason: str, message: str) -> Condition:
+    """Return a condition by its reason. Raises ``KeyError`` for a pair that the table does not have."""
+    return Condition(type_, REASONS[type_][reason], reason, message)

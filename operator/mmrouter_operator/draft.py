@@ -1,0 +1,80 @@
+"""A plan while it is put together, and the small questions that every part of planning asks. Pure."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrouter_operator.observe import DeploymentView, Snapshot
+from mmrouter_operator.rollout import Blocked, Rollout
+
+MANAGER = "mmrouter-operator"
+"""Field manager of everything that is applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that is done now or later, for people."""
+
+    action: str
+    """create, restart, scale, hold, switch or delete."""
+    kind: str
+    name: str
+    why: str
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan while it is put together."""
+
+    apply: list[dict[str, Any]] = field(default_factory=list)
+    """Deployments."""
+    steps: list[Step] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    keep: set[str] = field(default_factory=set)
+    """Deployments that stay although they are not rendered."""
+    blocked: list[Blocked] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    """What is not finished, in sentences."""
+
+
+def live_deployment(snapshot: Snapshot, name: str) -> DeploymentView | None:
+    """Return the live Deployment of that name, ``None`` where there is none."""
+    view = snapshot.children.get(("Deployment", name))
+    return view if isinstance(view, DeploymentView) else None
+
+
+def taken(snapshot: Snapshot, kind: str, name: str) -> bool:
+    """Whether the name of a child is held by an object that is not this resource's."""
+    view = snapshot.children.get((kind, name))
+    return view is not None and view.owner != resource_uid(snapshot)
+
+
+def resource_uid(snapshot: Snapshot) -> str:
+    """Return the uid of the resource; empty for one that no cluster has seen."""
+    return str(snapshot.resource["metadata"].get("uid", ""))
+
+
+def with_replicas(manifest: Mapping[str, Any], replicas: int | None) -> dict[str, Any]:
+    """Return a copy of a Deployment's manifest with these replicas; ``None`` leaves the field to another manager."""
+    result = copy.deepcopy(dict(manifest))
+    result["spec"].pop("replicas", None)
+    if replicas is not None:
+        result["spec"]["replicas"] = replicas
+    return result
+
+
+def progress_of(rollout: Rollout) -> str:
+    """Return where a rollout stands, in a sentence."""
+    return (
+        f"{rollout.subject}: {rollout.updated} of {rollout.desired} replicas updated, {rollout.available} available"
+        + (f", {rollout.total - rollout.updated} old ones left" if rollout.total > rollout.updated else "")
+    )
+
+
+def child_name_taken(kind: str, name: str) -> Blocked:
+    """Return the outcome for a child whose name somebody else's object has."""
+    return Blocked(
+        "ChildNameTaken",
+        f"{kind} {name} is there and does not belong to this resource; it is left alone: delete or rename it",
+    )

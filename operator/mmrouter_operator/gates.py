@@ -1,0 +1,118 @@
+"""Readiness gates of engine pods: the table of DESIGN.md 5.3. Pure.
+
+| gate | opens when |
+|---|---|
+| routable | every ready frontend holds the pod (its snapshot, heartbeat or answer, by role) |
+| verified | one frontend proved the pod (canary, generation or image, by role) |
+
+After ``verification.timeoutSeconds`` with its containers ready a pod is let in all the same under ``Degrade``, where a
+frontend can reach it: better served without overlap than not at all. The reason says so, and the condition
+ExactRoutingVerified is False. A gate that is open stays open: a frontend that restarts knows nobody for a moment, and
+must not take the service down with it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from mmrouter.api import MMRouterDeployment
+from mmrouter_operator.observe import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
+from mmrouter_operator.render.common import FRONTEND_ROLE
+
+Gate = tuple[bool, str, str]
+"""Value, reason and message of a pod condition."""
+
+
+def gates(dep: MMRouterDeployment, snapshot: Snapshot) -> dict[str, dict[str, Gate]]:
+    """Return by pod uid all gates of the pods on which one is to change; other pods are left out."""
+    result = {}
+    for pod in snapshot.pods:
+        if not pod.pool or pod.deleting or not pod.gates:
+            continue
+        wanted = {gate: _gate(gate, dep, pod, snapshot) for gate in pod.gates if gate in (ROUTABLE, VERIFIED)}
+        if any(value != pod.gates[gate] for gate, (value, _, _) in wanted.items()):
+            result[pod.uid] = wanted
+    return result
+
+
+def ready_frontends(snapshot: Snapshot) -> list[PodView]:
+    """Return the frontends that clients reach now."""
+    return [
+        pod for pod in snapshot.pods if pod.role == FRONTEND_ROLE and not pod.pool and pod.ready and not pod.deleting
+    ]
+
+
+def reports_on(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
+    """Return what each ready frontend says of a pod; ``None`` for one that was not heard or does not know it."""
+    reports: list[FrontendReport | None] = [snapshot.reports.get(front.uid) for front in ready_frontends(snapshot)]
+    return [None if report is None else report.workers.get(pod.uid) for report in reports]
+
+
+def all_heard(snapshot: Snapshot) -> bool:
+    """Whether every ready frontend has said something; False while the operator has just started."""
+    return all(snapshot.reports.get(pod.uid) is not None for pod in ready_frontends(snapshot))
+
+
+def is_routable(reports: Sequence[WorkerReport | None]) -> bool:
+    """Whether every ready frontend holds the pod, and there is one."""
+    return bool(reports) and all(report is not None and report.routable for report in reports)
+
+
+def is_verified(reports: Sequence[WorkerReport | None]) -> bool:
+    """Whether some frontend proved the pod: the result travels in the heartbeat, so one is enough."""
+    return any(report is not None and report.verified == "True" for report in reports)
+
+
+def _gate(gate: str, dep: MMRouterDeployment, pod: PodView, snapshot: Snapshot) -> Gate:
+    reports = reports_on(pod, snapshot)
+    value, reason, message = _routable(pod, reports) if gate == ROUTABLE else _verified(pod, reports)
+    if value:
+        return value, reason, message
+    if pod.gates[gate]:
+        return True, "StaysOpen", f"it was open; now: {message}"
+    if _overdue(dep, pod, snapshot.now) and _reachable(gate, pod, reports, snapshot.reports):
+        seconds = dep.spec.verification.timeout_seconds
+        return True, f"{reason}InTime", f"let in after {seconds} s all the same: {message}"
+    return value, reason, message
+
+
+def _routable(pod: PodView, reports: Sequence[WorkerReport | None]) -> Gate:
+    if not reports:
+        return False, "NoFrontend", "no frontend is ready"
+    holding = sum(1 for report in reports if report is not None and report.routable)
+    message = f"{holding} of {len(reports)} ready frontends hold it"
+    said = next((r.message for r in reports if r is not None and not r.routable and r.message), "")
+    return (
+        holding == len(reports),
+        "Held" if holding == len(reports) else "NotHeld",
+        message + (f": {said}" if said else ""),
+    )
+
+
+def _verified(pod: PodView, reports: Sequence[WorkerReport | None]) -> Gate:
+    if is_verified(reports):
+        return True, "Proved", "a frontend proved it"
+    failed = next((report for report in reports if report is not None and report.verified == "False"), None)
+    if failed is not None:
+        return False, "NotExact", ": ".join(part for part in (failed.cause, failed.message) if part) or "not exact"
+    waiting = next((report.message for report in reports if report is not None and report.message), "")
+    return False, "NotProved", "no frontend has proved it yet" + (f": {waiting}" if waiting else "")
+
+
+def _overdue(dep: MMRouterDeployment, pod: PodView, now: float) -> bool:
+    if dep.spec.verification.on_failure != "Degrade" or pod.started is None or not pod.containers_ready:
+        return False
+    return now >= pod.started + dep.spec.verification.timeout_seconds
+
+
+def _reachable(
+    gate: str,
+    pod: PodView,
+    reports: Sequence[WorkerReport | None],
+    heard: Mapping[str, FrontendReport | None],
+) -> bool:
+    """Whether letting the pod in can do any good: a frontend holds it, or frontends do not follow its role at all."""
+    if gate == VERIFIED or any(report is not None and report.routable for report in reports):
+        return True
+    followed = any(
+        w.role == pod.role for report in heard.values() if report is not None for w in report.workers.values()
+    )
+    return bool(reports) and not followed

@@ -1,0 +1,250 @@
+"""What to do next for one deployment, and why. Pure: rendered manifests and a snapshot in, manifests to apply out.
+
+Order: everything that is no Deployment first; then the frontend, which must understand old and new engines; then
+renderers, encoders, and last the engines that generate text. A *new pod template* waits until the rollout of every
+earlier stage is over. Nothing else waits: not the first creation, not replicas, and not a template that pods of the
+Deployment have already, which is why going back to the old spec in the middle of a rollout takes effect at once.
+
+Within one Deployment the native rolling update moves the pods: surge, unavailability and readiness gates are
+Kubernetes' own. Prefill and decode pools switch as a set (``sets.py``, ``set_rollout.py``).
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from mmrouter_operator.draft import (
+    MANAGER,
+    Draft,
+    Step,
+    child_name_taken,
+    live_deployment,
+    progress_of,
+    resource_uid,
+    taken,
+    with_replicas,
+)
+from mmrouter_operator.observe import DeploymentView, Snapshot
+from mmrouter_operator.revisions import stored_template, surplus_revisions
+from mmrouter_operator.rollout import (
+    Blocked,
+    Complete,
+    Outcome,
+    Progress,
+    Rollout,
+    assess,
+    pods_of,
+    pool_of,
+    role_of,
+    strategy,
+    template_hash,
+)
+from mmrouter_operator.set_rollout import in_set, plan_set
+
+__all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Plan", "Progress", "Prune", "Rollout", "Step", "plan"]
+
+STAGES: Mapping[str, int] = {"frontend": 0, "renderer": 1, "encoder": 2, "worker": 3, "prefill": 3, "decode": 3}
+"""Role -> place in the order."""
+
+SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
+
+
+class Prune(NamedTuple):
+    """An object that is ours and no longer wanted."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to apply, in order, what to delete after that, and where every Deployment stands."""
+
+    outcome: Outcome
+    apply: tuple[dict[str, Any], ...] = ()
+    """Full manifests. The Secret is not among them: it is created before anything can be rendered."""
+    prune: tuple[Prune, ...] = ()
+    steps: tuple[Step, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
+    """The frontend's first, then the pools' in the order of the spec."""
+
+
+def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> Plan:
+    """Return the next step from ``snapshot`` towards ``desired``, whose templates are chosen (``revisions.py``).
+
+    The result depends on its arguments alone, so a step that was planned twice is the same step, and a plan that nobody
+    carried out is planned again.
+    """
+    draft = Draft()
+    deployments = [manifest for manifest in desired if manifest["kind"] == "Deployment"]
+    together = [manifest for manifest in deployments if in_set(manifest)]
+    scaled = autoscaled(desired)
+    switching = False
+    over = True
+    for stage in sorted(set(STAGES.values())):
+        before = len(draft.rollouts)
+        held = not over
+        for manifest in deployments:
+            if STAGES[role_of(manifest)] == stage and not in_set(manifest):
+                _plan_deployment(manifest, snapshot, draft, held=held, scaled=manifest["metadata"]["name"] in scaled)
+        if together and stage == STAGES["decode"]:
+            switching = plan_set(together, snapshot, draft, held=held, scaled=scaled)
+        over = over and all(rollout.settled for rollout in draft.rollouts[before:])
+    others = _others(desired, snapshot, draft, switching, {pool_of(manifest) for manifest in together})
+    prune = _prune([*others, *draft.apply], desired, snapshot, draft)
+    order = {manifest["metadata"]["name"]: place for place, manifest in enumerate(deployments)}
+    frontend_first = sorted(draft.rollouts, key=lambda rollout: (bool(rollout.pool), order.get(rollout.name, 0)))
+    rollouts = tuple(frontend_first)
+    if (snapshot.resource.get("spec") or {}).get("paused"):
+        return Plan(Blocked("Paused", "spec.paused is true: nothing is changed"), rollouts=rollouts)
+    return Plan(
+        _outcome(draft, rollouts, prune),
+        apply=(*others, *draft.apply),
+        prune=prune,
+        steps=tuple(draft.steps),
+        rollouts=rollouts,
+    )
+
+
+def autoscaled(desired: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the names of the Deployments whose replicas an autoscaler among ``desired`` decides."""
+    return frozenset(manifest["spec"]["scaleTargetRef"]["name"] for manifest in desired if manifest["kind"] in SCALERS)
+
+
+def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft, *, held: bool, scaled: bool) -> None:
+    name = manifest["metadata"]["name"]
+    live = live_deployment(snapshot, name)
+    desired = int(manifest["spec"].get("replicas", 1))
+    if scaled and live is not None:
+        desired = live.replicas
+    if taken(snapshot, "Deployment", name):
+        blocked = child_name_taken("Deployment", name)
+        draft.blocked.append(blocked)
+        rollout = assess(manifest, None, snapshot, desired)
+        draft.rollouts.append(replace(rollout, blocked=blocked))
+        return
+    rollout = assess(manifest, live, snapshot, desired)
+    fixed = scaled and live is not None and any(manager != MANAGER for manager in live.replicas_managers)
+    replicas = None if fixed else desired
+    if live is None:
+        draft.apply.append(with_replicas(manifest, replicas))
+        draft.steps.append(Step("create", "Deployment", name, f"{rollout.subject}: {desired} replicas"))
+        draft.waits.append(f"{rollout.subject} is being created")
+    elif held and _is_new(manifest, live, snapshot):
+        rollout = replace(rollout, held=True, blocked=None)
+        old = stored_template(snapshot.revisions, name, live.template_hash)
+        if old is not None:
+            spec = {**manifest["spec"], "template": old}
+            draft.apply.append(with_replicas({**manifest, "spec": spec}, replicas))
+        else:
+            draft.keep.add(name)
+        draft.steps.append(Step("hold", "Deployment", name, f"the new {rollout.subject} waits for an earlier stage"))
+        draft.waits.append(f"{rollout.subject} waits until the rollout before it is over")
+    else:
+        draft.apply.append(with_replicas(manifest, replicas))
+        if live.template_hash != template_hash(manifest):
+            surge, unavailable = strategy(manifest)
+            draft.steps.append(
+                Step(
+                    "restart",
+                    "Deployment",
+                    name,
+                    f"{rollout.subject}: {desired} replicas, one after the other, "
+                    f"{surge} more and {unavailable} fewer at a time",
+                )
+            )
+        elif live.replicas != desired:
+            draft.steps.append(
+                Step("scale", "Deployment", name, f"{rollout.subject}: {live.replicas} -> {desired} replicas")
+            )
+        if not rollout.complete:
+            draft.waits.append(progress_of(rollout))
+    if rollout.blocked is not None:
+        draft.blocked.append(rollout.blocked)
+    draft.rollouts.append(rollout)
+
+
+def _is_new(manifest: Mapping[str, Any], live: DeploymentView, snapshot: Snapshot) -> bool:
+    """Whether no pod of the Deployment has the template yet, and none is about to."""
+    wanted = template_hash(manifest)
+    pods = pods_of(snapshot.pods, pool_of(manifest), role_of(manifest))
+    return live.template_hash != wanted and not any(pod.template_hash == wanted and not pod.deleting for pod in pods)
+
+
+def _others(
+    desired: Sequence[dict[str, Any]], snapshot: Snapshot, draft: Draft, switching: bool, together: set[str]
+) -> list[dict[str, Any]]:
+    """Return what is no Deployment. While a set switches, its planner decides the replicas, so no autoscaler does."""
+    result = []
+    names = {manifest["metadata"]["name"]: manifest for manifest in draft.apply}
+    for manifest in desired:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if kind in ("Deployment", "Secret"):
+            continue
+        if kind in SCALERS and pool_of(manifest) in together:
+            if switching:
+                continue
+            manifest = _retarget(manifest, names)  # noqa: PLW2901
+        if taken(snapshot, kind, name):
+            draft.blocked.append(child_name_taken(kind, name))
+            continue
+        if (kind, name) not in snapshot.children:
+            draft.steps.append(Step("create", kind, name, ""))
+            draft.waits.append(f"{kind} {name} is being created")
+        result.append(manifest)
+    return result
+
+
+def _retarget(manifest: dict[str, Any], applied: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an autoscaler of a set pool that aims at the pool's one Deployment."""
+    target = next((name for name, other in applied.items() if pool_of(other) == pool_of(manifest)), None)
+    if target is None:
+        return manifest
+    result = copy.deepcopy(manifest)
+    result["spec"]["scaleTargetRef"]["name"] = target
+    return result
+
+
+def _prune(
+    applied: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft: Draft
+) -> tuple[Prune, ...]:
+    wanted = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in applied}
+    wanted |= {("Deployment", name) for name in draft.keep}
+    uid = resource_uid(snapshot)
+    pruned = []
+    for (kind, name), view in snapshot.children.items():
+        # The Secret is named by no manifest to apply, and losing it restarts every pod.
+        if view.owner != uid or view.deleting or (kind, name) in wanted or kind in ("Secret", "ControllerRevision"):
+            continue
+        pruned.append(Prune(kind, name, view.uid))
+        draft.steps.append(Step("delete", kind, name, "it is no longer part of the deployment"))
+    running: dict[str, set[str]] = {}
+    for manifest in desired:
+        if manifest["kind"] == "Deployment":
+            running[manifest["metadata"]["name"]] = _running(manifest, snapshot)
+    pruned += [Prune("ControllerRevision", r.name, r.uid) for r in surplus_revisions(snapshot, running)]
+    return tuple(pruned)
+
+
+def _running(manifest: Mapping[str, Any], snapshot: Snapshot) -> set[str]:
+    """Return the template hashes that live Deployments and pods of a rendered Deployment's pool still have."""
+    pool, role = pool_of(manifest), role_of(manifest)
+    name = manifest["metadata"]["name"]
+    hashes = {pod.template_hash for pod in pods_of(snapshot.pods, pool, role)}
+    for view in snapshot.children.values():
+        if isinstance(view, DeploymentView) and (view.name == name or (pool and view.pool == pool)):
+            hashes.add(view.template_hash)
+    return hashes
+
+
+def _outcome(draft: Draft, rollouts: Sequence[Rollout], prune: Sequence[Prune]) -> Outcome:
+    if draft.blocked:
+        return draft.blocked[0]
+    if draft.waits:
+        return Progress("; ".join(draft.waits))
+    old = [item for item in prune if item.kind != "ControllerRevision"]
+    if old:
+        return Progress("; ".join(f"{item.kind} {item.name} is being deleted" for item in old))
+    return Complete() if all(rollout.complete for rollout in rollouts) else Progress("the last replicas start")

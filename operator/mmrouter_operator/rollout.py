@@ -1,0 +1,181 @@
+"""One Deployment on its way from one pod template to the next: where it stands, and what keeps it there. Pure.
+
+A rollout is judged by the template that is wanted now: pods of an older one are never counted as updated, also while
+the Deployment controller has not looked at the change yet.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrouter_operator.observe import TEMPLATE_HASH, DeploymentView, PodView, Snapshot
+from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL
+
+IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
+CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """There is more to do or to wait for. ``message``: what for, in a sentence."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The spec is in effect: every replica is of the newest version and available."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Waiting alone will not help. Callers must not take it for :class:`Complete`."""
+
+    reason: str
+    """CamelCase, stable."""
+    message: str
+
+
+Outcome = Progress | Complete | Blocked
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Where a pool or the frontend stands. A set pool's counts are summed over its two revisions."""
+
+    name: str
+    """Of the Deployment that is wanted."""
+    pool: str
+    """Empty for the frontend."""
+    role: str
+    desired: int
+    ready: int = 0
+    available: int = 0
+    updated: int = 0
+    total: int = 0
+    current: bool = False
+    """The Deployment has the wanted template, and its controller has seen it."""
+    settled: bool = False
+    """No pod of an older template is left or expected; replicas may still be missing."""
+    held: bool = False
+    """The new template waits for an earlier stage."""
+    blocked: Blocked | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Every wanted replica is of the wanted template and available, and there is no other."""
+        return self.current and self.updated == self.total == self.desired == self.available
+
+    @property
+    def subject(self) -> str:
+        """How a sentence names it."""
+        return f"pool {self.pool}" if self.pool else "frontend"
+
+
+def template_hash(manifest: Mapping[str, Any]) -> str:
+    """Return the annotation ``mmrouter.io/template-hash`` of a Deployment's manifest."""
+    annotations = manifest["spec"]["template"]["metadata"].get("annotations") or {}
+    return str(annotations.get(TEMPLATE_HASH, ""))
+
+
+def pool_of(manifest: Mapping[str, Any]) -> str:
+    """Return the pool that a child belongs to; empty for none."""
+    return str((manifest["metadata"].get("labels") or {}).get(POOL_LABEL, ""))
+
+
+def role_of(manifest: Mapping[str, Any]) -> str:
+    """Return the role of a Deployment's pods."""
+    return str((manifest["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))
+
+
+def assess(manifest: Mapping[str, Any], live: DeploymentView | None, snapshot: Snapshot, desired: int) -> Rollout:
+    """Return where a Deployment stands on the way to ``manifest`` with ``desired`` replicas."""
+    pool, role, wanted = pool_of(manifest), role_of(manifest), template_hash(manifest)
+    name = manifest["metadata"]["name"]
+    if live is None:
+        return Rollout(name=name, pool=pool, role=role, desired=desired)
+    pods = pods_of(snapshot.pods, pool, role)
+    seen = live.observed_generation >= live.generation
+    current = seen and live.template_hash == wanted
+    # The controller's own count is of the template that it saw last, so it speaks of the wanted one only when current.
+    updated = live.updated if current else sum(1 for pod in pods if pod.template_hash == wanted and not pod.deleting)
+    once = live.progressing_reason == "NewReplicaSetAvailable"
+    rollout = Rollout(
+        name=name,
+        pool=pool,
+        role=role,
+        desired=desired,
+        ready=live.ready,
+        available=live.available,
+        updated=updated,
+        total=live.total,
+        current=current,
+        settled=current and live.updated == live.total and (once or live.available >= desired),
+    )
+    if rollout.complete:
+        return rollout
+    return _with_blocked(rollout, manifest, live, pods)
+
+
+def pods_of(pods: Sequence[PodView], pool: str, role: str) -> list[PodView]:
+    """Return the pods of one pool, or of the frontend when ``pool`` is empty."""
+    return [pod for pod in pods if (pod.pool == pool if pool else not pod.pool and pod.role == role)]
+
+
+def pod_problem(pod: PodView) -> Blocked | None:
+    """Return what keeps a pod from running, ``None`` when nothing that waiting would not cure."""
+    if pod.deleting:
+        return None
+    if pod.waiting is not None:
+        container, reason, message = pod.waiting
+        said = f"container {container} of pod {pod.name}: {message or reason}"
+        if reason in IMAGE_REASONS:
+            return Blocked("ImagePullFailed", said)
+        if reason in CONFIG_REASONS:
+            return Blocked("ContainerConfigError", said)
+        return Blocked("CrashLoopBackOff", said)
+    if pod.unschedulable:
+        return Blocked("Unschedulable", f"no node takes pod {pod.name}: {pod.unschedulable}")
+    return None
+
+
+def _with_blocked(
+    rollout: Rollout, manifest: Mapping[str, Any], live: DeploymentView, pods: Sequence[PodView]
+) -> Rollout:
+    blocked = _blocked(rollout, manifest, live, pods)
+    return rollout if blocked is None else dataclasses.replace(rollout, blocked=blocked)
+
+
+def _blocked(
+    rollout: Rollout, manifest: Mapping[str, Any], live: DeploymentView, pods: Sequence[PodView]
+) -> Blocked | None:
+    if live.failure:
+        return Blocked("ReplicaFailure", f"pods of {rollout.subject} cannot be created: {live.failure}")
+    unavailable = strategy(manifest)[1]
+    for pod in pods:
+        problem = pod_problem(pod)
+        if problem is None or pod.template_hash != live.template_hash:
+            continue
+        if problem.reason == "Unschedulable" and live.total > live.replicas:
+            if unavailable:
+                continue  # an old replica goes first and makes room
+            return Blocked(
+                "NoSurgeRoom",
+                f"there is no free accelerator for the surge replica of {rollout.subject}: {pod.unschedulable} "
+                "Free one, or set updates.maxUnavailable to 1 and updates.maxSurge to 0",
+            )
+        return problem
+    if live.progressing_reason == "ProgressDeadlineExceeded":
+        return Blocked(
+            "ProgressDeadlineExceeded",
+            f"{rollout.subject} made no progress within its deadline: "
+            f"{rollout.updated} of {rollout.desired} replicas updated, {live.available} available",
+        )
+    return None
+
+
+def strategy(manifest: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (maxSurge, maxUnavailable) of a rendered Deployment, as numbers of replicas."""
+    rolling = (manifest["spec"].get("strategy") or {}).get("rollingUpdate") or {}
+    return int(rolling.get("maxSurge", 1)), int(rolling.get("maxUnavailable", 0))
