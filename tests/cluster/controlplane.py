@@ -65,7 +65,7 @@ class ControlPlane:
         self.folder, self.bin, self.address = folder, bin, address
         self.url = f"https://{address}:{API_PORT}"
         self.ca = folder / "pki" / "ca.crt"
-        self._guard = guard
+        self.guard = guard
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers = itertools.count(1)
         self._tokens = {name: uuid.uuid4().hex for name in USERS}
@@ -113,13 +113,13 @@ class ControlPlane:
             process = subprocess.Popen(
                 argv,
                 cwd=self.folder,
-                env={**(os.environ if env is None else env), MARK: self._guard.mark},
+                env={**(os.environ if env is None else env), MARK: self.guard.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self._guard.began(process.pid)
+        self.guard.began(process.pid)
         return process
 
     def log_file(self, name: str) -> Path:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -29,11 +29,17 @@ class Runner(Protocol):
     async def start(self, pod: dict[str, Any]) -> str:
         """Begin to run a pod and return its address."""
 
+    def bind(self, changed: Callable[[str], None]) -> None:
+        """Have ``changed`` called, with a pod's uid, whenever a container of it does."""
+
     def states(self, uid: str) -> dict[str, ContainerState] | None:
         """Return how a pod's containers are doing; ``None`` for one that is not running here."""
 
     async def stop(self, uid: str, grace: float) -> None:
         """End a pod."""
+
+    async def close(self) -> None:
+        """End everything."""
 
 
 @dataclass(eq=False)
@@ -76,6 +82,9 @@ class Hollow:
         self._client = plane.async_client()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failures: list[BaseException] = []
+        if runner is not None:
+            runner.bind(self._look)
         self._thread = threading.Thread(target=self._run, name="hollow kubelet")
         self._thread.start()
 
@@ -122,11 +131,13 @@ class Hollow:
         self._in_loop(self._change(rule, add=False))
 
     def close(self) -> None:
-        """End the kubelet and what it runs. Pods and nodes stay in the API."""
+        """End the kubelet and what it runs. Pods and nodes stay in the API. Raises what went wrong in its thread."""
         self._in_loop(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        if self._failures:
+            raise self._failures[0]
 
     # -- in the kubelet's thread -------------------------------------------------------------------------------------
 
@@ -141,8 +152,13 @@ class Hollow:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failures.append(error)
 
     async def _close(self) -> None:
         tasks = self._tasks - {asyncio.current_task()}
@@ -150,17 +166,16 @@ class Hollow:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._runner is not None:
-            await asyncio.gather(*(self._runner.stop(uid, 1.0) for uid in self._seen))
+            await self._runner.close()
         await self._client.aclose()
 
     async def _change(self, rule: Rule, *, add: bool) -> None:
         (self._rules.append if add else self._rules.remove)(rule)
         for uid, seen in self._seen.items():
             if rule.holds(seen.pod):
-                self.changed(uid)
+                self._look(uid)
 
-    def changed(self, uid: str) -> None:
-        """Look at a pod again. For the runner, in the kubelet's thread."""
+    def _look(self, uid: str) -> None:
         self._spawn(self._sync(uid))
 
     async def _follow(self) -> None:
@@ -199,7 +214,7 @@ class Hollow:
             self._seen[uid].pod = pod
         else:
             self._seen[uid] = Seen(pod)
-        self.changed(uid)
+        self._look(uid)
 
     async def _forget(self, uid: str) -> None:
         seen = self._seen.pop(uid, None)

@@ -56,7 +56,10 @@ def status_patch(
     begun = not any(states[name].waiting == HOLD for name in staying)
     up = begun and all(states[name].ready for name in staying)
     unready = [name for name in staying if not states[name].ready]
-    status: dict[str, Any] = {"phase": "Running" if begun and _ever(states.values()) else "Pending", "hostIP": host}
+    status: dict[str, Any] = {
+        "phase": "Running" if begun and _ever(states[n] for n in containers) else "Pending",
+        "hostIP": host,
+    }
     if begun:
         status |= {"podIP": ip, "podIPs": [{"ip": ip}], "startTime": old.get("startTime") or now}
     given = {c["type"]: c["status"] for c in old.get("conditions") or []}
@@ -67,7 +70,9 @@ def status_patch(
     status["conditions"] = _changed(
         old.get("conditions") or [],
         [
-            _condition("Initialized", begun, "ContainersNotInitialized", ""),
+            _condition(
+                "Initialized", begun and all(states[name].started for name in sidecars), "ContainersNotInitialized", ""
+            ),
             _condition("ContainersReady", up, "ContainersNotReady", why),
             _condition(
                 "Ready", up and not closed, "ReadinessGatesNotReady" if up else "ContainersNotReady", what or why

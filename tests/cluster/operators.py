@@ -1,0 +1,140 @@
+"""The operator as a process, under the rights that the chart gives it and no others."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import yaml
+from cluster.controlplane import APPLY, ControlPlane, end, wait_for
+
+from mmrouter_cli.local.address import can_bind
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER_ROLE = ROOT / "charts" / "mmrouter" / "files" / "clusterrole.yaml"
+NAMESPACE = "mmrouter-system"
+ACCOUNT = "mmrouter-operator"
+USER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
+PORT = 9090
+
+
+@dataclass
+class Replica:
+    """A running operator. ``identity`` is its name in the Lease and in its user agent."""
+
+    plane: ControlPlane
+    identity: str
+    process: subprocess.Popen[bytes]
+    address: str
+
+    def pause(self) -> None:
+        """Stop the process as a starved machine would: it does not notice."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        end(self.process, signal.SIGKILL)
+
+    def stop(self) -> int:
+        """Ask the process to end; returns its exit status."""
+        end(self.process)
+        return self.process.returncode
+
+    def ready(self) -> bool:
+        """Whether its caches are filled."""
+        try:
+            return httpx.get(f"http://{self.address}:{PORT}/readyz", trust_env=False, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            assert self.process.poll() is None, self.log()[-3000:]
+            return False
+
+    def metrics(self) -> str:
+        return httpx.get(f"http://{self.address}:{PORT}/metrics", trust_env=False, timeout=5).text
+
+    def log(self) -> str:
+        return self.plane.log_file(self.identity).read_text()
+
+    def leads(self) -> bool:
+        return holder(self.plane) == self.identity
+
+
+def holder(plane: ControlPlane) -> str:
+    """Return who holds the Lease, empty for nobody."""
+    answer = plane.request("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{ACCOUNT}")
+    return str(answer.json()["spec"].get("holderIdentity") or "") if answer.is_success else ""
+
+
+def install(plane: ControlPlane) -> None:
+    """Make the operator's namespace, its ServiceAccount and its rights, as the chart does."""
+    role = yaml.safe_load(CLUSTER_ROLE.read_text())
+    name = role["metadata"]["name"]
+    subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
+    rbac = "/apis/rbac.authorization.k8s.io/v1"
+    for path, body in (
+        (f"/api/v1/namespaces/{NAMESPACE}", {"apiVersion": "v1", "kind": "Namespace"}),
+        (f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{ACCOUNT}", {"apiVersion": "v1", "kind": "ServiceAccount"}),
+        (f"{rbac}/clusterroles/{name}", role),
+        (
+            f"{rbac}/clusterrolebindings/{name}",
+            {
+                "apiVersion": role["apiVersion"],
+                "kind": "ClusterRoleBinding",
+                "roleRef": reference,
+                "subjects": [subject],
+            },
+        ),
+    ):
+        body.setdefault("metadata", {})["name"] = path.rpartition("/")[2]
+        plane.request("PATCH", path, body, APPLY, fieldManager="test", force="true").raise_for_status()
+
+
+@contextmanager
+def operator(
+    plane: ControlPlane,
+    identity: str = "operator",
+    *,
+    server: str = "",
+    options: Sequence[str] = ("--lease-duration=3", "--renew-deadline=2", "--retry-period=0.4"),
+    env: Mapping[str, str] | None = None,
+    wait: bool = True,
+) -> Iterator[Replica]:
+    """Run a replica until the block ends; by default its Lease is short, and the block begins when it leads.
+
+    ``server``: another URL than the API server's, a proxy's.
+    """
+    install(plane)
+    config = plane.kubeconfig_for(NAMESPACE, ACCOUNT, server)
+    host, _, last = plane.address.rpartition(".")
+    address = next(ip for ip in (f"{host}.{n}" for n in range(253, int(last), -1)) if can_bind(ip, PORT))
+    argv = [
+        *(sys.executable, "-m", "mmrouter_cli", "operator", f"--kubeconfig={config}", f"--identity={identity}"),
+        *(f"--lease-namespace={NAMESPACE}", f"--bind={address}:{PORT}", "--log-format=text", *options),
+    ]
+    replica = Replica(plane, identity, plane.spawn(identity, argv, env), address)
+    try:
+        if wait:
+            wait_for(replica.ready, 30, f"{identity} has filled its caches")
+            wait_for(replica.leads, 30, f"{identity} leads")
+        yield replica
+    finally:
+        if replica.process.poll() is None:
+            replica.stop()
+
+
+def idle(plane: ControlPlane, user: str, seconds: float, deadline: float) -> float:
+    """Wait until ``user`` has written nothing but Leases for ``seconds`` and return since when (seconds, epoch)."""
+
+    def quiet() -> float:
+        rows = [row for row in plane.audit() if row.user == user and row.writes and row.resource != "leases"]
+        last = max((row.ended for row in rows), default=0.0)
+        return last if time.time() - last >= seconds else 0.0
+
+    return float(wait_for(quiet, deadline, f"{user} writes nothing for {seconds:g} s"))
