@@ -125,3 +125,8 @@ def test_what_was_put_in_is_not_looked_at_again(text: str) -> None:
 
 def test_without_mounts_nothing_changes() -> None:
     assert rewriter({})("/tmp") == "/tmp"
+
+
+def test_a_local_frontend_reads_its_roster_from_the_file_whatever_the_cluster_would_do() -> None:
+    env = [{"name": "MMROUTER_DISCOVERY", "value": "kubernetes"}]
+    assert resolve_env(env, [], POD, {}, {}) == {"MMROUTER_DISCOVERY": "file"}

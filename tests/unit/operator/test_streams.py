@@ -1,0 +1,249 @@
+"""Following frontends: real control apps on loopback; broken ones where a router would never be so."""
+
+import asyncio
+import itertools
+import os
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.router.frontend import PORT, Frontend
+
+from mmrouter_operator.observe import FrontendReport, WorkerReport
+from mmrouter_operator.streams import Events, StreamError, Streams
+
+KEY = ("default", "demo")
+_hosts = itertools.count(1)
+
+
+class Operator:
+    """Streams whose changes are counted."""
+
+    def __init__(self, **options) -> None:
+        self.changes: list[tuple[str, str]] = []
+        self.streams = Streams(self.changes.append, last_backoff=0.3, **options)
+
+    async def until(self, condition, seconds: float = 10.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    def report(self, uid: str = "f1") -> FrontendReport | None:
+        return self.streams.reports(KEY)[uid]
+
+
+@asynccontextmanager
+async def operator(**options):
+    made = Operator(**options)
+    try:
+        yield made
+    finally:
+        await made.streams.close()
+
+
+@asynccontextmanager
+async def frontend(**options):
+    made = await Frontend(**options).start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+@asynccontextmanager
+async def speaking(answer):
+    """A server that answers every connection with what ``answer(writer)`` writes; yields its address and requests."""
+    ip, seen = f"127.82.{os.getpid() % 250}.{next(_hosts)}", []
+
+    async def connected(reader, writer) -> None:
+        seen.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        await answer(writer)
+        writer.close()
+
+    server = await asyncio.start_server(connected, ip, PORT)
+    try:
+        yield ip, seen
+    finally:
+        server.close()
+
+
+def head(status: int = 200, **headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status} X", "content-type: text/event-stream", "connection: close"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+EVENT = b'data: {"router":"r","ready":true,"workers":{}}\n\n'
+
+
+async def test_a_routers_report_arrives_whole_and_typed():
+    async with frontend() as router, operator() as op:
+        router.worker("a")
+        router.worker("b", canary="")
+        router.counts.add(exact=True, prompt_blocks=7, hit_blocks=3)
+        op.streams.follow(KEY, {"f1": router.ip}, "t")
+        assert op.streams.reports(KEY) == {"f1": None}
+        await op.until(op.report)
+        report = op.report()
+        assert (report.router, report.ready) == ("r", True)
+        assert report.workers["uid-a"] == WorkerReport("uid-a", "worker", "worker", True, "True")
+        assert report.workers["uid-b"].verified == "Unknown"
+        assert report.workers["uid-b"].cause == "pending"
+        assert (report.decisions, report.exact_decisions, report.prompt_blocks, report.hit_blocks) == (1, 1, 7, 3)
+        assert op.changes == [KEY]
+
+
+async def test_a_change_is_told_once_and_a_heartbeat_never():
+    async with frontend() as router, operator() as op:
+        worker = router.worker("a", canary="")
+        op.streams.follow(KEY, {"f1": router.ip}, "t")
+        await op.until(op.report)
+        for _ in range(10):
+            router.beat(worker, canary="")
+            await asyncio.sleep(0.02)
+        assert op.changes == [KEY]
+        router.beat(worker, canary="True")
+        await op.until(lambda: len(op.changes) == 2)
+        assert op.report().workers["uid-a"].verified == "True"
+
+
+async def test_every_frontend_has_its_own_report():
+    async with frontend() as one, frontend() as two, operator() as op:
+        one.worker("a")
+        op.streams.follow(KEY, {"f1": one.ip, "f2": two.ip}, "t")
+        await op.until(lambda: all(op.streams.reports(KEY).values()))
+        assert [len(op.report(uid).workers) for uid in ("f1", "f2")] == [1, 0]
+
+
+async def test_following_the_same_again_makes_no_new_connection():
+    async with frontend() as router, operator() as op:
+        op.streams.follow(KEY, {"f1": router.ip}, "t")
+        await op.until(op.report)
+        for _ in range(5):
+            op.streams.follow(KEY, {"f1": router.ip}, "t")
+            await asyncio.sleep(0.01)
+        assert router.connections == 1
+        assert op.report() is not None
+
+
+async def test_a_wrong_token_gives_no_report_and_a_new_one_is_used_at_once():
+    async with frontend(token="right") as router, operator() as op:
+        op.streams.follow(KEY, {"f1": router.ip}, "wrong")
+        await asyncio.sleep(0.3)
+        assert op.report() is None
+        op.streams.follow(KEY, {"f1": router.ip}, "right")
+        await op.until(op.report)
+
+
+async def test_a_frontend_that_restarts_keeps_its_report_and_equal_news_are_no_change():
+    async with operator() as op:
+        async with frontend() as router:
+            op.streams.follow(KEY, {"f1": router.ip}, "t")
+            await op.until(op.report)
+        assert op.report() is not None
+        async with frontend(ip=router.ip) as successor:
+            await op.until(lambda: successor.connections)
+            successor.worker("a")
+            await op.until(lambda: op.report().workers)
+        assert len(op.changes) == 2
+
+
+async def test_a_frontend_that_stays_away_has_no_report_after_a_while():
+    async with operator(hold_seconds=0.3) as op:
+        async with frontend() as router:
+            op.streams.follow(KEY, {"f1": router.ip}, "t")
+            await op.until(op.report)
+        await op.until(lambda: op.report() is None)
+        assert op.changes == [KEY, KEY]
+
+
+async def test_what_is_forgotten_is_disconnected_and_heard_no_more():
+    async with frontend() as router, operator() as op:
+        op.streams.follow(KEY, {"f1": router.ip}, "t")
+        await op.until(op.report)
+        op.streams.forget(KEY)
+        assert op.streams.reports(KEY) == {}
+        await op.until(lambda: router.connections == 0)
+        router.worker("a")
+        await asyncio.sleep(0.5)
+        assert op.changes == [KEY]
+
+
+async def test_a_frontend_that_left_the_list_is_disconnected():
+    async with frontend() as one, frontend() as two, operator() as op:
+        op.streams.follow(KEY, {"f1": one.ip, "f2": two.ip}, "t")
+        await op.until(lambda: all(op.streams.reports(KEY).values()))
+        op.streams.follow(KEY, {"f2": two.ip}, "t")
+        assert set(op.streams.reports(KEY)) == {"f2"}
+        await op.until(lambda: one.connections == 0)
+        assert two.connections == 1
+
+
+async def test_a_connection_that_says_nothing_is_made_anew():
+    async def mute(writer) -> None:
+        writer.write(head() + EVENT)
+        await asyncio.sleep(30)
+
+    async with speaking(mute) as (ip, seen), operator(silent_seconds=0.2) as op:
+        op.streams.follow(KEY, {"f1": ip}, "t")
+        await op.until(lambda: len(seen) >= 3)
+        assert op.changes == [KEY]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        head() + b"data: no json\n\n",
+        head() + b'data: {"router":1}\n\n',
+        head() + b"data: " + b"x" * (5 << 20),
+        head(500) + EVENT,
+        b"no http at all\r\n\r\n",
+        head()[:20],
+    ],
+    ids=["no json", "another shape", "too long", "an error", "no http", "half a head"],
+)
+async def test_what_is_no_report_is_no_report_and_the_attempts_go_on(sent):
+    async def nonsense(writer) -> None:
+        writer.write(sent)
+        await writer.drain()
+
+    async with speaking(nonsense) as (ip, seen), operator() as op:
+        op.streams.follow(KEY, {"f1": ip}, "t")
+        await op.until(lambda: len(seen) >= 3)
+        assert (op.report(), op.changes) == (None, [])
+
+
+async def test_the_token_does_not_follow_a_redirect():
+    async def nothing(writer) -> None:
+        writer.write(head() + EVENT)
+
+    async with speaking(nothing) as (elsewhere, asked), operator() as op:
+
+        async def redirect(writer) -> None:
+            writer.write(head(307, location=f"http://{elsewhere}:{PORT}/control/stream"))
+
+        async with speaking(redirect) as (ip, seen):
+            op.streams.follow(KEY, {"f1": ip}, "secret")
+            await op.until(lambda: len(seen) >= 2)
+            assert "Bearer secret" in seen[0]
+            assert asked == []
+
+
+@given(
+    st.lists(st.binary(max_size=20).map(lambda raw: raw.replace(b"\n", b"").replace(b"\r", b"")), max_size=6),
+    st.lists(st.integers(0, 200), max_size=8),
+)
+def test_events_are_the_same_wherever_the_bytes_are_cut(datas, cuts):
+    whole = b"".join(b": comment\n\ndata: " + data + b"\n\n" for data in datas)
+    places = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
+    events = Events()
+    pieces = (whole[a:b] for a, b in itertools.pairwise(places))
+    assert [data for piece in pieces for data in events.feed(piece)] == [data for data in datas if data]
+
+
+def test_an_event_is_bounded_while_it_comes():
+    events = Events(limit=100)
+    events.feed(b"data: " + b"x" * 90)
+    with pytest.raises(StreamError, match="more than 100 bytes"):
+        events.feed(b"x" * 20)

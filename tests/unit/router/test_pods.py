@@ -1,0 +1,109 @@
+"""Who a pod is, from what the cluster's API says of it."""
+
+from copy import deepcopy
+
+import pytest
+
+from mmrouter_router.discovery import Peer
+from mmrouter_router.fleet import Member
+from mmrouter_router.pods import roster, who
+
+POD = {
+    "metadata": {
+        "uid": "u1",
+        "name": "demo-worker-1",
+        "labels": {"mmrouter.io/deployment": "demo", "mmrouter.io/pool": "worker", "mmrouter.io/role": "worker"},
+    },
+    "spec": {"nodeName": "n1"},
+    "status": {
+        "phase": "Running",
+        "podIP": "10.0.0.7",
+        "initContainerStatuses": [{"name": "sidecar", "started": True, "ready": True}],
+        "containerStatuses": [{"name": "engine", "started": False, "ready": False}],
+        "conditions": [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "False"}],
+    },
+}
+
+
+def changed(**places):
+    """The pod with values at dotted places; ``None`` takes the field away."""
+    pod = deepcopy(POD)
+    for place, value in places.items():
+        *parents, last = place.split("__")
+        at = pod
+        for parent in parents:
+            at = at[parent]
+        if value is None:
+            at.pop(last)
+        else:
+            at[last] = value
+    return pod
+
+
+def labelled(**labels):
+    names = {"mmrouter.io/deployment": "demo", **{f"mmrouter.io/{name}": value for name, value in labels.items()}}
+    return changed(metadata__labels=names)
+
+
+def test_an_engine_pod_is_a_member_with_its_place_and_role():
+    assert who(POD) == Member("u1", "demo-worker-1", "10.0.0.7", "worker", "worker", "n1", ready=True, draining=False)
+
+
+def test_a_pod_whose_weights_load_is_ready_for_its_feed_because_the_sidecar_has_started():
+    assert who(POD).ready
+    starting = [{"name": "sidecar", "started": False}]
+    assert not who(changed(status__initContainerStatuses=starting)).ready
+    assert not who(changed(status__initContainerStatuses=None)).ready
+
+
+def test_the_condition_ready_says_nothing_because_its_gates_wait_for_this_router():
+    conditions = [{"type": "Ready", "status": "True"}]
+    pod = changed(status__conditions=conditions, status__initContainerStatuses=None)
+    assert not who(pod).ready
+
+
+def test_a_renderer_has_no_sidecar_and_is_ready_with_its_containers():
+    pod = labelled(pool="render", role="renderer")
+    assert not who(pod).ready
+    pod["status"]["conditions"] = [{"type": "ContainersReady", "status": "True"}, {"type": "Ready", "status": "False"}]
+    assert who(pod).ready
+
+
+def test_a_pod_that_is_being_deleted_stays_and_drains():
+    member = who(changed(metadata__deletionTimestamp="2026-01-01T00:00:00Z"))
+    assert member.draining
+
+
+@pytest.mark.parametrize(
+    "places",
+    [{"status__podIP": None}, {"status__podIP": ""}, {"status__phase": "Failed"}, {"status__phase": "Succeeded"}],
+)
+def test_a_pod_without_an_address_or_at_its_end_is_nobody(places):
+    assert who(changed(**places)) is None
+
+
+@pytest.mark.parametrize("role", ["worker", "prefill", "decode", "encoder", "renderer"])
+def test_every_role_of_the_resource_is_known(role):
+    assert who(labelled(pool="p", role=role)).role == role
+
+
+@pytest.mark.parametrize("labels", [{"pool": "p", "role": "unheard-of"}, {"role": "worker"}, {"pool": "p"}, {}])
+def test_a_pod_of_no_pool_or_of_an_unknown_role_is_nobody(labels):
+    assert who(labelled(**labels)) is None
+
+
+@pytest.mark.parametrize("pod", [{}, {"metadata": None, "status": None}, {"metadata": {"uid": "u"}, "status": {}}])
+def test_half_an_object_is_nobody(pod):
+    assert who(pod) is None
+
+
+def test_the_roster_has_the_other_frontends_and_never_the_router_itself():
+    mine, other = Peer("f1", "demo-frontend-a", "10.0.0.1"), Peer("f2", "demo-frontend-b", "10.0.0.2")
+    found = roster([other, who(POD), mine], "f1", leaving=False)
+    assert (found.peers, found.members, found.leaving) == ((other,), (who(POD),), False)
+
+
+def test_equal_pods_in_another_order_are_an_equal_roster():
+    second = who(changed(metadata__uid="u2", metadata__name="demo-worker-0"))
+    everybody = [who(POD), second, Peer("f2", "b", "10.0.0.2"), Peer("f3", "a", "10.0.0.3")]
+    assert roster(everybody, "f1", leaving=False) == roster(everybody[::-1], "f1", leaving=False)

@@ -1,0 +1,185 @@
+"""What the operator is told of every pod: the table of DESIGN.md 5.3, with a cause for each no."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from unit.router.engine import Engine
+from unit.router.test_place import Rig, prepared
+
+from mmrouter_router.decisions import Counts
+from mmrouter_router.fleet import Member
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.place import NoWorkerError
+from mmrouter_router.probes import Probes
+from mmrouter_router.renderer import Renderer
+from mmrouter_router.report import Reporter
+from mmrouter_router.upstream import Upstream
+
+
+class Reports(Rig):
+    """A rig whose router reports."""
+
+    def __init__(self, engine: str = "vllm", **verification) -> None:
+        super().__init__(**verification)
+        self.upstream = Upstream(connect_seconds=1)
+        self.probes = Probes(self.fleet, self.upstream, engine, "secret", "m")
+        self.renderer = Renderer(self.upstream, "secret", "m", Metrics())
+        self.counts, self.possible, self.ready = Counts(), True, True
+        self.reporter = Reporter(
+            router_id="r",
+            engine=engine,
+            fleet=self.fleet,
+            renderer=self.renderer,
+            probes=self.probes,
+            counts=self.counts,
+            ready=lambda: self.ready,
+            possible=lambda: self.possible,
+        )
+
+    def row(self, worker) -> tuple:
+        row = self.reporter.report()["workers"][worker.member.uid]
+        return row["routable"], row["verified"], row["cause"]
+
+    def of_role(self, role: str, name: str = "a", ip: str = "127.0.0.1", **beat):
+        """A pod of a role, heard and synced."""
+        worker = self.worker(name, **beat)
+        worker.member = replace(worker.member, role=role, ip=ip)
+        return worker
+
+
+@pytest.mark.parametrize("role", ["worker", "prefill"])
+def test_a_worker_with_its_snapshot_is_routable_and_its_canary_says_the_rest(role):
+    rig = Reports()
+    assert rig.row(rig.of_role(role, "a")) == (True, "True", "")
+    assert rig.row(rig.of_role(role, "b", canary="")) == (True, "Unknown", "pending")
+    failed = rig.of_role(role, "c", canary="False")
+    assert rig.row(failed)[:2] == (True, "False")
+
+
+def test_each_reason_not_to_be_routable_has_its_cause():
+    rig = Reports()
+    assert rig.row(rig.fleet.join(Member("uid-new", "new", "127.0.0.1", "worker", "worker")))[::2] == (
+        False,
+        "not_heard",
+    )
+    assert rig.row(rig.worker("a", engine_state="starting"))[::2] == (False, "engine_starting")
+    assert rig.row(rig.worker("b", engine_state="down"))[::2] == (False, "engine_down")
+    assert rig.row(rig.worker("c", draining=True))[::2] == (False, "draining")
+    unsynced = rig.worker("d")
+    rig.fleet.lost(unsynced)
+    assert rig.row(unsynced)[::2] == (False, "no_snapshot")
+
+
+def test_a_sidecar_that_falls_silent_is_not_heard():
+    rig = Reports()
+    worker = rig.worker("a")
+    rig.clock.now += 1.9
+    assert rig.row(worker)[0]
+    rig.clock.now += 0.2
+    assert rig.row(worker) == (False, "True", "not_heard")
+
+
+def test_a_model_that_nobody_predicts_says_so_instead_of_waiting():
+    rig = Reports()
+    rig.possible = False
+    assert rig.row(rig.worker("a", canary="")) == (True, "Unknown", "not_modelled")
+
+
+def test_an_engine_that_answers_no_plain_request_is_not_probed():
+    rig = Reports("sglang")
+    assert rig.row(rig.of_role("prefill", "p", canary="")) == (True, "Unknown", "not_probed")
+    assert rig.row(rig.of_role("decode", "d")) == (True, "Unknown", "not_probed")
+
+
+async def probing(rig, condition, seconds: float = 5.0) -> None:
+    """Let the probes run until something holds."""
+    running = asyncio.create_task(rig.probes.run())
+    try:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        rig.upstream.close()
+
+
+async def test_a_decoder_is_verified_by_one_generation_through_it():
+    async with Engine() as engine:
+        rig = Reports()
+        worker = rig.of_role("decode", ip=engine.ip)
+        assert rig.row(worker) == (True, "Unknown", "pending")
+        await probing(rig, lambda: rig.row(worker) == (True, "True", ""))
+        assert [(path, body["max_tokens"], key) for path, body, key in engine.seen] == [
+            ("/v1/chat/completions", 1, "Bearer secret")
+        ]
+
+
+async def test_a_decoder_that_refuses_is_not_verified_and_says_what_it_answered():
+    async with Engine(status=500) as engine:
+        rig = Reports()
+        worker = rig.of_role("decode", ip=engine.ip)
+        await probing(rig, lambda: rig.row(worker) == (True, "False", "generation"))
+        assert "answered 500" in rig.reporter.report()["workers"][worker.member.uid]["message"]
+
+
+async def test_a_decoder_whose_engine_started_anew_has_proved_nothing():
+    async with Engine() as engine:
+        rig = Reports()
+        worker = rig.of_role("decode", ip=engine.ip)
+        await probing(rig, lambda: rig.row(worker)[1] == "True")
+        rig.beat(worker, epoch=2)
+        assert rig.row(worker) == (True, "Unknown", "pending")
+
+
+async def test_an_encoder_is_routable_once_its_health_answers_and_nobody_claims_that_it_encodes():
+    async with Engine() as engine:
+        rig = Reports()
+        worker = rig.of_role("encoder", ip=engine.ip)
+        assert rig.row(worker) == (False, "Unknown", "not_answered")
+        await probing(rig, lambda: rig.row(worker) == (True, "Unknown", "not_probed"))
+        assert engine.seen[0][0] == "/health"
+
+
+@pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
+def test_no_request_of_a_client_goes_to_a_pod_of_another_role(role):
+    rig = Reports()
+    rig.of_role(role)
+    with pytest.raises(NoWorkerError):
+        rig.placer.place(prepared())
+
+
+def test_renderers_stand_beside_the_workers():
+    rig = Reports()
+    rig.renderer.roster([Member("uid-r", "r", "127.0.0.1", "render", "renderer", ready=False)])
+    row = rig.reporter.report()["workers"]["uid-r"]
+    assert row == {
+        "uid": "uid-r",
+        "pool": "render",
+        "role": "renderer",
+        "routable": False,
+        "verified": "Unknown",
+        "cause": "not_answered",
+        "message": "it has not answered yet",
+        "draining": False,
+    }
+
+
+def test_a_report_is_equal_while_only_heartbeats_loads_and_the_clock_move():
+    rig = Reports()
+    worker = rig.worker("a")
+    before = rig.reporter.report()
+    for _ in range(3):
+        rig.clock.now += 0.5
+        rig.beat(worker)
+        worker.waiting[0] = rig.clock.now
+    assert rig.reporter.report() == before
+
+
+def test_counts_only_grow():
+    rig = Reports()
+    rig.counts.add(exact=True, prompt_blocks=10, hit_blocks=4)
+    rig.counts.add(exact=False, prompt_blocks=5, hit_blocks=5)
+    report = rig.reporter.report()
+    assert [report[n] for n in ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")] == [2, 1, 15, 9]
