@@ -1,7 +1,7 @@
 """Entry of the command ``mmrouter``.
 
-A container's command (``mmrouter router``, ``mmrouter sidecar``) is dispatched before anything else is imported: a
-sidecar has no use for a terminal library and must be ready in a moment.
+A container's command (``mmrouter router``, ``mmrouter sidecar``, ``mmrouter operator``) is dispatched before anything
+else is imported: a sidecar has no use for a terminal library and must be ready in a moment.
 """
 
 import sys
@@ -19,6 +19,10 @@ def main() -> None:
 
         run_sidecar()
         sys.exit(0)
+    if command == "operator":
+        from mmrouter_operator.__main__ import main as run_operator
+
+        sys.exit(run_operator())
     from mmrouter_cli.app import app
 
     app(prog_name="mmrouter")

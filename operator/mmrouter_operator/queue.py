@@ -192,6 +192,7 @@ class Workers:
         self._queue = KeyQueue(rng)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._draining = False
 
     def add(self, key: Key, delay: float = 0.0) -> None:
         """See :meth:`KeyQueue.add`."""
@@ -202,18 +203,29 @@ class Workers:
         """Failures in a row."""
         return self._queue.failures(key)
 
+    async def drain(self, seconds: float) -> None:
+        """Start nothing more, and wait so long for what runs."""
+        self._draining = True
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=seconds)
+
     async def run(self) -> None:
         """Work until cancelled; then everything that runs is cancelled and waited for, and the queue is empty."""
         try:
             while True:
                 self._changed.clear()
-                while len(self._tasks) < self._concurrency and (entry := self._queue.pop(_now())) is not None:
+                while (
+                    not self._draining
+                    and len(self._tasks) < self._concurrency
+                    and (entry := self._queue.pop(_now())) is not None
+                ):
                     task = asyncio.create_task(self._one(*entry))
                     self._tasks.add(task)
                     task.add_done_callback(self._done)
                 self._hooks.depth(self._queue.ready(_now()))
                 # Every worker is busy: the next thing that matters is the end of one.
-                wake = self._queue.wake_at(_now()) if len(self._tasks) < self._concurrency else None
+                busy = self._draining or len(self._tasks) >= self._concurrency
+                wake = None if busy else self._queue.wake_at(_now())
                 try:
                     async with asyncio.timeout(None if wake is None else max(wake - _now(), 0.0)):
                         await self._changed.wait()

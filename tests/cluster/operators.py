@@ -17,6 +17,7 @@ from mmrouter_cli.local.address import can_bind
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_ROLE = ROOT / "charts" / "mmrouter" / "files" / "clusterrole.yaml"
+LEASE_ROLE = ROOT / "charts" / "mmrouter" / "files" / "lease-role.yaml"
 NAMESPACE = "mmrouter-system"
 ACCOUNT = "mmrouter-operator"
 USER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
@@ -73,15 +74,26 @@ def holder(plane: ControlPlane) -> str:
 
 def install(plane: ControlPlane) -> None:
     """Make the operator's namespace, its ServiceAccount and its rights, as the chart does."""
-    role = yaml.safe_load(CLUSTER_ROLE.read_text())
-    name = role["metadata"]["name"]
+    role, lease_role = (yaml.safe_load(file.read_text()) for file in (CLUSTER_ROLE, LEASE_ROLE))
+    name, lease_name = role["metadata"]["name"], lease_role["metadata"]["name"]
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
     reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
     rbac = "/apis/rbac.authorization.k8s.io/v1"
+    here = f"{rbac}/namespaces/{NAMESPACE}"
     for path, body in (
         (f"/api/v1/namespaces/{NAMESPACE}", {"apiVersion": "v1", "kind": "Namespace"}),
         (f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{ACCOUNT}", {"apiVersion": "v1", "kind": "ServiceAccount"}),
         (f"{rbac}/clusterroles/{name}", role),
+        (f"{here}/roles/{lease_name}", lease_role),
+        (
+            f"{here}/rolebindings/{lease_name}",
+            {
+                "apiVersion": role["apiVersion"],
+                "kind": "RoleBinding",
+                "roleRef": {**reference, "kind": "Role", "name": lease_name},
+                "subjects": [subject],
+            },
+        ),
         (
             f"{rbac}/clusterrolebindings/{name}",
             {

@@ -1,0 +1,76 @@
+"""Process entry: ``mmrouter operator``."""
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from mmrouter_operator import connect, logs
+from mmrouter_operator.app import Operator, Options
+from mmrouter_operator.config import ConfigError, load_config
+from mmrouter_operator.leader import Timing
+
+USAGE = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the operator until a signal ends it. Returns the exit status."""
+    parser = _parser()
+    given = parser.parse_args(sys.argv[2:] if arguments is None else arguments)
+    logs.configure(given.log_level, plain=given.log_format == "text")
+    try:
+        host, _, port = given.bind.rpartition(":")
+        options = Options(
+            identity=given.identity or f"{os.environ.get('POD_NAME') or socket.gethostname()}_{secrets.token_hex(4)}",
+            config=load_config(given.config),
+            kubeconfig=given.kubeconfig,
+            namespaces=tuple(name for item in given.namespace for name in item.split(",") if name),
+            lease_namespace=given.lease_namespace or connect.own_namespace(),
+            lease_name=given.lease_name,
+            timing=Timing(given.lease_duration, given.renew_deadline, given.retry_period),
+            host=host.strip("[]"),
+            port=int(port),
+        )
+        return asyncio.run(_run(options))
+    except (ConfigError, OSError, ValueError, connect.ConnectError) as error:
+        sys.stderr.write(f"mmrouter operator: {error}\n")
+        return USAGE
+
+
+async def _run(options: Options) -> int:
+    return await Operator(options, await connect.load(options.kubeconfig)).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mmrouter operator",
+        description="Run the operator. Every option can also be given as MMROUTER_OPERATOR_<OPTION>.",
+    )
+
+    def option(name: str, help: str, *, default: str | None = None, **more: object) -> None:
+        variable = "MMROUTER_OPERATOR_" + name.upper().replace("-", "_")
+        value: object = os.environ.get(variable) or default
+        if more.get("action") == "append":
+            value = [os.environ[variable]] if os.environ.get(variable) else []
+        parser.add_argument(f"--{name}", help=help, default=value, **more)  # type: ignore[arg-type]
+
+    option("config", "YAML file with site settings", type=Path)
+    option("kubeconfig", "kubeconfig file; default: the pod's service account, else the usual places", type=Path)
+    option("namespace", "namespace to look after; repeatable; default: all", action="append")
+    option("lease-namespace", "namespace of the lease; default: the operator's own")
+    option("lease-name", "name of the lease", default="mmrouter-operator")
+    option("identity", "name of this replica in the lease; default: pod name and a random part")
+    option("lease-duration", "seconds until another replica may take over", default="15", type=float)
+    option("renew-deadline", "seconds after a renewal in which this replica writes", default="10", type=float)
+    option("retry-period", "seconds between renewals", default="2", type=float)
+    option("bind", "ADDRESS:PORT of /metrics, /healthz and /readyz; port 0: none", default="0.0.0.0:9090")
+    option("log-level", "debug, info, warning or error", default="info", choices=["debug", "info", "warning", "error"])
+    option("log-format", "json or text", default="json", choices=["json", "text"])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""Compares the cache with the server now and then, because a watch cannot be trusted alone.
+
+A watch that starts anew lists what is there and is silent about what went away meanwhile; a watch that died may be
+silent about everything. One listing per kind, metadata only, finds both, and tells when the cache is filled at start.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+from mmrouter_operator.apply import ApiError, Cluster
+from mmrouter_operator.cache import Cache
+from mmrouter_operator.observe import Key
+from mmrouter_operator.ref import MANAGED_BY, RESOURCE
+
+log = logging.getLogger(__name__)
+
+INTERVAL, SUSPICIOUS, FIRST = 300.0, 30.0, 0.2
+"""Seconds between comparisons: usually, after one that found the cache behind, and until the cache is filled."""
+TOLERATED = 3
+"""Comparisons in a row that may find the same objects unknown before the watches count as deaf."""
+
+
+class Audit:
+    """``kinds`` in ``namespaces`` (empty text: all of them)."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        cache: Cache,
+        kinds: Sequence[str],
+        namespaces: Sequence[str],
+        changed: Callable[[Key], None],
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._kinds = kinds
+        self._namespaces = namespaces
+        self._changed = changed
+        self._behind: dict[tuple[str, str], int] = {}
+        self._wanted = asyncio.Event()
+        self.filled = asyncio.Event()
+
+    @property
+    def deaf(self) -> bool:
+        """Whether the watches miss what the server shows, again and again."""
+        return self.filled.is_set() and any(times >= TOLERATED for times in self._behind.values())
+
+    def soon(self) -> None:
+        """Compare now: something happened that watches may have slept through."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Compare until cancelled."""
+        while True:
+            self._wanted.clear()
+            try:
+                await self.once()
+            except ApiError as error:
+                log.warning("the caches could not be compared with the server: %s", error)
+            if not self.filled.is_set():
+                pause = FIRST
+            else:
+                pause = SUSPICIOUS if self._behind else INTERVAL * random.uniform(0.8, 1.2)
+            try:
+                async with asyncio.timeout(pause):
+                    await self._wanted.wait()
+            except TimeoutError:
+                continue
+
+    async def once(self) -> None:
+        """Compare every kind once. Raises ``ApiError``."""
+        behind: dict[tuple[str, str], int] = {}
+        for kind in self._kinds:
+            # In this order: what was known before the listing and is not in it is gone.
+            known = self._cache.versions(kind)
+            listed: set[str] = set()
+            for namespace in self._namespaces:
+                found = await self._cluster.list(kind, namespace, "" if kind == RESOURCE else MANAGED_BY)
+                listed |= {obj["metadata"]["uid"] for obj in found}
+            for uid in known.keys() - listed:
+                for key in self._cache.remove(kind, uid):
+                    log.info("%s was gone unnoticed", kind, extra={"namespace": key[0], "object": key[1]})
+                    self._changed(key)
+            for uid in listed - self._cache.versions(kind).keys():
+                behind[kind, uid] = self._behind.get((kind, uid), 0) + 1
+        self._behind = behind
+        if not behind and not self.filled.is_set():
+            self.filled.set()

@@ -1,0 +1,197 @@
+"""Writes the children of one deployment: what changed, in order, and nothing that is somebody else's."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrouter_operator.apply import ApiError, Cluster, Conflict, Refused, Unavailable
+from mmrouter_operator.cache import Cache, content_of
+from mmrouter_operator.clock import boot_time
+from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.observe import ChildView, Key
+from mmrouter_operator.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
+from mmrouter_operator.ref import Ref
+from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+
+log = logging.getLogger(__name__)
+
+_WAVES: Mapping[str, int] = {
+    "ControllerRevision": 0,
+    "ServiceAccount": 1,
+    "Role": 1,
+    "ConfigMap": 1,
+    "Secret": 1,
+    "Service": 1,
+    "NetworkPolicy": 1,
+    "PodDisruptionBudget": 1,
+    "RoleBinding": 2,
+    "Deployment": 3,
+}
+"""What must be there before what: renderings are kept before they are used, pods find what they mount; others last."""
+_LAST_WAVE = 4
+
+REFUSED_FOR = 60.0
+"""Seconds for which the same refused manifest is not sent again."""
+PATIENCE = 60.0
+"""Seconds without drift after which a child is no longer contested."""
+LONGEST_PAUSE = 60.0
+
+
+@dataclass(slots=True)
+class _Applied:
+    """What this process last did to a child. ``content`` is the live object's digest after it."""
+
+    wanted: str
+    content: str = ""
+    refusal: str = ""
+    refused_at: float = 0.0
+    repairs: int = 0
+    repaired_at: float = float("-inf")
+
+    def pause(self, now: float) -> float:
+        """Seconds to leave a contested child alone; the first repairs are immediate."""
+        if self.repairs < 3:
+            return 0.0
+        return max(0.0, self.repaired_at + min(LONGEST_PAUSE, 2.0 ** (self.repairs - 3)) - now)
+
+
+@dataclass(slots=True)
+class Written:
+    """What came of it. ``again_in``: seconds until something that was put off is due."""
+
+    problems: list[Problem]
+    repaired: list[Ref]
+    created: list[Ref]
+    again_in: float | None = None
+
+    def later(self, seconds: float) -> None:
+        """Come back in so many seconds, or earlier."""
+        self.again_in = seconds if self.again_in is None else min(self.again_in, seconds)
+
+
+class Children:
+    """Remembers, by deployment, what was applied, so that what did not change is not sent."""
+
+    def __init__(self, cluster: Cluster, cache: Cache, metrics: Metrics) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._metrics = metrics
+        self._applied: dict[Key, dict[tuple[str, str], _Applied]] = {}
+
+    def forget(self, key: Key) -> None:
+        """A deployment is gone."""
+        self._applied.pop(key, None)
+
+    async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]]) -> Written:
+        """Apply what changed; ``owner`` is the resource's uid.
+
+        Raises :class:`ApiError` for what may pass by itself, after everything else of the same wave was tried.
+        """
+        written = Written([], [], [])
+        waves: dict[int, list[dict[str, Any]]] = {}
+        for manifest in manifests:
+            waves.setdefault(_WAVES.get(manifest["kind"], _LAST_WAVE), []).append(manifest)
+        for _, wave in sorted(waves.items()):
+            await _together(self._one(key, owner, manifest, written) for manifest in wave)
+        return written
+
+    async def prune(self, key: Key, doomed: Mapping[Ref, str]) -> None:
+        """Delete children that are rendered no more, each of exactly this uid. Raises :class:`ApiError`."""
+
+        async def delete(ref: Ref, uid: str) -> None:
+            try:
+                await self._cluster.delete(ref, uid)
+            except ApiError as error:
+                self._metrics.applied(ref.kind, type(error).__name__)
+                raise
+            self._metrics.applied(ref.kind, "deleted")
+            self._applied.get(key, {}).pop((ref.kind, ref.name), None)
+
+        await _together(delete(ref, uid) for ref, uid in doomed.items())
+
+    async def _one(self, key: Key, owner: str, manifest: dict[str, Any], written: Written) -> None:
+        ref = Ref.of(manifest)
+        place = (ref.kind, ref.name)
+        seen = self._cache.children(key).get(place)
+        before = self._cache.content(key, *place)
+        wanted = content_of(manifest)
+        now = boot_time()
+        last = self._applied.setdefault(key, {}).get(place)
+        if last is not None and last.wanted == wanted:
+            if last.refusal and now < last.refused_at + REFUSED_FOR:
+                written.problems.append(Problem(CHILD_REFUSED, *place, last.refusal))
+                written.later(last.refused_at + REFUSED_FOR - now)
+                return
+            if before and before == last.content:
+                return
+            if (pause := last.pause(now)) > 0:
+                written.problems.append(Problem(CHILD_CONTESTED, *place, f"changed by others {last.repairs} times"))
+                written.later(pause)
+                return
+        if await self._taken(ref, owner, seen):
+            message = f"{ref.kind} {ref.name} exists and is not this resource's"
+            written.problems.append(Problem(CHILD_NAME_TAKEN, *place, message))
+            written.later(REFUSED_FOR)
+            return
+        done = _Applied(wanted)
+        if last is not None and now < last.repaired_at + PATIENCE:
+            done.repairs, done.repaired_at = last.repairs, last.repaired_at
+        try:
+            live = await self._cluster.apply(manifest)
+        except Refused as error:
+            self._metrics.applied(ref.kind, "Refused")
+            done.refusal, done.refused_at = f"{ref.kind} {ref.name}: {error}", now
+            self._applied[key][place] = done
+            written.problems.append(Problem(CHILD_REFUSED, *place, done.refusal))
+            written.later(REFUSED_FOR)
+            return
+        except ApiError as error:
+            self._metrics.applied(ref.kind, type(error).__name__)
+            raise
+        self._metrics.applied(ref.kind, "applied")
+        done.content = content_of(live)
+        if last is not None and last.wanted == wanted and not last.refusal and done.content != before:
+            # Nothing was asked for that was not there before: somebody had changed or deleted it.
+            self._metrics.drift_repaired(ref.kind)
+            written.repaired.append(ref)
+            done.repairs += 1
+            done.repaired_at = now
+            log.info("taken back", extra={"namespace": key[0], "object": key[1], "kind": ref.kind, "child": ref.name})
+        elif seen is None:
+            written.created.append(ref)
+        self._applied[key][place] = done
+        self._cache.put(ref.kind, live)
+
+    async def _taken(self, ref: Ref, owner: str, seen: ChildView | None) -> bool:
+        """Whether the object is controlled by somebody else, or by nobody and without our labels."""
+        if seen is not None:
+            return seen.owner not in ("", owner)
+        live = await self._cluster.get(ref)
+        if live is None:
+            return False
+        return taken(live, owner)
+
+
+def taken(live: Mapping[str, Any], owner: str) -> bool:
+    """Whether a live object belongs to somebody else than the resource ``owner``.
+
+    One without a controller is ours if it bears our label: somebody took the reference off, or orphaned it.
+    """
+    metadata = live["metadata"]
+    controllers = [item["uid"] for item in metadata.get("ownerReferences") or [] if item.get("controller")]
+    if controllers:
+        return owner not in controllers
+    return DEPLOYMENT_LABEL not in (metadata.get("labels") or {})
+
+
+async def _together(calls: Iterable[Any]) -> None:
+    """Await all; then raise the first failure, the least hopeful last: an outage says more than a conflict."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    for failure in failures:
+        if not isinstance(failure, Conflict | Unavailable):
+            raise failure
+    if failures:
+        raise failures[0]

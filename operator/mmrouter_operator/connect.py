@@ -1,0 +1,58 @@
+"""How to reach the cluster: one configuration for the client and for kopf's watches."""
+
+import os
+from pathlib import Path
+
+import kopf
+from kubernetes.aio import config
+from kubernetes.aio.client.configuration import Configuration
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+class ConnectError(Exception):
+    """There is no usable configuration; the message says what was looked for."""
+
+
+async def load(kubeconfig: Path | None) -> Configuration:
+    """Read ``kubeconfig``; without one, the pod's service account, else ``$KUBECONFIG`` or ``~/.kube/config``.
+
+    Raises :class:`ConnectError`.
+    """
+    configuration = Configuration()
+    try:
+        if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").exists():
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            path = str(kubeconfig) if kubeconfig is not None else None
+            await config.load_kube_config(config_file=path, client_configuration=configuration)
+    except (config.ConfigException, OSError) as error:
+        raise ConnectError(f"no way to the cluster: {error}") from error
+    return configuration
+
+
+def own_namespace() -> str:
+    """Return the namespace that this process runs in, ``default`` outside of a cluster."""
+    try:
+        return (_ACCOUNT / "namespace").read_text().strip() or "default"
+    except OSError:
+        return os.environ.get("POD_NAMESPACE", "default")
+
+
+async def credentials(configuration: Configuration) -> kopf.ConnectionInfo:
+    """Return what kopf connects with now. It asks again when the server no longer takes it: tokens are short-lived."""
+    header = (
+        await configuration.get_api_key_with_prefix("BearerToken") if "BearerToken" in configuration.api_key else ""
+    )
+    token = header.partition(" ")[2] if header else None
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        ca_data=configuration.ca_cert_data,
+        insecure=not configuration.verify_ssl,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        scheme="Bearer" if token else None,
+        token=token,
+        proxy_url=configuration.proxy,
+    )

@@ -1,0 +1,219 @@
+"""One reconcile: observe, plan, apply, and the status last. Level-based: what woke it up does not matter."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict, Deposed, NotFound, Object
+from mmrouter_operator.cache import Cache
+from mmrouter_operator.children import Children, Written, taken
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.gates import gates
+from mmrouter_operator.lookup import LOOK_AGAIN, Lookup
+from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.observe import Key, Missing, Snapshot
+from mmrouter_operator.plan import Plan, plan
+from mmrouter_operator.problems import CHILD_NAME_TAKEN, SECRET_MALFORMED, SECRET_RECREATED, Problem
+from mmrouter_operator.queue import Gone, Retry
+from mmrouter_operator.ref import Ref
+from mmrouter_operator.references import references
+from mmrouter_operator.render import render
+from mmrouter_operator.render.capabilities import Capabilities
+from mmrouter_operator.render.common import FRONTEND_ROLE, secret_name
+from mmrouter_operator.render.secret import SecretData, render_secret
+from mmrouter_operator.revisions import adopts, choose_templates
+from mmrouter_operator.secrets import SecretError, new_secret_data, read_secret
+from mmrouter_operator.statuses import Statuses
+from mmrouter_operator.streams import Streams
+
+log = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Everything that a reconcile needs. ``capabilities`` is set by whoever follows the served APIs."""
+
+    def __init__(
+        self, cluster: Cluster, cache: Cache, streams: Streams, *, config: OperatorConfig, metrics: Metrics
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._streams = streams
+        self._config = config
+        self._children = Children(cluster, cache, metrics)
+        self._lookup = Lookup(cluster)
+        self._statuses = Statuses(cluster, cache, metrics)
+        self._followed: set[Key] = set()
+        self.capabilities = Capabilities()
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Bring one deployment nearer to its spec. Returns the seconds until it wants to be looked at again, if any.
+
+        Raises :class:`Gone` and :class:`Retry`, which are outcomes; anything else is a bug.
+        """
+        resource = self._cache.resource(key)
+        if resource is None or "deletionTimestamp" in resource["metadata"]:
+            self._forget(key)
+            raise Gone
+        try:
+            return await self._reconcile(key, resource)
+        except Deposed as error:
+            raise Retry(str(error)) from error
+        except NotFound as error:
+            # The resource or its namespace went away under our hands; the watch tells.
+            raise Retry(f"not there any more: {error}") from error
+        except ApiError as error:
+            raise Retry(f"{type(error).__name__}: {error}", error.retry_after or 0.0) from error
+
+    def retire(self) -> None:
+        """Another replica leads: follow nobody, show no conditions."""
+        for key in list(self._followed):
+            self._streams.forget(key)
+        self._followed.clear()
+        self._statuses.retire()
+
+    async def _reconcile(self, key: Key, resource: Object) -> float | None:
+        # Our own status is no input: one of a later release must not make the resource invalid.
+        spec_only = {name: value for name, value in resource.items() if name != "status"}
+        try:
+            dep = parse_deployment(spec_only)
+            return await self._valid(key, resource, dep)
+        except SpecError as error:
+            # What is there stays as it is, and is looked at again when the resource changes.
+            snapshot = self._snapshot(key, resource, None, ())
+            return await self._statuses.write(key, resource, error, snapshot, None, Written([], [], []))
+
+    async def _valid(self, key: Key, resource: Object, dep: MMRouterDeployment) -> float | None:
+        missing = await self._lookup.missing(references(dep))
+        written = Written([], [], [])
+        secrets = await self._secrets(key, dep, written)
+        self._follow(key, dep, secrets)
+        snapshot = self._snapshot(key, resource, secrets, missing)
+        if missing:
+            written.later(LOOK_AGAIN)
+        planned: Plan | None = None
+        if secrets is not None:
+            desired = [
+                child
+                for child in render(dep, secrets=secrets, capabilities=self.capabilities, config=self._config)
+                if child["kind"] != "Secret"
+            ]
+            desired, revision = choose_templates(desired, snapshot, adopts(dep), dep)
+            planned = plan(desired, snapshot)
+            if not dep.spec.paused:
+                await self._apply(key, snapshot, planned, revision, written)
+                # What the writes have changed belongs into the status of this very reconcile.
+                snapshot = self._snapshot(key, resource, secrets, missing)
+        await self._gates(dep, snapshot, written)
+        return await self._statuses.write(key, resource, dep, snapshot, planned, written)
+
+    async def _apply(
+        self, key: Key, snapshot: Snapshot, planned: Plan, revision: Object | None, written: Written
+    ) -> None:
+        owner = snapshot.resource["metadata"]["uid"]
+        manifests = [*([revision] if revision else []), *planned.apply]
+        did = await self._children.write(key, owner, manifests)
+        written.problems += did.problems
+        written.repaired += did.repaired
+        written.created += did.created
+        if did.again_in is not None:
+            written.later(did.again_in)
+        # Nothing is taken away while what replaces it could not be written.
+        if not did.problems:
+            await self._children.prune(key, {item.ref: item.uid for item in planned.prune})
+
+    async def _secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
+        """Return the deployment's keys; made now if there are none. ``None``, with a problem, when they are no use."""
+        name = secret_name(dep)
+        seen = self._cache.children(key).get(("Secret", name))
+        found = self._cache.secret(key, name)
+        if seen is not None and seen.owner not in ("", dep.metadata.uid):
+            message = f"Secret {name} is not this resource's"
+            written.problems.append(Problem(CHILD_NAME_TAKEN, "Secret", name, message))
+            return None
+        if isinstance(found, SecretData):
+            return found
+        if isinstance(found, str):
+            message = f"Secret {name}: {found}; delete it to get a new one"
+            written.problems.append(Problem(SECRET_MALFORMED, "Secret", name, message))
+            return None
+        return None if dep.spec.paused else await self._new_secrets(key, dep, written)
+
+    async def _new_secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
+        manifest = render_secret(dep, new_secret_data())
+        ref = Ref.of(manifest)
+        lost = any(kind == "Deployment" for kind, _ in self._cache.children(key))
+        try:
+            live = await self._cluster.create(manifest)
+        except AlreadyThere:
+            existing = await self._cluster.get(ref)
+            if existing is None:
+                raise Conflict(f"Secret {ref.name} came and went") from None
+            if taken(existing, dep.metadata.uid):
+                problem = Problem(CHILD_NAME_TAKEN, "Secret", ref.name, f"Secret {ref.name} is not this resource's")
+                written.problems.append(problem)
+                written.later(LOOK_AGAIN)
+                return None
+            live, lost = existing, False
+        self._cache.put("Secret", live)
+        if lost:
+            message = f"Secret {ref.name} was lost and is made anew: every pod restarts with new keys"
+            written.problems.append(Problem(SECRET_RECREATED, "Secret", ref.name, message))
+        try:
+            return read_secret(live)
+        except SecretError as error:
+            written.problems.append(Problem(SECRET_MALFORMED, "Secret", ref.name, f"Secret {ref.name}: {error}"))
+            return None
+
+    def _snapshot(
+        self, key: Key, resource: Mapping[str, Any], secrets: SecretData | None, missing: tuple[Missing, ...]
+    ) -> Snapshot:
+        return Snapshot(
+            resource=resource,
+            now=time.time(),
+            children=self._cache.children(key),
+            pods=self._cache.pods(key),
+            reports=self._streams.reports(key),
+            secrets=secrets,
+            missing=missing,
+            revisions=self._cache.revisions(key, resource["metadata"]["uid"]),
+            capabilities=self.capabilities,
+        )
+
+    def _follow(self, key: Key, dep: MMRouterDeployment, secrets: SecretData | None) -> None:
+        if secrets is None:
+            return
+        frontends = {
+            pod.uid: pod.ip
+            for pod in self._cache.pods(key)
+            if pod.role == FRONTEND_ROLE and pod.ip and pod.phase == "Running" and not pod.deleting
+        }
+        self._followed.add(key)
+        self._streams.follow(key, frontends, secrets.control_token)
+
+    async def _gates(self, dep: MMRouterDeployment, snapshot: Snapshot, written: Written) -> None:
+        pods = {pod.uid: pod for pod in snapshot.pods}
+        for uid, wanted in gates(dep, snapshot).items():
+            pod = pods[uid]
+            if any(pod.gates.get(gate, False) != value for gate, (value, _, _) in wanted.items()):
+                try:
+                    await self._cluster.apply_gates(pod, wanted)
+                except (NotFound, Conflict):
+                    log.info("the pod is gone", extra={"namespace": pod.namespace, "child": pod.name})
+        self._wait_for_verification(dep, snapshot, written)
+
+    def _wait_for_verification(self, dep: MMRouterDeployment, snapshot: Snapshot, written: Written) -> None:
+        """Come back when a pod has had its time to be verified: nothing else happens at that moment."""
+        timeout = float(dep.spec.verification.timeout_seconds)
+        for pod in snapshot.pods:
+            if pod.started is not None and not all(pod.gates.values()):
+                left = pod.started + timeout - snapshot.now
+                if left > 0:
+                    written.later(left + 0.5)
+
+    def _forget(self, key: Key) -> None:
+        self._streams.forget(key)
+        self._followed.discard(key)
+        self._children.forget(key)
+        self._statuses.forget(key)

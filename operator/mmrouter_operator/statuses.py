@@ -1,0 +1,89 @@
+"""Writes a deployment's status, its Events and its condition metrics: only what changed, and ratios rarely."""
+
+import logging
+from typing import Any
+
+from mmrouter.api import MMRouterDeployment, SpecError
+from mmrouter_operator.apply import ApiError, Cluster, Object
+from mmrouter_operator.cache import Cache
+from mmrouter_operator.children import Written
+from mmrouter_operator.clock import boot_time
+from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.observe import Key, Snapshot
+from mmrouter_operator.plan import Plan
+from mmrouter_operator.ref import RESOURCE
+from mmrouter_operator.status import status_of, transitions
+
+log = logging.getLogger(__name__)
+
+RATIO_INTERVAL = 30.0
+"""Seconds between writes that change nothing but the measured ratios."""
+
+
+class Statuses:
+    """Remembers when each deployment's ratios were written."""
+
+    def __init__(self, cluster: Cluster, cache: Cache, metrics: Metrics) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._metrics = metrics
+        self._ratios_at: dict[Key, float] = {}
+
+    async def write(
+        self,
+        key: Key,
+        resource: Object,
+        spec: MMRouterDeployment | SpecError,
+        snapshot: Snapshot,
+        planned: Plan | None,
+        written: Written,
+    ) -> float | None:
+        """Write what changed. Returns the seconds until the deployment is to be looked at again, if any."""
+        before: dict[str, Any] = resource.get("status") or {}
+        status = status_of(spec, snapshot, planned, tuple(written.problems), before)
+        if (wait := self._too_early(key, before, status)) > 0:
+            written.later(wait)
+            status = before
+        if status != before:
+            live = await self._cluster.apply_status(_manifest(resource, status))
+            self._ratios_at[key] = boot_time()
+            self._cache.put(RESOURCE, live)
+            for event in transitions(before, status):
+                await self._event(resource, event.type, event.reason, event.action, event.note)
+        for ref in written.repaired:
+            note = f"{ref.kind} {ref.name} was changed or deleted by somebody else and is put right"
+            await self._event(resource, "Normal", "DriftRepaired", "Apply", note)
+        self._metrics.conditions(key, [(item["type"], item["status"]) for item in status.get("conditions", [])])
+        return written.again_in
+
+    def forget(self, key: Key) -> None:
+        """A deployment is gone."""
+        self._ratios_at.pop(key, None)
+        self._metrics.conditions(key, ())
+
+    def retire(self) -> None:
+        """Another replica reports now."""
+        self._ratios_at.clear()
+        self._metrics.forget_conditions()
+
+    def _too_early(self, key: Key, before: dict[str, Any], now: dict[str, Any]) -> float:
+        """Seconds to wait before a write that would change ratios only."""
+        if {**before, "routing": None} != {**now, "routing": None}:
+            return 0.0
+        if before.get("routing") == now.get("routing"):
+            return 0.0
+        return self._ratios_at.get(key, float("-inf")) + RATIO_INTERVAL - boot_time()
+
+    async def _event(self, resource: Object, type: str, reason: str, action: str, note: str) -> None:
+        try:
+            await self._cluster.event(resource, type, reason, action, note)
+        except ApiError as error:
+            # The condition says the same and stays; an Event is a courtesy.
+            log.warning("an event was not recorded: %s", error, extra={"reason": reason})
+
+
+def _manifest(resource: Object, status: dict[str, Any]) -> Object:
+    metadata = resource["metadata"]
+    # With the uid, so that a resource of the same name made meanwhile is not told about the one before it.
+    identity = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]}
+    return {"apiVersion": resource["apiVersion"], "kind": resource["kind"], "metadata": identity, "status": status}

@@ -1,0 +1,343 @@
+"""The queue of keys: its decisions under a controlled clock, and its workers on a real event loop."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mmrouter_operator.observe import Key
+from mmrouter_operator.queue import (
+    FIRST_BACKOFF,
+    LAST_BACKOFF,
+    RESYNC,
+    RESYNC_SPREAD,
+    Gone,
+    KeyQueue,
+    Retry,
+    Workers,
+    backoff,
+    resync,
+)
+
+A, B, C = ("n", "a"), ("n", "b"), ("n", "c")
+
+
+def queue() -> KeyQueue:
+    return KeyQueue(random.Random(7))
+
+
+def test_many_adds_before_a_run_are_one_run() -> None:
+    q = queue()
+    for _ in range(5):
+        q.add(A, 0.0)
+    assert q.pop(0.0) == (A, 0.0)
+    assert q.pop(100.0) is None
+
+
+def test_a_key_that_runs_is_not_run_beside_itself_and_runs_again_if_it_was_added_meanwhile() -> None:
+    q = queue()
+    q.add(A, 0.0)
+    q.pop(0.0)
+    q.add(A, 1.0)
+    assert q.pop(1.0) is None
+    q.succeeded(A, 2.0)
+    assert q.pop(2.0) == (A, 1.0)
+
+
+def test_the_earliest_of_several_delays_wins() -> None:
+    q = queue()
+    q.add(A, 0.0, 10.0)
+    q.add(A, 0.0, 3.0)
+    q.add(A, 0.0, 20.0)
+    assert q.pop(2.9) is None
+    assert q.wake_at(2.9) == 3.0
+    assert q.pop(3.0) == (A, 0.0)
+    assert q.pop(30.0) is None
+
+
+def test_keys_run_in_the_order_in_which_they_were_due() -> None:
+    q = queue()
+    q.add(C, 0.0, 2.0)
+    q.add(A, 0.0, 1.0)
+    q.add(B, 0.0)
+    assert [entry[0] for entry in iter(lambda: q.pop(5.0), None)] == [B, A, C]
+
+
+def test_what_is_added_during_a_run_that_fails_waits_for_the_backoff() -> None:
+    q = queue()
+    q.add(A, 0.0)
+    q.pop(0.0)
+    q.add(A, 0.5)
+    delay = q.failed(A, 1.0)
+    assert q.pop(1.0) is None
+    assert q.pop(1.0 + delay) == (A, 0.0)
+
+
+def test_what_is_added_after_a_failure_runs_at_once() -> None:
+    q = queue()
+    for _ in range(8):
+        q.add(A, 0.0)
+        q.pop(0.0)
+        q.failed(A, 0.0)
+    q.add(A, 0.1)
+    assert q.pop(0.1) == (A, 0.0)
+
+
+def test_a_server_that_asks_for_a_pause_gets_it() -> None:
+    q = queue()
+    q.add(A, 0.0)
+    q.pop(0.0)
+    assert q.failed(A, 0.0, at_least=30.0) >= 30.0
+
+
+def test_success_ends_the_backoff_and_schedules_the_resync() -> None:
+    q = queue()
+    for _ in range(6):
+        q.add(A, 0.0)
+        q.pop(0.0)
+        q.failed(A, 0.0)
+    q.add(A, 0.0)
+    q.pop(0.0)
+    q.succeeded(A, 0.0)
+    assert q.failures(A) == 0
+    wake = q.wake_at(0.0)
+    assert wake is not None
+    assert RESYNC * (1 - RESYNC_SPREAD) <= wake <= RESYNC * (1 + RESYNC_SPREAD)
+
+
+def test_a_key_whose_object_is_gone_is_forgotten() -> None:
+    q = queue()
+    q.add(A, 0.0)
+    q.pop(0.0)
+    q.gone(A)
+    assert len(q) == 0
+    assert q.wake_at(0.0) is None
+
+
+@given(failures=st.integers(1, 100_000), seed=st.integers())
+def test_the_backoff_stays_between_its_bounds(failures: int, seed: int) -> None:
+    assert FIRST_BACKOFF <= backoff(failures, random.Random(seed)) <= LAST_BACKOFF
+
+
+@given(seed=st.integers())
+def test_the_backoff_grows_to_minutes_and_the_resync_is_spread(seed: int) -> None:
+    rng = random.Random(seed)
+    assert backoff(1, rng) <= FIRST_BACKOFF * 1.01
+    assert backoff(30, rng) >= LAST_BACKOFF / 2
+    assert RESYNC * (1 - RESYNC_SPREAD) <= resync(rng) <= RESYNC * (1 + RESYNC_SPREAD)
+
+
+class Schedule(RuleBasedStateMachine):
+    """Against a model of one line per key: when it is due, and whether it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = queue()
+        self.now = 0.0
+        self.due: dict[Key, float] = {}
+        self.running: set[Key] = set()
+
+    @rule(key=st.sampled_from([A, B, C]), delay=st.sampled_from([0.0, 0.1, 5.0, 50.0]))
+    def add(self, key: Key, delay: float) -> None:
+        self.queue.add(key, self.now, delay)
+        self.due[key] = min(self.due.get(key, float("inf")), self.now + delay)
+
+    @rule(seconds=st.sampled_from([0.05, 1.0, 10.0, 400.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def pop(self) -> None:
+        may_run = {key: due for key, due in self.due.items() if due <= self.now and key not in self.running}
+        entry = self.queue.pop(self.now)
+        if not may_run:
+            assert entry is None
+            return
+        assert entry is not None
+        key, waited = entry
+        assert may_run[key] == min(may_run.values())
+        assert waited == pytest.approx(self.now - self.due.pop(key))
+        self.running.add(key)
+
+    @rule(data=st.data(), outcome=st.sampled_from(["well", "again", "failed", "gone"]))
+    def end(self, data: st.DataObject, outcome: str) -> None:
+        if not self.running:
+            return
+        key = data.draw(st.sampled_from(sorted(self.running)))
+        self.running.discard(key)
+        if outcome == "gone":
+            self.queue.gone(key)
+        elif outcome == "failed":
+            delay = self.queue.failed(key, self.now)
+            self.due[key] = self.now + delay
+        else:
+            self.queue.succeeded(key, self.now, 2.0 if outcome == "again" else None)
+            latest = self.now + (2.0 if outcome == "again" else RESYNC * (1 + RESYNC_SPREAD))
+            known = self.due.pop(key, float("inf"))
+            wake = self._due_of(key)
+            assert wake <= min(known, latest)
+            self.due[key] = wake
+
+    def _due_of(self, key: Key) -> float:
+        return self.queue._due[key]
+
+    @invariant()
+    def the_queue_wakes_up_exactly_when_something_may_run(self) -> None:
+        waiting = [due for key, due in self.due.items() if key not in self.running]
+        expected = max(self.now, min(waiting)) if waiting else None
+        assert self.queue.wake_at(self.now) == (pytest.approx(expected) if expected is not None else None)
+        assert self.queue.running == self.running
+
+
+TestSchedule = Schedule.TestCase
+
+
+class Seen:
+    """The hooks, and what they were told."""
+
+    def __init__(self) -> None:
+        self.results: Counter[str] = Counter()
+
+    def depth(self, ready: int) -> None:
+        assert ready >= 0
+
+    def started(self, waited: float) -> None:
+        assert waited >= 0
+
+    def finished(self, result: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.results[result] += 1
+
+
+async def until(condition, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_no_more_keys_run_at_a_time_than_allowed_and_none_twice() -> None:
+    running: Counter[Key] = Counter()
+    most = 0
+    done: Counter[Key] = Counter()
+
+    async def work(key: Key) -> None:
+        nonlocal most
+        running[key] += 1
+        assert running[key] == 1
+        most = max(most, sum(running.values()))
+        await asyncio.sleep(0.01)
+        running[key] -= 1
+        done[key] += 1
+
+    workers = Workers(work, Seen(), concurrency=3)
+    keys = [("n", str(number)) for number in range(20)]
+    for key in keys:
+        workers.add(key)
+    task = asyncio.create_task(workers.run())
+    await until(lambda: all(done[key] for key in keys))
+    for key in keys:
+        workers.add(key)
+    await until(lambda: all(done[key] == 2 for key in keys))
+    task.cancel()
+    assert most == 3
+
+
+async def test_a_failure_of_one_key_keeps_no_other_from_running_and_is_tried_again() -> None:
+    runs: Counter[Key] = Counter()
+    seen = Seen()
+
+    async def work(key: Key) -> None:
+        runs[key] += 1
+        if key == A and runs[A] == 1:
+            raise RuntimeError("broken")
+        if key == B and runs[B] == 1:
+            raise Retry("not yet")
+        if key == C:
+            raise Gone
+
+    workers = Workers(work, seen)
+    for key in (A, B, C):
+        workers.add(key)
+    task = asyncio.create_task(workers.run())
+    await until(lambda: runs[A] == 2 and runs[B] == 2 and seen.results["success"] == 2)
+    task.cancel()
+    assert runs[C] == 1
+    assert seen.results == {"success": 2, "error": 1, "retry": 1, "gone": 1}
+
+
+async def test_a_run_that_hangs_ends_at_its_deadline() -> None:
+    seen = Seen()
+
+    async def work(_: Key) -> None:
+        await asyncio.Event().wait()
+
+    workers = Workers(work, seen, deadline=0.05)
+    workers.add(A)
+    task = asyncio.create_task(workers.run())
+    await until(lambda: seen.results["timeout"] >= 2)
+    task.cancel()
+
+
+async def test_a_run_may_ask_to_be_called_again() -> None:
+    runs = 0
+
+    async def work(_: Key) -> float:
+        nonlocal runs
+        runs += 1
+        return 0.01
+
+    workers = Workers(work, Seen())
+    workers.add(A)
+    task = asyncio.create_task(workers.run())
+    await until(lambda: runs >= 3)
+    task.cancel()
+
+
+async def test_when_the_workers_end_nothing_runs_and_nothing_waits() -> None:
+    entered, left = asyncio.Event(), asyncio.Event()
+
+    async def work(_: Key) -> None:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    workers = Workers(work, Seen(), concurrency=1)
+    workers.add(A)
+    workers.add(B)
+    task = asyncio.create_task(workers.run())
+    await entered.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert left.is_set()
+    assert len(workers._queue) == 0
+    assert not workers._queue.running
+
+
+async def test_draining_lets_what_runs_finish_and_starts_nothing_more() -> None:
+    started: list[Key] = []
+    finished: list[Key] = []
+    go = asyncio.Event()
+
+    async def work(key: Key) -> None:
+        started.append(key)
+        await go.wait()
+        finished.append(key)
+
+    workers = Workers(work, Seen(), concurrency=1)
+    workers.add(A)
+    workers.add(B)
+    task = asyncio.create_task(workers.run())
+    await until(lambda: bool(started))
+    drained = asyncio.create_task(workers.drain(5.0))
+    await asyncio.sleep(0)
+    go.set()
+    await drained
+    await asyncio.sleep(0.05)
+    task.cancel()
+    assert started == finished == [A]
