@@ -71,7 +71,8 @@ def pool_validations() -> list[dict[str, str]]:
             f"self.engine.type != '{engine}' || !self.pools.exists(p, has(p.args) && {_exists('p.args', engine)})",
             _MESSAGE,
             path="pools",
-            says=f"self.pools.map(p, has(p.args) ? {_sentences('p.args', engine)} : [])"
+            says=f"self.pools.map(p, has(p.args) ? {_sentences('p.args', engine)}"
+            ".map(sentence, 'pool ' + p.name + ': ' + sentence) : [])"
             ".filter(sentences, size(sentences) > 0)[0][0]",
         )
         for engine in get_args(EngineType)

@@ -1,0 +1,173 @@
+"""The definition on a real API server: what it takes, what it refuses in which words, and kubectl."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster.controlplane import APPLY, ControlPlane
+from cluster.crd_cases import PATH, Case, cases, create, good, put, replace
+
+from mmrouter.api import SpecError, parse_deployment, to_json
+from mmrouter.api.crd import HASH_ANNOTATION, NAME, definition
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def home(crd: ControlPlane) -> Any:
+    """A namespace with one stored object of each good spec, under its name."""
+    with crd.namespace() as name:
+        for document in good().values():
+            status, answer = create(crd, name, document, store=True)
+            assert status == 201, answer
+        yield name
+
+
+@pytest.mark.parametrize("case", cases("bad"), ids=lambda case: case.id)
+def test_a_bad_spec_is_refused_with_its_field_and_a_sentence(crd: ControlPlane, home: str, case: Case) -> None:
+    case.document["metadata"].setdefault("name", "bad")
+    status, answer = create(crd, home, case.document)
+    assert status in (400, 422), answer
+    causes = answer.get("details", {}).get("causes") or [{"field": "", "message": answer["message"]}]
+    said = [f"{cause.get('field', '')}: {cause['message']}" for cause in causes]
+    assert any(case.says in line and case.field in line for line in said), "\n".join(said)
+    with pytest.raises(SpecError):
+        parse_deployment(case.document)
+
+
+@pytest.mark.parametrize("case", cases("changes"), ids=lambda case: case.id)
+def test_a_change_is_refused_where_it_would_be_another_deployment(crd: ControlPlane, home: str, case: Case) -> None:
+    status, answer = replace(crd, home, _as_stored(crd, home, case))
+    if not case.says:
+        assert status == 200, answer
+        return
+    assert status == 422, answer
+    said = [f"{cause['field']}: {cause['message']}" for cause in answer["details"]["causes"]]
+    assert any(line.startswith(f"{case.field}: ") and case.says in line for line in said), "\n".join(said)
+
+
+def _as_stored(crd: ControlPlane, home: str, case: Case) -> dict[str, Any]:
+    path = f"{PATH.format(home)}/{case.of}"
+    version = crd.request("GET", path).raise_for_status().json()["metadata"]["resourceVersion"]
+    return {**case.document, "metadata": {"name": case.of, "resourceVersion": version}}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_accepted(crd: ControlPlane, home: str, example: Path) -> None:
+    status, answer = create(crd, home, yaml.safe_load(example.read_text()))
+    assert status == 201, answer
+
+
+@pytest.mark.parametrize("name", sorted(good()))
+def test_what_the_server_fills_in_changes_nothing(crd: ControlPlane, home: str, name: str) -> None:
+    """Otherwise an operator that reads from the cluster would render other pods than one that reads the file."""
+    stored = crd.request("GET", f"{PATH.format(home)}/{name}").raise_for_status().json()
+    said, filled = parse_deployment({**good()[name], "metadata": stored["metadata"]}), parse_deployment(stored)
+    assert filled.spec == said.spec
+    assert to_json(filled) == to_json(said)
+
+
+def test_a_list_of_arguments_as_long_as_allowed_stays_within_the_budget(crd: ControlPlane, home: str) -> None:
+    document = good()["minimal"]
+    pool = document["spec"]["pools"][0]
+    args = [f"--flag-number-{n}={'x' * 60}" for n in range(64)]
+    document["spec"]["pools"] = [{**pool, "name": f"pool-{n}", "args": args} for n in range(16)]
+    document["spec"]["engine"]["args"] = args
+    document["metadata"]["name"] = "long"
+    status, answer = create(crd, home, document)
+    assert status == 201, answer
+
+
+def test_a_status_is_checked_and_its_lists_are_maps(crd: ControlPlane, home: str) -> None:
+    def apply(manager: str, status: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        body = {**good()["minimal"], "status": status}
+        del body["spec"]
+        answer = crd.request(
+            "PATCH", f"{PATH.format(home)}/minimal/status", body, APPLY, fieldManager=manager, fieldValidation="Strict"
+        )
+        return answer.status_code, answer.json()
+
+    condition = {"status": "True", "reason": "Checked", "message": "", "lastTransitionTime": "2026-01-02T03:04:05Z"}
+    assert apply("one", {"conditions": [{"type": "Ready", **condition}]})[0] == 200
+    status, answer = apply("two", {"conditions": [{"type": "SpecValid", **condition}], "poolsReady": "1/1"})
+    assert status == 200
+    assert {row["type"] for row in answer["status"]["conditions"]} == {"Ready", "SpecValid"}
+    assert parse_deployment(answer).status is not None
+    assert apply("three", {"conditions": [{"type": "Odd", **condition, "status": "Maybe"}]})[0] == 422
+    assert apply("three", {"phase": "Ready", "mood": "good"})[0] in (400, 422, 500)
+
+
+def test_the_served_definition_carries_the_hash_of_the_models(crd: ControlPlane) -> None:
+    served = crd.request("GET", f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}").json()
+    assert (
+        served["metadata"]["annotations"][HASH_ANNOTATION] == definition()["metadata"]["annotations"][HASH_ANNOTATION]
+    )
+    assert not [row for row in served["status"]["conditions"] if row["type"] == "NonStructuralSchema"]
+
+
+def test_kubectl_explains_every_section(crd: ControlPlane) -> None:
+    # kubectl keeps for hours what was served before the definition was there; this asks anew.
+    assert "mmrd" in crd.kubectl("api-resources", "--api-group=mmrouter.io").stdout
+    for path, sentence in (
+        ("mmrd", "One model behind one OpenAI-compatible endpoint"),
+        ("mmrd.spec.pools", "Replicas with the same role, image, flags and accelerator."),
+        ("mmrd.spec.pools.accelerator.kind", "ENUM:"),
+        ("mmrd.spec.routing.media.maxBytes", "Largest encoded image."),
+        ("mmrd.status.conditions", "Cause in a sentence, for people."),
+    ):
+        shown = crd.kubectl("explain", path)
+        assert shown.returncode == 0, shown.stderr
+        assert sentence in shown.stdout
+
+
+def test_kubectl_get_tells_the_story_in_columns(crd: ControlPlane) -> None:
+    with crd.namespace() as namespace:
+        assert create(crd, namespace, good()["minimal"], store=True)[0] == 201
+        status = {
+            "poolsReady": "1/1",
+            "routing": {"exactRatio": "0.998", "hitRatio": "0.83"},
+            "conditions": [
+                {
+                    **{"type": "Ready", "status": "True", "reason": "AllReady", "message": ""},
+                    "lastTransitionTime": "2026-01-02T03:04:05Z",
+                }
+            ],
+        }
+        path = f"{PATH.format(namespace)}/minimal/status"
+        crd.request("PATCH", path, {"status": status}, "application/merge-patch+json").raise_for_status()
+        shown = crd.kubectl("get", "mmrd", "-n", namespace)
+        heading, row = shown.stdout.splitlines()
+        assert heading.split() == ["NAME", "ENGINE", "POOLS", "READY", "EXACT", "HIT", "AGE"]
+        assert row.split()[:-1] == ["minimal", "vllm", "1/1", "True", "0.998", "0.83"]
+        assert "minimal" in crd.kubectl("get", "mmrouter", "-n", namespace).stdout  # the category
+
+
+def test_kubectl_scale_sets_the_frontends_replicas(crd: ControlPlane) -> None:
+    with crd.namespace() as namespace:
+        assert create(crd, namespace, good()["minimal"], store=True)[0] == 201
+        done = crd.kubectl("scale", "mmrd", "minimal", "--replicas=3", "-n", namespace)
+        assert done.returncode == 0, done.stderr
+        path = f"{PATH.format(namespace)}/minimal"
+        status = {"status": {"frontend": {"ready": 2, "selector": "app=a"}}}
+        crd.request("PATCH", f"{path}/status", status, "application/merge-patch+json").raise_for_status()
+        assert crd.request("GET", path).json()["spec"]["frontend"]["replicas"] == 3
+        scale = crd.request("GET", f"{path}/scale").json()
+        assert (scale["spec"]["replicas"], scale["status"]) == (3, {"replicas": 2, "selector": "app=a"})
+        refused = crd.kubectl("scale", "mmrd", "minimal", "--replicas=0", "-n", namespace)
+        assert refused.returncode != 0
+        assert "spec.frontend.replicas" in refused.stderr
+
+
+def test_two_managers_share_a_pool(crd: ControlPlane) -> None:
+    """Pools are told apart by name: who applies one field of one pool takes nothing from the others."""
+    with crd.namespace() as namespace:
+        path = f"{PATH.format(namespace)}/encoders"
+        document = good()["encoders"]
+        crd.request("PATCH", path, document, APPLY, fieldManager="user").raise_for_status()
+        other = {**document, "spec": {"pools": [{"name": "worker", "podTemplate": {"metadata": {}}}]}}
+        answer = crd.request("PATCH", path, other, APPLY, fieldManager="other").raise_for_status().json()
+        assert [pool["name"] for pool in answer["spec"]["pools"]] == ["fast", "slow", "worker", "render"]
+        put(document, "spec.pools[2].replicas", 3)
+        answer = crd.request("PATCH", path, document, APPLY, fieldManager="user").raise_for_status().json()
+        assert answer["spec"]["pools"][2]["podTemplate"] == {"metadata": {}}
