@@ -1,0 +1,226 @@
+"""A router's view of its deployment's pods, from a real API server under the least role that works."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from cluster.controlplane import API_PORT, ControlPlane, wait_for
+
+from mmrouter_router.discovery import Roster
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.podwatch import watch_pods
+from mmrouter_router.settings import ApiServer
+
+ACCOUNT = "frontend"
+OWN = "demo-frontend-0"
+
+
+class World:
+    """One namespace with a ServiceAccount that may read pods, and the pods that tests put there. There is no kubelet:
+    what it would say in a pod's status, the test says.
+    """
+
+    def __init__(self, cluster: ControlPlane, namespace: str, folder: Path) -> None:
+        self.cluster, self.namespace = cluster, namespace
+        self.pods = f"/api/v1/namespaces/{namespace}/pods"
+        self.server = ApiServer(cluster.address, str(API_PORT), folder)
+        self._folder = folder
+
+    def prepare(self) -> None:
+        rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{self.namespace}"
+        core = f"/api/v1/namespaces/{self.namespace}"
+        name = {"name": ACCOUNT}
+        rule = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+        subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": self.namespace}
+        ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": ACCOUNT}
+        self.cluster.request("POST", f"{core}/serviceaccounts", {"metadata": name}).raise_for_status()
+        self.cluster.request("POST", f"{rbac}/roles", {"metadata": name, "rules": [rule]}).raise_for_status()
+        binding = {"metadata": name, "subjects": [subject], "roleRef": ref}
+        self.cluster.request("POST", f"{rbac}/rolebindings", binding).raise_for_status()
+        self._folder.mkdir()
+        (self._folder / "ca.crt").write_bytes(self.cluster.ca.read_bytes())
+        (self._folder / "namespace").write_text(self.namespace)
+        self.token(self.cluster.token(self.namespace, ACCOUNT))
+
+    def token(self, text: str) -> None:
+        (self._folder / "token").write_text(text)
+
+    def pod(self, name: str, role: str = "worker", deployment: str = "demo", **status) -> str:
+        """Make a pod and say its status; returns its uid."""
+        labels = {"mmrouter.io/deployment": deployment, "mmrouter.io/role": role}
+        if role != "frontend":
+            labels["mmrouter.io/pool"] = role
+        spec = {
+            "nodeName": "n1",
+            "serviceAccountName": ACCOUNT,
+            "containers": [{"name": "engine", "image": "none"}],
+            "initContainers": [{"name": "sidecar", "image": "none", "restartPolicy": "Always"}],
+        }
+        made = self.cluster.request("POST", self.pods, {"metadata": {"name": name, "labels": labels}, "spec": spec})
+        made.raise_for_status()
+        if status:
+            self.status(name, **status)
+        return str(made.json()["metadata"]["uid"])
+
+    def status(self, name: str, **status) -> None:
+        body = {"status": status}
+        merge = "application/merge-patch+json"
+        self.cluster.request("PATCH", f"{self.pods}/{name}/status", body, merge).raise_for_status()
+
+    def delete(self, name: str, grace: int) -> None:
+        self.cluster.request("DELETE", f"{self.pods}/{name}", gracePeriodSeconds=str(grace)).raise_for_status()
+
+
+class Watch:
+    """A running discovery; ``told`` has every roster."""
+
+    def __init__(self, world: World, own_uid: str = "") -> None:
+        self.told: list[Roster] = []
+        self.metrics = Metrics()
+        self._run = watch_pods(world.server, "demo", own_uid, self.told.append, self.metrics)
+
+    @property
+    def now(self) -> Roster:
+        return self.told[-1]
+
+    def names(self) -> list[str]:
+        return [member.name for member in self.now.members] if self.told else []
+
+    def errors(self, reason: str) -> float:
+        return self.metrics.registry.get_sample_value("mmrouter_discovery_errors_total", {"reason": reason}) or 0.0
+
+    @asynccontextmanager
+    async def running(self):
+        task = asyncio.create_task(self._run)
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def until(self, condition, seconds: float = 20.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def world(cluster: ControlPlane, namespace: str, tmp_path: Path) -> World:
+    """An empty namespace, ready for pods."""
+    world = World(cluster, namespace, tmp_path / "serviceaccount")
+    world.prepare()
+    return world
+
+
+async def in_thread(call, *arguments, **options):
+    """Ask the server without stopping the watch that is looked at."""
+    return await asyncio.to_thread(lambda: call(*arguments, **options))
+
+
+async def test_pods_come_change_and_go(world: World) -> None:
+    uid = await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    await in_thread(world.pod, "other", deployment="other", podIP="10.0.0.9", phase="Running")
+    async with Watch(world).running() as watch:
+        await watch.until(lambda: watch.names() == ["w0"])
+        member = watch.now.members[0]
+        assert (member.uid, member.ip, member.pool, member.node, member.ready) == (
+            uid,
+            "10.0.0.1",
+            "worker",
+            "n1",
+            False,
+        )
+
+        started = {"name": "sidecar", "started": True, "ready": True, "image": "", "imageID": "", "restartCount": 0}
+        await in_thread(world.status, "w0", initContainerStatuses=[started])
+        await watch.until(lambda: watch.now.members[0].ready)
+
+        await in_thread(world.pod, "w1")
+        await in_thread(world.status, "w1", podIP="10.0.0.2", phase="Running")
+        await watch.until(lambda: watch.names() == ["w0", "w1"])
+
+        await in_thread(world.delete, "w0", 30)
+        await watch.until(lambda: watch.now.members[0].draining)
+        assert watch.names() == ["w0", "w1"]
+        await in_thread(world.delete, "w0", 0)
+        await watch.until(lambda: watch.names() == ["w1"])
+
+        await in_thread(world.status, "w1", phase="Failed")
+        await watch.until(lambda: watch.names() == [])
+        assert watch.metrics.registry.get_sample_value("mmrouter_discovery_synced") == 1
+
+
+async def test_peers_are_the_other_frontends_and_the_own_pods_end_is_told(world: World) -> None:
+    own = await in_thread(world.pod, OWN, "frontend", podIP="10.0.1.1", phase="Running")
+    await in_thread(world.pod, "demo-frontend-1", "frontend", podIP="10.0.1.2", phase="Running")
+    async with Watch(world, own).running() as watch:
+        await watch.until(lambda: watch.told)
+        assert [peer.name for peer in watch.now.peers] == ["demo-frontend-1"]
+        assert not watch.now.leaving
+        await in_thread(world.delete, OWN, 30)
+        await watch.until(lambda: watch.now.leaving)
+
+
+async def test_nobody_is_dropped_while_the_api_server_restarts_and_news_come_after_it(world: World) -> None:
+    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    async with Watch(world).running() as watch:
+        await watch.until(lambda: watch.names() == ["w0"])
+        await in_thread(world.cluster.stop, "apiserver")
+        await watch.until(lambda: watch.errors("unreachable") >= 2)
+        assert watch.metrics.registry.get_sample_value("mmrouter_discovery_synced") == 0
+        await in_thread(world.cluster.start, "apiserver")
+        await in_thread(world.pod, "w1", podIP="10.0.0.2", phase="Running")
+        await watch.until(lambda: watch.names() == ["w0", "w1"], 40)
+        assert all("w0" in [member.name for member in roster.members] for roster in watch.told)
+
+
+async def test_a_version_that_the_server_has_forgotten_begins_with_a_new_list(world: World) -> None:
+    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    async with Watch(world).running() as watch:
+        await watch.until(lambda: watch.names() == ["w0"])
+        # The server's memory begins with its start, and something was written after the last event of this watch.
+        other = f"/api/v1/namespaces/{world.namespace}/configmaps"
+        (await in_thread(world.cluster.request, "POST", other, {"metadata": {"name": "c"}})).raise_for_status()
+        await in_thread(world.cluster.restart_apiserver)
+        await watch.until(lambda: watch.errors("expired"), 40)
+        await in_thread(world.delete, "w0", 0)
+        await watch.until(lambda: watch.names() == [])
+
+
+async def test_a_token_is_read_again_and_a_wrong_one_drops_nobody(world: World) -> None:
+    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    good = (world.server.folder / "token").read_text()
+    world.token("not.a.token")
+    async with Watch(world).running() as watch:
+        await watch.until(lambda: watch.errors("unauthorized") >= 2)
+        assert watch.told == []
+        world.token(good)
+        await watch.until(lambda: watch.names() == ["w0"], 30)
+
+
+async def test_without_the_role_nothing_is_known_and_the_reason_is_counted(world: World) -> None:
+    rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{world.namespace}/rolebindings/{ACCOUNT}"
+    await in_thread(world.cluster.request, "DELETE", rbac)
+    async with Watch(world).running() as watch:
+        await watch.until(lambda: watch.errors("forbidden") >= 2)
+        assert watch.told == []
+
+
+async def test_an_idle_deployment_costs_one_list_and_one_watch(world: World) -> None:
+    began = time.time()
+    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    async with Watch(world).running() as watch:
+        await watch.until(lambda: watch.names() == ["w0"])
+        await asyncio.sleep(2)
+        assert len(watch.told) == 1
+    user = f"system:serviceaccount:{world.namespace}:{ACCOUNT}"
+
+    def asked() -> list[tuple[str, str]]:
+        rows = (row for row in world.cluster.audit(began) if row.user == user)
+        # A watch has a line at its beginning and one at its end.
+        return sorted((row.verb, row.resource) for row in rows if row.stage == "ResponseStarted" or row.verb != "watch")
+
+    wait_for(lambda: len(asked()) >= 2, 10, "list and watch are in the audit log")
+    assert asked() == [("list", "pods"), ("watch", "pods")]
