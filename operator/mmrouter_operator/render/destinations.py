@@ -65,19 +65,25 @@ def collector(endpoint: str) -> tuple[list[dict[str, Any]] | None, int]:
 
     A policy knows no host names: for one, the port is open to everywhere.
     """
-    try:
-        parts = urlsplit(endpoint)
-        port = parts.port if parts.port is not None else {"http": 80, "https": 443}[parts.scheme]
-        host = parts.hostname
-    except (KeyError, ValueError):
-        host = port = None
-    if not host or not port:
+    found = host_and_port(endpoint)
+    if found is None:
         raise SpecError([("spec.observability.otlpEndpoint", f"{endpoint!r:.80} is no URL with a host and a port")])
+    host, port = found
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return None, port
     return [{"ipBlock": {"cidr": str(ipaddress.ip_network(address))}}], port
+
+
+def host_and_port(url: str) -> tuple[str, int] | None:
+    """Return where an http(s) URL leads to, ``None`` where it does not say."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port if parts.port is not None else {"http": 80, "https": 443}.get(parts.scheme, 0)
+        return (parts.hostname, port) if parts.hostname and port else None
+    except ValueError:
+        return None
 
 
 def _block(base: Network, closed: Iterable[Network]) -> list[dict[str, Any]]:

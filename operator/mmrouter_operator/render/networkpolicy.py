@@ -11,7 +11,7 @@ from mmrouter.api import MMRouterDeployment, Role
 from mmrouter.engines.launching import HTTP_PORT as ENGINE_PORT
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.render.common import METRICS_PORT, frontend_name, object_metadata
-from mmrouter_operator.render.destinations import anywhere, collector, public, ranges
+from mmrouter_operator.render.destinations import anywhere, collector, host_and_port, public, ranges
 from mmrouter_operator.render.frontend import CONTROL_PORT, HTTP_PORT
 from mmrouter_operator.render.pool import FEED_PORT, FEED_REQUESTS_PORT
 from mmrouter_operator.render.selectors import Selector, engine_pods, frontend_pods
@@ -54,7 +54,12 @@ def render_networkpolicies(dep: MMRouterDeployment, config: OperatorConfig) -> l
             _frontend_egress(dep, config),
         ),
         _policy(
-            dep, f"{dep.metadata.name}-engine", "engine", engine_pods(dep), _engine_ingress(dep), _engine_egress(dep)
+            dep,
+            f"{dep.metadata.name}-engine",
+            "engine",
+            engine_pods(dep),
+            _engine_ingress(dep),
+            _engine_egress(dep, config),
         ),
         *([_transfer_policy(dep, transferring)] if transferring else []),
     ]
@@ -82,7 +87,7 @@ def _frontend_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Ru
         rules += _rules("to", public(config.pod_cidrs), None if media.allowed_hosts else WEB_PORTS)
         rules += _rules("to", ranges(media.allowed_cidrs), None)
     if dep.spec.model.volume is None:
-        rules += _hub()  # the model's metadata files
+        rules += _hub(config)  # the model's metadata files
     if dep.spec.observability.otlp_endpoint:
         peers, port = collector(dep.spec.observability.otlp_endpoint)
         rules.append(_rule("to", peers, [port]))
@@ -94,8 +99,8 @@ def _engine_ingress(dep: MMRouterDeployment) -> list[Rule]:
     return [*_rules("from", [frontends], [ENGINE_PORT, FEED_PORT, FEED_REQUESTS_PORT]), _scraped()]
 
 
-def _engine_egress(dep: MMRouterDeployment) -> list[Rule]:
-    return [_dns(), *(_hub() if dep.spec.model.volume is None else [])]
+def _engine_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Rule]:
+    return [_dns(), *(_hub(config) if dep.spec.model.volume is None else [])]
 
 
 def _transferring(dep: MMRouterDeployment) -> list[Role]:
@@ -130,9 +135,12 @@ def _scraped() -> Rule:
     return _rule("from", [{"namespaceSelector": {}}], [METRICS_PORT])
 
 
-def _hub() -> list[Rule]:
-    """The model hub and the stores that it redirects to; a mirror may have a private address."""
-    return _rules("to", anywhere(), WEB_PORTS)
+def _hub(config: OperatorConfig) -> list[Rule]:
+    """The model hub and the stores that it redirects to; a mirror may have a private address or be pods."""
+    mirror = host_and_port(config.hub_endpoint)
+    if mirror is None:
+        return _rules("to", anywhere(), WEB_PORTS)
+    return _rules("to", [*anywhere(), {"namespaceSelector": {}}], sorted({*WEB_PORTS, mirror[1]}))
 
 
 def _rules(side: str, peers: list[dict[str, Any]], ports: Ports) -> list[Rule]:

@@ -206,6 +206,16 @@ def test_weights_come_from_the_hub_only_where_there_is_no_volume(
         assert not passes(render_networkpolicies(closed, SITE), pod, INTERNET, 443)
 
 
+def test_a_mirror_of_the_hub_may_be_pods_on_any_port(shortest: MMRouterDeployment, closed: MMRouterDeployment) -> None:
+    config = SITE.model_copy(update={"hub_endpoint": "http://mirror.models.svc:8080"})
+    for pod in (frontend(), engine("worker")):
+        assert passes(render_networkpolicies(shortest, config), pod, STRANGER, 8080)
+        assert passes(render_networkpolicies(shortest, config), pod, INTRANET, 8080)
+        assert not passes(render_networkpolicies(shortest, SITE), pod, STRANGER, 8080)
+        assert not passes(render_networkpolicies(shortest, config), pod, METADATA, 8080)
+        assert not passes(render_networkpolicies(closed, config), pod, STRANGER, 8080)
+
+
 @pytest.mark.parametrize(
     ("media", "reached", "refused"),
     [
