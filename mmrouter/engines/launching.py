@@ -1,12 +1,17 @@
 """What every adapter's ``launch`` returns, and the ports of an engine pod (DESIGN.md 10)."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, field
 
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
 REPLAY_PORT = 5657
 """Plus the data parallel rank each; both are on the pod's loopback."""
+SIDE_CHANNEL_PORT = 5600
+"""Plus the data parallel rank: where engines agree on a transfer of KV blocks or embeddings."""
+BOOTSTRAP_PORT = 8998
+"""Where an SGLang prefill engine is asked for its transfer addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +22,34 @@ class Launch:
     args: list[str]
     env: dict[str, str]
     health_path: str
+    ports: dict[str, int] = field(default_factory=dict)
+    """Name -> port on which other engines reach this one, besides :data:`HTTP_PORT`."""
+    health_seconds: int = 5
+    """How long an answer of the health path may take."""
+
+
+class LaunchError(ValueError):
+    """An engine cannot be launched as the resource asks. ``path``: the field, from ``engine.`` or within the pool."""
+
+    def __init__(self, path: str, message: str) -> None:
+        self.path = path
+        super().__init__(message)
 
 
 def flag(name: str, value: object) -> list[str]:
     """Return a flag and its value as arguments; a mapping becomes JSON."""
     return [name, json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)]
+
+
+def chosen_flags(args: Iterable[str], names: Set[str]) -> dict[str, str]:
+    """Return what a user's arguments set of the flags in ``names``, the last one of each; a bare flag is ``""``."""
+    return {name: value for name, value in _pairs(list(args)) if name in names}
+
+
+def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
+    for number, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if not name.startswith("-"):
+            continue
+        following = args[number + 1] if number + 1 < len(args) else "-"
+        yield name.replace("_", "-"), value if equals else ("" if following.startswith("-") else following)

@@ -9,7 +9,7 @@ from mmrouter.engines.events import EventError
 from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 from mmrouter.engines.sglang_events import IGNORED_REASONS, decode_batch
 from mmrouter.engines.sglang_info import INFO_PATH, EngineInfo, parse_info
-from mmrouter.engines.sglang_launch import API_KEY_ENV, OWNED_FLAGS, launch
+from mmrouter.engines.sglang_launch import API_KEY_ENV, KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
 from mmrouter.engines.sglang_metrics import METRICS, parse_block_size, parse_load
 from mmrouter.engines.sglang_request import (
     REFUSED_FIELDS,
@@ -37,6 +37,7 @@ __all__ = [
     "HTTP_PORT",
     "IGNORED_REASONS",
     "INFO_PATH",
+    "KV_LAYOUT_FLAGS",
     "METRICS",
     "OWNED_FLAGS",
     "REFUSED_FIELDS",

@@ -1,9 +1,11 @@
 """The command line of ``sglang serve``: each flag that exactness, the wiring or a field of the resource depends on."""
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch, flag
+from mmrouter.engines.devices import DEVICES
+from mmrouter.engines.launching import BOOTSTRAP_PORT, EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch, LaunchError, flag
 
 if TYPE_CHECKING:
     from mmrouter.api import MMRouterDeployment, Pool
@@ -57,7 +59,14 @@ OWNED_FLAGS: Final[dict[str, str]] = {
     "--encoder-only": "pools[].role",
     "--language-only": "pools[].role",
     "--language-model-only": "",
+    "--encoder-transfer-backend": "engine.ecConnector",
+    "--encoder-urls": "",
+    "--encoder-register-urls": "",
+    "--encoder-bootstrap-port": "",
     "--disaggregation-mode": "pools[].role",
+    "--disaggregation-transfer-backend": "engine.kvConnector",
+    "--disaggregation-ib-device": "engine.kvConnector",
+    "--disaggregation-bootstrap-port": "",
     "--tensor-parallel-size": "pools[].parallelism.tensor",
     "--tp-size": "pools[].parallelism.tensor",
     "--tp": "pools[].parallelism.tensor",
@@ -74,38 +83,50 @@ it is a Qwen-VL, and the sidecar reads from the engine what it is.
 """
 
 _QWEN_VL = re.compile(r"qwen[\d.]*-?vl", re.IGNORECASE)
-_DEVICES = {"intel-i915": "xpu", "intel-xe": "xpu", "gaudi": "hpu", "cpu": "cpu"}
-"""Kind of accelerator -> ``--device``; the engine finds the others itself."""
+KV_LAYOUT_FLAGS: Final = frozenset(
+    {"--dtype", "--kv-cache-dtype", "--quantization", "--quantization-param-path", "--json-model-override-args"}
+    | {"--pipeline-parallel-size", "--pp-size", "--attention-backend", "--prefill-attention-backend"}
+)
+"""A user's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
+
+KV_CONNECTOR_KEYS: Final = {
+    "transferBackend": "--disaggregation-transfer-backend",
+    "ibDevice": "--disaggregation-ib-device",
+}
+"""Keys of ``engine.kvConnector`` -> SGLang's flags."""
+EC_CONNECTOR_KEYS: Final = {"transferBackend": "--encoder-transfer-backend"}
+"""Keys of ``engine.ecConnector`` -> SGLang's flags."""
+
+ENCODER_HEALTH_SECONDS = 30
+"""An encoder has no cheap probe: its ``/health`` encodes an image, after those that wait (facts on SGLang 5.1)."""
 
 
 def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
-    """Return the command line of one worker pool's engines.
+    """Return the command line of one pool's engines.
 
-    Raises ``ValueError`` for a role whose transfer between engines this adapter cannot configure.
+    Raises ``LaunchError`` for a role that SGLang does not have, and where prefill and decode engines on this
+    accelerator have no way to hand over KV blocks.
     """
     # The models import the adapters' flag tables, so the arrow back is taken at call time.
-    from mmrouter.api import block_size_of  # noqa: PLC0415
     from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
 
-    if pool.role != "worker":
-        raise ValueError(f"pool {pool.name!r}: SGLang engines of role {pool.role!r} cannot be launched, only worker")
+    if pool.role == "renderer":
+        raise LaunchError("role", "SGLang has no renderer: it stands beside vLLM engines only")
     spec = dep.spec
-    model, engine = spec.model, spec.engine
-    own = [*engine.args, *pool.args]
+    model, engine, encodes = spec.model, spec.engine, pool.role == "encoder"
     args = [
         *flag("--model-path", MODEL_DIR if model.volume is not None else model.id),
         *flag("--served-model-name", model.served_name or dep.metadata.name),
         *flag("--host", "$(POD_IP)"),
         *flag("--port", HTTP_PORT),
         f"--api-key=$({API_KEY_ENV})",  # one argument: a key may begin with a dash
-        *flag("--page-size", block_size_of(dep, pool)),
-        *flag("--kv-events-config", _events_config()),
+        *([] if encodes else _cache_flags(dep, pool)),
         "--enable-metrics",
-        "--enable-cache-report",
-        *flag("--limit-mm-data-per-request", {"image": spec.routing.media.max_images}),
+        *([] if encodes else ["--enable-cache-report"]),
+        *([] if encodes else flag("--limit-mm-data-per-request", {"image": spec.routing.media.max_images})),
     ]
-    if pool.accelerator.kind in _DEVICES:
-        args += flag("--device", _DEVICES[pool.accelerator.kind])
+    if (device := DEVICES[pool.accelerator.kind].sglang_device) is not None:
+        args += flag("--device", device)
     if model.volume is None:
         args += flag("--revision", model.revision)
     if model.trust_remote_code:
@@ -115,8 +136,9 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     processor = {"min_pixels": engine.processor.min_pixels, "max_pixels": engine.processor.max_pixels}
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-process-config", {"image": set_options})
-    if _QWEN_VL.search(model.id):
+    if _QWEN_VL.search(model.id) and not encodes:
         args += flag("--mm-preprocess-cache-size-mb", PREPROCESS_CACHE_MB)
+    args += _role_flags(dep, pool)
     if pool.parallelism.tensor > 1:
         args += flag("--tensor-parallel-size", pool.parallelism.tensor)
     if pool.parallelism.data > 1:
@@ -124,10 +146,49 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     # The type is said, so that the command does not look the model up to tell language from diffusion models.
     return Launch(
         command=["sglang", "serve", "--model-type", "llm"],
-        args=[*args, *own],
+        args=[*args, *engine.args, *pool.args],
         env=_environment(pool),
-        health_path="/ready",  # /health generates a token, and with it a block (facts on SGLang 6)
+        # /health of a language engine generates a token, and with it a block (facts on SGLang 6).
+        health_path="/health" if encodes else "/ready",
+        health_seconds=ENCODER_HEALTH_SECONDS if encodes else 5,
+        ports={"bootstrap": BOOTSTRAP_PORT} if pool.role == "prefill" else {},
     )
+
+
+def _cache_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+    from mmrouter.api import block_size_of  # noqa: PLC0415
+
+    flags = flag("--page-size", block_size_of(dep, pool))
+    # A decode engine keeps no prefix cache, so it has no events (facts on SGLang 1.5).
+    return flags if pool.role == "decode" else [*flags, *flag("--kv-events-config", _events_config())]
+
+
+def _role_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+    """Worker and prefill engines keep their vision tower: they encode what no encoder is asked for."""
+    engine = dep.spec.engine
+    if pool.role == "encoder":
+        return ["--encoder-only", *_chosen("engine.ecConnector", engine.ec_connector, EC_CONNECTOR_KEYS)]
+    if pool.role not in ("prefill", "decode"):
+        return []
+    backend = DEVICES[pool.accelerator.kind].sglang_transfer
+    connector = engine.kv_connector or ({"transferBackend": backend} if backend is not None else {})
+    if "transferBackend" not in connector:
+        raise LaunchError(
+            "engine.kvConnector",
+            f"pool {pool.name}: SGLang has no default transfer for {pool.accelerator.kind}: name a `transferBackend`",
+        )
+    return [
+        *flag("--disaggregation-mode", pool.role),
+        *_chosen("engine.kvConnector", connector, KV_CONNECTOR_KEYS),
+        *flag("--disaggregation-bootstrap-port", BOOTSTRAP_PORT),
+    ]
+
+
+def _chosen(path: str, connector: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
+    for key in connector:
+        if key not in keys:
+            raise LaunchError(f"{path}.{key}", f"SGLang knows {' and '.join(f'`{k}`' for k in keys)} here")
+    return [part for key, value in connector.items() for part in flag(keys[key], value)]
 
 
 def _events_config() -> dict[str, Any]:

@@ -7,7 +7,7 @@ makes its command line. Facts about vLLM stand in these files and nowhere else.
 from mmrouter.engines.events import EventError
 from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 from mmrouter.engines.vllm_events import IGNORED_REASONS, decode_batch
-from mmrouter.engines.vllm_launch import API_KEY_ENV, OWNED_FLAGS, launch
+from mmrouter.engines.vllm_launch import API_KEY_ENV, KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
 from mmrouter.engines.vllm_metrics import METRICS, Load, parse_block_size, parse_load
 from mmrouter.engines.vllm_request import (
     REFUSED_FIELDS,
@@ -30,6 +30,7 @@ __all__ = [
     "HEALTH_PATH",
     "HTTP_PORT",
     "IGNORED_REASONS",
+    "KV_LAYOUT_FLAGS",
     "METRICS",
     "OWNED_FLAGS",
     "REFUSED_FIELDS",

@@ -1,12 +1,14 @@
 """The command line of vLLM: each flag that exactness, the wiring or a field of the resource depends on.
 
-A worker is ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs those that change
-a prompt, no others (facts on vLLM 5).
+Engines are ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs those that change
+a prompt, no others (facts on vLLM 5). An encoder has no KV cache, so nothing about one is said to it (facts on vLLM 6).
+How engines hand tensors to each other stands in :mod:`mmrouter.engines.vllm_transfer`.
 """
 
 from typing import TYPE_CHECKING, Any, Final
 
-from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch, flag
+from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, SIDE_CHANNEL_PORT, Launch, flag
+from mmrouter.engines.vllm_transfer import SIDE_CHANNEL, transfer_flags
 
 if TYPE_CHECKING:
     from mmrouter.api import MMRouterDeployment, Pool
@@ -83,28 +85,33 @@ vLLM takes them with underscores, with ``=``, with a dotted suffix (``--kv-event
 (``--no-``) and shortened; all of these are the same flag.
 """
 
+KV_LAYOUT_FLAGS: Final = frozenset(
+    {"--dtype", "--kv-cache-dtype", "--quantization", "-q", "--calculate-kv-scales", "--hf-overrides"}
+    | {"--pipeline-parallel-size", "-pp", "--attention-backend", "--mamba-cache-dtype"}
+)
+"""A user's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
+
 
 def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
-    """Return the command line of one pool's engines, role worker or renderer.
+    """Return the command line of one pool's engines.
 
-    Raises ``ValueError`` for a role whose transfer between engines this adapter cannot configure.
+    Raises ``LaunchError`` where engines of this role and accelerator have no way to hand over what they make.
     """
     # The models import the adapters' flag tables, so the arrow back is taken at call time.
     from mmrouter.api import block_size_of  # noqa: PLC0415
     from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
 
-    if pool.role not in ("worker", "renderer"):
-        raise ValueError(f"pool {pool.name!r}: vLLM engines of role {pool.role!r} cannot be launched by this adapter")
     spec = dep.spec
     model, engine = spec.model, spec.engine
-    renders = pool.role == "renderer"
+    renders, caches = pool.role == "renderer", pool.role not in ("renderer", "encoder")
+    transfer, transfer_env = transfer_flags(dep, pool)
     args = [
         MODEL_DIR if model.volume is not None else model.id,
         *flag("--served-model-name", model.served_name or dep.metadata.name),
         *flag("--host", "$(POD_IP)"),
         *flag("--port", HTTP_PORT),
     ]
-    if not renders:
+    if caches:
         args += [
             *flag("--block-size", block_size_of(dep, pool)),
             "--enable-prefix-caching",
@@ -128,15 +135,18 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     }
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-processor-kwargs", set_options)
-    if renders:
-        args += [*engine.args, *pool.args]
-        return Launch(command=["vllm", "launch", "render"], args=args, env=_environment(), health_path="/health")
-    if pool.parallelism.tensor > 1:
+    args += transfer
+    if not renders and pool.parallelism.tensor > 1:
         args += flag("--tensor-parallel-size", pool.parallelism.tensor)
-    if pool.parallelism.data > 1:
+    if not renders and pool.parallelism.data > 1:
         args += flag("--data-parallel-size", pool.parallelism.data)
-    args += [*engine.args, *pool.args]
-    return Launch(command=["vllm", "serve"], args=args, env=_environment(), health_path="/health")
+    return Launch(
+        command=["vllm", "launch", "render"] if renders else ["vllm", "serve"],
+        args=[*args, *engine.args, *pool.args],
+        env=_environment() | transfer_env,
+        health_path="/health",
+        ports={SIDE_CHANNEL: SIDE_CHANNEL_PORT} if pool.role in ("encoder", "prefill", "decode") else {},
+    )
 
 
 def _events_config() -> dict[str, Any]:

@@ -1,8 +1,17 @@
-"""What a kind of accelerator means for a pod: data, no code per vendor."""
+"""What a kind of accelerator means for a pod: data, no code per vendor.
 
+What the engines themselves must be told of it is :data:`mmrouter.engines.devices.DEVICES`, a column of this table.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from mmrouter.api import DEFAULT_BLOCK_SIZE, AcceleratorKind
+from mmrouter.engines.devices import DEVICES, Device
+
+NodeLabel = tuple[str, str | None]
+"""A label of a node and its value; ``None``: any value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,58 +19,103 @@ class AcceleratorRow:
     """One kind of device, as its device plugin and node labels name it."""
 
     block_size: int
-    """Tokens per KV block by default."""
+    """Tokens per vLLM block by default."""
+    engine: Device
+    """What engines are told of it: device flag, where KV blocks lie while they travel."""
     resource: str | None = None
-    """Extended resource, in limits; also the key of the taint that such nodes usually carry."""
-    node_selector: dict[str, str] = field(default_factory=dict)
-    """Label of nodes with such devices (vendor operators and Node Feature Discovery set it)."""
+    """Extended resource, in limits; also the key of the taint that such nodes usually carry. A pool's ``resourceName``
+    (a MIG profile, for one) or ``claims`` (DRA) stand in its place."""
+    node_labels: tuple[NodeLabel, ...] = ()
+    """Labels of nodes with such devices, any one of which is enough: a device plugin labels nothing itself, and which
+    discovery runs beside it differs from cluster to cluster."""
     affinity_mask: str | None = None
-    """Variable that narrows a process to some of the devices it sees. Device plugins hand out only a pod's own devices,
-    so pods do not set it; it is for processes that share a pod."""
+    """Variable that narrows a process to some of the devices it sees. Device plugins and DRA hand out only a pod's own
+    devices, so no pod sets it: it is for processes that share a pod's devices."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What every engine on it needs in its environment."""
     vllm_image: str = ""
     """Default engine image; empty where vLLM's project publishes none."""
     sglang_image: str = ""
     """Default engine image; empty where SGLang's project publishes none under a plain version."""
+    startup_seconds: int = 3600
+    """How long an engine may take until it answers: weights come from a network, kernels are compiled."""
 
 
-VLLM_VERSION = "v0.32.0"
-SGLANG_VERSION = "v0.5.23"
+VLLM_VERSION: Final = "v0.32.0"
+SGLANG_VERSION: Final = "v0.5.23"
 
-ACCELERATORS: dict[AcceleratorKind, AcceleratorRow] = {
+_YES: Final = "true"
+_INTEL_GPU_LABELS: Final[tuple[NodeLabel, ...]] = (
+    ("intel.feature.node.kubernetes.io/gpu", _YES),  # Intel's rules for Node Feature Discovery
+    ("feature.node.kubernetes.io/pci-0300_8086.present", _YES),  # Node Feature Discovery alone: display controller
+    ("feature.node.kubernetes.io/pci-0380_8086.present", _YES),
+)
+
+ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
     "nvidia": AcceleratorRow(
         block_size=DEFAULT_BLOCK_SIZE["nvidia"],
+        engine=DEVICES["nvidia"],
         resource="nvidia.com/gpu",
-        node_selector={"nvidia.com/gpu.present": "true"},
+        node_labels=(
+            ("nvidia.com/gpu.present", _YES),  # GPU Feature Discovery, and by hand
+            ("feature.node.kubernetes.io/pci-10de.present", _YES),  # Node Feature Discovery as NVIDIA configures it
+            ("feature.node.kubernetes.io/pci-0300_10de.present", _YES),  # ... as it comes: display, 3D controller
+            ("feature.node.kubernetes.io/pci-0302_10de.present", _YES),
+            ("cloud.google.com/gke-accelerator", None),
+        ),
         affinity_mask="CUDA_VISIBLE_DEVICES",
         vllm_image=f"vllm/vllm-openai:{VLLM_VERSION}",
         sglang_image=f"lmsysorg/sglang:{SGLANG_VERSION}",
     ),
     "amd": AcceleratorRow(
         block_size=DEFAULT_BLOCK_SIZE["amd"],
+        engine=DEVICES["amd"],
         resource="amd.com/gpu",
-        node_selector={"feature.node.kubernetes.io/amd-gpu": "true"},
+        node_labels=(
+            ("feature.node.kubernetes.io/amd-gpu", _YES),  # the rule of AMD's GPU operator
+            ("feature.node.kubernetes.io/amd-vgpu", _YES),
+            ("amd.com/gpu.device-id", None),  # AMD's node labeller
+            ("beta.amd.com/gpu.device-id", None),
+        ),
         affinity_mask="HIP_VISIBLE_DEVICES",
         vllm_image=f"vllm/vllm-openai-rocm:{VLLM_VERSION}",
     ),
     "intel-i915": AcceleratorRow(
         block_size=DEFAULT_BLOCK_SIZE["intel-i915"],
+        engine=DEVICES["intel-i915"],
         resource="gpu.intel.com/i915",
-        node_selector={"intel.feature.node.kubernetes.io/gpu": "true"},
+        node_labels=_INTEL_GPU_LABELS,
         affinity_mask="ZE_AFFINITY_MASK",
         vllm_image=f"vllm/vllm-openai-xpu:{VLLM_VERSION}",
+        startup_seconds=5400,
     ),
     "intel-xe": AcceleratorRow(
         block_size=DEFAULT_BLOCK_SIZE["intel-xe"],
+        engine=DEVICES["intel-xe"],
         resource="gpu.intel.com/xe",
-        node_selector={"intel.feature.node.kubernetes.io/gpu": "true"},
+        node_labels=_INTEL_GPU_LABELS,
         affinity_mask="ZE_AFFINITY_MASK",
         vllm_image=f"vllm/vllm-openai-xpu:{VLLM_VERSION}",
+        startup_seconds=5400,
     ),
     "gaudi": AcceleratorRow(
         block_size=DEFAULT_BLOCK_SIZE["gaudi"],
+        engine=DEVICES["gaudi"],
         resource="habana.ai/gaudi",
-        node_selector={"intel.feature.node.kubernetes.io/gaudi": "true"},
+        node_labels=(
+            ("intel.feature.node.kubernetes.io/gaudi", _YES),  # Intel's rules for Node Feature Discovery
+            ("feature.node.kubernetes.io/pci-1da3.present", _YES),  # as the Gaudi base operator configures it
+            ("feature.node.kubernetes.io/pci-1200_1da3.present", _YES),  # as it comes: processing accelerator
+        ),
         affinity_mask="HABANA_VISIBLE_DEVICES",
+        startup_seconds=7200,
     ),
-    "cpu": AcceleratorRow(block_size=DEFAULT_BLOCK_SIZE["cpu"], vllm_image=f"vllm/vllm-openai-cpu:{VLLM_VERSION}"),
+    "cpu": AcceleratorRow(
+        block_size=DEFAULT_BLOCK_SIZE["cpu"],
+        engine=DEVICES["cpu"],
+        # Nobody hands a device to this pod, so no plugin says that it has none: an image made for CUDA asks the
+        # container runtime for all devices of the node, and would get those of others.
+        env={"NVIDIA_VISIBLE_DEVICES": "void"},
+        vllm_image=f"vllm/vllm-openai-cpu:{VLLM_VERSION}",
+    ),
 }

@@ -1,23 +1,22 @@
-"""What the children share: names, labels, environment, security, and the pod template's last step."""
+"""What the children share: names, labels, environment, volumes, security."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
-import mmrouter
-from mmrouter.api import MMRouterDeployment, SpecError
+from mmrouter.api import MMRouterDeployment
+from mmrouter.api.base import Resources
 from mmrouter.api.paths import CONFIG_DIR, MODEL_DIR
-from mmrouter_operator.render.overlay import OverlayError, overlay
-
-IMAGE = f"mmrouter/mmrouter:{mmrouter.__version__}"
-"""Image of router and sidecar."""
 
 USER = 65532
 DEPLOYMENT_LABEL = "mmrouter.io/deployment"
 POOL_LABEL = "mmrouter.io/pool"
 ROLE_LABEL = "mmrouter.io/role"
 FRONTEND_ROLE = "frontend"
-CONFIG_HASH = "mmrouter.io/config-hash"
-SECRET_HASH = "mmrouter.io/secret-hash"  # noqa: S105 - an annotation's name
+TEMPLATE_HASH = "mmrouter.io/template-hash"
+"""Annotation of pod templates: the hash of what they are made from (:mod:`mmrouter_operator.render.inputs`)."""
+COMPATIBILITY = "mmrouter.io/compatibility"
+"""Label of engine pods; engines with equal values can read each other's KV blocks."""
 
 METRICS_PORT = 9090
 
@@ -124,7 +123,22 @@ def template_sources(dep: MMRouterDeployment) -> list[dict[str, Any]]:
 
 def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
     """Return the volume with the model's files, where one is set."""
-    return [] if dep.spec.model.volume is None else [{"name": "model", **dep.spec.model.volume}]
+    return [] if dep.spec.model.volume is None else [{"name": "model", **copy.deepcopy(dep.spec.model.volume)}]
+
+
+def resources(section: Resources) -> dict[str, Any]:
+    """Return a container's resources; what is empty stays out, so that a default written out changes nothing."""
+    found: dict[str, Any] = section.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return found
+
+
+def hub_env(dep: MMRouterDeployment, endpoint: str) -> list[dict[str, Any]]:
+    """Return what a container needs to download from the hub: a mirror's URL and the token, where there are any."""
+    env = [value_env("HF_ENDPOINT", endpoint)] if endpoint else []
+    if dep.spec.model.token_secret is not None:
+        token = dep.spec.model.token_secret
+        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
+    return env
 
 
 def model_mount(dep: MMRouterDeployment) -> list[dict[str, Any]]:
@@ -166,33 +180,3 @@ def pod_security() -> dict[str, Any]:
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
-
-
-def finish(template: dict[str, Any], patch: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a pod template with the user's patch over it and what we cannot do without put back.
-
-    ``path`` is the patch's field in the resource. Raises :class:`SpecError` for a malformed patch and for one that
-    takes a container of ours away. Our labels are put back, and our environment variables come first again, because
-    ``$(VAR)`` sees only what stands before it.
-    """
-    if not patch:
-        return template
-    try:
-        merged = overlay(template, patch)
-    except OverlayError as error:
-        raise SpecError([(f"{path}.{error.path}" if error.path else path, str(error))]) from error
-    merged.setdefault("metadata", {}).setdefault("labels", {}).update(template["metadata"]["labels"])
-    merged["metadata"].setdefault("annotations", {}).update(template["metadata"]["annotations"])
-    for kind in ("initContainers", "containers"):
-        patched = {container.get("name"): container for container in merged.get("spec", {}).get(kind) or []}
-        for ours in template["spec"].get(kind, []):
-            if ours["name"] not in patched:
-                raise SpecError([(f"{path}.spec.{kind}", f"container `{ours['name']}` cannot be removed")])
-            theirs = patched[ours["name"]]
-            theirs["env"] = _ours_first([item["name"] for item in ours["env"]], theirs.get("env") or [])
-    return merged
-
-
-def _ours_first(names: list[str], env: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    by_name = {item["name"]: item for item in env}
-    return [by_name[name] for name in names if name in by_name] + [item for item in env if item["name"] not in names]

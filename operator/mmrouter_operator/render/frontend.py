@@ -1,15 +1,23 @@
 """The frontend's Deployment: pods that run the router."""
 
-from typing import Any
+from typing import Any, Final
 
 from mmrouter.api import MMRouterDeployment
-from mmrouter.api.paths import API_KEYS_DIR, CONFIG_DIR
-from mmrouter_operator.render import common
-from mmrouter_operator.render.configmap import frontend_hash
-from mmrouter_operator.render.secret import ROUTER_ITEMS, SecretData, fingerprint
+from mmrouter.api.paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render import common, placement, probes
+from mmrouter_operator.render.inputs import frontend_inputs
+from mmrouter_operator.render.owned import Finished, finish
+from mmrouter_operator.render.secret import ROUTER_ITEMS
+from mmrouter_operator.render.serviceaccount import frontend_account
 
-HTTP_PORT = 8000
-CONTROL_PORT = 8001
+HTTP_PORT: Final = 8000
+CONTROL_PORT: Final = 8001
+STREAM_SECONDS: Final = 300
+"""How long answers may take to finish after SIGTERM. A pod without streams does not wait for it."""
+STEADY_SECONDS: Final = 2
+"""How long a new pod must stay Ready to count."""
+PROGRESS_SECONDS: Final = 600
 
 
 def frontend_selector(dep: MMRouterDeployment) -> dict[str, str]:
@@ -17,16 +25,9 @@ def frontend_selector(dep: MMRouterDeployment) -> dict[str, str]:
     return {common.DEPLOYMENT_LABEL: dep.metadata.name, common.ROLE_LABEL: common.FRONTEND_ROLE}
 
 
-def render_frontend(dep: MMRouterDeployment, secrets: SecretData) -> dict[str, Any]:
-    """Return the Deployment. Raises ``SpecError`` for a malformed podTemplate."""
+def render_frontend(dep: MMRouterDeployment, secrets: str, config: OperatorConfig) -> dict[str, Any]:
+    """Return the Deployment. ``secrets`` is the Secret's fingerprint. Raises ``SpecError`` for a bad podTemplate."""
     selector = frontend_selector(dep)
-    template = {
-        "metadata": {
-            "labels": common.labels(dep, "frontend") | selector,
-            "annotations": {common.CONFIG_HASH: frontend_hash(dep), common.SECRET_HASH: fingerprint(secrets)},
-        },
-        "spec": _pod(dep),
-    }
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -35,42 +36,95 @@ def render_frontend(dep: MMRouterDeployment, secrets: SecretData) -> dict[str, A
             "replicas": dep.spec.frontend.replicas,
             "selector": {"matchLabels": selector},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": common.finish(template, dep.spec.frontend.pod_template, "spec.frontend.podTemplate"),
+            "minReadySeconds": STEADY_SECONDS,
+            "progressDeadlineSeconds": PROGRESS_SECONDS,
+            "template": frontend_template(dep, secrets, config).template,
         },
     }
 
 
-def _pod(dep: MMRouterDeployment) -> dict[str, Any]:
-    volumes = [common.config_volume(dep, ROUTER_ITEMS), *common.model_volume(dep), {"name": "tmp", "emptyDir": {}}]
-    mounts = [common.mount("config", CONFIG_DIR, read_only=True), *common.model_mount(dep)]
+def frontend_template(dep: MMRouterDeployment, secrets: str, config: OperatorConfig) -> Finished:
+    """Return the pod template. Raises ``SpecError``."""
+    template = {
+        "metadata": {
+            "labels": common.labels(dep, "frontend") | frontend_selector(dep),
+            "annotations": {common.TEMPLATE_HASH: frontend_inputs(dep, secrets)},
+        },
+        "spec": _pod(dep, config),
+    }
+    return finish(template, dep.spec.frontend.pod_template, "spec.frontend.podTemplate")
+
+
+def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
+    from_hub = dep.spec.model.volume is None
+    volumes = [
+        common.config_volume(dep, ROUTER_ITEMS),
+        *(common.model_volume(dep) or [{"name": "model", "emptyDir": {"sizeLimit": "1Gi"}}]),
+        {"name": "tmp", "emptyDir": {}},
+    ]
     if dep.spec.frontend.api_keys is not None:
         secret = {"secretName": dep.spec.frontend.api_keys.secret.name, "defaultMode": 0o440}
         volumes.append({"name": "api-keys", "secret": secret})
+    return {
+        "serviceAccountName": frontend_account(dep),
+        "automountServiceAccountToken": True,  # the router watches the engine pods
+        "enableServiceLinks": False,
+        "securityContext": common.pod_security(),
+        "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + STREAM_SECONDS + probes.STOP_SECONDS,
+        "topologySpreadConstraints": placement.spread(frontend_selector(dep)),
+        **({"initContainers": [_model_metadata(dep, config)]} if from_hub else {}),
+        "containers": [_router(dep, config)],
+        "volumes": volumes,
+    }
+
+
+def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
+    mounts = [
+        common.mount("config", CONFIG_DIR, read_only=True),
+        common.mount("model", MODEL_DIR, read_only=True),
+    ]
+    if dep.spec.frontend.api_keys is not None:
         mounts.append(common.mount("api-keys", API_KEYS_DIR, read_only=True))
-    mounts.append(common.mount("tmp", "/tmp"))  # noqa: S108 - a path in the pod
-    router = {
+    return {
         "name": "router",
-        "image": common.IMAGE,
+        "image": config.image,
         "command": ["mmrouter", "router"],
-        "env": [*common.downward_env(), *common.config_env()],
+        "env": [
+            *common.downward_env(),
+            *common.config_env(),
+            common.value_env("MMROUTER_DISCOVERY", "kubernetes"),
+            common.value_env("MMROUTER_DRAIN_SECONDS", str(STREAM_SECONDS)),
+        ],
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "control", "containerPort": CONTROL_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": common.METRICS_PORT, "protocol": "TCP"},
         ],
         # Readiness speaks of the router alone: a rollout of workers must not take the endpoint away.
-        "startupProbe": common.probe("/healthz", "metrics", period=1, failures=60),
-        "readinessProbe": common.probe("/readyz", "metrics", period=2, failures=2),
-        "livenessProbe": common.probe("/healthz", "metrics", period=10, failures=6),
-        "resources": dep.spec.frontend.resources.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        **probes.our_probes(readiness_period=2),
+        "lifecycle": probes.announce_by_waiting(),
+        "resources": common.resources(dep.spec.frontend.resources),
         "securityContext": common.container_security(),
-        "volumeMounts": mounts,
+        "volumeMounts": [*mounts, common.mount("tmp", "/tmp")],  # noqa: S108 - a path in the pod
     }
+
+
+def _model_metadata(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
+    """Return the init container that fetches the model's metadata files, and none of its weights, from the hub."""
     return {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": common.pod_security(),
-        "terminationGracePeriodSeconds": 60,
-        "containers": [router],
-        "volumes": volumes,
+        "name": "model-metadata",
+        "image": config.image,
+        "command": ["mmrouter", "fetch-metadata"],
+        "env": [
+            *common.config_env(),
+            common.value_env("HOME", "/tmp"),  # noqa: S108
+            *common.hub_env(dep, config.hub_endpoint),
+        ],
+        "resources": common.resources(dep.spec.frontend.resources),
+        "securityContext": common.container_security(),
+        "volumeMounts": [
+            common.mount("config", CONFIG_DIR, read_only=True),
+            common.mount("model", MODEL_DIR),
+            common.mount("tmp", "/tmp"),  # noqa: S108 - a path in the pod
+        ],
     }

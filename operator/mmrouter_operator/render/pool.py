@@ -3,203 +3,126 @@
 Renderers have no cache, so they have no sidecar: the frontends ask them and see for themselves (DESIGN.md 5.3).
 """
 
-from typing import Any
+from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool, SpecError
-from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
-from mmrouter.engines import adapter
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter_operator.render import common
-from mmrouter_operator.render.accelerators import ACCELERATORS
-from mmrouter_operator.render.configmap import pool_hash
-from mmrouter_operator.render.secret import ENGINE_KEY, SIDECAR_ITEMS, SecretData, fingerprint
+from mmrouter.api import MMRouterDeployment, Pool
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render import common, placement, probes, shared_memory
+from mmrouter_operator.render.engine import engine, engine_image, startup_seconds
+from mmrouter_operator.render.inputs import compatibility, kv_layout, partners, pool_inputs
+from mmrouter_operator.render.owned import Finished, finish
+from mmrouter_operator.render.secret import SIDECAR_ITEMS
+from mmrouter_operator.render.serviceaccount import engine_account
+from mmrouter_operator.render.sidecar import FEED_PORT, FEED_REQUESTS_PORT, sidecar
 
-FEED_PORT = 7557
-FEED_REQUESTS_PORT = 7558
+__all__ = ["FEED_PORT", "FEED_REQUESTS_PORT", "pool_template", "render_pool"]
 
-STARTUP_SECONDS = 3600
-"""How long an engine may take until it answers: weights come from a network."""
+GATES: Final = ("mmrouter.io/routable", "mmrouter.io/verified")
+"""Readiness gates, for every role (DESIGN.md 5.3). Pods keep the list that they were made with."""
+STEADY_SECONDS: Final = 2
+"""How long a new pod must stay Ready to count: long enough to see one that falls over at its first request."""
+SLACK_SECONDS: Final = 600
+"""What scheduling, pulling an image and mounting may take before an engine starts."""
 
-STOP_SECONDS = 30
-"""Time to stop once the requests are done."""
 
+def render_pool(dep: MMRouterDeployment, number: int, secrets: str, config: OperatorConfig) -> dict[str, Any]:
+    """Return the Deployment of ``dep.spec.pools[number]``. ``secrets`` is the Secret's fingerprint.
 
-def render_pool(dep: MMRouterDeployment, secrets: SecretData, number: int) -> dict[str, Any]:
-    """Return the Deployment of ``dep.spec.pools[number]``, role worker or renderer.
-
-    Raises ``SpecError`` for what cannot be rendered: another role, no default image, a malformed podTemplate.
+    Raises ``SpecError`` for what cannot be rendered: a role that the engine does not have on the accelerator, no
+    default image, a malformed podTemplate.
     """
     pool = dep.spec.pools[number]
-    path = f"spec.pools[{number}]"
-    if pool.role not in ("worker", "renderer"):
-        raise SpecError([(f"{path}.role", f"{pool.role} pools cannot be deployed by this release")])
-    if pool.shared_memory.scope != "pod":
-        raise SpecError([(f"{path}.sharedMemory.scope", "scope node cannot be deployed by this release")])
-    selector = {common.DEPLOYMENT_LABEL: dep.metadata.name, common.POOL_LABEL: pool.name}
-    marks = selector | {common.ROLE_LABEL: pool.role}
-    template = {
-        "metadata": {
-            "labels": common.labels(dep, "engine") | marks,
-            "annotations": {common.CONFIG_HASH: pool_hash(dep, pool), common.SECRET_HASH: fingerprint(secrets)},
-        },
-        "spec": _pod(dep, pool, path),
-    }
+    selector = _selector(dep, pool)
     updates = pool.updates
-    surge = {"maxSurge": updates.max_surge, "maxUnavailable": updates.max_unavailable}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": common.object_metadata(dep, f"{dep.metadata.name}-{pool.name}", "engine", marks),
+        "metadata": common.object_metadata(
+            dep, f"{dep.metadata.name}-{pool.name}", "engine", selector | {common.ROLE_LABEL: pool.role}
+        ),
         "spec": {
             "replicas": pool.replicas,
             "selector": {"matchLabels": selector},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": surge},
-            "progressDeadlineSeconds": STARTUP_SECONDS + 600,
-            "template": common.finish(template, pool.pod_template, f"{path}.podTemplate"),
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": updates.max_surge, "maxUnavailable": updates.max_unavailable},
+            },
+            "minReadySeconds": STEADY_SECONDS,
+            "progressDeadlineSeconds": startup_seconds(pool) + dep.spec.verification.timeout_seconds + SLACK_SECONDS,
+            "template": pool_template(dep, number, secrets, config).template,
         },
     }
 
 
-def _pod(dep: MMRouterDeployment, pool: Pool, path: str) -> dict[str, Any]:
-    accelerator, row = pool.accelerator, ACCELERATORS[pool.accelerator.kind]
+def pool_template(dep: MMRouterDeployment, number: int, secrets: str, config: OperatorConfig) -> Finished:
+    """Return the pod template of ``dep.spec.pools[number]``. Raises ``SpecError``."""
+    pool = dep.spec.pools[number]
+    path = _path(number)
+    container = engine(dep, pool, path, config)
+    labels = common.labels(dep, "engine") | _selector(dep, pool) | {common.ROLE_LABEL: pool.role}
+    if shared_memory.is_shared(pool):
+        labels[placement.SHARED_MEMORY_LABEL] = "node"
+    template = {
+        "metadata": {
+            "labels": labels | {common.COMPATIBILITY: _compatibility(dep, pool, config)},
+            "annotations": {common.TEMPLATE_HASH: pool_inputs(dep, pool, secrets)},
+        },
+        "spec": _pod(dep, pool, container, config),
+    }
+    return finish(template, pool.pod_template, f"{path}.podTemplate")
+
+
+def _compatibility(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> str:
+    places = {other.name: _path(number) for number, other in enumerate(dep.spec.pools)}
+    return compatibility(
+        kv_layout(dep, partner, engine_image(dep, partner, places[partner.name], config))
+        for partner in partners(dep, pool)
+    )
+
+
+def _path(number: int) -> str:
+    return f"spec.pools[{number}]"
+
+
+def _selector(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
+    return {common.DEPLOYMENT_LABEL: dep.metadata.name, common.POOL_LABEL: pool.name}
+
+
+def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config: OperatorConfig) -> dict[str, Any]:
     followed = pool.role != "renderer"
-    tolerations = [
-        toleration.model_dump(mode="json", by_alias=True, exclude_unset=True) for toleration in pool.tolerations
-    ]
-    if row.resource is not None:
-        tolerations.insert(0, {"key": row.resource, "operator": "Exists", "effect": "NoSchedule"})
+    init = [*shared_memory.prepare(pool, config), *([sidecar(dep, pool, config)] if followed else [])]
+    affinity = placement.affinity(dep, pool)
     pod: dict[str, Any] = {
+        "serviceAccountName": engine_account(dep),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": common.pod_security(),
+        "securityContext": common.pod_security() | shared_memory.groups(pool),
         # The engine lets running requests finish for as long as it was told to drain.
-        "terminationGracePeriodSeconds": pool.updates.drain_seconds + STOP_SECONDS,
-        "nodeSelector": {**row.node_selector, **pool.node_selector},
-        "tolerations": tolerations,
-        **({"initContainers": [_sidecar(dep, pool)]} if followed else {}),
-        "containers": [_engine(dep, pool, path)],
+        "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + pool.updates.drain_seconds + probes.STOP_SECONDS,
+        "readinessGates": [{"conditionType": gate} for gate in GATES],
+        "nodeSelector": dict(pool.node_selector),
+        "tolerations": placement.tolerations(pool),
+        **({"affinity": affinity} if affinity else {}),
+        "topologySpreadConstraints": placement.spread(_selector(dep, pool), together=shared_memory.is_shared(pool)),
+        **({"initContainers": init} if init else {}),
+        "containers": [container],
         "volumes": [
             *([common.config_volume(dep, SIDECAR_ITEMS)] if followed else []),
             *_engine_config_volume(dep),
-            *common.model_volume(dep),
-            *([] if dep.spec.model.volume is not None else [{"name": "hub", "emptyDir": {}}]),
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory.size}},
+            *(common.model_volume(dep) or [{"name": "hub", "emptyDir": {}}]),
+            *shared_memory.volumes(dep, pool, config),
             *([{"name": "state", "emptyDir": {}}] if followed else []),
             {"name": "tmp", "emptyDir": {}},
         ],
     }
-    if accelerator.claims:
+    if pool.accelerator.claims:
         pod["resourceClaims"] = [
-            claim.model_dump(mode="json", by_alias=True, exclude_none=True) for claim in accelerator.claims
+            claim.model_dump(mode="json", by_alias=True, exclude_none=True) for claim in pool.accelerator.claims
         ]
     return pod
-
-
-def _sidecar(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
-    """Native sidecar: it is up, and its sockets are bound, before the engine starts."""
-    return {
-        "name": "sidecar",
-        "image": common.IMAGE,
-        "restartPolicy": "Always",
-        "command": ["mmrouter", "sidecar"],
-        "env": [
-            *common.downward_env(),
-            common.value_env("MMROUTER_POOL", pool.name),
-            *common.config_env(),
-            common.value_env("MMROUTER_STATE_DIR", STATE_DIR),
-        ],
-        "ports": [
-            {"name": "feed", "containerPort": FEED_PORT, "protocol": "TCP"},
-            {"name": "feed-requests", "containerPort": FEED_REQUESTS_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": common.METRICS_PORT, "protocol": "TCP"},
-        ],
-        # "Sockets are open", not "the engine is up": the engine starts only after this.
-        "startupProbe": common.probe("/healthz", "metrics", period=1, failures=60),
-        "readinessProbe": common.probe("/readyz", "metrics", period=5, failures=2),
-        "livenessProbe": common.probe("/healthz", "metrics", period=10, failures=6),
-        "resources": dep.spec.sidecar.resources.model_dump(mode="json", by_alias=True, exclude_unset=True),
-        "securityContext": common.container_security(),
-        "volumeMounts": [
-            common.mount("config", CONFIG_DIR, read_only=True),
-            *(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR, read_only=True)]),
-            common.mount("state", STATE_DIR),
-        ],
-    }
-
-
-def _engine(dep: MMRouterDeployment, pool: Pool, path: str) -> dict[str, Any]:
-    launch = adapter(dep.spec.engine.type).launch(dep, pool)
-    startup = common.probe(launch.health_path, "http", period=5, failures=STARTUP_SECONDS // 5)
-    mounts = [*(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR)])]
-    if dep.spec.engine.chat_template is not None:
-        mounts.append(common.mount("engine-config", CONFIG_DIR, read_only=True))
-    mounts += [common.mount("shm", "/dev/shm"), common.mount("tmp", "/tmp")]  # noqa: S108 - paths in the pod
-    return {
-        "name": "engine",
-        "image": _image(dep, pool, path),
-        "command": launch.command,
-        "args": launch.args,
-        "env": _engine_env(dep, pool, launch.env),
-        "ports": [{"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"}],
-        "startupProbe": startup,
-        "readinessProbe": common.probe(launch.health_path, "http", period=5, failures=2),
-        "livenessProbe": common.probe(launch.health_path, "http", period=20, failures=6, timeout=10),
-        "resources": _resources(pool),
-        "securityContext": common.container_security(),
-        "volumeMounts": mounts,
-    }
-
-
-def _image(dep: MMRouterDeployment, pool: Pool, path: str) -> str:
-    kind = pool.accelerator.kind
-    row = ACCELERATORS[kind]
-    default = row.sglang_image if dep.spec.engine.type == "sglang" else row.vllm_image
-    image = pool.image or dep.spec.engine.image or default
-    if not image:
-        raise SpecError(
-            [(f"{path}.image", f"there is no default engine image for {kind}: name one here or in engine.image")]
-        )
-    return image
-
-
-def _engine_env(dep: MMRouterDeployment, pool: Pool, engine: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the engine's environment: the wiring, its key, and writable places for what it caches."""
-    key = {"secretKeyRef": {"name": common.secret_name(dep), "key": ENGINE_KEY}}
-    env = [
-        *common.downward_env(),
-        common.value_env("MMROUTER_POOL", pool.name),
-        {"name": adapter(dep.spec.engine.type).API_KEY_ENV, "valueFrom": key},
-        *(common.value_env(name, value) for name, value in engine.items()),
-        # The root is read-only and the user has no entry in /etc/passwd.
-        common.value_env("HOME", "/tmp"),  # noqa: S108
-        common.value_env("USER", "mmrouter"),
-        common.value_env("XDG_CACHE_HOME", "/tmp/cache"),  # noqa: S108
-        common.value_env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor"),  # noqa: S108
-        common.value_env("TRITON_CACHE_DIR", "/tmp/triton"),  # noqa: S108
-    ]
-    if dep.spec.model.volume is not None:
-        env.append(common.value_env("HF_HUB_OFFLINE", "1"))
-    else:
-        env.append(common.value_env("HF_HOME", HUB_CACHE_DIR))
-    if dep.spec.model.token_secret is not None:
-        token = dep.spec.model.token_secret
-        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}})
-    return env
 
 
 def _engine_config_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
     """Return the engine's own configuration volume: it holds the chat template and no secret."""
     sources = common.template_sources(dep)
     return [{"name": "engine-config", "projected": {"defaultMode": 0o440, "sources": sources}}] if sources else []
-
-
-def _resources(pool: Pool) -> dict[str, Any]:
-    resources: dict[str, Any] = pool.resources.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    accelerator = pool.accelerator
-    if accelerator.claims:
-        resources["claims"] = [{"name": claim.name} for claim in accelerator.claims]
-    elif accelerator.devices:
-        name = accelerator.resource_name or ACCELERATORS[accelerator.kind].resource
-        # Extended resources go into limits; requests follow them.
-        resources["limits"] = {**resources.get("limits", {}), name: str(accelerator.devices)}
-    return resources

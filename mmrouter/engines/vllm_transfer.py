@@ -1,0 +1,78 @@
+"""How vLLM engines hand KV blocks and embeddings to each other: connector flags by role and accelerator.
+
+What ``engine.kvConnector`` and ``engine.ecConnector`` say replaces the defaults (facts on vLLM 6.1, 7.1). Both are the
+JSON of vLLM's own flags; only the role is filled in where it is left out, because it differs from pool to pool.
+"""
+
+from typing import TYPE_CHECKING, Any, Final
+
+from mmrouter.engines.devices import DEVICES
+from mmrouter.engines.launching import SIDE_CHANNEL_PORT, LaunchError, flag
+
+if TYPE_CHECKING:
+    from mmrouter.api import MMRouterDeployment, Pool
+
+SIDE_CHANNEL: Final = "side-channel"
+"""Name of the port on which engines agree on a transfer."""
+
+
+def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], dict[str, str]]:
+    """Return the flags and the environment of a pool's transfers; both empty for an engine that works for itself.
+
+    Raises ``LaunchError`` where there is no default and the resource names no connector.
+    """
+    args: list[str] = []
+    env: dict[str, str] = {}
+    if pool.role in ("prefill", "decode"):
+        args += flag("--kv-transfer-config", _kv_connector(dep, pool))
+        env |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT),
+        }
+        if DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
+            env["UCX_TLS"] = "tcp,self,sm"  # UCX finds no transport of an accelerator there (facts on vLLM 7.1)
+    encodes, generates = pool.role == "encoder", pool.role in ("worker", "prefill")
+    if encodes or (generates and any(other.role == "encoder" for other in dep.spec.pools)):
+        config, more = _ec_connector(dep, pool, "ec_producer" if encodes else "ec_consumer")
+        args += flag("--ec-transfer-config", config)
+        env |= more
+    return args, env
+
+
+def _kv_connector(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, Any]:
+    chosen = dep.spec.engine.kv_connector
+    if chosen:
+        if not isinstance(chosen.get("kv_connector"), str):
+            raise LaunchError("engine.kvConnector", "name vLLM's connector in `kv_connector`")
+        return {"kv_role": "kv_both", **chosen}
+    buffer = DEVICES[pool.accelerator.kind].kv_buffer
+    if buffer is None:
+        raise LaunchError(
+            "engine.kvConnector",
+            f"pool {pool.name}: vLLM has no transfer of its own for {pool.accelerator.kind}: name a connector here",
+        )
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffer}
+
+
+def _ec_connector(dep: "MMRouterDeployment", pool: "Pool", role: str) -> tuple[dict[str, Any], dict[str, str]]:
+    from mmrouter.api import quantity_bytes  # noqa: PLC0415 - the models import the adapters' flag tables
+
+    chosen = dep.spec.engine.ec_connector
+    if chosen:
+        if not isinstance(chosen.get("ec_connector"), str):
+            raise LaunchError("engine.ecConnector", "name vLLM's connector in `ec_connector`")
+        return {"ec_role": role, **chosen}, {}
+    if not DEVICES[pool.accelerator.kind].vllm_embeddings:
+        raise LaunchError(
+            "engine.ecConnector",
+            f"pool {pool.name}: vLLM hands embeddings over on no {pool.accelerator.kind} by itself: name a connector "
+            "here, such as ECExampleConnector with a `shared_storage_path` on a volume that all pools mount",
+        )
+    if role == "ec_producer" and pool.parallelism.data > 1:
+        raise LaunchError("parallelism.data", "an encoder hands over from one rank only: use replicas instead")
+    # The embeddings lie in the pod's /dev/shm; the other half of it is for what the engine's own processes exchange.
+    extra = {"ec_cpu_bytes": quantity_bytes(pool.shared_memory.size) // 2, "ec_enable_nixl": True}
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    if role == "ec_producer":
+        env |= {"VLLM_EC_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_EC_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
+    return {"ec_connector": "ECCPUConnector", "ec_role": role, "ec_connector_extra_config": extra}, env

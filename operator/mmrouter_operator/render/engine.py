@@ -1,0 +1,107 @@
+"""The engine container of a pool's pods."""
+
+from typing import Any
+
+from mmrouter.api import EngineType, MMRouterDeployment, Pool, SpecError
+from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR
+from mmrouter.engines import adapter
+from mmrouter.engines.launching import HTTP_PORT, Launch, LaunchError
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render import common, probes, shared_memory
+from mmrouter_operator.render.accelerators import ACCELERATORS
+from mmrouter_operator.render.secret import ENGINE_KEY
+
+
+def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfig) -> dict[str, Any]:
+    """Return the container. ``path`` is the pool's field.
+
+    Raises ``SpecError`` where there is no image, or the engine cannot play this role on this accelerator.
+    """
+    launch = _launch(dep, pool, path)
+    followed = pool.role != "renderer"
+    mounts = [*(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR)])]
+    if dep.spec.engine.chat_template is not None:
+        mounts.append(common.mount("engine-config", CONFIG_DIR, read_only=True))
+    mounts += [common.mount("shm", "/dev/shm"), common.mount("tmp", "/tmp")]  # noqa: S108 - paths in the pod
+    ports = {"http": HTTP_PORT} | launch.ports
+    return {
+        "name": "engine",
+        "image": engine_image(dep, pool, path, config),
+        "command": launch.command,
+        "args": launch.args,
+        "env": _env(dep, pool, launch, config),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        **probes.engine_probes(launch, startup_seconds(pool)),
+        "lifecycle": probes.announce_by_sidecar() if followed else probes.announce_by_waiting(),
+        "resources": _resources(pool),
+        "securityContext": common.container_security(),
+        "volumeMounts": [*mounts, *shared_memory.shared_mount(pool)],
+    }
+
+
+def startup_seconds(pool: Pool) -> int:
+    """How long the pool's engines may take until they answer."""
+    return ACCELERATORS[pool.accelerator.kind].startup_seconds
+
+
+def engine_image(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfig) -> str:
+    """Return the image: the pool's, the deployment's, the site's, or the built-in table's. Raises ``SpecError``."""
+    kind = pool.accelerator.kind
+    site = config.engine_images.get(f"{dep.spec.engine.type}/{kind}", "")
+    image = pool.image or dep.spec.engine.image or site or _default_image(dep.spec.engine.type, pool)
+    if not image:
+        raise SpecError(
+            [(f"{path}.image", f"there is no default engine image for {kind}: name one here or in engine.image")]
+        )
+    return image
+
+
+def _default_image(engine_type: EngineType, pool: Pool) -> str:
+    row = ACCELERATORS[pool.accelerator.kind]
+    return row.sglang_image if engine_type == "sglang" else row.vllm_image
+
+
+def _launch(dep: MMRouterDeployment, pool: Pool, path: str) -> Launch:
+    try:
+        launch: Launch = adapter(dep.spec.engine.type).launch(dep, pool)
+    except LaunchError as error:
+        field = f"spec.{error.path}" if error.path.startswith("engine.") else f"{path}.{error.path}"
+        raise SpecError([(field, str(error))]) from error
+    return launch
+
+
+def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorConfig) -> list[dict[str, Any]]:
+    """Return the engine's environment: the wiring, its key, and writable places for what it caches."""
+    key = {"secretKeyRef": {"name": common.secret_name(dep), "key": ENGINE_KEY}}
+    env = [
+        *common.downward_env(),
+        common.value_env("MMROUTER_POOL", pool.name),
+        {"name": adapter(dep.spec.engine.type).API_KEY_ENV, "valueFrom": key},
+        *(common.value_env(name, value) for name, value in launch.env.items()),
+        *(common.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
+        *shared_memory.shared_env(pool),
+        # The root is read-only and the user has no entry in /etc/passwd.
+        common.value_env("HOME", "/tmp"),  # noqa: S108
+        common.value_env("USER", "mmrouter"),
+        common.value_env("XDG_CACHE_HOME", "/tmp/cache"),  # noqa: S108
+        common.value_env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor"),  # noqa: S108
+        common.value_env("TRITON_CACHE_DIR", "/tmp/triton"),  # noqa: S108
+    ]
+    if dep.spec.model.volume is not None:
+        env.append(common.value_env("HF_HUB_OFFLINE", "1"))
+    else:
+        # The sidecar reads the model's metadata files in the cache; its other contents (modules, locks) stay private.
+        env.append(common.value_env("HF_HUB_CACHE", HUB_CACHE_DIR))
+    return [*env, *common.hub_env(dep, config.hub_endpoint)]
+
+
+def _resources(pool: Pool) -> dict[str, Any]:
+    resources = common.resources(pool.resources)
+    accelerator = pool.accelerator
+    if accelerator.claims:
+        resources["claims"] = [{"name": claim.name} for claim in accelerator.claims]
+    elif accelerator.devices:
+        name = accelerator.resource_name or ACCELERATORS[accelerator.kind].resource
+        # Extended resources go into limits; requests follow them.
+        resources["limits"] = {**resources.get("limits", {}), name: str(accelerator.devices)}
+    return resources

@@ -1,0 +1,45 @@
+"""The sidecar container of an engine pod."""
+
+from typing import Any, Final
+
+from mmrouter.api import MMRouterDeployment, Pool
+from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render import common, shared_memory
+from mmrouter_operator.render.probes import our_probes
+
+FEED_PORT: Final = 7557
+FEED_REQUESTS_PORT: Final = 7558
+
+
+def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict[str, Any]:
+    """Return a native sidecar: it is up, and its sockets are bound, before the engine starts."""
+    from_hub = dep.spec.model.volume is None
+    return {
+        "name": "sidecar",
+        "image": config.image,
+        "restartPolicy": "Always",
+        "command": ["mmrouter", "sidecar"],
+        "env": [
+            *common.downward_env(),
+            common.value_env("MMROUTER_POOL", pool.name),
+            *common.config_env(),
+            common.value_env("MMROUTER_STATE_DIR", STATE_DIR),
+            *shared_memory.shared_env(pool),
+            *([common.value_env("HF_HUB_CACHE", HUB_CACHE_DIR)] if from_hub else []),
+        ],
+        "ports": [
+            {"name": "feed", "containerPort": FEED_PORT, "protocol": "TCP"},
+            {"name": "feed-requests", "containerPort": FEED_REQUESTS_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": common.METRICS_PORT, "protocol": "TCP"},
+        ],
+        **our_probes(readiness_period=5),
+        "resources": common.resources(dep.spec.sidecar.resources),
+        "securityContext": common.container_security(),
+        "volumeMounts": [
+            common.mount("config", CONFIG_DIR, read_only=True),
+            *(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR, read_only=True)]),
+            common.mount("state", STATE_DIR),
+            *shared_memory.shared_mount(pool),
+        ],
+    }
