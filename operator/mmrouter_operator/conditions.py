@@ -24,13 +24,13 @@ SPEC_VALID: Final = "SpecValid"
 FRONTEND_READY: Final = "FrontendReady"
 ENCODERS_READY: Final = "EncodersReady"
 WORKERS_READY: Final = "WorkersReady"
+RENDERERS_READY: Final = "RenderersReady"
 EXACT: Final = "ExactRoutingVerified"
 REVISION_PINNED: Final = "RevisionPinned"
 AUTHENTICATED: Final = "Authenticated"
 AUTOSCALING: Final = "AutoscalingAvailable"
 MONITORING: Final = "PodMonitorAvailable"
 RESTRICTED: Final = "PodSecurityRestricted"
-SHM_PRESSURE: Final = "ShmPressure"
 
 _BLOCKS: Final[dict[str, Truth]] = {
     "ChildNameTaken": "False",
@@ -58,11 +58,11 @@ MISSING: Final[Mapping[str, str]] = {
 }
 """Kind of an object that the resource names and that is not there -> reason."""
 
-_NOT_READY: Final[dict[str, Truth]] = {
+_REPLICAS: Final[dict[str, Truth]] = {
     "AllReady": "True",
     "RollingOut": "False",
     "ReplicasMissing": "False",
-    "Scaled0": "True",
+    "ScaledToZero": "False",
 }
 
 REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
@@ -72,6 +72,8 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "FrontendNotReady": "False",
         "EncodersNotReady": "False",
         "WorkersNotReady": "False",
+        "RenderersNotReady": "False",
+        "Blocked": "False",
         "RollingOut": "False",
         "SecretUnusable": "False",
     },
@@ -94,9 +96,10 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "SecretRecreated": "True",
     },
     SPEC_VALID: {"Valid": "True", "Invalid": "False"},
-    FRONTEND_READY: dict(_NOT_READY),
-    ENCODERS_READY: dict(_NOT_READY),
-    WORKERS_READY: dict(_NOT_READY),
+    FRONTEND_READY: dict(_REPLICAS),
+    ENCODERS_READY: dict(_REPLICAS),
+    WORKERS_READY: dict(_REPLICAS),
+    RENDERERS_READY: dict(_REPLICAS),
     EXACT: {
         "Verified": "True",
         "NotExact": "False",
@@ -109,13 +112,15 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
     AUTHENTICATED: {"ApiKeys": "True", "NoApiKeys": "False"},
     AUTOSCALING: {"Available": "True", "AutoscalingUnavailable": "False"},
     MONITORING: {"Available": "True", "PodMonitorUnavailable": "False"},
-    RESTRICTED: {"Restricted": "True", "NodeSharedMemory": "False", "PodTemplate": "False"},
-    SHM_PRESSURE: {"Enough": "False", "NearlyFull": "True"},
+    RESTRICTED: {"Restricted": "True", "NodeSharedMemory": "False", "HostPath": "False", "PodTemplate": "False"},
 }
 """Condition -> reason -> the status that the condition has for it."""
 
-WHEN_TRUE_BAD: Final = frozenset({DEGRADED, SHM_PRESSURE})
-"""Conditions whose True calls for somebody; of all others it is False. Progressing calls for nobody by itself."""
+ABNORMAL: Final = frozenset({DEGRADED})
+"""Conditions whose True calls for somebody. Of the others it is False, but for Progressing, which calls for nobody."""
+
+REPLICAS_READY: Final = (FRONTEND_READY, WORKERS_READY, ENCODERS_READY, RENDERERS_READY)
+"""Conditions that speak of replicas."""
 
 
 def condition(type_: str, reason: str, message: str) -> Condition:

@@ -61,6 +61,8 @@ class Rollout:
     held: bool = False
     """The new template waits for an earlier stage."""
     blocked: Blocked | None = None
+    asks: str = ""
+    """What a node must have to take one of its pods, in words."""
 
     @property
     def complete(self) -> bool:
@@ -94,7 +96,7 @@ def assess(manifest: Mapping[str, Any], live: DeploymentView | None, snapshot: S
     pool, role, wanted = pool_of(manifest), role_of(manifest), template_hash(manifest)
     name = manifest["metadata"]["name"]
     if live is None:
-        return Rollout(name=name, pool=pool, role=role, desired=desired)
+        return Rollout(name=name, pool=pool, role=role, desired=desired, asks=asks_of(manifest))
     pods = pods_of(snapshot.pods, pool, role)
     seen = live.observed_generation >= live.generation
     current = seen and live.template_hash == wanted
@@ -111,6 +113,7 @@ def assess(manifest: Mapping[str, Any], live: DeploymentView | None, snapshot: S
         updated=updated,
         total=live.total,
         current=current,
+        asks=asks_of(manifest),
         settled=current and live.updated == live.total and (once or live.available >= desired),
     )
     if rollout.complete:
@@ -123,8 +126,25 @@ def pods_of(pods: Sequence[PodView], pool: str, role: str) -> list[PodView]:
     return [pod for pod in pods if (pod.pool == pool if pool else not pod.pool and pod.role == role)]
 
 
-def pod_problem(pod: PodView) -> Blocked | None:
-    """Return what keeps a pod from running, ``None`` when nothing that waiting would not cure."""
+def asks_of(manifest: Mapping[str, Any]) -> str:
+    """Return the node labels and device counts that a Deployment's pods ask for, as a part of a sentence."""
+    spec = manifest["spec"]["template"].get("spec") or {}
+    labels = [f"label {key}={value}" for key, value in (spec.get("nodeSelector") or {}).items()]
+    devices = [
+        f"{count} free {resource}"
+        for container in spec.get("containers") or []
+        for resource, count in ((container.get("resources") or {}).get("limits") or {}).items()
+        if "/" in resource
+    ]
+    claims = [f"devices for claim {claim['name']}" for claim in spec.get("resourceClaims") or []]
+    return ", ".join([*labels, *devices, *claims])
+
+
+def pod_problem(pod: PodView, asks: str = "") -> Blocked | None:
+    """Return what keeps a pod from running, ``None`` when nothing that waiting would not cure.
+
+    ``asks``: what its node must have, for the message.
+    """
     if pod.deleting:
         return None
     if pod.waiting is not None:
@@ -136,7 +156,8 @@ def pod_problem(pod: PodView) -> Blocked | None:
             return Blocked("ContainerConfigError", said)
         return Blocked("CrashLoopBackOff", said)
     if pod.unschedulable:
-        return Blocked("Unschedulable", f"no node takes pod {pod.name}: {pod.unschedulable}")
+        needs = f" It needs a node with {asks}" if asks else ""
+        return Blocked("Unschedulable", f"no node takes pod {pod.name}: {pod.unschedulable}{needs}")
     return None
 
 
@@ -154,7 +175,7 @@ def _blocked(
         return Blocked("ReplicaFailure", f"pods of {rollout.subject} cannot be created: {live.failure}")
     unavailable = strategy(manifest)[1]
     for pod in pods:
-        problem = pod_problem(pod)
+        problem = pod_problem(pod, rollout.asks)
         if problem is None or pod.template_hash != live.template_hash:
             continue
         if problem.reason == "Unschedulable" and live.total > live.replicas:

@@ -1,0 +1,56 @@
+"""What is worth an Event: a condition that has changed. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from mmrouter_operator import conditions as c
+
+ACTION: Final = "Reconcile"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One Event of ``events.k8s.io/v1``."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    action: str
+    note: str
+
+
+_QUIET: Final = frozenset({"RollingOut", "Paused", "SpecInvalid", "SecretUnusable", "ScaledToZero"})
+"""Reasons that another condition tells better."""
+
+
+def transitions(previous: Mapping[str, Any] | None, status: Mapping[str, Any]) -> list[Transition]:
+    """Return the Events between two statuses; none between equal ones, whatever their messages say.
+
+    A new resource has no past: what is in order from the start is not told, but for Ready, and what is wrong is.
+    """
+    before = {item["type"]: item for item in (previous or {}).get("conditions") or []}
+    found = [_transition(item, before.get(item["type"])) for item in status.get("conditions") or []]
+    return [item for item in found if item is not None]
+
+
+def _transition(item: Mapping[str, Any], last: Mapping[str, Any] | None) -> Transition | None:
+    type_, truth, reason, message = item["type"], item["status"], item["reason"], item["message"]
+    if last is not None and (last["status"], last["reason"]) == (truth, reason):
+        return None
+    if type_ == c.PROGRESSING:
+        if reason not in ("RollingOut", "Complete", "Paused") or (last is None and reason == "Complete"):
+            return None  # what blocks a rollout is told by Degraded
+        return Transition("Normal", reason, ACTION, message)
+    if truth == "Unknown":
+        return None
+    if (truth == "True") == (type_ in c.ABNORMAL):
+        if reason in _QUIET and not (type_ == c.SPEC_VALID or (type_, reason) == (c.READY, "SpecInvalid")):
+            return None
+        if last is None and type_ in (c.READY, *c.REPLICAS_READY):
+            return None  # nothing has been there that could be lost
+        return Transition("Warning", reason, ACTION, message)
+    if last is None and type_ != c.READY:
+        return None
+    if last is not None and last["status"] == truth:
+        return None
+    return Transition("Normal", "Recovered" if type_ in c.ABNORMAL else type_, ACTION, message)
