@@ -19,6 +19,14 @@ def main() -> None:
 
         run_sidecar()
         sys.exit(0)
+    if command == "shared-memory":
+        from mmrouter_sidecar.shared import main as open_shared_memory
+
+        sys.exit(open_shared_memory(sys.argv[2:]))
+    if command == "fetch-metadata":
+        from mmrouter_router.fetch import main as fetch_metadata
+
+        sys.exit(fetch_metadata())
     if command == "operator":
         from mmrouter_operator.__main__ import main as run_operator
 
