@@ -27,6 +27,8 @@ from mmrouter_operator.render.secret import SecretData
 from mmrouter_operator.secrets import SecretError, read_secret
 
 _VOLATILE = ("resourceVersion", "generation", "managedFields", "uid", "creationTimestamp", "selfLink")
+_CONTROLLERS = "deployment.kubernetes.io/"
+"""Annotations in which the Deployment controller counts, a moment after every write of ours."""
 _REMEMBERED_GONE = 4096
 
 
@@ -53,6 +55,9 @@ class _Deployment:
 def content_of(obj: Mapping[str, Any]) -> str:
     """Return a digest of an object without its status and what the server counts in its metadata."""
     metadata = {name: value for name, value in obj.get("metadata", {}).items() if name not in _VOLATILE}
+    if "annotations" in metadata:
+        kept = {name: value for name, value in metadata["annotations"].items() if not name.startswith(_CONTROLLERS)}
+        metadata["annotations"] = kept
     rest = {name: value for name, value in obj.items() if name not in ("metadata", "status")}
     return blake2b(json.dumps([metadata, rest], sort_keys=True).encode(), digest_size=16).hexdigest()
 

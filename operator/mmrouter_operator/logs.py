@@ -26,11 +26,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class TextFormatter(logging.Formatter):
+    """The same for people at a terminal: the fields stand behind the message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
+        """Return the message with its fields."""
+        fields = [f"{name}={record.__dict__[name]}" for name in _FIELDS if record.__dict__.get(name)]
+        return " ".join([super().formatMessage(record), *fields])
+
+
 def configure(level: str, *, plain: bool = False) -> None:
     """Log to standard error; ``plain`` is for people at a terminal."""
     handler = logging.StreamHandler(sys.stderr)
-    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler.setFormatter(logging.Formatter(text) if plain else JsonFormatter())
+    handler.setFormatter(TextFormatter() if plain else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -1,0 +1,244 @@
+"""The client at its socket: what it sends, the errors it makes of answers, and a fence that holds to the last byte."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client.configuration import Configuration
+
+from mmrouter_operator import apply
+from mmrouter_operator.apply import (
+    AlreadyThere,
+    ApiError,
+    Conflict,
+    Deposed,
+    Fenced,
+    KubernetesCluster,
+    NotFound,
+    Refused,
+    TooManyRequests,
+    Unavailable,
+)
+from mmrouter_operator.observe import PodView
+from mmrouter_operator.ref import Ref
+
+CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "n", "name": "c"}, "data": {"a": "1"}}
+REF = Ref("v1", "ConfigMap", "n", "c")
+
+
+@dataclass
+class Served:
+    """A server that answers every request alike and keeps what it was asked."""
+
+    status: int = 200
+    body: Any = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    requests: list[tuple[web.Request, bytes]] = field(default_factory=list)
+    before: Callable[[], Awaitable[None]] | None = None
+    url: str = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append((request, await request.read()))
+        if self.before is not None:
+            await self.before()
+        return web.json_response(self.body, status=self.status, headers=self.headers)
+
+    @property
+    def last(self) -> tuple[web.Request, Any]:
+        request, body = self.requests[-1]
+        return request, json.loads(body) if body else None
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    one = Served()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", one.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    one.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+    yield one
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def cluster(served: Served) -> AsyncIterator[KubernetesCluster]:
+    configuration = Configuration(host=served.url, api_key={"BearerToken": "Bearer secret"})
+    one = KubernetesCluster(configuration, user_agent="mmrouter-operator/1 (me)", identity="me")
+    yield one
+    await one.close()
+
+
+async def test_apply_is_a_forced_server_side_apply_under_our_name(cluster: KubernetesCluster, served: Served) -> None:
+    served.body = {"metadata": {"resourceVersion": "7"}}
+    assert await cluster.apply(CONFIG_MAP) == served.body
+    request, body = served.last
+    assert (request.method, request.path) == ("PATCH", "/api/v1/namespaces/n/configmaps/c")
+    assert request.headers["Content-Type"] == "application/apply-patch+yaml"
+    assert dict(request.query) == {"fieldManager": "mmrouter-operator", "force": "true"}
+    assert request.headers["Authorization"] == "Bearer secret"
+    assert request.headers["User-Agent"] == "mmrouter-operator/1 (me)"
+    assert body == CONFIG_MAP
+
+
+async def test_gates_are_conditions_of_exactly_that_pod_under_a_name_of_their_own(
+    cluster: KubernetesCluster, served: Served
+) -> None:
+    pod = PodView(name="p", namespace="n", uid="u", deployment="d", pool="w", role="worker")
+    await cluster.apply_gates(pod, {"mmrouter.io/routable": (True, "Held", "by both")})
+    request, body = served.last
+    assert request.path == "/api/v1/namespaces/n/pods/p/status"
+    assert request.query["fieldManager"] == "mmrouter-operator-gates"
+    assert body["metadata"]["uid"] == "u"
+    condition = {"type": "mmrouter.io/routable", "status": "True", "reason": "Held", "message": "by both"}
+    assert body["status"] == {"conditions": [condition]}
+
+
+async def test_delete_names_the_uid_and_is_content_with_what_is_gone(
+    cluster: KubernetesCluster, served: Served
+) -> None:
+    for status in (200, 404, 409):
+        served.status = status
+        await cluster.delete(REF, "u")
+        request, body = served.last
+        assert request.method == "DELETE"
+        assert body == {"propagationPolicy": "Background", "preconditions": {"uid": "u"}}
+
+
+async def test_existence_is_asked_for_metadata_only(cluster: KubernetesCluster, served: Served) -> None:
+    assert await cluster.exists(REF)
+    request, _ = served.last
+    assert "as=PartialObjectMetadata;" in request.headers["Accept"]
+    served.status = 404
+    assert not await cluster.exists(REF)
+    assert await cluster.get(REF) is None
+
+
+async def test_a_long_list_is_read_page_by_page(cluster: KubernetesCluster, served: Served) -> None:
+    served.body = {"metadata": {"continue": "next"}, "items": [{"metadata": {"name": "1"}}]}
+
+    async def last_page() -> None:
+        if len(served.requests) == 2:
+            served.body = {"metadata": {}, "items": [{"metadata": {"name": "2"}}]}
+
+    served.before = last_page
+    found = await cluster.list("ConfigMap", "", "a=b")
+    assert [item["metadata"]["name"] for item in found] == ["1", "2"]
+    request, _ = served.last
+    assert (request.path, request.query["labelSelector"]) == ("/api/v1/configmaps", "a=b")
+    assert request.query["continue"] == "next"
+
+
+async def test_an_event_fits_the_api_whatever_it_says(cluster: KubernetesCluster, served: Served) -> None:
+    resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment"}
+    resource["metadata"] = {"name": "d", "namespace": "n", "uid": "u"}  # type: ignore[assignment]
+    await cluster.event(resource, "Warning", "SpecInvalid", "Reconcile", "x" * 5000)
+    request, body = served.last
+    assert request.path == "/apis/events.k8s.io/v1/namespaces/n/events"
+    assert len(body["note"]) == 1024
+    assert body["regarding"] == {**{k: resource[k] for k in ("apiVersion", "kind")}, **resource["metadata"]}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "error"),
+    [
+        (400, "BadRequest", Refused),
+        (401, "Unauthorized", Unavailable),
+        (403, "Forbidden", Refused),
+        (404, "NotFound", NotFound),
+        (409, "AlreadyExists", AlreadyThere),
+        (409, "Conflict", Conflict),
+        (422, "Invalid", Refused),
+        (429, "TooManyRequests", TooManyRequests),
+        (500, "InternalError", Unavailable),
+        (503, "ServiceUnavailable", Unavailable),
+    ],
+)
+async def test_every_failure_has_its_error(
+    cluster: KubernetesCluster, served: Served, status: int, reason: str, error: type[ApiError]
+) -> None:
+    served.status = status
+    served.body = {"kind": "Status", "reason": reason, "message": "the server's sentence"}
+    served.headers = {"Retry-After": "3"} if status in {429, 503} else {}
+    with pytest.raises(error, match="the server's sentence") as raised:
+        await cluster.apply(CONFIG_MAP)
+    assert type(raised.value) is error
+    assert raised.value.status == status
+    assert raised.value.retry_after == (3.0 if served.headers else None)
+    assert len(served.requests) == 1, "the queue repeats, not the client"
+
+
+async def test_no_server_and_a_silent_one_are_unavailable(
+    cluster: KubernetesCluster, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(apply, "TIMEOUT", 0.1)
+    served.before = forever
+    with pytest.raises(Unavailable, match="no answer"):
+        await cluster.get(REF)
+    nowhere = KubernetesCluster(Configuration(host="http://127.0.0.1:1"), user_agent="", identity="")
+    with pytest.raises(Unavailable):
+        await nowhere.get(REF)
+    await nowhere.close()
+
+
+POD = PodView(name="p", namespace="n", uid="u", deployment="d", pool="w", role="worker")
+WRITES: list[Callable[[Fenced], Awaitable[object]]] = [
+    lambda fenced: fenced.apply(CONFIG_MAP),
+    lambda fenced: fenced.create(CONFIG_MAP),
+    lambda fenced: fenced.replace(CONFIG_MAP),
+    lambda fenced: fenced.apply_status(CONFIG_MAP),
+    lambda fenced: fenced.apply_gates(POD, {}),
+    lambda fenced: fenced.delete(REF, "u"),
+    lambda fenced: fenced.event(CONFIG_MAP, "Normal", "R", "A", "n"),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+async def test_a_deposed_leader_writes_nothing(
+    cluster: KubernetesCluster, served: Served, write: Callable[[Fenced], Awaitable[object]]
+) -> None:
+    with pytest.raises(Deposed):
+        await write(Fenced(cluster, lambda: 0.0))
+    assert served.requests == []
+    await write(Fenced(cluster, lambda: 5.0))
+    assert len(served.requests) == 1
+
+
+async def test_a_deposed_leader_may_still_read(cluster: KubernetesCluster, served: Served) -> None:
+    assert await Fenced(cluster, lambda: 0.0).get(REF) == {}
+
+
+async def test_a_lease_that_runs_out_while_a_write_waits_for_its_connection_stops_the_write(
+    cluster: KubernetesCluster, served: Served
+) -> None:
+    """The first look finds a lease; the one with the connection in hand does not."""
+    looks = iter([5.0, 0.0])
+    with pytest.raises(Deposed):
+        await Fenced(cluster, lambda: next(looks)).apply(CONFIG_MAP)
+    assert served.requests == []
+    # A connection that is there already is looked at as well.
+    await cluster.get(REF)
+    looks = iter([5.0, 0.0])
+    with pytest.raises(Deposed):
+        await Fenced(cluster, lambda: next(looks)).apply(CONFIG_MAP)
+    assert len(served.requests) == 1
+
+
+async def test_a_write_is_given_up_when_the_lease_runs_out(cluster: KubernetesCluster, served: Served) -> None:
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    served.before = forever
+    async with asyncio.timeout(5):
+        with pytest.raises(Deposed, match="ran out"):
+            await Fenced(cluster, lambda: 0.2).apply(CONFIG_MAP)
