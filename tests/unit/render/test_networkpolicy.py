@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tools.selectors import selects
 
 from mmrouter.api import MMRouterDeployment, to_json
 from mmrouter_operator.config import OperatorConfig
@@ -43,22 +44,6 @@ STRANGER = Pod({"app": "shop"}, "shop")
 INTERNET = Host("8.8.8.8")
 METADATA = Host("169.254.169.254")
 INTRANET = Host("10.9.9.9")
-
-
-def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    for expression in selector.get("matchExpressions", []):
-        value = labels.get(expression["key"])
-        match expression["operator"]:
-            case "Exists":
-                fits = value is not None
-            case "In":
-                fits = value in expression["values"]
-            case other:
-                raise AssertionError(other)
-        if not fits:
-            return False
-    required: dict[str, str] = selector.get("matchLabels", {})
-    return required.items() <= labels.items()
 
 
 def is_peer(peer: dict[str, Any], whom: Pod | Host) -> bool:

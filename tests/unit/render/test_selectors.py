@@ -1,0 +1,243 @@
+"""All children of random deployments together: who owns them, whom they select, and what they name is there."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tools.selectors import selects
+
+from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render import Capabilities, SecretData, render
+from mmrouter_operator.render.capabilities import KEDA_API, POD_METRICS_APIS, POD_MONITOR_API
+
+Object = dict[str, Any]
+
+CONFIG = OperatorConfig(prometheus_address="http://prometheus:9090", pod_cidrs=("10.244.0.0/16",))
+SERVED = st.sampled_from([(), (POD_MONITOR_API,), (POD_MONITOR_API, KEDA_API), (POD_MONITOR_API, POD_METRICS_APIS[0])])
+ROLE_SETS = [
+    ("worker",),
+    ("worker", "worker", "worker"),
+    ("worker", "renderer"),
+    ("worker", "encoder"),
+    ("prefill", "decode"),
+    ("encoder", "prefill", "decode", "renderer"),
+]
+# Names that are beginnings of one another, where a selector by name alone would take too much.
+NAMES = ["a", "a-b", "a-b-c", "b", "frontend-a"]
+POOL_NAMES = ["a", "b", "b-c", "engine", "transfer", "config"]
+
+
+@st.composite
+def pools(draw: st.DrawFn, roles: tuple[str, ...]) -> list[Object]:
+    names = draw(st.permutations(POOL_NAMES))
+    found = []
+    for name, role in zip(names, roles, strict=False):
+        pool: Object = {
+            "name": name,
+            "role": role,
+            "replicas": draw(st.integers(0, 3)),
+            "accelerator": {"kind": "cpu" if role == "renderer" else "nvidia"},
+            "image": "registry.example/engine:1",
+        }
+        if draw(st.booleans()):
+            metric = "encoderUtilization" if role == "encoder" else "kvUsage"
+            pool["autoscaling"] = {"maxReplicas": draw(st.integers(1, 4)), "metric": metric}
+        found.append(pool)
+    return found
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> MMRouterDeployment:
+    name = draw(st.sampled_from(NAMES))
+    spec: Object = {
+        "model": {"id": "org/model", "revision": "0" * 40},
+        "engine": {"type": "vllm"},
+        "frontend": {"replicas": draw(st.integers(1, 3))},
+        "routing": draw(st.sampled_from([{}, {"media": {"fetch": "public"}}])),
+        "pools": draw(pools(draw(st.sampled_from(ROLE_SETS)))),
+        "networkPolicy": {"enabled": draw(st.booleans())},
+    }
+    if draw(st.booleans()):
+        spec["model"]["volume"] = {"persistentVolumeClaim": {"claimName": "weights"}}
+    return parse_deployment(
+        {
+            "apiVersion": "mmrouter.io/v1alpha1",
+            "kind": "MMRouterDeployment",
+            "metadata": {"name": name, "namespace": "inference", "uid": f"uid-of-{name}"},
+            "spec": spec,
+        }
+    )
+
+
+def children(dep: MMRouterDeployment, served: tuple[str, ...]) -> list[Object]:
+    secrets = SecretData(bytes(32), *(letter * 40 for letter in "abcdef"))
+    try:
+        return render(dep, secrets=secrets, capabilities=Capabilities(frozenset(served)), config=CONFIG)
+    except SpecError:
+        assume(False)
+        raise
+
+
+def of(objects: list[Object], *kinds: str) -> Iterator[Object]:
+    return (obj for obj in objects if obj["kind"] in kinds)
+
+
+def name(obj: Object) -> str:
+    found: str = obj["metadata"]["name"]
+    return found
+
+
+def pods(objects: list[Object]) -> dict[str, dict[str, str]]:
+    """Deployment -> labels of its pods."""
+    return {name(obj): obj["spec"]["template"]["metadata"]["labels"] for obj in of(objects, "Deployment")}
+
+
+def selectors(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+    """Every selector of pods in the objects, with what has it."""
+    for obj in objects:
+        spec, who = obj.get("spec", {}), f"{obj['kind']} {name(obj)}"
+        match obj["kind"]:
+            case "Service":
+                yield who, {"matchLabels": spec["selector"]}
+            case "Deployment" | "PodDisruptionBudget" | "PodMonitor":
+                yield who, spec["selector"]
+            case "NetworkPolicy":
+                yield who, spec["podSelector"]
+                for rule in itertools.chain(spec["ingress"], spec["egress"]):
+                    for peer in (*rule.get("from", []), *rule.get("to", [])):
+                        if "podSelector" in peer and "namespaceSelector" not in peer:
+                            yield who, peer["podSelector"]
+        if obj["kind"] == "Deployment":
+            template = spec["template"]["spec"]
+            for constraint in template.get("topologySpreadConstraints", []):
+                yield who, constraint["labelSelector"]
+
+
+def container_ports(obj: Object) -> dict[str, int]:
+    """Name -> number of every port that a pod's containers name."""
+    pod = obj["spec"]["template"]["spec"]
+    containers = [*pod.get("initContainers", []), *pod["containers"]]
+    return {port["name"]: port["containerPort"] for container in containers for port in container.get("ports", [])}
+
+
+random = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@random
+@given(deployments(), SERVED)
+def test_every_child_is_marked_and_owned(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
+    objects = children(dep, served)
+    for obj in objects:
+        metadata = obj["metadata"]
+        assert metadata["namespace"] == "inference"
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", metadata["name"])
+        assert metadata["labels"]["mmrouter.io/deployment"] == dep.metadata.name
+        assert metadata["labels"]["app.kubernetes.io/managed-by"] == "mmrouter-operator"
+        (owner,) = metadata["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["uid"]) == (
+            "MMRouterDeployment",
+            dep.metadata.name,
+            dep.metadata.uid,
+        )
+        assert owner["controller"] is True
+    assert max(Counter((obj["kind"], name(obj)) for obj in objects).values()) == 1
+
+
+@random
+@given(deployments(), SERVED)
+def test_a_selector_takes_the_pods_that_it_is_for(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
+    objects = children(dep, served)
+    labels = pods(objects)
+    frontend, engines = f"{dep.metadata.name}-frontend", {f"{dep.metadata.name}-{p.name}" for p in dep.spec.pools}
+    assert set(labels) == {frontend} | engines
+
+    def taken(selector: Object) -> set[str]:
+        return {pod for pod in labels if selects(selector, labels[pod])}
+
+    for obj in of(objects, "Deployment", "PodDisruptionBudget"):
+        assert taken(obj["spec"]["selector"]) == {name(obj)}
+    (service,) = of(objects, "Service")
+    assert taken({"matchLabels": service["spec"]["selector"]}) == {frontend}
+    for obj in of(objects, "NetworkPolicy"):
+        expected = {frontend} if name(obj) == frontend else engines
+        if name(obj) == f"{dep.metadata.name}-transfer":
+            expected = {f"{dep.metadata.name}-{p.name}" for p in dep.spec.pools if p.role != "renderer"}
+        assert taken(obj["spec"]["podSelector"]) == expected
+    for obj in of(objects, "PodMonitor"):
+        followed = {f"{dep.metadata.name}-{p.name}" for p in dep.spec.pools if p.role != "renderer"}
+        assert taken(obj["spec"]["selector"]) == ({frontend} if name(obj) == frontend else followed)
+
+
+@random
+@given(deployments(), deployments(), SERVED)
+def test_no_selector_takes_pods_of_another_deployment(
+    dep: MMRouterDeployment, other: MMRouterDeployment, served: tuple[str, ...]
+) -> None:
+    assume(dep.metadata.name != other.metadata.name)
+    strangers = pods(children(other, ()))
+    strangers["not ours"] = {"app": "shop"}
+    for who, selector in selectors(children(dep, served)):
+        assert not [pod for pod, labels in strangers.items() if selects(selector, labels)], who
+
+
+@random
+@given(deployments(), SERVED)
+def test_every_pod_is_closed_by_a_policy_where_policies_are_on(
+    dep: MMRouterDeployment, served: tuple[str, ...]
+) -> None:
+    objects = children(dep, served)
+    policies = list(of(objects, "NetworkPolicy"))
+    for labels in pods(objects).values():
+        closed = any(selects(policy["spec"]["podSelector"], labels) for policy in policies)
+        assert closed is dep.spec.network_policy.enabled
+
+
+@random
+@given(deployments(), SERVED)
+def test_what_a_child_names_is_there(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
+    objects = children(dep, served)
+    there = {(obj["kind"], name(obj)) for obj in objects}
+    for obj in of(objects, "Deployment"):
+        template = obj["spec"]["template"]["spec"]
+        assert ("ServiceAccount", template["serviceAccountName"]) in there
+        for volume in template["volumes"]:
+            for source in volume.get("projected", {}).get("sources", []):
+                for kind, field in (("ConfigMap", "configMap"), ("Secret", "secret")):
+                    assert field not in source or (kind, source[field]["name"]) in there
+    for obj in of(objects, "HorizontalPodAutoscaler", "ScaledObject"):
+        target = obj["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in there
+        assert target["name"] == name(obj)
+    for obj in of(objects, "RoleBinding"):
+        assert ("Role", obj["roleRef"]["name"]) in there
+        for subject in obj["subjects"]:
+            assert (subject["kind"], subject["name"]) in there
+            assert subject["namespace"] == "inference"
+
+
+@random
+@given(deployments(), SERVED)
+def test_ports_that_are_opened_and_scraped_are_ports_of_the_pods(
+    dep: MMRouterDeployment, served: tuple[str, ...]
+) -> None:
+    objects = children(dep, served)
+    deployed = {name(obj): obj for obj in of(objects, "Deployment")}
+    labels = pods(objects)
+    for obj in of(objects, "PodMonitor"):
+        for pod in (pod for pod in deployed if selects(obj["spec"]["selector"], labels[pod])):
+            for endpoint in obj["spec"]["podMetricsEndpoints"]:
+                assert endpoint["port"] in container_ports(deployed[pod])
+    (service,) = of(objects, "Service")
+    assert service["spec"]["ports"][0]["targetPort"] in container_ports(deployed[f"{dep.metadata.name}-frontend"])
+    for policy in of(objects, "NetworkPolicy"):
+        if name(policy).endswith("-transfer"):
+            continue  # ports that the engines' own libraries open
+        opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+        chosen = [pod for pod in deployed if selects(policy["spec"]["podSelector"], labels[pod])]
+        served_ports = {number for pod in chosen for number in container_ports(deployed[pod]).values()}
+        assert opened <= served_ports
