@@ -31,6 +31,7 @@ AUTHENTICATED: Final = "Authenticated"
 AUTOSCALING: Final = "AutoscalingAvailable"
 MONITORING: Final = "PodMonitorAvailable"
 RESTRICTED: Final = "PodSecurityRestricted"
+OVERLAID: Final = "PodTemplateApplied"
 
 _BLOCKS: Final[dict[str, Truth]] = {
     "ChildNameTaken": "False",
@@ -112,7 +113,8 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
     AUTHENTICATED: {"ApiKeys": "True", "NoApiKeys": "False"},
     AUTOSCALING: {"Available": "True", "AutoscalingUnavailable": "False"},
     MONITORING: {"Available": "True", "PodMonitorUnavailable": "False"},
-    RESTRICTED: {"Restricted": "True", "NodeSharedMemory": "False", "HostPath": "False", "PodTemplate": "False"},
+    OVERLAID: {"Applied": "True", "FieldsOverridden": "False"},
+    RESTRICTED: {"Restricted": "True", "NodeSharedMemory": "False", "BelowRestricted": "False"},
 }
 """Condition -> reason -> the status that the condition has for it."""
 

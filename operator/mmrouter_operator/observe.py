@@ -15,7 +15,8 @@ from mmrouter_operator.render.secret import SecretData
 Key = tuple[str, str]
 """Namespace and name of a deployment: what the queue holds."""
 
-TEMPLATE_HASH = "mmrouter.io/template-hash"
+RENDERING_HASH = "mmrouter.io/rendering-hash"
+"""Annotation of a pod template: the hash of its content, set when it is chosen (``revisions.py``)."""
 COMPATIBILITY = "mmrouter.io/compatibility"
 SET_TARGET = "mmrouter.io/set-target"
 ROUTABLE = "mmrouter.io/routable"
@@ -53,7 +54,7 @@ class DeploymentView(ChildView):
     """Field managers that own ``spec.replicas``."""
     pool: str = ""
     template_hash: str = ""
-    """Annotation ``mmrouter.io/template-hash`` of its pod template."""
+    """Annotation ``mmrouter.io/rendering-hash`` of its pod template: which template it is, to the letter."""
     compatibility: str = ""
     """Label ``mmrouter.io/compatibility`` of its pods: which revision of a set it is (``sets.py``)."""
     set_target: int | None = None
@@ -199,7 +200,7 @@ def deployment_view(obj: Mapping[str, Any]) -> DeploymentView:
         failure=failure.get("message", "") if failure.get("status") == "True" else "",
         replicas_managers=_replicas_managers(obj),
         pool=own["labels"].get(POOL_LABEL, ""),
-        template_hash=template["annotations"].get(TEMPLATE_HASH, ""),
+        template_hash=template["annotations"].get(RENDERING_HASH, ""),
         compatibility=template["labels"].get(COMPATIBILITY, ""),
         set_target=int(target) if target.isdigit() else None,
     )
@@ -229,7 +230,7 @@ def pod_view(obj: Mapping[str, Any]) -> PodView:
         deleting="deletionTimestamp" in metadata,
         created=_seconds(metadata.get("creationTimestamp")) or 0.0,
         started=_seconds(containers_ready.get("lastTransitionTime")) if _is_true(containers_ready) else None,
-        template_hash=marks["annotations"].get(TEMPLATE_HASH, ""),
+        template_hash=marks["annotations"].get(RENDERING_HASH, ""),
         compatibility=marks["labels"].get(COMPATIBILITY, ""),
         gates={gate: _is_true(conditions.get(gate)) for gate in gates},
         unschedulable=scheduled.get("message", "") if stuck else "",

@@ -1,22 +1,23 @@
 """Which pod template a Deployment gets: the one kept from before as long as what it was made from is the same. Pure.
 
 Rendering code changes with the operator's version, and with it the rendered template. That alone must not restart an
-engine, so every template is kept with its *inputs* in a ControllerRevision. While the inputs are equal the kept
-template is applied, which also repairs drift from it. The user changes the spec, or sets ``mmrouter.io/adopt``, to get
-a new one.
+engine, so every template is kept in a ControllerRevision with the hash of its *inputs*: what the user said and the
+secrets (``render/inputs.py``). While the inputs are equal the kept template is applied, which also repairs drift from
+it. The user changes the spec, or sets ``mmrouter.io/adopt``, to get a new one.
 """
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrouter import __version__
-from mmrouter.api import MMRouterDeployment, Pool
-from mmrouter_operator.observe import RevisionView, Snapshot
-from mmrouter_operator.render.common import frontend_name, object_metadata
-from mmrouter_operator.render.secret import SecretData, fingerprint
-from mmrouter_operator.rollout import pool_of, role_of, template_hash
+from mmrouter.api import MMRouterDeployment
+from mmrouter_operator.observe import COMPATIBILITY, RENDERING_HASH, RevisionView, Snapshot
+from mmrouter_operator.render.common import TEMPLATE_HASH, object_metadata
+from mmrouter_operator.render.inputs import SET_ROLES
+from mmrouter_operator.rollout import pods_of, pool_of, role_of, template_hash
 
 ADOPT = "mmrouter.io/adopt"
 """Annotation of the resource: ``"true"``, or the operator version whose rendering may replace the kept one."""
@@ -26,33 +27,10 @@ KEPT = 3
 
 REVISION_COMPONENT = "revision"
 
-_NOT_IN_A_TEMPLATE = ("paused", "networkPolicy")
-_NOT_OF_AN_ENGINE = ("frontend", "pools", "routing")
-_NOT_OF_A_ROUTER = ("sidecar",)
-_SCALING = ("replicas", "autoscaling", "weight")
-_PLACING = ("resources", "podTemplate", "nodeSelector", "tolerations", "args", "image", "updates", "sharedMemory")
-
-Inputs = dict[str, Any]
-
 
 def adopts(dep: MMRouterDeployment, version: str = __version__) -> bool:
     """Whether the user lets this operator version's rendering replace the kept templates."""
     return dep.metadata.annotations.get(ADOPT) in ("true", version)
-
-
-def inputs(dep: MMRouterDeployment, secrets: SecretData) -> dict[str, Inputs]:
-    """Return by Deployment name what its pod template is made from: parts of the spec, and the Secret's fingerprint.
-
-    Defaults are left out, so writing one out changes nothing. Replicas, autoscaling, surge and the sections that no pod
-    template shows are not in it. A part too many would only adopt a new rendering earlier than needed; a part too few
-    would keep an old template where the user changed something, so what is not known to be harmless is in.
-    """
-    spec = dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    secret = fingerprint(secrets)
-    result = {frontend_name(dep): _frontend_inputs(spec) | {"secret": secret}}
-    for pool, said in zip(dep.spec.pools, spec["pools"], strict=True):
-        result[f"{dep.metadata.name}-{pool.name}"] = _pool_inputs(dep, pool, spec, said) | {"secret": secret}
-    return result
 
 
 def choose_templates(
@@ -60,26 +38,32 @@ def choose_templates(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Return the manifests with the pod templates to use, and the ControllerRevision to apply before them, if any.
 
-    ``snapshot.secrets`` are those that ``desired`` was rendered with; ``desired`` itself is left as it is.
+    ``desired`` is left as it is. Every template gets the annotation ``mmrouter.io/rendering-hash``: the inputs of two
+    templates may be equal while an adoption replaces one by the other.
     """
-    assert snapshot.secrets is not None  # nothing is rendered without them
-    made_from = inputs(dep, snapshot.secrets)
     newest = max(snapshot.revisions, key=lambda revision: revision.number, default=None)
-    chosen: list[dict[str, Any]] = []
-    entries: dict[str, Any] = {}
-    for manifest in desired:
-        if manifest["kind"] != "Deployment":
-            chosen.append(manifest)
-            continue
-        name = manifest["metadata"]["name"]
-        template = manifest["spec"]["template"]
-        if not adopt:
-            template = _kept(name, made_from[name], manifest, snapshot, newest) or template
-        entries[name] = {"inputs": made_from[name], "template": template}
-        chosen.append({**manifest, "spec": {**manifest["spec"], "template": copy.deepcopy(template)}})
+    deployments = [manifest for manifest in desired if manifest["kind"] == "Deployment"]
+    rendered = {m["metadata"]["name"]: _signed(m["spec"]["template"]) for m in deployments}
+    chosen = dict(rendered)
+    if not adopt:
+        for manifest in deployments:
+            name = manifest["metadata"]["name"]
+            chosen[name] = _kept(name, inputs_of(rendered[name]), manifest, snapshot, newest) or rendered[name]
+        together = [m["metadata"]["name"] for m in deployments if role_of(m) in SET_ROLES]
+        if len({_label(chosen[name], COMPATIBILITY) for name in together}) > 1:
+            # One of a set has changed, and the others were kept from a release with another layout: they would never
+            # pair. A set is adopted whole.
+            chosen |= {name: rendered[name] for name in together}
+    entries = {name: {"inputs": inputs_of(rendered[name]), "template": chosen[name]} for name in chosen}
+    result = [_with_template(m, chosen[m["metadata"]["name"]]) if m in deployments else m for m in desired]
     if newest is not None and _same(_templates(newest), entries):
-        return chosen, None
-    return chosen, _revision(dep, 1 if newest is None else newest.number + 1, entries)
+        return result, None
+    return result, _revision(dep, 1 if newest is None else newest.number + 1, entries)
+
+
+def inputs_of(template: Mapping[str, Any]) -> str:
+    """Return the hash of what a template was made from: the renderer's annotation ``mmrouter.io/template-hash``."""
+    return str((template["metadata"].get("annotations") or {}).get(TEMPLATE_HASH, ""))
 
 
 def stored_template(revisions: Sequence[RevisionView], name: str, wanted: str) -> dict[str, Any] | None:
@@ -101,11 +85,6 @@ def surplus_revisions(snapshot: Snapshot, running: Mapping[str, set[str]]) -> tu
     return tuple(revision for revision in old if not _needed(revision, running, newer))
 
 
-def stored_inputs(revision: RevisionView, name: str) -> Inputs | None:
-    """Return what a kept template was made from."""
-    return (_templates(revision).get(name) or {}).get("inputs")
-
-
 def difference(before: Any, after: Any, path: str = "") -> list[str]:
     """Return the paths at which two decoded JSON values differ, in a stable order; lists of named things by name."""
     if before == after:
@@ -124,46 +103,35 @@ def difference(before: Any, after: Any, path: str = "") -> list[str]:
     return [path]
 
 
-def _frontend_inputs(spec: Mapping[str, Any]) -> Inputs:
-    frontend = {key: value for key, value in spec.get("frontend", {}).items() if key not in ("replicas", "service")}
-    pools = [
-        {key: value for key, value in pool.items() if key not in ("replicas", "autoscaling", *_PLACING)}
-        for pool in spec["pools"]
-    ]
-    left_out = (*_NOT_IN_A_TEMPLATE, *_NOT_OF_A_ROUTER, "frontend", "pools")
-    return {**_without(spec, left_out), "frontend": frontend, "pools": pools}
+def _signed(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a template that carries the hash of its own content."""
+    result = copy.deepcopy(dict(template))
+    annotations = result["metadata"].setdefault("annotations", {})
+    annotations.pop(RENDERING_HASH, None)
+    annotations[RENDERING_HASH] = hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:16]
+    return result
 
 
-def _pool_inputs(dep: MMRouterDeployment, pool: Pool, spec: Mapping[str, Any], said: Mapping[str, Any]) -> Inputs:
-    mine = _without(said, _SCALING)
-    updates = _without(mine.pop("updates", {}), ("maxSurge", "maxUnavailable"))
-    if updates:
-        mine["updates"] = updates
-    return {
-        **_without(spec, (*_NOT_IN_A_TEMPLATE, *_NOT_OF_AN_ENGINE)),
-        "transfer": dep.spec.routing.transfer,
-        "pool": mine,
-        # Flags of an engine may depend on who stands beside it: an encoder's connector, for one.
-        "roles": sorted({other.role for other in dep.spec.pools}),
-    }
+def _with_template(manifest: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
+    return {**manifest, "spec": {**manifest["spec"], "template": copy.deepcopy(dict(template))}}
 
 
-def _without(section: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if key not in keys}
+def _label(template: Mapping[str, Any], name: str) -> str:
+    return str((template["metadata"].get("labels") or {}).get(name, ""))
 
 
 def _kept(
-    name: str, made_from: Inputs, manifest: Mapping[str, Any], snapshot: Snapshot, newest: RevisionView | None
+    name: str, made_from: str, manifest: Mapping[str, Any], snapshot: Snapshot, newest: RevisionView | None
 ) -> dict[str, Any] | None:
     """Return the kept template of equal inputs: of the newest revision, or of an older one whose pods still run.
 
     The older one is what a user goes back to in the middle of a rollout: its pods must not be replaced by equal ones.
     """
     pool, role = pool_of(manifest), role_of(manifest)
-    running = {pod.template_hash for pod in snapshot.pods if pod.pool == pool and (pool or pod.role == role)}
+    running = {pod.template_hash for pod in pods_of(snapshot.pods, pool, role)}
     for revision in sorted(snapshot.revisions, key=lambda revision: -revision.number):
         entry = _templates(revision).get(name)
-        if entry is None or not _same(entry.get("inputs"), made_from):
+        if entry is None or entry.get("inputs") != made_from:
             continue
         template: dict[str, Any] = entry["template"]
         if revision is newest or _hash_of(template) in running:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_operator.observe import TEMPLATE_HASH, DeploymentView, PodView, Snapshot
+from mmrouter_operator.observe import RENDERING_HASH, DeploymentView, PodView, Snapshot
 from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL
 
 IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
@@ -76,9 +76,9 @@ class Rollout:
 
 
 def template_hash(manifest: Mapping[str, Any]) -> str:
-    """Return the annotation ``mmrouter.io/template-hash`` of a Deployment's manifest."""
+    """Return which template a Deployment's manifest has: its annotation ``mmrouter.io/rendering-hash``."""
     annotations = manifest["spec"]["template"]["metadata"].get("annotations") or {}
-    return str(annotations.get(TEMPLATE_HASH, ""))
+    return str(annotations.get(RENDERING_HASH, ""))
 
 
 def pool_of(manifest: Mapping[str, Any]) -> str:

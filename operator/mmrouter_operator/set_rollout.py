@@ -28,10 +28,10 @@ from mmrouter_operator.draft import (
 )
 from mmrouter_operator.observe import COMPATIBILITY, SET_TARGET, DeploymentView, Snapshot
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+from mmrouter_operator.render.inputs import SET_ROLES
 from mmrouter_operator.revisions import stored_template
 from mmrouter_operator.rollout import Blocked, Rollout, assess, pool_of, role_of, strategy, template_hash
 
-SET_ROLES = frozenset({"prefill", "decode"})
 DIGITS = 8
 
 

@@ -11,9 +11,10 @@ from mmrouter_operator.gates import all_heard, is_verified, ready_frontends, rep
 from mmrouter_operator.observe import Snapshot
 from mmrouter_operator.plan import Plan
 from mmrouter_operator.problems import Problem
+from mmrouter_operator.render import overridden
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable
+from mmrouter_operator.render.podsecurity import violations
 from mmrouter_operator.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
-from mmrouter_operator.security import exceptions
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 GROUPS: Mapping[str, frozenset[str]] = {
@@ -213,6 +214,13 @@ def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: B
             yield condition(c.MONITORING, "PodMonitorUnavailable", said)
         else:
             yield condition(c.MONITORING, "Available", "PodMonitors are there")
+    if dep.spec.frontend.pod_template or any(pool.pod_template for pool in dep.spec.pools):
+        without_effect = overridden(dep)
+        if without_effect:
+            said = f"fields that are the operator's own, so they have no effect: {', '.join(without_effect)}"
+            yield condition(c.OVERLAID, "FieldsOverridden", said)
+        else:
+            yield condition(c.OVERLAID, "Applied", "every field of the podTemplates is in effect")
     yield from _of_manifests(dep, plan, before)
 
 
@@ -235,10 +243,16 @@ def _of_manifests(dep: MMRouterDeployment, plan: Plan, before: Before) -> Iterat
             yield condition(c.AUTOSCALING, "AutoscalingUnavailable", said)
         else:
             yield condition(c.AUTOSCALING, "Available", f"pools {', '.join(asked)} follow their load")
-    found = [item for m in plan.apply if m["kind"] == "Deployment" for item in exceptions(m)]
+    found = [
+        f"{f'pool {pool_of(m)}' if pool_of(m) else 'frontend'}: {place}: {problem}"
+        for m in plan.apply
+        if m["kind"] == "Deployment"
+        for place, problem in violations(m["spec"]["template"]["spec"])
+    ]
     if found:
-        said = "not within the Pod Security level restricted: " + "; ".join(dict.fromkeys(text for _, text in found))
-        yield condition(c.RESTRICTED, found[0][0], said)
+        shared = any(pool.shared_memory.scope == "node" for pool in dep.spec.pools)
+        said = "not within the Pod Security level restricted: " + "; ".join(dict.fromkeys(found))
+        yield condition(c.RESTRICTED, "NodeSharedMemory" if shared else "BelowRestricted", said)
     else:
         yield condition(c.RESTRICTED, "Restricted", "every pod is within the Pod Security level restricted")
 
