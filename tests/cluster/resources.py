@@ -1,0 +1,124 @@
+"""MMRouterDeployments for tests, and what the operator made of them."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.controlplane import APPLY, ControlPlane
+
+from mmrouter.api import parse_deployment
+from mmrouter_operator.ref import CHILDREN, KINDS, RESOURCE, Ref
+from mmrouter_operator.render import render
+from mmrouter_operator.secrets import new_secret_data
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
+MANAGER = "test"
+Object = dict[str, Any]
+
+
+def resource(name: str = "demo", *, replicas: int = 1, frontends: int = 1, **spec: Any) -> Object:
+    """Return a small deployment: one pool on CPU, with the model of the examples. ``spec``: over that."""
+    whole = {
+        "model": {"id": "mmrouter/tiny-qwen2-vl", "volume": {"hostPath": {"path": str(MODEL)}}},
+        "engine": {"type": "vllm", "blockSize": 16},
+        "frontend": {"replicas": frontends},
+        "pools": [{"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": "cpu"}}],
+    }
+    return {
+        "apiVersion": KINDS[RESOURCE].api_version,
+        "kind": RESOURCE,
+        "metadata": {"name": name},
+        "spec": {**whole, **spec},
+    }
+
+
+def path(kind: str, namespace: str, name: str = "", subresource: str = "") -> str:
+    """Return the API's path of an object or a collection."""
+    return KINDS[kind].path(namespace, name, subresource)
+
+
+def apply(plane: ControlPlane, namespace: str, body: Object) -> Object:
+    """Apply as a user does, server-side, and return the object. Raises ``httpx.HTTPStatusError``."""
+    where = path(body["kind"], namespace, body["metadata"]["name"])
+    answer = plane.request("PATCH", where, body, APPLY, fieldManager=MANAGER, force="true")
+    assert answer.is_success, answer.text
+    made: Object = answer.json()
+    return made
+
+
+def get(plane: ControlPlane, kind: str, namespace: str, name: str) -> Object | None:
+    """Return an object, ``None`` where there is none."""
+    answer = plane.request("GET", path(kind, namespace, name))
+    if answer.status_code == 404:
+        return None
+    found: Object = answer.raise_for_status().json()
+    return found
+
+
+def delete(plane: ControlPlane, kind: str, namespace: str, name: str) -> None:
+    """Delete an object as kubectl does. Raises ``httpx.HTTPStatusError``."""
+    plane.request("DELETE", path(kind, namespace, name), propagationPolicy="Background").raise_for_status()
+
+
+def children(plane: ControlPlane, namespace: str) -> dict[tuple[str, str], Object]:
+    """Return every child of every deployment of a namespace: (kind, name) -> object."""
+    found = {}
+    for kind in CHILDREN:
+        for item in plane.request("GET", path(kind, namespace)).raise_for_status().json()["items"]:
+            owners = item["metadata"].get("ownerReferences") or []
+            if any(owner["kind"] == RESOURCE and owner.get("controller") for owner in owners):
+                found[kind, item["metadata"]["name"]] = {**item, "kind": kind, "apiVersion": CHILDREN[kind].api_version}
+    return found
+
+
+def expected(body: Mapping[str, Any], namespace: str) -> set[tuple[str, str]]:
+    """Return (kind, name) of the children that a deployment must have, without its ControllerRevisions."""
+    made = copy.deepcopy(dict(body))
+    made["metadata"] |= {"namespace": namespace, "uid": "0", "generation": 1}
+    rendered = render(parse_deployment(made), secrets=new_secret_data())
+    return {(ref.kind, ref.name) for ref in map(Ref.of, rendered)}
+
+
+def complete(plane: ControlPlane, body: Mapping[str, Any], namespace: str) -> bool:
+    """Whether all children of a deployment are there now."""
+    return expected(body, namespace) <= children(plane, namespace).keys()
+
+
+def status(plane: ControlPlane, namespace: str, name: str = "demo") -> Object:
+    """Return the status of a deployment, empty while there is none."""
+    found = get(plane, RESOURCE, namespace, name)
+    assert found is not None
+    return dict(found.get("status") or {})
+
+
+def condition(plane: ControlPlane, type: str, namespace: str, name: str = "demo") -> Object:
+    """Return a condition of a deployment, empty while there is none."""
+    conditions = status(plane, namespace, name).get("conditions") or []
+    return next((dict(found) for found in conditions if found["type"] == type), {})
+
+
+def bare(obj: Mapping[str, Any]) -> Object:
+    """Return what is the same in every cluster and namespace: no identities, no times, no secrets and their hashes."""
+    made = copy.deepcopy(dict(obj))
+    made.pop("status", None)
+    metadata = made["metadata"]
+    for field in (
+        "uid",
+        "resourceVersion",
+        "creationTimestamp",
+        "managedFields",
+        "namespace",
+        "generation",
+        "selfLink",
+    ):
+        metadata.pop(field, None)
+    for owner in metadata.get("ownerReferences") or []:
+        owner.pop("uid", None)
+    return made
+
+
+def names(found: Mapping[tuple[str, str], Any]) -> list[str]:
+    """Return readable names of children, sorted."""
+    return sorted(f"{kind} {name}" for kind, name in found)
