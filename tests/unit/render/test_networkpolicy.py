@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tools.selectors import selects
+from tools.label_selectors import selects
 
 from mmrouter.api import MMRouterDeployment, to_json
 from mmrouter_operator.config import OperatorConfig

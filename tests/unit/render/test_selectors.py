@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tools.selectors import selects
+from tools.label_selectors import selects
 
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_operator.config import OperatorConfig
