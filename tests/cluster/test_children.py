@@ -1,0 +1,95 @@
+"""Every child as the real server takes it: stored as it was rendered, and with the rights that its pods then have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster.controlplane import ControlPlane
+from cluster.resources import Object, apply, delete, path
+
+from mmrouter.api import MMRouterDeployment, parse_deployment
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.render import Capabilities, render
+from mmrouter_operator.render.capabilities import POD_METRICS_APIS
+from mmrouter_operator.secrets import new_secret_data
+
+GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "render" / "golden"
+NAMES = ["shortest", "whole", "sglang"]
+CAPABILITIES = Capabilities(frozenset(POD_METRICS_APIS))
+CONFIG = OperatorConfig(pod_cidrs=("10.244.0.0/16", "fd00:10:244::/56"), api_server_cidrs=("192.0.2.1/32",))
+
+
+def load(name: str, namespace: str) -> MMRouterDeployment:
+    """A golden deployment whose pools are scaled; without a uid, so that nobody collects its children."""
+    obj = yaml.safe_load((GOLDEN / f"{name}.yaml").read_text())
+    obj["metadata"] = {"name": obj["metadata"]["name"], "namespace": namespace}
+    for pool, target in zip(obj["spec"]["pools"], ("0.7", "1000", "0.125", "12"), strict=False):
+        pool["autoscaling"] = {"maxReplicas": 8, "metric": "queueDepth", "target": target}
+    obj["spec"]["observability"] = {"otlpEndpoint": "http://collector:4318"}
+    return parse_deployment(obj)
+
+
+def children(dep: MMRouterDeployment) -> list[Object]:
+    return render(dep, secrets=new_secret_data(), capabilities=CAPABILITIES, config=CONFIG)
+
+
+def differences(rendered: Any, live: Any, where: str = "") -> list[str]:
+    """What was rendered and is not stored like that. What the server adds is its own, and it drops what is empty."""
+    found: list[str] = []
+    if isinstance(rendered, dict) and isinstance(live, dict):
+        for key, value in rendered.items():
+            if value not in ({}, []) or key in live:
+                found += differences(value, live.get(key), f"{where}.{key}")
+    elif isinstance(rendered, list) and isinstance(live, list) and len(rendered) == len(live):
+        for number, (one, other) in enumerate(zip(rendered, live, strict=True)):
+            found += differences(one, other, f"{where}[{number}]")
+    elif rendered != live:
+        found.append(f"{where}: {rendered!r} is stored as {live!r}")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_server_stores_every_child_as_it_was_rendered(cluster: ControlPlane, namespace: str, name: str) -> None:
+    """What it stores in another form would look like drift for ever."""
+    objects = children(load(name, namespace))
+    assert "HorizontalPodAutoscaler" in {obj["kind"] for obj in objects}
+    found = [
+        f"{obj['kind']} {obj['metadata']['name']}{text}"
+        for obj in objects
+        for text in differences(obj, apply(cluster, namespace, obj))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_applying_a_child_again_writes_nothing(cluster: ControlPlane, namespace: str, name: str) -> None:
+    """Deployments and autoscalers are left out: their controllers write a status meanwhile."""
+    objects = [
+        obj
+        for obj in children(load(name, namespace))
+        if obj["kind"] not in ("Deployment", "HorizontalPodAutoscaler", "PodDisruptionBudget")
+    ]
+    first = [apply(cluster, namespace, obj)["metadata"]["resourceVersion"] for obj in objects]
+    again = [apply(cluster, namespace, obj)["metadata"]["resourceVersion"] for obj in objects]
+    assert first == again
+
+
+def test_a_frontend_may_watch_the_pods_of_its_namespace_and_nothing_else(cluster: ControlPlane, namespace: str) -> None:
+    dep = load("shortest", namespace)
+    for obj in children(dep):
+        if obj["kind"] in ("ServiceAccount", "Role", "RoleBinding"):
+            apply(cluster, namespace, obj)
+    pods = path("Pod", namespace)
+    with (
+        cluster.client(cluster.token(namespace, "qwen-vl-frontend")) as frontend,
+        cluster.client(cluster.token(namespace, "qwen-vl-engine")) as engine,
+    ):
+        assert frontend.get(pods).status_code == 200
+        assert frontend.get(pods, params={"watch": "true", "timeoutSeconds": "1"}).status_code == 200
+        assert engine.get(pods).status_code == 403
+        for other in (path("Pod", "kube-system"), path("Secret", namespace), path("ConfigMap", namespace)):
+            assert frontend.get(other).status_code == 403
+        assert frontend.delete(pods).status_code == 403
+        assert frontend.patch(f"{pods}/any/status", json={}).status_code == 403
+        delete(cluster, "RoleBinding", namespace, "qwen-vl-frontend")
