@@ -1,4 +1,4 @@
-"""Every command of the README and the concept pages runs, or is a target of make."""
+"""Every command of the pages that needs no cluster runs, or is a target of make."""
 
 import re
 import shlex
@@ -7,26 +7,9 @@ import sys
 
 import pytest
 from e2e.rig import ROOT
+from pages import commands, needs_a_cluster
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def commands():
-    for page in PAGES:
-        for block in BLOCK.findall(page.read_text()):
-            # A quoted body may run over several lines: joined by what the shell would join.
-            lines = block.replace("\\\n", " ")
-            pending = ""
-            for line in lines.splitlines():
-                pending = f"{pending}\n{line}" if pending else line
-                if pending.count("'") % 2 == 0:
-                    if pending.split("#")[0].strip():
-                        yield page.name, pending.split("  #")[0].strip()
-                    pending = ""
-
-
-FOUND = list(commands())
+FOUND = [(page, command) for page, command in commands() if not needs_a_cluster(command)]
 
 
 def test_the_pages_hold_commands():

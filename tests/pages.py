@@ -1,0 +1,29 @@
+"""The commands of the README and the concept pages, as readers see them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NEEDS_A_CLUSTER = ("kubectl ", ".venv/bin/mmrouter operator")
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yield (page, command) in their order; a quoted body that runs over several lines is one command."""
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text()):
+            lines = block.replace("\\\n", " ")
+            pending = ""
+            for line in lines.splitlines():
+                pending = f"{pending}\n{line}" if pending else line
+                if pending.count("'") % 2 == 0:
+                    if pending.split("#")[0].strip():
+                        yield page.name, pending.split("  #")[0].strip()
+                    pending = ""
+
+
+def needs_a_cluster(command: str) -> bool:
+    """Whether a command is run by the tests on a real control plane, not by those on local processes."""
+    return command.startswith(NEEDS_A_CLUSTER) or "--against cluster" in command
