@@ -45,16 +45,6 @@ def scaled_pools(
     return [pool for pool in dep.spec.pools if pool.autoscaling is not None and measured(pool)]
 
 
-def autoscaling_unavailable(
-    dep: MMRouterDeployment, capabilities: Capabilities, config: OperatorConfig
-) -> tuple[str, ...]:
-    """Return the names of the pools that ask to be scaled and are not, for the condition's AutoscalingUnavailable."""
-    nobody = scaler(capabilities, config) is None
-    return tuple(
-        pool.name for pool in dep.spec.pools if pool.autoscaling is not None and (nobody or not measured(pool))
-    )
-
-
 def measured(pool: Pool) -> bool:
     """Whether the metric that the pool's autoscaling names exists for its role."""
     return pool.autoscaling is not None and pool.role in ROLES[pool.autoscaling.metric]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from mmrouter.api import MMRouterDeployment, Role
+from mmrouter.engines.launching import BOOTSTRAP_PORT, SIDE_CHANNEL_PORT
 from mmrouter.engines.launching import HTTP_PORT as ENGINE_PORT
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.render.common import METRICS_PORT, frontend_name, object_metadata
@@ -30,8 +31,8 @@ WEB_PORTS: Final = (80, 443)
 TRANSFER_ROLES: Final[frozenset[Role]] = frozenset({"encoder", "prefill", "decode"})
 """Roles that hand tensors to other engines or take them from others; a worker does beside an encoder."""
 TRANSFER_PORTS: Final = (
-    (5600, 5663),  # NIXL side channel, one port per rank
-    (8997, 8998),  # SGLang's bootstrap servers: encoder, prefill
+    (SIDE_CHANNEL_PORT, SIDE_CHANNEL_PORT + 63),  # NIXL, one port per rank
+    (8997, BOOTSTRAP_PORT),  # SGLang's bootstrap servers: encoder, prefill
     (14579, 14579),  # vLLM's embedding transfer
     (15000, 17000),  # Mooncake's own range
     (32768, 60999),  # what UCX and ZMQ are given by Linux

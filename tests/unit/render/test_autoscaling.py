@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmrouter.api import MMRouterDeployment, quantity_value, to_json
 from mmrouter.engines.vllm_metrics import Load
 from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render.autoscaling import METRICS, ROLES, autoscaling_unavailable, quantity
+from mmrouter_operator.render.autoscaling import METRICS, ROLES, quantity
 from mmrouter_operator.render.capabilities import KEDA_API, Capabilities
 from mmrouter_operator.render.hpa import render_hpas
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, render_podmonitors
@@ -37,32 +37,25 @@ def scaled(whole: MMRouterDeployment, changed: Change) -> MMRouterDeployment:
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "config", "hpas", "objects", "unavailable"),
+    ("capabilities", "config", "hpas", "objects"),
     [
-        (NOTHING, PROMETHEUS, 0, 0, ("big", "mig")),
-        (ADAPTER, BARE, 2, 0, ()),
-        (KEDA, BARE, 0, 0, ("big", "mig")),
-        (KEDA, PROMETHEUS, 0, 2, ()),
-        (BOTH, PROMETHEUS, 2, 0, ()),
+        (NOTHING, PROMETHEUS, 0, 0),
+        (ADAPTER, BARE, 2, 0),
+        (KEDA, BARE, 0, 0),
+        (KEDA, PROMETHEUS, 0, 2),
+        (BOTH, PROMETHEUS, 2, 0),
     ],
 )
-def test_one_kind_scales_or_nobody_does_and_that_is_told(
-    scaled: MMRouterDeployment,
-    capabilities: Capabilities,
-    config: OperatorConfig,
-    hpas: int,
-    objects: int,
-    unavailable: tuple[str, ...],
+def test_one_kind_scales_or_nobody_does(
+    scaled: MMRouterDeployment, capabilities: Capabilities, config: OperatorConfig, hpas: int, objects: int
 ) -> None:
     assert len(render_hpas(scaled, capabilities, config)) == hpas
     assert len(render_scaledobjects(scaled, capabilities, config)) == objects
-    assert autoscaling_unavailable(scaled, capabilities, config) == unavailable
 
 
 def test_a_pool_that_asks_for_no_scaling_gets_none(whole: MMRouterDeployment) -> None:
     assert render_hpas(whole, BOTH, PROMETHEUS) == []
     assert render_scaledobjects(whole, KEDA, PROMETHEUS) == []
-    assert autoscaling_unavailable(whole, NOTHING, BARE) == ()
 
 
 def test_an_hpa_is_valid_for_the_api(scaled: MMRouterDeployment, valid: Callable[[list[dict[str, Any]]], None]) -> None:
@@ -137,7 +130,7 @@ def test_every_metric_is_one_that_a_sidecar_exports() -> None:
         ("worker", "encoderUtilization", False),
     ],
 )
-def test_a_metric_that_the_role_does_not_have_is_told_and_not_scaled_by(
+def test_no_pool_is_scaled_by_a_metric_that_its_role_does_not_have(
     shortest: MMRouterDeployment, changed: Change, role: str, metric: str, possible: bool
 ) -> None:
     """An HPA over a metric that nobody exports would look like autoscaling and do nothing."""
@@ -145,7 +138,6 @@ def test_a_metric_that_the_role_does_not_have_is_told_and_not_scaled_by(
     extra = {**worker, "name": "extra", "role": role, "autoscaling": {"maxReplicas": 3, "metric": metric}}
     dep = changed(shortest, pools=[worker, extra])
     assert len(render_hpas(dep, ADAPTER, BARE)) == possible
-    assert autoscaling_unavailable(dep, ADAPTER, BARE) == (() if possible else ("extra",))
 
 
 @pytest.mark.parametrize(

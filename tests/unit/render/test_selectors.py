@@ -235,9 +235,24 @@ def test_ports_that_are_opened_and_scraped_are_ports_of_the_pods(
     (service,) = of(objects, "Service")
     assert service["spec"]["ports"][0]["targetPort"] in container_ports(deployed[f"{dep.metadata.name}-frontend"])
     for policy in of(objects, "NetworkPolicy"):
-        if name(policy).endswith("-transfer"):
-            continue  # ports that the engines' own libraries open
+        if name(policy) == f"{dep.metadata.name}-transfer":
+            continue
         opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
         chosen = [pod for pod in deployed if selects(policy["spec"]["podSelector"], labels[pod])]
         served_ports = {number for pod in chosen for number in container_ports(deployed[pod]).values()}
         assert opened <= served_ports
+
+
+@random
+@given(deployments(), SERVED)
+def test_engines_that_transfer_reach_each_others_ports_for_it(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
+    objects = children(dep, served)
+    policies = [p for p in of(objects, "NetworkPolicy") if name(p) == f"{dep.metadata.name}-transfer"]
+    ours = {"http", "metrics", "feed", "feed-requests"}
+    for obj in of(objects, "Deployment"):
+        if name(obj) == f"{dep.metadata.name}-frontend" or not dep.spec.network_policy.enabled:
+            continue
+        for port in (number for called, number in container_ports(obj).items() if called not in ours):
+            (policy,) = policies
+            (rule,) = policy["spec"]["ingress"]
+            assert any(entry["port"] <= port <= entry.get("endPort", entry["port"]) for entry in rule["ports"])
