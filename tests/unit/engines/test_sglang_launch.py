@@ -7,6 +7,7 @@ import pytest
 
 from mmrouter.api import SpecError, parse_deployment
 from mmrouter.engines import adapter
+from mmrouter.engines.launching import LaunchError
 from mmrouter.engines.sglang import API_KEY_ENV, OWNED_FLAGS, launch
 from mmrouter_sim.sglang.flags import parse
 
@@ -135,14 +136,78 @@ def test_renderer_pools_are_refused_by_a_sentence() -> None:
         deployment(pools=[POOL, renderer])
 
 
+def role(name: str, kind: str = "nvidia") -> dict[str, Any]:
+    return {"name": name, "role": name, "accelerator": {"kind": kind}}
+
+
+def launched(name: str, kind: str = "nvidia", **engine: Any) -> Any:
+    pools = [role("encoder", kind), role("prefill", kind), role("decode", kind)]
+    dep = deployment(engine={"type": "sglang"} | engine, pools=pools)
+    return launch(dep, dep.pool(name))
+
+
+def test_prefill_and_decode_hand_blocks_over_and_find_each_other_by_the_bootstrap_port() -> None:
+    for name in ("prefill", "decode"):
+        made = launched(name)
+        assert value(made.args, "--disaggregation-mode") == name
+        assert value(made.args, "--disaggregation-transfer-backend") == "nixl"
+        assert value(made.args, "--disaggregation-bootstrap-port") == "8998"
+        assert made.health_path == "/ready"
+    assert launched("prefill").ports == {"bootstrap": 8998}
+    assert "--kv-events-config" in launched("prefill").args
+    assert "--kv-events-config" not in launched("decode").args  # it keeps no prefix cache
+
+
+def test_an_encoder_only_encodes_and_is_probed_patiently() -> None:
+    made = launched("encoder", ecConnector={"transferBackend": "mooncake"})
+    assert "--encoder-only" in made.args
+    assert value(made.args, "--encoder-transfer-backend") == "mooncake"
+    assert not {"--page-size", "--kv-events-config", "--enable-cache-report"} & set(made.args)
+    assert (made.health_path, made.health_seconds) == ("/health", 30)
+
+
+def test_a_users_connector_replaces_the_default() -> None:
+    said = {"transferBackend": "mooncake", "ibDevice": "mlx5_0"}
+    args = launched("decode", "intel-xe", kvConnector=said).args
+    assert value(args, "--disaggregation-transfer-backend") == "mooncake"
+    assert value(args, "--disaggregation-ib-device") == "mlx5_0"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "engine", "path"),
+    [
+        ("prefill", "intel-xe", {}, "engine.kvConnector"),
+        ("decode", "cpu", {}, "engine.kvConnector"),
+        ("decode", "nvidia", {"kvConnector": {"ibDevice": "mlx5_0"}}, "engine.kvConnector"),
+        ("decode", "nvidia", {"kvConnector": {"transferBackend": "nixl", "port": 1}}, "engine.kvConnector.port"),
+        ("encoder", "nvidia", {"ecConnector": {"ec_connector": "X"}}, "engine.ecConnector.ec_connector"),
+    ],
+)
+def test_a_transfer_that_cannot_be_had_is_an_error_with_its_field(
+    name: str, kind: str, engine: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launched(name, kind, **engine)
+    assert caught.value.path == path
+
+
 def test_every_launched_flag_that_exactness_needs_is_owned() -> None:
-    flags = [arg.partition("=")[0] for arg in arguments() if arg.startswith("--")]
+    lines = [arguments(), *(launched(name).args for name in ("encoder", "prefill", "decode"))]
+    flags = [arg.partition("=")[0] for line in lines for arg in line if arg.startswith("--")]
     assert set(flags) <= set(OWNED_FLAGS) | {"--mm-preprocess-cache-size-mb", "--device"}
 
 
 def test_adapters_offer_the_same_names() -> None:
     names = ("decode_batch", "launch", "OWNED_FLAGS", "rewrite_chat", "prompt_error_field", "METRICS", "parse_load")
-    more = ("REFUSED_FIELDS", "parse_block_size", "API_KEY_ENV", "HEALTH_PATH", "HTTP_PORT", "EventError")
+    more = (
+        "REFUSED_FIELDS",
+        "parse_block_size",
+        "API_KEY_ENV",
+        "HEALTH_PATH",
+        "HTTP_PORT",
+        "EventError",
+        "KV_LAYOUT_FLAGS",
+    )
     for engine in ("vllm", "sglang"):
         assert all(hasattr(adapter(engine), name) for name in (*names, *more))
     with pytest.raises(ValueError, match="other"):

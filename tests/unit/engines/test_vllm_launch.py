@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mmrouter.api import SpecError, parse_deployment
-from mmrouter.engines.vllm import OWNED_FLAGS, launch
+from mmrouter.engines.launching import LaunchError, chosen_flags
+from mmrouter.engines.vllm import KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
 
 
 def deployment(**spec: Any) -> Any:
@@ -88,13 +89,6 @@ def test_a_mounted_model_is_served_from_its_folder_and_without_a_revision() -> N
     assert "--revision" not in args
 
 
-def test_roles_that_need_a_transfer_are_not_launched_without_one() -> None:
-    dep = deployment()
-    encoder = dep.spec.pools[0].model_copy(update={"role": "encoder"})
-    with pytest.raises(ValueError, match="encoder"):
-        launch(dep, encoder)
-
-
 def test_every_flag_that_launch_sets_is_refused_from_users() -> None:
     args = arguments(
         model={"id": "m", "trustRemoteCode": True},
@@ -131,3 +125,120 @@ def test_a_renderer_gets_every_flag_that_changes_a_prompt_and_none_about_a_cache
     left_out = [n for n, arg in enumerate(worker.args) if arg in cache | switches]
     skipped = set(left_out) | {n + 1 for n in left_out if worker.args[n] in cache}
     assert renderer.args == [arg for n, arg in enumerate(worker.args) if n not in skipped]
+
+
+def role(name: str, kind: str = "nvidia", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "role": name, "accelerator": {"kind": kind}} | fields
+
+
+def launched(pools: list[dict[str, Any]], name: str, **engine: Any) -> Any:
+    dep = deployment(engine={"type": "vllm"} | engine, pools=pools)
+    return launch(dep, dep.pool(name))
+
+
+def as_json(args: list[str], flag: str) -> Any:
+    return json.loads(value(args, flag)) if flag in args else None
+
+
+EPD = [role("encoder"), role("prefill"), role("decode")]
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cuda"}
+KV, EC = "--kv-transfer-config", "--ec-transfer-config"
+
+
+def test_prefill_and_decode_exchange_blocks_over_nixl_on_the_pods_address() -> None:
+    for name in ("prefill", "decode"):
+        made = launched(EPD, name)
+        assert as_json(made.args, KV) == NIXL
+        assert made.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
+        assert made.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+        assert made.ports == {"side-channel": 5600}
+        assert {"--kv-events-config", "--enable-prefix-caching"} <= set(made.args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer"), [("amd", "cuda"), ("intel-xe", "xpu"), ("intel-i915", "xpu"), ("cpu", "cpu")]
+)
+def test_blocks_travel_in_the_memory_of_the_accelerator(kind: str, buffer: str) -> None:
+    made = launched([role("prefill", kind), role("decode", kind)], "decode")
+    assert as_json(made.args, KV)["kv_buffer_device"] == buffer
+    assert made.env.get("UCX_TLS") == ("tcp,self,sm" if kind == "cpu" else None)
+
+
+def test_an_encoder_produces_embeddings_and_is_told_nothing_of_a_cache() -> None:
+    made = launched(EPD, "encoder")
+    config = as_json(made.args, EC)
+    assert (config["ec_connector"], config["ec_role"]) == ("ECCPUConnector", "ec_producer")
+    # Half of the pod's shared memory, in bytes: the region lies in /dev/shm.
+    assert config["ec_connector_extra_config"] == {"ec_cpu_bytes": 4 * 2**30, "ec_enable_nixl": True}
+    assert (made.env["VLLM_EC_SIDE_CHANNEL_HOST"], made.env["VLLM_EC_SIDE_CHANNEL_PORT"]) == ("$(POD_IP)", "5600")
+    assert made.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    cache = {"--block-size", "--enable-prefix-caching", "--kv-events-config", "--enable-prompt-tokens-details"}
+    assert not cache & set(made.args)
+    assert as_json(made.args, KV) is None
+
+
+def test_whoever_prefills_takes_embeddings_where_there_are_encoders() -> None:
+    assert as_json(launched(EPD, "prefill").args, EC)["ec_role"] == "ec_consumer"
+    assert as_json(launched(EPD, "decode").args, EC) is None
+    beside = [role("encoder"), role("worker")]
+    assert as_json(launched(beside, "worker").args, EC)["ec_role"] == "ec_consumer"
+    assert as_json(launched([role("worker")], "worker").args, EC) is None
+
+
+def test_a_users_connectors_replace_the_defaults_and_only_their_role_is_filled_in() -> None:
+    connectors = {
+        "kvConnector": {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"},
+        "ecConnector": {
+            "ec_connector": "ECExampleConnector",
+            "ec_connector_extra_config": {"shared_storage_path": "/x"},
+        },
+    }
+    encoder, prefill = (launched(EPD, name, **connectors) for name in ("encoder", "prefill"))
+    assert as_json(prefill.args, KV) == connectors["kvConnector"]
+    assert as_json(prefill.args, EC) == {"ec_role": "ec_consumer", **connectors["ecConnector"]}
+    assert as_json(encoder.args, EC) == {"ec_role": "ec_producer", **connectors["ecConnector"]}
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in encoder.env
+
+
+@pytest.mark.parametrize(
+    ("pools", "name", "engine", "path"),
+    [
+        ([role("prefill", "gaudi"), role("decode", "gaudi")], "prefill", {}, "engine.kvConnector"),
+        ([role("encoder", "cpu"), role("worker")], "encoder", {}, "engine.ecConnector"),
+        ([role("encoder"), role("worker", "cpu")], "worker", {}, "engine.ecConnector"),
+        (EPD, "decode", {"kvConnector": {"kv_role": "kv_both"}}, "engine.kvConnector"),
+        (EPD, "encoder", {"ecConnector": {"ec_role": "ec_both"}}, "engine.ecConnector"),
+        (
+            [role("encoder", accelerator={"kind": "nvidia", "count": 2}, parallelism={"data": 2}), role("worker")],
+            "encoder",
+            {},
+            "parallelism.data",
+        ),
+    ],
+)
+def test_a_transfer_that_cannot_be_had_is_an_error_with_its_field(
+    pools: list[dict[str, Any]], name: str, engine: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launched(pools, name, **engine)
+    assert caught.value.path == path
+
+
+def test_a_users_flags_are_read_in_all_their_spellings() -> None:
+    args = [
+        "--dtype",
+        "half",
+        "--kv_cache_dtype=fp8",
+        "-q",
+        "awq",
+        "--seed",
+        "1",
+        "--calculate-kv-scales",
+        "--dtype=bf16",
+    ]
+    assert chosen_flags(args, KV_LAYOUT_FLAGS) == {
+        "--dtype": "bf16",
+        "--kv-cache-dtype": "fp8",
+        "-q": "awq",
+        "--calculate-kv-scales": "",
+    }

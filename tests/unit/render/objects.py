@@ -1,0 +1,58 @@
+"""What the render tests share: finding objects and containers, and deployments that differ in one thing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mmrouter.api import MMRouterDeployment, parse_deployment, to_json
+from mmrouter_operator.render import SecretData, render
+
+Object = dict[str, Any]
+
+
+def deployments(objects: list[Object]) -> list[Object]:
+    return [obj for obj in objects if obj["kind"] == "Deployment"]
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    return next(obj for obj in objects if (obj["kind"], obj["metadata"]["name"]) == (kind, name))
+
+
+def containers(obj: Object) -> Iterator[Object]:
+    spec = obj["spec"]["template"]["spec"]
+    yield from spec.get("initContainers", [])
+    yield from spec["containers"]
+
+
+def template_labels(obj: Object) -> dict[str, str]:
+    labels: dict[str, str] = obj["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def change(dep: MMRouterDeployment, **spec: Any) -> MMRouterDeployment:
+    """Return the deployment with other sections of its spec."""
+    obj = to_json(dep)
+    obj["spec"].update(spec)
+    return parse_deployment(obj)
+
+
+def with_pool(dep: MMRouterDeployment, **fields: Any) -> MMRouterDeployment:
+    """Return the deployment with its first pool alone, changed."""
+    return change(dep, pools=[{**to_json(dep)["spec"]["pools"][0], **fields}])
+
+
+def pod_of(dep: MMRouterDeployment, secrets: SecretData, component: str) -> Object:
+    """Return the pod spec of one pool, or of the frontend."""
+    obj = named(render(dep, secrets=secrets), "Deployment", f"{dep.metadata.name}-{component}")
+    pod: Object = obj["spec"]["template"]["spec"]
+    return pod
+
+
+def container(pod: Object, name: str) -> Object:
+    everyone = [*pod.get("initContainers", []), *pod["containers"]]
+    found: Object = next(one for one in everyone if one["name"] == name)
+    return found
+
+
+def variables(one: Object) -> dict[str, Any]:
+    """Return a container's environment: the value, or where it comes from."""
+    return {item["name"]: item.get("value", item.get("valueFrom")) for item in one["env"]}
