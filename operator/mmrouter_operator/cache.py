@@ -58,6 +58,8 @@ def content_of(obj: Mapping[str, Any]) -> str:
     if "annotations" in metadata:
         kept = {name: value for name, value in metadata["annotations"].items() if not name.startswith(_CONTROLLERS)}
         metadata["annotations"] = kept
+        if not kept:
+            del metadata["annotations"]
     rest = {name: value for name, value in obj.items() if name not in ("metadata", "status")}
     return blake2b(json.dumps([metadata, rest], sort_keys=True).encode(), digest_size=16).hexdigest()
 

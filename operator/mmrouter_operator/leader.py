@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict
+from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict, NotFound, Object
 from mmrouter_operator.clock import boot_time
 from mmrouter_operator.ref import KINDS, Ref
 
@@ -79,6 +79,8 @@ class Leader:
         self._observed: Observed | None = None
         self._valid_until = float("-inf")
         self._stopping = False
+        self._mine: Object | None = None
+        """The Lease as our last write left it: renewing needs no reading before it."""
 
     def left(self) -> float:
         """Seconds for which the lease is surely ours; not more than 0 when it is not."""
@@ -121,10 +123,12 @@ class Leader:
         try:
             async with asyncio.timeout(self._timing.deadline):
                 held = await self._take()
-        except (AlreadyThere, Conflict):
-            # Somebody else wrote; what they wrote is seen next time.
+        except (AlreadyThere, Conflict, NotFound):
+            # Somebody else wrote or deleted it; what is there is seen next time.
+            self._mine = None
             return
         except (ApiError, TimeoutError) as error:
+            self._mine = None
             log.warning("the lease could not be read or renewed: %s", error or "no answer")
             return
         if held and not self._stopping:
@@ -133,6 +137,11 @@ class Leader:
             self._valid_until = float("-inf")
 
     async def _take(self) -> bool:
+        if self._mine is not None and self.valid():
+            try:
+                return await self._write(self._mine)
+            except Conflict:
+                self._mine = None
         lease = await self._cluster.get(self._ref)
         if lease is None:
             created = {
@@ -141,13 +150,18 @@ class Leader:
                 "metadata": {"name": self._ref.name, "namespace": self._ref.namespace},
                 "spec": self._spec({}),
             }
-            self._see(await self._cluster.create(created))
+            self._mine = await self._cluster.create(created)
+            self._see(self._mine)
             return True
         self._see(lease)
         if not may_take(self._observed, self._identity, self._clock()):
             return False
-        lease["spec"] = self._spec(lease.get("spec") or {})
-        self._see(await self._cluster.replace(lease))
+        return await self._write(lease)
+
+    async def _write(self, lease: Object) -> bool:
+        written = await self._cluster.replace({**lease, "spec": self._spec(lease.get("spec") or {})})
+        self._mine = written
+        self._see(written)
         return True
 
     def _see(self, lease: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ class Reconciler:
         self._lookup = Lookup(cluster)
         self._statuses = Statuses(cluster, cache, metrics)
         self._followed: set[Key] = set()
+        self._recreated: dict[Key, Problem] = {}
         self.capabilities = Capabilities()
 
     async def reconcile(self, key: Key) -> float | None:
@@ -106,7 +107,13 @@ class Reconciler:
                 # What the writes have changed belongs into the status of this very reconcile.
                 snapshot = self._snapshot(key, resource, secrets, missing)
         await self._gates(dep, snapshot, written)
-        return await self._statuses.write(key, resource, dep, snapshot, planned, written)
+        recreated = self._recreated.get(key)
+        if recreated is not None:
+            written.problems.append(recreated)
+        again_in = await self._statuses.write(key, resource, dep, snapshot, planned, written)
+        # Told; from here on the status itself remembers it.
+        self._recreated.pop(key, None)
+        return again_in
 
     async def _apply(
         self, key: Key, snapshot: Snapshot, planned: Plan, revision: Object | None, written: Written
@@ -159,7 +166,7 @@ class Reconciler:
         self._cache.put("Secret", live)
         if lost:
             message = f"Secret {ref.name} was lost and is made anew: every pod restarts with new keys"
-            written.problems.append(Problem(SECRET_RECREATED, "Secret", ref.name, message))
+            self._recreated[key] = Problem(SECRET_RECREATED, "Secret", ref.name, message)
         try:
             return read_secret(live)
         except SecretError as error:
@@ -215,5 +222,6 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         self._streams.forget(key)
         self._followed.discard(key)
+        self._recreated.pop(key, None)
         self._children.forget(key)
         self._statuses.forget(key)

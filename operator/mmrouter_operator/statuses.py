@@ -1,6 +1,7 @@
 """Writes a deployment's status, its Events and its condition metrics: only what changed, and ratios rarely."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from mmrouter.api import MMRouterDeployment, SpecError
@@ -12,22 +13,33 @@ from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key, Snapshot
 from mmrouter_operator.plan import Plan
 from mmrouter_operator.ref import RESOURCE
-from mmrouter_operator.status import status_of, transitions
+from mmrouter_operator.status import Status, status_of, transitions, urgent
 
 log = logging.getLogger(__name__)
 
-RATIO_INTERVAL = 30.0
-"""Seconds between writes that change nothing but the measured ratios."""
+_LISTS = {"conditions": "type", "pools": "name"}
+
+QUIET_INTERVAL = 30.0
+"""Seconds between writes that change nothing but measured ratios and the wording of messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """What was sent, what the resource showed after it, and when."""
+
+    status: Status
+    live: Status
+    at: float
 
 
 class Statuses:
-    """Remembers when each deployment's ratios were written."""
+    """Remembers what was written last to each deployment, and when."""
 
     def __init__(self, cluster: Cluster, cache: Cache, metrics: Metrics) -> None:
         self._cluster = cluster
         self._cache = cache
         self._metrics = metrics
-        self._ratios_at: dict[Key, float] = {}
+        self._written: dict[Key, _Last] = {}
 
     async def write(
         self,
@@ -41,12 +53,14 @@ class Statuses:
         """Write what changed. Returns the seconds until the deployment is to be looked at again, if any."""
         before: dict[str, Any] = resource.get("status") or {}
         status = status_of(spec, snapshot, planned, tuple(written.problems), before)
-        if (wait := self._too_early(key, before, status)) > 0:
+        last = self._written.get(key)
+        if _shows(before, status) or (last is not None and (last.status, last.live) == (status, before)):
+            pass
+        elif last is not None and not urgent(before, status) and (wait := last.at + QUIET_INTERVAL - boot_time()) > 0:
             written.later(wait)
-            status = before
-        if status != before:
+        else:
             live = await self._cluster.apply_status(_manifest(resource, status))
-            self._ratios_at[key] = boot_time()
+            self._written[key] = _Last(status, live.get("status") or {}, boot_time())
             self._cache.put(RESOURCE, live)
             for event in transitions(before, status):
                 await self._event(resource, event.type, event.reason, event.action, event.note)
@@ -58,21 +72,13 @@ class Statuses:
 
     def forget(self, key: Key) -> None:
         """A deployment is gone."""
-        self._ratios_at.pop(key, None)
+        self._written.pop(key, None)
         self._metrics.conditions(key, ())
 
     def retire(self) -> None:
         """Another replica reports now."""
-        self._ratios_at.clear()
+        self._written.clear()
         self._metrics.forget_conditions()
-
-    def _too_early(self, key: Key, before: dict[str, Any], now: dict[str, Any]) -> float:
-        """Seconds to wait before a write that would change ratios only."""
-        if {**before, "routing": None} != {**now, "routing": None}:
-            return 0.0
-        if before.get("routing") == now.get("routing"):
-            return 0.0
-        return self._ratios_at.get(key, float("-inf")) + RATIO_INTERVAL - boot_time()
 
     async def _event(self, resource: Object, type: str, reason: str, action: str, note: str) -> None:
         try:
@@ -80,6 +86,16 @@ class Statuses:
         except ApiError as error:
             # The condition says the same and stays; an Event is a courtesy.
             log.warning("an event was not recorded: %s", error, extra={"reason": reason})
+
+
+def _shows(live: Status, wanted: Status) -> bool:
+    """Whether a live status is the wanted one; the server keeps lists of named things in an order of its own."""
+
+    def by_name(status: Status) -> Status:
+        ordered = {key: {item[name]: item for item in status.get(key, [])} for key, name in _LISTS.items()}
+        return {**status, **ordered}
+
+    return by_name(live) == by_name(wanted)
 
 
 def _manifest(resource: Object, status: dict[str, Any]) -> Object:
