@@ -16,7 +16,7 @@ What holds after each step, for every pool with target n, surge s and unavailabl
   the old one needs no rule of its own, it is a step towards another goal.
 
 Worked example, prefill 4 + 1 surge, decode 2 + 1 surge, none unavailable (old/new, all become ready):
-``4/0 2/0 -> 4/1 2/1 -> 3/2 1/2 -> 2/3 1/2 -> 1/4 1/2 -> 0/4 0/2``.
+``4/0 2/0, 4/1 2/1, 3/1 1/1, 3/2 1/1, 2/2 1/2, 2/3 1/2, 1/3 1/2, 1/4 1/2, 0/4 0/2``.
 """
 
 import math

@@ -1,0 +1,237 @@
+"""Switching a set of pools: whole rollouts replayed against replicas that start, fail and stop at random."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrouter_operator import sets
+from mmrouter_operator.sets import SetPool, SetStep, Side, step
+
+ROUNDS = 400
+
+
+@dataclass
+class Fleet:
+    """Pods of the set's Deployments. A ReplicaSet removes pods that are not ready first, as the real one does."""
+
+    pools: list[tuple[str, str, int, int]]
+    """Name, role, surge, unavailable."""
+    targets: list[int]
+    wanted: dict[tuple[str, str], int] = field(default_factory=dict)
+    ready: dict[tuple[str, str], int] = field(default_factory=dict)
+    starting: dict[tuple[str, str], int] = field(default_factory=dict)
+    leaving: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def view(self) -> list[SetPool]:
+        return [
+            SetPool(
+                name,
+                role,
+                target,
+                surge,
+                unavailable,
+                {
+                    generation: Side(count, self.total((pool, generation)), self.ready.get((pool, generation), 0))
+                    for (pool, generation), count in self.wanted.items()
+                    if pool == name
+                },
+            )
+            for (name, role, surge, unavailable), target in zip(self.pools, self.targets, strict=True)
+        ]
+
+    def total(self, key: tuple[str, str]) -> int:
+        return self.ready.get(key, 0) + self.starting.get(key, 0)
+
+    def carry_out(self, now: SetStep) -> None:
+        for key in [key for key in self.wanted if key[1] in now.drop]:
+            for counts in (self.wanted, self.ready, self.starting):
+                counts.pop(key, None)
+        for key, count in now.replicas.items():
+            self.wanted[key] = count
+            while self.total(key) > count:
+                if self.starting.get(key, 0):
+                    self.starting[key] -= 1
+                else:
+                    self.ready[key] -= 1
+            self.starting[key] = count - self.ready.get(key, 0)
+
+    def become_ready(self, key: tuple[str, str], count: int) -> None:
+        moved = min(count, self.starting.get(key, 0))
+        self.starting[key] = self.starting.get(key, 0) - moved
+        self.ready[key] = self.ready.get(key, 0) + moved
+
+    def fail(self, key: tuple[str, str], count: int) -> None:
+        moved = min(count, self.ready.get(key, 0))
+        self.ready[key] = self.ready.get(key, 0) - moved
+        self.starting[key] = self.starting.get(key, 0) + moved
+
+    def serving(self) -> list[int]:
+        """Ready replicas per pool of generations that have a ready pod of every role."""
+        roles = {role for (_, role, _, _), target in zip(self.pools, self.targets, strict=True) if target}
+        pairs = [
+            generation
+            for generation in {generation for _, generation in self.wanted}
+            if all(
+                any(self.ready.get((name, generation), 0) for name, other, _, _ in self.pools if other == role)
+                for role in roles
+            )
+        ]
+        return [sum(self.ready.get((name, generation), 0) for generation in pairs) for name, *_ in self.pools]
+
+    def pods(self) -> list[int]:
+        return [sum(self.total(key) for key in self.wanted if key[0] == name) for name, *_ in self.pools]
+
+    def generations(self) -> set[str]:
+        return {generation for _, generation in self.wanted}
+
+    def finished(self, goal: str) -> bool:
+        return self.generations() == {goal} and all(
+            self.ready.get((name, goal), 0) == self.wanted[name, goal] == target
+            for (name, *_), target in zip(self.pools, self.targets, strict=True)
+        )
+
+
+def advance(fleet: Fleet, goal: str) -> SetStep:
+    """Take one step and hold it to what every step must keep."""
+    before, stood = fleet.serving(), fleet.pods()
+    now = step(fleet.view(), goal)
+    fleet.carry_out(now)
+    after, stand = fleet.serving(), fleet.pods()
+    for (name, _, surge, unavailable), target, was, is_, had, has in zip(
+        fleet.pools, fleet.targets, before, after, stood, stand, strict=True
+    ):
+        assert is_ >= min(was, max(0, target - unavailable)), f"{name} fell below its floor: {was} -> {is_}"
+        assert has <= max(had, target + surge), f"{name} surged too far: {has} > {target} + {surge}"
+    if all(fleet.targets) and any(before):
+        assert any(after), "no pair of one generation was left"
+    return now
+
+
+def finish(fleet: Fleet, goal: str) -> list[SetStep]:
+    """Let everything become ready until the goal is reached; fail if it never is."""
+    taken = []
+    for _ in range(ROUNDS):
+        for key in list(fleet.wanted):
+            fleet.become_ready(key, 1000)
+        if fleet.finished(goal):
+            return taken
+        taken.append(advance(fleet, goal))
+    raise AssertionError(f"not finished after {ROUNDS} steps: {fleet}")
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    roles = draw(st.sampled_from([("prefill", "decode"), ("prefill", "prefill", "decode")]))
+    pools, targets = [], []
+    for number, role in enumerate(roles):
+        target = draw(st.integers(1, 8))
+        surge = draw(st.integers(1 if target == 1 else 0, 3))
+        pools.append((f"{role}{number}", role, surge, draw(st.integers(0 if surge else 1, 3))))
+        targets.append(target)
+    fleet = Fleet(pools, targets)
+    advance(fleet, "a")
+    finish(fleet, "a")
+    return fleet
+
+
+@given(fleets())
+@settings(max_examples=100, deadline=None)
+def test_a_switch_ends_with_every_replica_of_the_new_revision(fleet: Fleet) -> None:
+    finish(fleet, "b")
+
+
+chance = st.tuples(st.sampled_from(["ready", "fail", "step", "step"]), st.integers(0, 5), st.integers(1, 3))
+
+
+@given(fleets(), st.lists(st.tuples(st.sampled_from("abc"), st.lists(chance, max_size=12)), max_size=5), st.data())
+@settings(max_examples=250, deadline=None)
+def test_no_step_goes_below_the_floor_or_above_the_surge_whatever_fails_and_whatever_is_wanted_next(
+    fleet: Fleet, story: list[tuple[str, list[tuple[str, int, int]]]], data: st.DataObject
+) -> None:
+    goal = "a"
+    for goal, events in story:
+        for what, which, count in events:
+            keys = sorted(fleet.wanted)
+            key = keys[which % len(keys)]
+            if what == "ready":
+                fleet.become_ready(key, count)
+            elif what == "fail":
+                fleet.fail(key, count)
+            else:
+                advance(fleet, goal)
+                assert len(fleet.generations()) <= 2
+        if data.draw(st.booleans()):
+            place = data.draw(st.integers(0, len(fleet.pools) - 1))
+            least = 2 if not fleet.pools[place][2] else 1
+            fleet.targets[place] = data.draw(st.integers(least, 9))
+    finish(fleet, goal)
+
+
+@given(fleets(), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_going_back_is_possible_after_any_number_of_steps(fleet: Fleet, steps: int) -> None:
+    for _ in range(steps):
+        for key in list(fleet.wanted):
+            fleet.become_ready(key, 1)
+        advance(fleet, "b")
+    finish(fleet, "a")
+
+
+def test_the_worked_example_of_the_module() -> None:
+    fleet = Fleet([("p", "prefill", 1, 0), ("d", "decode", 1, 0)], [4, 2])
+    advance(fleet, "old")
+    finish(fleet, "old")
+    seen = []
+    for _ in range(20):
+        sides = [[fleet.ready.get((pool, name), 0) for name in ("old", "new")] for pool in "pd"]
+        seen.append(" ".join(f"{old}/{new}" for old, new in sides))
+        if fleet.finished("new"):
+            break
+        advance(fleet, "new")
+        for key in list(fleet.wanted):
+            fleet.become_ready(key, 10)
+    assert ", ".join(dict.fromkeys(seen)) in " ".join((sets.__doc__ or "").split())
+    assert len(seen) == 9
+
+
+def test_a_broken_revision_never_takes_the_serving_one_away() -> None:
+    fleet = Fleet([("p", "prefill", 1, 1), ("d", "decode", 1, 1)], [4, 2])
+    advance(fleet, "good")
+    finish(fleet, "good")
+    for _ in range(50):  # no pod of the new revision ever becomes ready
+        advance(fleet, "broken")
+    assert fleet.serving() == [3, 1]
+    finish(fleet, "fixed")
+
+
+@pytest.mark.parametrize("serving", [True, False])
+def test_a_pool_of_one_without_surge_blocks_a_switch_unless_nothing_serves(serving: bool) -> None:
+    ready = 1 if serving else 0
+    pools = [
+        SetPool("p", "prefill", 1, 0, 1, {"a": Side(1, 1, ready)}),
+        SetPool("d", "decode", 1, 1, 0, {"a": Side(1, 1, 1)}),
+    ]
+    now = step(pools, "b")
+    assert bool(now.blocked) == serving
+    assert now.drop == (frozenset() if serving else {"a"})
+    if serving:
+        assert now.replicas == {("p", "a"): 1, ("d", "a"): 1}
+        assert "pool p has one replica and no surge" in now.blocked
+
+
+def test_an_outage_of_both_revisions_does_not_stop_a_third() -> None:
+    fleet = Fleet([("p", "prefill", 0, 2), ("d", "decode", 0, 1)], [3, 2])
+    advance(fleet, "a")
+    finish(fleet, "a")
+    for _ in range(5):
+        advance(fleet, "b")
+    for key in list(fleet.wanted):
+        fleet.fail(key, 10)
+    for _ in range(10):
+        advance(fleet, "c")
+        for name in ("p", "d"):
+            if ("p", "c") in fleet.wanted:
+                fleet.become_ready((name, "c"), 10)
+    assert fleet.finished("c")
