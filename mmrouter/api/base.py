@@ -56,7 +56,8 @@ QUANTITY_SCHEMA: dict[str, Any] = {
     VALIDATIONS: [
         validation("type(self) != int || self >= 0", "a quantity is not negative"),
         validation(
-            "type(self) == int || !isQuantity(self) || quantity(self).isLessThan(quantity('9223372036854775807'))",
+            "type(self) == int ? self < 9223372036854775807 : "
+            "!isQuantity(self) || quantity(self).isLessThan(quantity('9223372036854775807'))",
             "the quantity is too large",
         ),
     ],

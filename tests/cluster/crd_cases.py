@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Case:
 
 def good() -> dict[str, Object]:
     """Return the good objects by name."""
-    return {name: _document(name, spec) for name, spec in _load("good").items()}
+    return {name: _document(name, copy.deepcopy(spec)) for name, spec in _load("good").items()}
 
 
 def cases(table: str) -> list[Case]:
@@ -74,6 +75,7 @@ def replace(cluster: ControlPlane, namespace: str, document: Object) -> tuple[in
     return answer.status_code, answer.json()
 
 
+@cache
 def _load(table: str) -> Any:
     return yaml.safe_load((SPECS / f"{table}.yaml").read_text())
 
@@ -89,9 +91,9 @@ def _document(name: str, spec: Object) -> Object:
 
 def _case(number: int, row: Object) -> Case:
     of = row.get("of", "minimal")
-    document = copy.deepcopy(good()[of])
+    document = good()[of]
     for path, value in row.get("set", {}).items():
-        put(document, path, value)
+        put(document, path, copy.deepcopy(value))
     if "drop" in row:
         drop(document, row["drop"])
     if "add" in row:
