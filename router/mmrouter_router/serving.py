@@ -22,6 +22,7 @@ log = logging.getLogger("mmrouter.serving")
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LINGER_SECONDS = 1.0
 """How long an idle connection may still bring a request once the listener is closed."""
 STEP_SECONDS = 0.02
@@ -73,6 +74,7 @@ class Server(uvicorn.Server):
                 http="httptools",
                 loop="uvloop",
                 lifespan="off",
+                interface="asgi3",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -112,7 +114,7 @@ async def serve(clients: Server, others: list[Server], leaving: Leaving) -> None
         await leaving.stopping.wait()
         clients.should_exit = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: whoever runs us stops us
             loop.add_signal_handler(number, signalled, number.name)
     running = [asyncio.create_task(server.serve()) for server in others]
@@ -125,3 +127,6 @@ async def serve(clients: Server, others: list[Server], leaving: Leaving) -> None
         for server in others:
             server.should_exit = True
         await asyncio.gather(*running)
+        for number in SIGNALS:
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.remove_signal_handler(number)

@@ -1,0 +1,133 @@
+"""When a router is Ready, and what it does as pods come, change and go. Its feeds find nobody: the tests speak."""
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+from unit.router.test_place import BLOCK, KEYS, Rig, deployment
+
+from mmrouter_router import app
+from mmrouter_router.app import Router
+from mmrouter_router.discovery import Peer, Roster
+from mmrouter_router.fleet import Member
+from mmrouter_router.settings import CurveKeys, Settings
+
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen2-vl"
+OWN_IP = "127.84.0.1"
+
+
+@asynccontextmanager
+async def router():
+    """A router without its ports: everything that a roster changes."""
+    public, secret = zmq.curve_keypair()
+    keys = CurveKeys(public, secret, public)
+    made = Router(Settings(deployment(), "r", OWN_IP, Path("/nowhere"), MODEL, bytes(32), "k", "t", keys))
+    try:
+        async with made._tasks:
+            yield made
+            made.roster(Roster(()))
+    finally:
+        made.upstream.close()
+        await made.media.close()
+        made._context.destroy(linger=0)
+
+
+def member(name: str = "w0", ip: str = "127.84.0.2", role: str = "worker", **more) -> Member:
+    return Member(f"uid-{name}", name, ip, "worker", role, **more)
+
+
+def heard(router: Router, uid: str) -> None:
+    """The sidecar of a pod sends its snapshot and a heartbeat."""
+    rig = Rig.__new__(Rig)
+    rig.fleet = router.fleet
+    worker = router.fleet.workers[uid]
+    rig.fleet.connect(worker)
+    rig.sync(worker, KEYS)
+    rig.beat(worker, block_size=BLOCK)
+
+
+async def test_it_is_ready_once_it_has_every_known_sidecars_snapshot():
+    async with router() as r:
+        assert not r.ready
+        r.roster(Roster((member("a"), member("b"))))
+        heard(r, "uid-a")
+        assert not r.ready
+        heard(r, "uid-b")
+        assert r.ready
+
+
+async def test_a_pod_whose_sidecar_has_not_started_does_not_hold_it_up():
+    async with router() as r:
+        r.roster(Roster((member("a"), member("starting", ready=False))))
+        heard(r, "uid-a")
+        assert r.ready
+
+
+async def test_it_is_ready_at_its_deadline_whatever_is_missing(monkeypatch):
+    monkeypatch.setattr(app, "READY_SECONDS", 0.0)
+    async with router() as r:
+        r.roster(Roster((member("a"),)))
+        assert r.ready
+
+
+async def test_once_ready_no_later_worker_and_no_loss_makes_it_unready():
+    async with router() as r:
+        r.roster(Roster(()))
+        assert r.ready
+        r.roster(Roster((member("a"), member("b"))))
+        assert r.ready
+        r.roster(Roster(()))
+        assert r.ready
+
+
+async def test_the_deletion_of_its_own_pod_ends_its_readiness():
+    async with router() as r:
+        r.roster(Roster(()))
+        assert r.ready
+        r.roster(Roster((), leaving=True))
+        assert not r.ready
+        assert not r.leaving.stopping.is_set()
+
+
+async def test_a_pod_with_another_address_is_followed_anew_and_nothing_of_its_cache_is_left():
+    async with router() as r:
+        r.roster(Roster((member("a"),)))
+        heard(r, "uid-a")
+        before, feed = r.fleet.workers["uid-a"], r._feeds["uid-a"]
+        assert len(r.fleet.index) == len(KEYS)
+        r.roster(Roster((member("a", ip="127.84.0.9"),)))
+        assert r.fleet.workers["uid-a"] is not before
+        assert r._feeds["uid-a"] is not feed
+        assert r.fleet.workers["uid-a"].slots == {}
+        assert not r.fleet.workers["uid-a"].follower.synced
+
+
+async def test_a_pod_that_only_changes_its_state_keeps_its_feed_and_its_cache():
+    async with router() as r:
+        r.roster(Roster((member("a", ready=False),)))
+        heard(r, "uid-a")
+        before, feed = r.fleet.workers["uid-a"], r._feeds["uid-a"]
+        r.roster(Roster((member("a", draining=True),)))
+        assert r.fleet.workers["uid-a"] is before
+        assert r._feeds["uid-a"] is feed
+        assert before.slots
+        assert not before.serving
+
+
+async def test_it_is_no_peer_of_its_own():
+    async with router() as r:
+        r.roster(Roster((), (Peer("x", "x", OWN_IP), Peer("y", "y", "127.84.0.3"))))
+        assert [peer.uid for peer in r.peers] == ["y"]
+
+
+@pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
+async def test_pods_of_every_role_may_be_there(role):
+    async with router() as r:
+        r.roster(Roster((member("other", role=role), member("w"))))
+        heard(r, "uid-w")
+        assert {row["role"] for row in r.reporter.report()["workers"].values()} == {role, "worker"}
+        r.roster(Roster((replace(member("other", role=role), draining=True),)))
+        rows = r.reporter.report()["workers"]
+        assert [(row["role"], row["routable"]) for row in rows.values()] == [(role, False)]

@@ -1,0 +1,122 @@
+"""How a process's servers end: what is on its way arrives, what is under way finishes, nothing new begins."""
+
+import asyncio
+import itertools
+import os
+import signal
+
+import httpx
+import pytest
+
+from mmrouter_router.serving import Leaving, Server, serve
+
+PORT, OTHER_PORT = 8000, 9090
+_hosts = itertools.count(1)
+
+
+class Process:
+    """The servers of one process in this one. ``/held`` answers its first half and then waits for ``go``."""
+
+    def __init__(self, drain_seconds: float = 20.0) -> None:
+        self.ip = f"127.83.{os.getpid() % 250}.{next(_hosts)}"
+        self.url, self.other = f"http://{self.ip}:{PORT}", f"http://{self.ip}:{OTHER_PORT}"
+        self.leaving, self.go, self.held = Leaving(), asyncio.Event(), asyncio.Event()
+        self._clients = Server(self._app, self.ip, PORT, drain_seconds=drain_seconds)
+        self._others = Server(self._app, self.ip, OTHER_PORT, drain_seconds=1)
+        self.task: asyncio.Task | None = None
+
+    async def _app(self, scope, receive, send) -> None:
+        if self.leaving.begun and scope["server"][1] == PORT:
+            send = self.leaving.closing(send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/held":
+            await send({"type": "http.response.body", "body": b"one ", "more_body": True})
+            self.held.set()
+            await self.go.wait()
+        await send({"type": "http.response.body", "body": b"two"})
+
+    async def __aenter__(self) -> "Process":
+        self.task = asyncio.create_task(serve(self._clients, [self._others], self.leaving))
+        while not (self._clients.started and self._others.started):
+            await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.go.set()
+        self.leaving.stop("the test is over")
+        await asyncio.wait_for(self.task, 20)
+
+    async def refuses(self) -> None:
+        """Wait until a new connection is refused."""
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(self.ip, PORT)
+                except ConnectionRefusedError:
+                    return
+                writer.close()
+                await asyncio.sleep(0.005)
+
+
+async def test_while_it_leaves_new_connections_are_taken_and_each_answer_closes_its_own():
+    async with Process() as process, httpx.AsyncClient(base_url=process.url) as client:
+        assert "connection" not in (await client.get("/")).headers
+        process.leaving.begin("its pod is being deleted")
+        for _ in range(2):
+            answer = await client.get("/")
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert not process.leaving.stopping.is_set()
+
+
+async def test_a_request_on_a_kept_connection_is_answered_after_the_listener_has_closed():
+    async with Process() as process, httpx.AsyncClient(base_url=process.url) as client:
+        await client.get("/")
+        process.leaving.stop("SIGTERM")
+        await process.refuses()
+        answer = await client.get("/")
+        assert (answer.text, answer.headers["connection"]) == ("two", "close")
+
+
+async def test_an_answer_that_is_under_way_is_finished_and_the_other_ports_answer_until_then():
+    async with Process() as process, httpx.AsyncClient(timeout=20) as client:
+        answer = asyncio.create_task(client.get(f"{process.url}/held"))
+        await process.held.wait()
+        process.leaving.stop("SIGTERM")
+        await process.refuses()
+        await asyncio.sleep(1.5)  # longer than idle connections are kept
+        assert (await client.get(process.other)).status_code == 200
+        assert not process.task.done()
+        process.go.set()
+        assert (await answer).text == "one two"
+        await asyncio.wait_for(process.task, 10)
+        with pytest.raises(httpx.ConnectError):
+            await client.get(process.other)
+
+
+async def test_an_answer_that_outlasts_the_drain_time_is_broken_off_not_ended():
+    async with Process(drain_seconds=1) as process, httpx.AsyncClient(timeout=20) as client:
+        answer = asyncio.create_task(client.get(f"{process.url}/held"))
+        await process.held.wait()
+        process.leaving.stop("SIGTERM")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await answer
+        await asyncio.wait_for(process.task, 10)
+
+
+async def test_without_connections_the_end_is_immediate():
+    async with Process(drain_seconds=600) as process:
+        process.leaving.stop("SIGTERM")
+        await asyncio.wait_for(process.task, 2)
+
+
+async def test_the_signal_is_the_way_to_stop_and_the_second_one_does_not_wait():
+    async with Process(drain_seconds=600) as process, httpx.AsyncClient(timeout=20) as client:
+        answer = asyncio.create_task(client.get(f"{process.url}/held"))
+        await process.held.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await process.refuses()
+        assert not process.task.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(process.task, 10)
+        process.go.set()
+        await asyncio.gather(answer, return_exceptions=True)
