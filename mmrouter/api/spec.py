@@ -22,7 +22,7 @@ class Spec(Resource):
     """One model, one engine type, one frontend, any number of pools."""
 
     model: Model
-    """Which weights are served. Immutable in its id."""
+    """Which weights are served; the id cannot be changed."""
     engine: Engine
     """What runs the model."""
     frontend: Frontend = Frontend()
