@@ -17,7 +17,7 @@ from mmrouter_operator.observe import Key, Missing, Snapshot
 from mmrouter_operator.plan import Plan, plan
 from mmrouter_operator.problems import CHILD_NAME_TAKEN, SECRET_MALFORMED, SECRET_RECREATED, Problem
 from mmrouter_operator.queue import Gone, Retry
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.ref import KINDS, Ref
 from mmrouter_operator.references import references
 from mmrouter_operator.render import render
 from mmrouter_operator.render.capabilities import Capabilities
@@ -128,7 +128,8 @@ class Reconciler:
             written.later(did.again_in)
         # Nothing is taken away while what replaces it could not be written.
         if not did.problems:
-            await self._children.prune(key, {item.ref: item.uid for item in planned.prune})
+            doomed = {Ref(KINDS[kind].api_version, kind, key[0], name): uid for kind, name, uid in planned.prune}
+            await self._children.prune(key, doomed)
 
     async def _secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
         """Return the deployment's keys; made now if there are none. ``None``, with a problem, when they are no use."""
