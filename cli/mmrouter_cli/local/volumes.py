@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.folders import SHM, LocalError
 from mmrouter_cli.local.plan import ContainerPlan, Plan, PodPlan
 
 
@@ -25,7 +25,7 @@ def _make(volume: Mapping[str, Any], pod: PodPlan, plan: Plan, folder: Path, tmp
         place.mkdir(parents=True)
         return place
     if "hostPath" in volume:
-        return _host_path(volume["hostPath"], base_dir, where)
+        return _host_path(volume["hostPath"], base_dir, tmpfs, where)
     place.mkdir(parents=True)
     if "projected" in volume:
         for source in volume["projected"].get("sources") or []:
@@ -41,9 +41,12 @@ def _make(volume: Mapping[str, Any], pod: PodPlan, plan: Plan, folder: Path, tmp
     return place
 
 
-def _host_path(source: Mapping[str, Any], base_dir: Path, where: str) -> Path:
+def _host_path(source: Mapping[str, Any], base_dir: Path, tmpfs: Path, where: str) -> Path:
     path = base_dir / str(source["path"])
     if source.get("type") == "DirectoryOrCreate":
+        if path.is_relative_to(SHM):
+            # Memory that pods share: a folder of this run, beside the pods' own, so that it ends with the run.
+            path = tmpfs.parent / "node" / path.relative_to(SHM)
         path.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         raise LocalError(f"{where}: hostPath {path} does not exist")

@@ -74,6 +74,20 @@ def test_a_template_and_api_keys_lie_where_the_processes_look(tmp_path: Path) ->
         make_volumes(plan.pods[0], make_plan(rendered), folder=tmp_path / "x", tmpfs=tmp_path / "y", base_dir=tmp_path)
 
 
+def test_memory_that_pods_share_is_one_folder_of_the_run(tmp_path: Path) -> None:
+    resource = copy.deepcopy(RESOURCE)
+    resource["spec"]["pools"][0]["sharedMemory"] = {"scope": "node"}
+    plan = make_plan(render(parse_deployment(resource), secrets=new_secret_data()))
+    (tmp_path / "models").mkdir()
+    found = []
+    for number, pod in enumerate(plan.pods[:2]):
+        folders = {"folder": tmp_path / "run" / str(number), "tmpfs": tmp_path / "tmpfs" / str(number)}
+        found.append(make_volumes(pod, plan, **folders, base_dir=tmp_path)["shared"])
+    assert found[0] == found[1]
+    assert found[0].is_dir()
+    assert found[0].is_relative_to(tmp_path / "tmpfs")
+
+
 def test_data_is_read_in_all_its_forms() -> None:
     plan = make_plan(
         [
