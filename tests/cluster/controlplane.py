@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +197,15 @@ class ControlPlane:
 
     def apply_crds(self, folder: Path) -> None:
         """Apply every CRD of a folder server-side and wait until they are established. Raises ``AssertionError``."""
-        done = self.kubectl("apply", "--server-side", "-f", folder)
+        done = self.kubectl("apply", "--server-side", "--output=name", "-f", folder)
         assert done.returncode == 0, done.stderr
-        done = self.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", folder)
-        assert done.returncode == 0, done.stderr
+        for name in done.stdout.split():
+            wait_for(partial(self._established, name.rpartition("/")[2]), START_SECONDS, f"{name} is established")
+
+    def _established(self, crd: str) -> bool:
+        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd}"
+        status = self.request("GET", path).json().get("status") or {}  # empty for a moment
+        return ("Established", "True") in {(c["type"], c["status"]) for c in status.get("conditions") or []}
 
     # -- making ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ import mmrouter_operator.__main__ as command
 import mmrouter_operator.app  # noqa: F401 - here, once, instead of in every fork
 from mmrouter_operator.apply import KubernetesCluster
 
+START_SECONDS, QUIET_SECONDS = 40, 5
+"""An operator ends by SIGALRM when it has made no call for so long: it will not come as far as it was told."""
+
 
 def die_after(calls: int) -> None:
     """Have this process killed once the server has answered so many calls."""
@@ -32,6 +35,7 @@ def die_after(calls: int) -> None:
         finally:
             if "/leases" not in path and path != "/apis" and method != "GET":
                 left -= 1
+                signal.alarm(QUIET_SECONDS)
                 if left < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -45,7 +49,7 @@ def main() -> None:
         request = json.loads(line)
         pid = os.fork()
         if not pid:
-            signal.alarm(60)  # one that never comes so far is not waited for
+            signal.alarm(START_SECONDS)
             die_after(request["calls"])
             os._exit(command.main(request["arguments"]))
         _, status = os.waitpid(pid, 0)
