@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from mmrouter.api.base import DNS_LABEL
 from mmrouter.api.deployment import API_VERSION, KIND, NAME_LENGTH
-from mmrouter.api.rules import NO_DEFAULT, VALIDATIONS, validation
+from mmrouter.api.rules import NO_DEFAULT, VALIDATIONS, Resource, validation
 from mmrouter.api.spec import Spec
 from mmrouter.api.status import Status
 
@@ -125,8 +125,8 @@ def _root() -> Schema:
             "apiVersion": {"description": "Version of this kind: mmrouter.io/v1alpha1.", "type": "string"},
             "kind": {"description": f"Always {KIND}.", "type": "string"},
             "metadata": {"type": "object"},
-            "spec": structural(Spec.model_json_schema(by_alias=True)) | {"description": "What is wanted."},
-            "status": structural(Status.model_json_schema(by_alias=True)) | {"description": "What was observed."},
+            "spec": _section(Spec, "What is wanted"),
+            "status": _section(Status, "What is there"),
         },
         VALIDATIONS: [
             validation(
@@ -139,6 +139,11 @@ def _root() -> Schema:
             ),
         ],
     }
+
+
+def _section(model: type[Resource], about: str) -> Schema:
+    schema = structural(model.model_json_schema(by_alias=True))
+    return {**schema, "description": f"{about}. {schema['description']}"}
 
 
 def structural(schema: Schema) -> Schema:

@@ -45,7 +45,7 @@ def test_the_server_and_the_models_agree_on_odd_text(
         _agree(crd, home, document)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(documents())
 def test_the_server_and_the_models_agree(crd: ControlPlane, home: str, document: Object) -> None:
     _agree(crd, home, document)
