@@ -14,6 +14,55 @@ from mmrouter_operator.render.podsecurity import violations
 from mmrouter_operator.render.shared_memory import SHARED_DIR, SHARED_GROUP
 
 OURS = {"engine", "sidecar", "router", "model-metadata"}
+CASES: list[tuple[str, Any, str]] = [
+    ("", {"hostNetwork": True}, "hostNetwork: the pod shares a namespace of its node"),
+    ("", {"hostPID": True}, "hostPID: the pod shares a namespace of its node"),
+    ("", {"hostIPC": True}, "hostIPC: the pod shares a namespace of its node"),
+    ("volumes", [{"name": "x", "hostPath": {"path": "/"}}], "volume x: hostPath is not among the volumes that"),
+    (
+        "volumes",
+        [{"name": "x", "nfs": {"server": "s", "path": "/"}}],
+        "volume x: nfs is not among the volumes that restricted",
+    ),
+    ("securityContext", {"runAsUser": 0}, "pod: it runs as root"),
+    ("securityContext", {"sysctls": [{"name": "kernel.msgmax"}]}, "the sysctl kernel.msgmax is not safe"),
+    ("securityContext", {"runAsNonRoot": False}, "container engine: runAsNonRoot is not true"),
+    ("securityContext", {"seccompProfile": {"type": "Unconfined"}}, "its seccomp profile is Unconfined"),
+    ("securityContext", {"seccompProfile": None}, "its seccomp profile is not set"),
+    ("securityContext", {"seLinuxOptions": {"type": "spc_t"}}, "its SELinux options are not of the allowed"),
+    ("securityContext", {"appArmorProfile": {"type": "Unconfined"}}, "its AppArmor profile is unconfined"),
+    ("engine", {"privileged": True, "allowPrivilegeEscalation": None}, "container engine: it is privileged"),
+    ("engine", {"allowPrivilegeEscalation": None}, "container engine: allowPrivilegeEscalation is not false"),
+    ("engine", {"capabilities": {"drop": []}}, "container engine: it does not drop all capabilities"),
+    (
+        "engine",
+        {"capabilities": {"add": ["SYS_PTRACE"]}},
+        "container engine: it adds the capabilities SYS_PTRACE",
+    ),
+    ("engine", {"runAsNonRoot": False}, "container engine: runAsNonRoot is not true"),
+    ("engine", {"runAsUser": 0}, "container engine: it runs as root"),
+    ("engine", {"procMount": "Unmasked"}, "container engine: procMount is Unmasked"),
+    ("engine", {"windowsOptions": {"hostProcess": True}}, "container engine: it is a process of its node"),
+    (
+        "ports",
+        [{"name": "h", "containerPort": 1, "hostPort": 1}],
+        "container engine: it takes a port of its node",
+    ),
+]
+"""Where a podTemplate breaks the level, with what, and what is said of it."""
+
+
+def broken_by(dep: MMRouterDeployment, place: str, patch: Any) -> MMRouterDeployment:
+    match place:
+        case "":
+            spec: Object = patch
+        case "engine":
+            spec = {"containers": [{"name": "engine", "securityContext": patch}]}
+        case "ports":
+            spec = {"containers": [{"name": "engine", "ports": patch}]}
+        case _:
+            spec = {place: patch}
+    return with_pool(dep, podTemplate={"spec": spec})
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -44,58 +93,11 @@ def test_a_container_that_the_user_adds_is_held_to_the_level_too(whole: MMRouter
     assert all("container exporter: " in sentence for _, sentence in exceptions(whole))
 
 
-@pytest.mark.parametrize(
-    ("place", "patch", "sentence"),
-    [
-        ([], {"hostNetwork": True}, "hostNetwork: the pod shares a namespace of its node"),
-        ([], {"hostPID": True}, "hostPID: the pod shares a namespace of its node"),
-        ([], {"hostIPC": True}, "hostIPC: the pod shares a namespace of its node"),
-        (["volumes"], [{"name": "x", "hostPath": {"path": "/"}}], "volume x: hostPath is not among the volumes that"),
-        (
-            ["volumes"],
-            [{"name": "x", "nfs": {"server": "s"}}],
-            "volume x: nfs is not among the volumes that restricted",
-        ),
-        (["securityContext"], {"runAsUser": 0}, "pod: it runs as root"),
-        (["securityContext"], {"sysctls": [{"name": "kernel.msgmax"}]}, "the sysctl kernel.msgmax is not safe"),
-        (["securityContext"], {"runAsNonRoot": False}, "container engine: runAsNonRoot is not true"),
-        (["securityContext"], {"seccompProfile": {"type": "Unconfined"}}, "its seccomp profile is Unconfined"),
-        (["securityContext"], {"seccompProfile": None}, "its seccomp profile is not set"),
-        (["securityContext"], {"seLinuxOptions": {"type": "spc_t"}}, "its SELinux options are not of the allowed"),
-        (["securityContext"], {"appArmorProfile": {"type": "Unconfined"}}, "its AppArmor profile is unconfined"),
-        (["engine"], {"privileged": True}, "container engine: it is privileged"),
-        (["engine"], {"allowPrivilegeEscalation": None}, "container engine: allowPrivilegeEscalation is not false"),
-        (["engine"], {"capabilities": {"drop": []}}, "container engine: it does not drop all capabilities"),
-        (
-            ["engine"],
-            {"capabilities": {"add": ["SYS_PTRACE"]}},
-            "container engine: it adds the capabilities SYS_PTRACE",
-        ),
-        (["engine"], {"runAsNonRoot": False}, "container engine: runAsNonRoot is not true"),
-        (["engine"], {"runAsUser": 0}, "container engine: it runs as root"),
-        (["engine"], {"procMount": "Unmasked"}, "container engine: procMount is Unmasked"),
-        (["engine"], {"windowsOptions": {"hostProcess": True}}, "container engine: it is a process of its node"),
-        (
-            ["ports"],
-            [{"name": "h", "containerPort": 1, "hostPort": 1}],
-            "container engine: it takes a port of its node",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("place", "patch", "sentence"), CASES)
 def test_whatever_breaks_the_level_is_said_with_its_place(
-    shortest: MMRouterDeployment, secrets: SecretData, place: list[str], patch: Any, sentence: str
+    shortest: MMRouterDeployment, place: str, patch: Any, sentence: str
 ) -> None:
-    match place:
-        case []:
-            spec: Object = patch
-        case ["engine"]:
-            spec = {"containers": [{"name": "engine", "securityContext": patch}]}
-        case ["ports"]:
-            spec = {"containers": [{"name": "engine", "ports": patch}]}
-        case _:
-            spec = {place[0]: patch}
-    dep = with_pool(shortest, podTemplate={"spec": spec})
-    found = [text for name, text in exceptions(dep) if name == "worker"]
+    found = [text for name, text in exceptions(broken_by(shortest, place, patch)) if name == "worker"]
     assert any(sentence in text for text in found), found
     assert exceptions(shortest) == ()
 
