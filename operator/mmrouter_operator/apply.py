@@ -27,9 +27,13 @@ TIMEOUT = 10.0
 """Seconds that one call may take."""
 
 _APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
 _JSON = "application/json"
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+
+_WRONG_TYPE = "failed to create typed patch object"
+"""How the server begins its answer, a 500, to an apply with a field of another type than the kind has."""
 
 Object = dict[str, Any]
 Objects = list[Object]
@@ -84,6 +88,9 @@ class Cluster(Protocol):
 
     async def apply(self, obj: Object) -> Object:
         """Server-side apply, forced; returns the live object."""
+
+    async def merge(self, obj: Object) -> Object:
+        """Merge patch: maps are merged, every list becomes ours as a whole; returns the live object."""
 
     async def create(self, obj: Object) -> Object:
         """Create. Raises :class:`AlreadyThere`."""
@@ -164,6 +171,11 @@ class KubernetesCluster:
     async def apply(self, obj: Object) -> Object:
         """See :class:`Cluster`."""
         return await self._apply(_path(Ref.of(obj)), obj, MANAGER)
+
+    async def merge(self, obj: Object) -> Object:
+        """See :class:`Cluster`."""
+        query = {"fieldManager": MANAGER}
+        return await self._call("PATCH", _path(Ref.of(obj)), body=obj, query=query, content_type=_MERGE)
 
     async def create(self, obj: Object) -> Object:
         """See :class:`Cluster`."""
@@ -291,6 +303,10 @@ class Fenced:
         """See :class:`Cluster`."""
         return await self._write(lambda: self._cluster.apply(obj))
 
+    async def merge(self, obj: Object) -> Object:
+        """See :class:`Cluster`."""
+        return await self._write(lambda: self._cluster.merge(obj))
+
     async def create(self, obj: Object) -> Object:
         """See :class:`Cluster`."""
         return await self._write(lambda: self._cluster.create(obj))
@@ -349,6 +365,8 @@ def _error(status: int, answer: Object, headers: Mapping[str, str]) -> ApiError:
         kind = AlreadyThere if reason == "AlreadyExists" else Conflict
     elif status == 429:
         kind = TooManyRequests
+    elif message.startswith(_WRONG_TYPE):
+        kind = Refused
     elif status >= 500 or status == 401:
         # 401: the token is being renewed, or the server restarts; the next try reads it anew.
         kind = Unavailable

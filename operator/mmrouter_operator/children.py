@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter_operator.apply import ApiError, Cluster, Conflict, Refused, Unavailable
+from mmrouter_operator.apply import ApiError, Cluster, Refused
 from mmrouter_operator.cache import Cache, content_of
 from mmrouter_operator.clock import boot_time
 from mmrouter_operator.metrics import Metrics
@@ -65,6 +65,7 @@ class Written:
     repaired: list[Ref]
     created: list[Ref]
     again_in: float | None = None
+    failures: list[tuple[Ref, ApiError]] = field(default_factory=list)
 
     def later(self, seconds: float) -> None:
         """Come back in so many seconds, or earlier."""
@@ -87,7 +88,7 @@ class Children:
     async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]]) -> Written:
         """Apply what changed; ``owner`` is the resource's uid.
 
-        Raises :class:`ApiError` for what may pass by itself, after everything else of the same wave was tried.
+        What fails and may pass by itself is in the result; what builds on it is not tried then.
         """
         written = Written([], [], [])
         waves: dict[int, list[dict[str, Any]]] = {}
@@ -95,6 +96,8 @@ class Children:
             waves.setdefault(_WAVES.get(manifest["kind"], _LAST_WAVE), []).append(manifest)
         for _, wave in sorted(waves.items()):
             await _together(self._one(key, owner, manifest, written) for manifest in wave)
+            if written.failures:
+                break
         return written
 
     async def prune(self, key: Key, doomed: Mapping[Ref, str]) -> None:
@@ -130,7 +133,12 @@ class Children:
                 written.problems.append(Problem(CHILD_CONTESTED, *place, f"changed by others {last.repairs} times"))
                 written.later(pause)
                 return
-        if await self._taken(ref, owner, seen):
+        try:
+            is_taken = await self._taken(ref, owner, seen)
+        except ApiError as error:
+            written.failures.append((ref, error))
+            return
+        if is_taken:
             message = f"{ref.kind} {ref.name} exists and is not this resource's"
             written.problems.append(Problem(CHILD_NAME_TAKEN, *place, message))
             written.later(REFUSED_FOR)
@@ -139,7 +147,7 @@ class Children:
         if last is not None and now < last.repaired_at + PATIENCE:
             done.repairs, done.repaired_at = last.repairs, last.repaired_at
         try:
-            live = await self._cluster.apply(manifest)
+            live = await self._send(manifest, seen)
         except Refused as error:
             self._metrics.applied(ref.kind, "Refused")
             done.refusal, done.refused_at = f"{ref.kind} {ref.name}: {error}", now
@@ -149,7 +157,8 @@ class Children:
             return
         except ApiError as error:
             self._metrics.applied(ref.kind, type(error).__name__)
-            raise
+            written.failures.append((ref, error))
+            return
         self._metrics.applied(ref.kind, "applied")
         done.content = content_of(live)
         if last is not None and last.wanted == wanted and not last.refusal and done.content != before:
@@ -163,6 +172,17 @@ class Children:
             written.created.append(ref)
         self._applied[key][place] = done
         self._cache.put(ref.kind, live)
+
+    async def _send(self, manifest: dict[str, Any], seen: ChildView | None) -> dict[str, Any]:
+        try:
+            return await self._cluster.apply(manifest)
+        except Refused as error:
+            if seen is None or error.status != 422:
+                raise
+        # Apply leaves what others put into a list beside ours, and both together may be invalid: the same port name
+        # twice, for one. A merge takes the whole list back; after it, applying is valid if anything is.
+        await self._cluster.merge(manifest)
+        return await self._cluster.apply(manifest)
 
     async def _taken(self, ref: Ref, owner: str, seen: ChildView | None) -> bool:
         """Whether the object is controlled by somebody else, or by nobody and without our labels."""
@@ -186,12 +206,9 @@ def taken(live: Mapping[str, Any], owner: str) -> bool:
     return DEPLOYMENT_LABEL not in (metadata.get("labels") or {})
 
 
-async def _together(calls: Iterable[Any]) -> None:
-    """Await all; then raise the first failure, the least hopeful last: an outage says more than a conflict."""
+async def _together(calls: Iterable[Awaitable[None]]) -> None:
+    """Await all, whatever comes of each; then raise the first failure."""
     results = await asyncio.gather(*calls, return_exceptions=True)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    for failure in failures:
-        if not isinstance(failure, Conflict | Unavailable):
-            raise failure
-    if failures:
-        raise failures[0]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

@@ -22,10 +22,10 @@ async def load(kubeconfig: Path | None) -> Configuration:
     configuration = Configuration()
     try:
         if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").exists():
-            config.load_incluster_config(client_configuration=configuration)
+            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         else:
             path = str(kubeconfig) if kubeconfig is not None else None
-            await config.load_kube_config(config_file=path, client_configuration=configuration)
+            await config.load_kube_config(path, client_configuration=configuration)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise ConnectError(f"no way to the cluster: {error}") from error
     return configuration

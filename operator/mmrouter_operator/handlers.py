@@ -48,7 +48,7 @@ def settings_for(kinds: Sequence[str]) -> kopf.OperatorSettings:
     settings.peering.standalone = True
     # No watches of namespaces and CRDs, and no rights for them.
     settings.scanning.disabled = True
-    settings.networking.error_backoffs = _Patience()  # type: ignore[assignment]
+    settings.networking.error_backoffs = _Patience()
     settings.networking.request_timeout = 30.0
     settings.networking.connect_timeout = 5.0
     settings.watching.connect_timeout = 5.0
@@ -98,6 +98,8 @@ def _handlers(kind: str, cache: Cache, changed: Callable[[Key], None]) -> tuple[
     return fill, watch
 
 
-def _selector(kind: str) -> tuple[str, ...]:
+def _selector(kind: str) -> tuple[str, str] | tuple[str, str, str]:
     found = KINDS[kind]
-    return (found.api_version, found.plural) if not found.group else (*found.api_version.split("/"), found.plural)
+    if not found.group:
+        return found.api_version, found.plural
+    return found.group, found.api_version.partition("/")[2], found.plural

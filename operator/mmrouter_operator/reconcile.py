@@ -15,7 +15,7 @@ from mmrouter_operator.lookup import LOOK_AGAIN, Lookup
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key, Missing, Snapshot
 from mmrouter_operator.plan import Plan, plan
-from mmrouter_operator.problems import CHILD_NAME_TAKEN, SECRET_MALFORMED, SECRET_RECREATED, Problem
+from mmrouter_operator.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, SECRET_MALFORMED, SECRET_RECREATED, Problem
 from mmrouter_operator.queue import Gone, Retry
 from mmrouter_operator.ref import KINDS, Ref
 from mmrouter_operator.references import references
@@ -29,6 +29,9 @@ from mmrouter_operator.statuses import Statuses
 from mmrouter_operator.streams import Streams
 
 log = logging.getLogger(__name__)
+
+TOLD_AFTER = 3
+"""Reconciles in a row with the same failing child after which the status says so."""
 
 
 class Reconciler:
@@ -46,6 +49,7 @@ class Reconciler:
         self._statuses = Statuses(cluster, cache, metrics)
         self._followed: set[Key] = set()
         self._recreated: dict[Key, Problem] = {}
+        self._failures: dict[Key, int] = {}
         self.capabilities = Capabilities()
 
     async def reconcile(self, key: Key) -> float | None:
@@ -110,10 +114,23 @@ class Reconciler:
         recreated = self._recreated.get(key)
         if recreated is not None:
             written.problems.append(recreated)
+        self._failing(key, written)
         again_in = await self._statuses.write(key, resource, dep, snapshot, planned, written)
         # Told; from here on the status itself remembers it.
         self._recreated.pop(key, None)
+        if written.failures:
+            raise written.failures[0][1]
         return again_in
+
+    def _failing(self, key: Key, written: Written) -> None:
+        """What fails once passes; what fails again and again, a webhook that is down for one, is told."""
+        if not written.failures:
+            self._failures.pop(key, None)
+            return
+        self._failures[key] = self._failures.get(key, 0) + 1
+        if self._failures[key] >= TOLD_AFTER:
+            for ref, error in written.failures:
+                written.problems.append(Problem(CHILD_REFUSED, ref.kind, ref.name, f"{ref.kind} {ref.name}: {error}"))
 
     async def _apply(
         self, key: Key, snapshot: Snapshot, planned: Plan, revision: Object | None, written: Written
@@ -126,8 +143,9 @@ class Reconciler:
         written.created += did.created
         if did.again_in is not None:
             written.later(did.again_in)
+        written.failures += did.failures
         # Nothing is taken away while what replaces it could not be written.
-        if not did.problems:
+        if not did.problems and not did.failures:
             doomed = {Ref(KINDS[kind].api_version, kind, key[0], name): uid for kind, name, uid in planned.prune}
             await self._children.prune(key, doomed)
 
@@ -224,5 +242,6 @@ class Reconciler:
         self._streams.forget(key)
         self._followed.discard(key)
         self._recreated.pop(key, None)
+        self._failures.pop(key, None)
         self._children.forget(key)
         self._statuses.forget(key)

@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -226,11 +227,19 @@ def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(d
     wait_for(lambda: deployed.get("secrets", name), SECONDS, "rotation by deletion makes a new one")
 
 
-def test_a_child_that_the_server_refuses_is_told_and_the_others_are_made(deployed: Deployed) -> None:
+@pytest.mark.parametrize(
+    "volume",
+    [
+        pytest.param({"name": "x", "emptyDir": {}, "downwardAPI": {"items": []}}, id="two sources, a 422"),
+        pytest.param({"name": "x", "configMap": {"name": True}}, id="another type, a 500"),
+    ],
+)
+def test_a_child_that_the_server_refuses_is_told_and_the_others_are_made(
+    deployed: Deployed, volume: dict[str, Any]
+) -> None:
     resource = named("refused")
-    # Well-formed for a merge, invalid for the API: a volume that no source fills with a mount that names another.
-    volumes = [{"name": "x", "emptyDir": {}, "configMap": {"name": "y"}}]
-    resource["spec"]["pools"][0]["podTemplate"] = {"spec": {"volumes": volumes}}
+    # Well-formed enough to be merged; that it is invalid only the API server knows.
+    resource["spec"]["pools"][0]["podTemplate"] = {"spec": {"volumes": [volume]}}
     deployed.apply(resource)
     told = deployed.await_condition("refused", "Degraded", "True", "ChildRefused")
     assert "refused-worker" in told["message"]
