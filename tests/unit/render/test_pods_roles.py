@@ -13,7 +13,7 @@ from aiohttp import web
 from unit.render.objects import container, containers, deployments, named, pod_of, variables
 from unit.render.test_children import GOLDENS, load
 
-from mmrouter.api import MMRouterDeployment
+from mmrouter.api import MMRouterDeployment, SpecError
 from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.probes import DRAIN_PORT, NOTICE_SECONDS
 
@@ -181,6 +181,14 @@ def test_the_longest_names_still_make_valid_children(secrets: SecretData, shorte
     assert max(len(obj["metadata"]["name"]) for obj in objects) == 61
     values: list[str] = [value for obj in deployments(objects) for value in _all_labels(obj)]
     assert max(len(value) for value in values) <= 63
+
+
+def test_a_name_that_slipped_past_every_bound_is_an_error_with_its_field(
+    secrets: SecretData, shortest: MMRouterDeployment
+) -> None:
+    metadata = shortest.metadata.model_copy(update={"name": "n" * 60})
+    with pytest.raises(SpecError, match=r"^metadata\.name: is too long: ServiceAccount n{60}-frontend would have"):
+        render(shortest.model_copy(update={"metadata": metadata}), secrets=secrets)
 
 
 def _all_labels(obj: dict[str, Any]) -> list[str]:
