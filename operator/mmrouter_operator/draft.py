@@ -1,6 +1,5 @@
 """A plan while it is put together, and the small questions that every part of planning asks. Pure."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,11 +56,8 @@ def resource_uid(snapshot: Snapshot) -> str:
 
 def with_replicas(manifest: Mapping[str, Any], replicas: int | None) -> dict[str, Any]:
     """Return a copy of a Deployment's manifest with these replicas; ``None`` leaves the field to another manager."""
-    result = copy.deepcopy(dict(manifest))
-    result["spec"].pop("replicas", None)
-    if replicas is not None:
-        result["spec"]["replicas"] = replicas
-    return result
+    spec = {key: value for key, value in manifest["spec"].items() if key != "replicas"}
+    return {**manifest, "spec": spec if replicas is None else {**spec, "replicas": replicas}}
 
 
 def progress_of(rollout: Rollout) -> str:

@@ -6,7 +6,6 @@ secrets (``render/inputs.py``). While the inputs are equal the kept template is 
 it. The user changes the spec, or sets ``mmrouter.io/adopt``, to get a new one.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -38,8 +37,9 @@ def choose_templates(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Return the manifests with the pod templates to use, and the ControllerRevision to apply before them, if any.
 
-    ``desired`` is left as it is. Every template gets the annotation ``mmrouter.io/rendering-hash``: the inputs of two
-    templates may be equal while an adoption replaces one by the other.
+    Manifests are values: parts of them are shared and none is ever changed. Every template gets the annotation
+    ``mmrouter.io/rendering-hash``: the inputs of two templates may be equal while an adoption replaces one by the
+    other.
     """
     newest = max(snapshot.revisions, key=lambda revision: revision.number, default=None)
     deployments = [manifest for manifest in desired if manifest["kind"] == "Deployment"]
@@ -71,7 +71,7 @@ def stored_template(revisions: Sequence[RevisionView], name: str, wanted: str) -
     for revision in sorted(revisions, key=lambda revision: -revision.number):
         template = (_templates(revision).get(name) or {}).get("template")
         if template is not None and _hash_of(template) == wanted:
-            return dict(copy.deepcopy(template))
+            return dict(template)
     return None
 
 
@@ -105,15 +105,14 @@ def difference(before: Any, after: Any, path: str = "") -> list[str]:
 
 def _signed(template: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a template that carries the hash of its own content."""
-    result = copy.deepcopy(dict(template))
-    annotations = result["metadata"].setdefault("annotations", {})
-    annotations.pop(RENDERING_HASH, None)
-    annotations[RENDERING_HASH] = hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:16]
-    return result
+    metadata = template["metadata"]
+    digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
+    annotations = {**(metadata.get("annotations") or {}), RENDERING_HASH: digest}
+    return {**template, "metadata": {**metadata, "annotations": annotations}}
 
 
 def _with_template(manifest: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    return {**manifest, "spec": {**manifest["spec"], "template": copy.deepcopy(dict(template))}}
+    return {**manifest, "spec": {**manifest["spec"], "template": template}}
 
 
 def _label(template: Mapping[str, Any], name: str) -> str:
@@ -135,7 +134,7 @@ def _kept(
             continue
         template: dict[str, Any] = entry["template"]
         if revision is newest or _hash_of(template) in running:
-            return copy.deepcopy(template)
+            return template
     return None
 
 

@@ -178,9 +178,10 @@ def _blocked(
         problem = pod_problem(pod, rollout.asks)
         if problem is None or pod.template_hash != live.template_hash:
             continue
+        leaving = live.total > live.updated or any(other.deleting for other in pods)
+        if problem.reason == "Unschedulable" and unavailable and leaving:
+            continue  # an old replica goes first and makes room
         if problem.reason == "Unschedulable" and live.total > live.replicas:
-            if unavailable:
-                continue  # an old replica goes first and makes room
             return Blocked(
                 "NoSurgeRoom",
                 f"there is no free accelerator for the surge replica of {rollout.subject}: {pod.unschedulable} "
