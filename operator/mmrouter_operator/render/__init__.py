@@ -9,10 +9,8 @@ from mmrouter_operator.render.configmap import render_configmap
 from mmrouter_operator.render.frontend import frontend_template, render_frontend
 from mmrouter_operator.render.hpa import render_hpas
 from mmrouter_operator.render.networkpolicy import render_networkpolicies
-from mmrouter_operator.render.owned import Finished
 from mmrouter_operator.render.pdb import render_pdbs
 from mmrouter_operator.render.podmonitor import render_podmonitors
-from mmrouter_operator.render.podsecurity import violations
 from mmrouter_operator.render.pool import pool_template, render_pool
 from mmrouter_operator.render.role import render_roles
 from mmrouter_operator.render.rolebinding import render_rolebindings
@@ -21,7 +19,7 @@ from mmrouter_operator.render.secret import SecretData, fingerprint, render_secr
 from mmrouter_operator.render.service import render_service
 from mmrouter_operator.render.serviceaccount import render_serviceaccounts
 
-__all__ = ["Capabilities", "SecretData", "exceptions", "overridden", "render"]
+__all__ = ["Capabilities", "SecretData", "overridden", "render"]
 
 NAME_LENGTH = 63
 """Of a Service, and of what becomes a label; the resource's own bounds keep every child below it."""
@@ -66,26 +64,10 @@ def render(
     return children
 
 
-def exceptions(dep: MMRouterDeployment, config: OperatorConfig = _DEFAULTS) -> tuple[tuple[str, str], ...]:
-    """Return (pool, sentence) for every pod below the Pod Security level `restricted`; a frontend is `frontend`.
-
-    Raises ``SpecError`` for what cannot be rendered.
-    """
-    return tuple(
-        (name, f"{place}: {problem}")
-        for name, finished in _templates(dep, config)
-        for place, problem in violations(finished.template["spec"])
-    )
-
-
 def overridden(dep: MMRouterDeployment, config: OperatorConfig = _DEFAULTS) -> tuple[str, ...]:
     """Return the fields of podTemplates that have no effect, because what they set is the operator's own.
 
     Raises ``SpecError`` for what cannot be rendered.
     """
-    return tuple(place for _, finished in _templates(dep, config) for place in finished.put_back)
-
-
-def _templates(dep: MMRouterDeployment, config: OperatorConfig) -> list[tuple[str, Finished]]:
-    pools = [(pool.name, pool_template(dep, number, "", config)) for number, pool in enumerate(dep.spec.pools)]
-    return [("frontend", frontend_template(dep, "", config)), *pools]
+    pools = (pool_template(dep, number, "", config) for number in range(len(dep.spec.pools)))
+    return tuple(place for finished in (frontend_template(dep, "", config), *pools) for place in finished.put_back)

@@ -5,6 +5,8 @@ from typing import Any
 
 from mmrouter.api import MMRouterDeployment, parse_deployment, to_json
 from mmrouter_operator.render import SecretData, render
+from mmrouter_operator.render.podsecurity import violations
+from mmrouter_operator.secrets import new_secret_data
 
 Object = dict[str, Any]
 
@@ -45,6 +47,16 @@ def pod_of(dep: MMRouterDeployment, secrets: SecretData, component: str) -> Obje
     obj = named(render(dep, secrets=secrets), "Deployment", f"{dep.metadata.name}-{component}")
     pod: Object = obj["spec"]["template"]["spec"]
     return pod
+
+
+def exceptions(dep: MMRouterDeployment) -> list[tuple[str, str]]:
+    """Return (pool, sentence) for what keeps pods from the level `restricted`; a frontend is `frontend`."""
+    cut = len(dep.metadata.name) + 1
+    return [
+        (obj["metadata"]["name"][cut:], f"{place}: {problem}")
+        for obj in deployments(render(dep, secrets=new_secret_data()))
+        for place, problem in violations(obj["spec"]["template"]["spec"])
+    ]
 
 
 def container(pod: Object, name: str) -> Object:

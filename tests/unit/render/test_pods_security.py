@@ -4,12 +4,12 @@ import copy
 from typing import Any
 
 import pytest
-from unit.render.objects import Object, container, containers, deployments, pod_of, variables, with_pool
+from unit.render.objects import Object, container, containers, deployments, exceptions, pod_of, variables, with_pool
 from unit.render.test_children import GOLDENS, load
 
 from mmrouter.api import MMRouterDeployment
 from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import SecretData, exceptions, render
+from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.podsecurity import violations
 from mmrouter_operator.render.shared_memory import SHARED_DIR, SHARED_GROUP
 
