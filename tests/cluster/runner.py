@@ -55,6 +55,8 @@ class LocalRunner:
         self._commands = engine_commands("sim", None, self._folders.run / "bin")
         self._numbers = itertools.count(1)
         self._running: dict[str, Running] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
         self._maker: PodMaker | None = None
         self._session: aiohttp.ClientSession | None = None
         self._client: httpx.AsyncClient | None = None
@@ -105,13 +107,23 @@ class LocalRunner:
     async def stop(self, uid: str, grace: float) -> None:
         """See :class:`cluster.hollow.Runner`."""
         running = self._running.pop(uid, None)
-        if running is None:
-            return
+        if running is not None:
+            # Whoever waits for it may be cancelled; the pod is ended all the same.
+            ending = asyncio.create_task(self._end(running, grace))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
+
+    async def _end(self, running: Running, grace: float) -> None:
         running.task.cancel()
         await asyncio.wait([running.task])
         if grace:
             # The containers' hooks, before anything is asked to end; a sidecar's would come after its engine's end.
-            await asyncio.gather(*(self._before_stop(container, running.hooks) for container in running.pod.containers))
+            hooks = [asyncio.create_task(self._before_stop(one, running.hooks)) for one in running.pod.containers]
+            closing = asyncio.create_task(self._closing.wait())
+            await asyncio.wait([asyncio.gather(*hooks), closing], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*hooks, closing):
+                task.cancel()
         await running.pod.stop()
 
     async def _before_stop(self, container: Container, hooks: Mapping[str, Mapping[str, Any]]) -> None:
@@ -122,11 +134,16 @@ class LocalRunner:
             first, *rest = hook["exec"]["command"]
             argv = [*self._commands.resolve(first, container.env), *rest]
             process = await asyncio.create_subprocess_exec(*argv, env=container.env, cwd=container.folder)
-            await process.wait()
+            try:
+                await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
 
     async def close(self) -> None:
         """End everything that still runs."""
-        await asyncio.gather(*(self.stop(uid, 0.0) for uid in list(self._running)))
+        self._closing.set()
+        await asyncio.gather(*self._ending, *(self.stop(uid, 0.0) for uid in list(self._running)))
         if self._session is not None:
             await self._session.close()
         if self._client is not None:
