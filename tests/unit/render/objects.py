@@ -49,14 +49,14 @@ def pod_of(dep: MMRouterDeployment, secrets: SecretData, component: str) -> Obje
     return pod
 
 
-def exceptions(dep: MMRouterDeployment) -> list[tuple[str, str]]:
+def exceptions(dep: MMRouterDeployment) -> tuple[tuple[str, str], ...]:
     """Return (pool, sentence) for what keeps pods from the level `restricted`; a frontend is `frontend`."""
     cut = len(dep.metadata.name) + 1
-    return [
+    return tuple(
         (obj["metadata"]["name"][cut:], f"{place}: {problem}")
         for obj in deployments(render(dep, secrets=new_secret_data()))
         for place, problem in violations(obj["spec"]["template"]["spec"])
-    ]
+    )
 
 
 def container(pod: Object, name: str) -> Object:
