@@ -148,7 +148,11 @@ class Router:
     def ready(self) -> bool:
         """True once every known sidecar's snapshot is in or the deadline has passed; then until this router leaves."""
         if not self._ready:
-            known = all(w.follower.synced and w.beat is not None for w in self.fleet if w.member.ready)
+            known = all(
+                worker.follower.synced and worker.beat is not None
+                for worker in self.fleet
+                if worker.member.ready and not worker.member.draining
+            )
             self._ready = (self._rostered and known) or time.monotonic() - self._started > READY_SECONDS
         return self._ready and not self.leaving.begun
 
@@ -233,17 +237,17 @@ class Router:
                 self.preparer.unknown_family,
                 self.settings.deployment.spec.engine.type,
             )
+        engine = self.settings.deployment.spec.engine.type
         while True:
             self._changed.clear()
-            for worker in self.fleet if self.own.possible and not self.leaving.begun else ():
-                if not proves(self.settings.deployment.spec.engine.type, worker.member.role):
-                    continue
+            provable = [worker for worker in self.fleet if proves(engine, worker.member.role)]
+            for worker in provable if self.own.possible and not self.leaving.begun else ():
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))
             self.metrics.index_keys.set(len(self.fleet.index))
             for standing in ("verified", "degraded", "pending", "refused", "unsynced"):
-                count = sum(self.placer.standing(worker) == standing for worker in self.fleet)
+                count = sum(self.placer.standing(worker) == standing for worker in provable)
                 self.metrics.workers.labels(standing).set(count)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CANARY_RETRY_SECONDS):

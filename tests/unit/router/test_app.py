@@ -65,6 +65,13 @@ async def test_a_pod_whose_sidecar_has_not_started_does_not_hold_it_up():
         assert r.ready
 
 
+async def test_a_pod_that_leaves_does_not_hold_it_up():
+    async with router() as r:
+        r.roster(Roster((member("a"), member("gone", draining=True))))
+        heard(r, "uid-a")
+        assert r.ready
+
+
 async def test_it_is_ready_at_its_deadline_whatever_is_missing(monkeypatch):
     monkeypatch.setattr(app, "READY_SECONDS", 0.0)
     async with router() as r:

@@ -70,6 +70,21 @@ def test_a_bad_resource_is_named_by_its_field(config, said):
     assert "spec.engine" in said()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("MMROUTER_DISCOVERY", "guess", "MMROUTER_DISCOVERY is 'guess': file or kubernetes"),
+        ("MMROUTER_DISCOVERY", "kubernetes", "KUBERNETES_SERVICE_HOST is not set"),
+        ("MMROUTER_DRAIN_SECONDS", "soon", "MMROUTER_DRAIN_SECONDS is 'soon'"),
+        ("MMROUTER_DRAIN_SECONDS", "-1", "MMROUTER_DRAIN_SECONDS is '-1'"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_named(said, monkeypatch, name, value, sentence):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv(name, value)
+    assert sentence in said()
+
+
 def test_a_process_without_its_model_folders_files_leaves_with_status_2_and_a_sentence(config):
     own = {"MMROUTER_CONFIG": str(config), "POD_UID": "u", "MMROUTER_MODEL_DIR": str(config)}
     command = [sys.executable, "-m", "mmrouter_router"]

@@ -215,3 +215,21 @@ async def test_a_renderer_that_breaks_off_is_not_asked_again_until_it_answers(ri
     assert lost.value.cause == "lost"
     assert rig.renderer.usable == []
     assert rig.renderer.state()[0]["verified"] is False
+
+
+async def test_a_renderer_is_verified_once_it_has_rendered_an_image_of_ours(rig):
+    server = Server()
+    await rig.with_servers(server)
+    await rig.until(lambda: rig.renderer.state()[0]["verified"])
+    state = rig.renderer.state()[0]
+    assert (state["answered"], state["message"]) == (True, "")
+
+
+async def test_a_renderer_that_loses_the_image_is_not_verified_and_says_so(rig):
+    server = Server()
+    server.raw = b'{"token_ids": [1, 2]}'
+    await rig.with_servers(server)
+    await rig.until(lambda: rig.renderer.state()[0]["message"])
+    state = rig.renderer.state()[0]
+    assert (state["answered"], state["verified"]) == (True, False)
+    assert state["message"] == "one image became 0 in the prompt"
