@@ -116,6 +116,43 @@ def crd(
 
 
 @app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="A file with one MMRouterDeployment, YAML or JSON.")],
+    against: Annotated[
+        str | None, typer.Option(help="What runs now: `cluster`, or the file that was applied last. Default: nothing.")
+    ] = None,
+    kubeconfig: Annotated[Path | None, typer.Option(help="With --against cluster: how to reach it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The operator's configuration file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what applying FILE would do, step by step, and which pods restart because of what. Writes nothing.
+
+    Exit status 0, whether there is something to do or not; 2 when it cannot be told.
+    """
+    from mmrouter_cli import plan as planning
+    from mmrouter_operator.apply import ApiError
+    from mmrouter_operator.config import ConfigError, load_config
+
+    deployment, _ = _read(file)
+    try:
+        settings = load_config(config)
+        if against is None:
+            report = planning.from_nothing(deployment, settings)
+        elif against == "cluster":
+            report = asyncio.run(planning.from_cluster(deployment, kubeconfig, settings))
+        else:
+            report = planning.from_file(deployment, _read(Path(against))[0], settings)
+    except SpecError as error:
+        _refuse(file, error)
+    except (planning.PlanError, ConfigError, ApiError, OSError) as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+    else:
+        typer.echo("\n".join(report.lines()))
+
+
+@app.command()
 def verify(
     url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
     control: Control = None,

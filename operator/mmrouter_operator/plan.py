@@ -92,7 +92,9 @@ def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> Plan:
         if together and stage == STAGES["decode"]:
             switching = plan_set(together, snapshot, draft, held=held, scaled=scaled)
         over = over and all(rollout.settled for rollout in draft.rollouts[before:])
+    pods = len(draft.steps)
     others = _others(desired, snapshot, draft, switching, {pool_of(manifest) for manifest in together})
+    draft.steps = draft.steps[pods:] + draft.steps[:pods]  # in the order in which they are applied
     prune = _prune([*others, *draft.apply], desired, snapshot, draft)
     order = {manifest["metadata"]["name"]: place for place, manifest in enumerate(deployments)}
     frontend_first = sorted(draft.rollouts, key=lambda rollout: (bool(rollout.pool), order.get(rollout.name, 0)))
@@ -140,6 +142,8 @@ def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft,
             draft.apply.append(with_replicas({**manifest, "spec": spec}, replicas))
         else:
             draft.keep.add(name)
+        if live.replicas != desired and old is not None:
+            draft.steps.append(_scale(name, rollout, live, desired))
         draft.steps.append(Step("hold", "Deployment", name, f"the new {rollout.subject} waits for an earlier stage"))
         draft.waits.append(f"{rollout.subject} waits until the rollout before it is over")
     else:
@@ -156,14 +160,16 @@ def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft,
                 )
             )
         elif live.replicas != desired:
-            draft.steps.append(
-                Step("scale", "Deployment", name, f"{rollout.subject}: {live.replicas} -> {desired} replicas")
-            )
+            draft.steps.append(_scale(name, rollout, live, desired))
         if not rollout.complete:
             draft.waits.append(progress_of(rollout))
     if rollout.blocked is not None:
         draft.blocked.append(rollout.blocked)
     draft.rollouts.append(rollout)
+
+
+def _scale(name: str, rollout: Rollout, live: DeploymentView, desired: int) -> Step:
+    return Step("scale", "Deployment", name, f"{rollout.subject}: {live.replicas} -> {desired} replicas")
 
 
 def _is_new(manifest: Mapping[str, Any], live: DeploymentView, snapshot: Snapshot) -> bool:
@@ -181,6 +187,8 @@ def _others(
     names = {manifest["metadata"]["name"]: manifest for manifest in draft.apply}
     for manifest in desired:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if kind == "Secret" and (kind, name) not in snapshot.children:
+            draft.steps.append(Step("create", kind, name, ""))
         if kind in ("Deployment", "Secret"):
             continue
         if kind in SCALERS and pool_of(manifest) in together:

@@ -1,0 +1,217 @@
+"""`mmrouter plan`: what applying a file would do, step by step, before it is done. It writes nothing anywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmrouter.api import MMRouterDeployment, parse_deployment
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.observe import Snapshot, child_view, pod_view, revision_view
+from mmrouter_operator.plan import Blocked, Progress, Step
+from mmrouter_operator.ref import CHILDREN, OPTIONAL_CHILDREN, RESOURCE, Ref
+from mmrouter_operator.rehearse import Rehearsal, rehearse
+from mmrouter_operator.render import render
+from mmrouter_operator.render.common import DEPLOYMENT_LABEL, secret_name
+from mmrouter_operator.render.secret import SecretData
+from mmrouter_operator.revisions import adopts, choose_templates, difference
+from mmrouter_operator.rollout import pool_of
+from mmrouter_operator.secrets import SecretError, new_secret_data, read_secret
+
+_NO_RESTART = ("replicas", "autoscaling", "weight")
+_OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator")
+
+
+class PlanError(Exception):
+    """The two sides cannot be compared; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What would happen."""
+
+    name: str
+    changes: tuple[str, ...]
+    """Fields of the spec that differ, as paths below ``spec``."""
+    restarts: dict[str, tuple[str, ...]]
+    """Deployment whose pods are replaced -> fields because of which."""
+    rehearsal: Rehearsal
+    adopting: dict[str, tuple[str, ...]]
+    """Deployment -> fields of its pod template that this release renders otherwise; kept until adopted."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report for machines."""
+        outcome = self.rehearsal.outcome
+        told = {"reason": outcome.reason} if isinstance(outcome, Blocked) else {}
+        if isinstance(outcome, Blocked | Progress):
+            told["message"] = outcome.message
+        return {
+            "name": self.name,
+            "changes": list(self.changes),
+            "restarts": {name: list(fields) for name, fields in self.restarts.items()},
+            "rounds": [[_step(step) for step in steps] for steps in self.rehearsal.rounds],
+            "outcome": {"type": type(outcome).__name__, **told},
+            "adopting": {name: list(fields) for name, fields in self.adopting.items()},
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report for people."""
+        found = [f"changed in the spec: {', '.join(self.changes)}"] if self.changes else []
+        for number, steps in enumerate(self.rehearsal.rounds, 1):
+            found.append(f"step {number}" + ("" if number == 1 else ", once the pods of the step before are ready"))
+            for step in steps:
+                because = self.restarts.get(step.name, ())
+                reason = f", because of {', '.join(because)}" if step.action == "restart" and because else ""
+                found.append(f"  {step.action:8}{step.kind} {step.name}{': ' + step.why if step.why else ''}{reason}")
+        if not self.rehearsal.rounds:
+            found.append("nothing to do")
+        if isinstance(self.rehearsal.outcome, Blocked):
+            found.append(f"blocked: {self.rehearsal.outcome.message} ({self.rehearsal.outcome.reason})")
+        for name, fields in self.adopting.items():
+            shown = ", ".join(fields[:5]) + (f" and {len(fields) - 5} more" if len(fields) > 5 else "")
+            found.append(
+                f"kept as it is: {name}; with the annotation mmrouter.io/adopt it would restart with new {shown}"
+            )
+        return found
+
+
+def from_nothing(dep: MMRouterDeployment, config: OperatorConfig) -> Report:
+    """Return what creating the deployment would do. Raises ``SpecError``."""
+    return _report(dep, _empty(dep, new_secret_data()), None, config)
+
+
+def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: OperatorConfig) -> Report:
+    """Return the way from one file to the other. Raises :class:`PlanError` and ``SpecError``."""
+    names = [(item.metadata.namespace, item.metadata.name) for item in (old, dep)]
+    if names[0] != names[1]:
+        raise PlanError(f"{'/'.join(names[0])} and {'/'.join(names[1])} are two deployments; a name cannot be changed")
+    secrets = new_secret_data()
+    before = _empty(old, secrets)
+    desired, revision = choose_templates(render(old, secrets=secrets, config=config), before, False, old)
+    stands = rehearse(desired, before, revision).final
+    return _report(dep, replace(stands, resource=_resource(dep)), old, config)
+
+
+async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config: OperatorConfig) -> Report:
+    """Return the way from what the cluster runs now. Raises :class:`PlanError`, ``SpecError`` and ``ApiError``."""
+    from mmrouter_operator.apply import KubernetesCluster
+    from mmrouter_operator.connect import ConnectError, load
+
+    try:
+        cluster = KubernetesCluster(await load(kubeconfig), user_agent="mmrouter-plan", identity="")
+    except ConnectError as error:
+        raise PlanError(str(error)) from error
+    try:
+        snapshot, live = await _observe(cluster, dep)
+    finally:
+        await cluster.close()
+    known = dep.metadata.model_copy(update={"uid": snapshot.resource["metadata"].get("uid", "")})
+    return _report(dep.model_copy(update={"metadata": known}), snapshot, live, config)
+
+
+async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMRouterDeployment | None]:
+    name, namespace = dep.metadata.name, dep.metadata.namespace
+    found = await cluster.get(Ref(dep.api_version, RESOURCE, namespace, name))
+    secret = await cluster.get(Ref("v1", "Secret", namespace, secret_name(dep)))
+    try:
+        secrets = new_secret_data() if secret is None else read_secret(secret)
+    except SecretError as error:
+        raise PlanError(f"Secret {secret_name(dep)}: {error}") from error
+    capabilities = await cluster.capabilities()
+    kinds = {**CHILDREN, **{k: row for k, row in OPTIONAL_CHILDREN.items() if capabilities.serves(row.api_version)}}
+    selector = f"{DEPLOYMENT_LABEL}={name}"
+    objects: list[dict[str, Any]] = []
+    for kind, row in kinds.items():
+        # The items of a list do not say what they are.
+        items = await cluster.list(kind, namespace, selector)
+        objects += [{"apiVersion": row.api_version, "kind": kind, **item} for item in items]
+    pods = await cluster.list("Pod", namespace, selector)
+    uid = found["metadata"]["uid"] if found is not None else ""
+    snapshot = replace(
+        _empty(dep, secrets),
+        resource=_resource(dep, uid),
+        children={(obj["kind"], obj["metadata"]["name"]): child_view(obj) for obj in objects},
+        pods=tuple(pod_view(pod) for pod in pods),
+        revisions=tuple(
+            revision_view(obj)
+            for obj in objects
+            if obj["kind"] == "ControllerRevision" and child_view(obj).owner == uid
+        ),
+        capabilities=capabilities,
+    )
+    spec_only = None if found is None else {key: value for key, value in found.items() if key != "status"}
+    return snapshot, None if spec_only is None else parse_deployment(spec_only)
+
+
+def _report(
+    dep: MMRouterDeployment, snapshot: Snapshot, old: MMRouterDeployment | None, config: OperatorConfig
+) -> Report:
+    assert snapshot.secrets is not None  # _empty() sets them
+    rendered = render(dep, secrets=snapshot.secrets, capabilities=snapshot.capabilities, config=config)
+    desired, revision = choose_templates(rendered, snapshot, adopts(dep), dep)
+    rehearsal = rehearse(desired, snapshot, revision)
+    changes = () if old is None else tuple(difference(_said(old), _said(dep)))
+    restarted = {step.name for steps in rehearsal.rounds for step in steps if step.action == "restart"}
+    pools = {
+        manifest["metadata"]["name"]: pool_of(manifest) for manifest in desired if manifest["kind"] == "Deployment"
+    }
+    return Report(
+        name=dep.metadata.name,
+        changes=changes,
+        restarts={name: _because(changes, pools.get(name, "")) for name in sorted(restarted)},
+        rehearsal=rehearsal,
+        adopting=_adopting(rendered, desired, snapshot, dep),
+    )
+
+
+def _adopting(
+    rendered: Sequence[dict[str, Any]],
+    desired: Sequence[dict[str, Any]],
+    snapshot: Snapshot,
+    dep: MMRouterDeployment,
+) -> dict[str, tuple[str, ...]]:
+    adopted, _ = choose_templates(rendered, snapshot, True, dep)
+    found = {}
+    for kept, new in zip(desired, adopted, strict=True):
+        if kept["kind"] == "Deployment":
+            fields = difference(kept["spec"]["template"]["spec"], new["spec"]["template"]["spec"])
+            if fields:
+                found[kept["metadata"]["name"]] = tuple(fields)
+    return found
+
+
+def _because(changes: Sequence[str], pool: str) -> tuple[str, ...]:
+    """Return the changed fields that can have restarted a pool's pods, or the frontend's."""
+    return tuple(path for path in changes if (_of_pool(path, pool) if pool else _of_frontend(path)))
+
+
+def _of_pool(path: str, pool: str) -> bool:
+    if path.startswith("pools["):
+        mine = path.startswith(f"pools[{pool}]")
+        return mine and not path.removeprefix(f"pools[{pool}].").startswith(_NO_RESTART)
+    return not path.startswith(("frontend", "paused", "networkPolicy", "observability", "verification"))
+
+
+def _of_frontend(path: str) -> bool:
+    if path.startswith("pools["):
+        return path.partition("].")[2].startswith(_OF_A_ROUTER) or path.endswith("]")
+    return not path.startswith(("frontend.replicas", "frontend.service", "paused", "networkPolicy", "sidecar"))
+
+
+def _said(dep: MMRouterDeployment) -> dict[str, Any]:
+    # Without defaults: the API server writes them out, a file does not.
+    said: dict[str, Any] = dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return said
+
+
+def _empty(dep: MMRouterDeployment, secrets: SecretData) -> Snapshot:
+    return Snapshot(resource=_resource(dep), now=0.0, secrets=secrets)
+
+
+def _resource(dep: MMRouterDeployment, uid: str = "") -> dict[str, Any]:
+    metadata = {"name": dep.metadata.name, "namespace": dep.metadata.namespace, "uid": uid}
+    return {"metadata": metadata, "spec": dep.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)}
+
+
+def _step(step: Step) -> dict[str, str]:
+    return {"action": step.action, "kind": step.kind, "name": step.name, "why": step.why}

@@ -1,0 +1,90 @@
+"""A rollout from its first step to its last, as it goes when every pod becomes ready. Pure.
+
+The planner takes one step at a time and looks again; here its steps are carried out on the snapshot itself.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrouter_operator.draft import MANAGER
+from mmrouter_operator.observe import ChildView, DeploymentView, Snapshot, child_view, deployment_view, revision_view
+from mmrouter_operator.plan import Blocked, Complete, Outcome, Plan, Step, plan
+from mmrouter_operator.rollout import pool_of
+
+ROUNDS = 10_000
+"""Steps after which a rehearsal gives up; a thousand replicas that move one by one need fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """All rounds in order; what is in one round happens together, and the next waits until its pods are ready."""
+
+    rounds: tuple[tuple[Step, ...], ...]
+    outcome: Outcome
+    final: Snapshot
+
+
+def rehearse(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Rehearsal:
+    """Return every step from ``snapshot`` to ``desired``. ``revision``: a ControllerRevision that is applied first."""
+    snapshot = with_revision(snapshot, revision)
+    rounds: list[tuple[Step, ...]] = []
+    told: set[Step] = set()
+    for _ in range(ROUNDS):
+        planned = plan(desired, snapshot)
+        # A wait that goes on is told once.
+        steps = tuple(step for step in planned.steps if step.action != "hold" or step not in told)
+        told.update(steps)
+        if steps:
+            rounds.append(steps)
+        after = carried_out(planned, snapshot)
+        if isinstance(planned.outcome, Complete) or (isinstance(planned.outcome, Blocked) and after == snapshot):
+            return Rehearsal(tuple(rounds), planned.outcome, after)
+        snapshot = after
+    return Rehearsal(tuple(rounds), planned.outcome, snapshot)
+
+
+def carried_out(planned: Plan, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot after a plan was applied and every pod has become ready."""
+    children = dict(snapshot.children)
+    for manifest in planned.apply:
+        key = (manifest["kind"], manifest["metadata"]["name"])
+        children[key] = _ready(manifest, children.get(key))
+    for kind, name, _ in planned.prune:
+        children.pop((kind, name), None)
+    gone = {name for kind, name, _ in planned.prune if kind == "ControllerRevision"}
+    # Pods of the snapshot have been replaced by others, of which only the counts are known.
+    replaced = {pool_of(manifest) for manifest in planned.apply if manifest["kind"] == "Deployment"}
+    return dataclasses.replace(
+        snapshot,
+        children=children,
+        pods=tuple(pod for pod in snapshot.pods if pod.pool not in replaced),
+        revisions=tuple(revision for revision in snapshot.revisions if revision.name not in gone),
+    )
+
+
+def with_revision(snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Snapshot:
+    """Return the snapshot with one more ControllerRevision."""
+    if revision is None:
+        return snapshot
+    return dataclasses.replace(snapshot, revisions=(*snapshot.revisions, revision_view(revision)))
+
+
+def _ready(manifest: Mapping[str, Any], before: ChildView | None) -> ChildView:
+    if manifest["kind"] != "Deployment":
+        return before or child_view(manifest)
+    view = deployment_view(manifest)
+    if "replicas" not in manifest["spec"] and isinstance(before, DeploymentView):
+        view = dataclasses.replace(view, replicas=before.replicas)
+    count = view.replicas
+    return dataclasses.replace(
+        view,
+        uid="" if before is None else before.uid,
+        updated=count,
+        ready=count,
+        available=count,
+        total=count,
+        progressing_reason="NewReplicaSetAvailable",
+        replicas_managers=before.replicas_managers if isinstance(before, DeploymentView) else (MANAGER,),
+    )
