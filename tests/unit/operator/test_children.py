@@ -1,0 +1,273 @@
+"""Writing children: only what changed, nothing of others, in order. The cluster is a table with the server's rules."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from mmrouter_operator import children as module
+from mmrouter_operator.apply import ApiError, Object, Refused, Unavailable
+from mmrouter_operator.audit import TOLERATED, Audit
+from mmrouter_operator.cache import Cache
+from mmrouter_operator.children import Children
+from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.observe import Key
+from mmrouter_operator.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED
+from mmrouter_operator.ref import Ref
+
+KEY: Key = ("n", "d")
+OWNER = "r"
+
+
+def manifest(kind: str, name: str, **more: Any) -> Object:
+    api = {"Deployment": "apps/v1", "RoleBinding": "rbac.authorization.k8s.io/v1", "ControllerRevision": "apps/v1"}
+    owner = {"uid": OWNER, "controller": True, "kind": "MMRouterDeployment", "name": "d", "apiVersion": "x"}
+    labels = {"mmrouter.io/deployment": "d", "app.kubernetes.io/managed-by": "mmrouter-operator"}
+    metadata = {"name": name, "namespace": "n", "labels": labels, "ownerReferences": [owner]}
+    return {"apiVersion": api.get(kind, "v1"), "kind": kind, "metadata": metadata, **more}
+
+
+class Table:
+    """Objects by address; an apply replaces, bumps the version only when something changed, and is written down."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.objects: dict[Ref, Object] = {}
+        self.calls: list[tuple[str, str, str]] = []
+        self.version = 0
+        self.fail: dict[str, ApiError] = {}
+
+    async def get(self, ref: Ref) -> Object | None:
+        self.calls.append(("get", ref.kind, ref.name))
+        return copy.deepcopy(self.objects.get(ref))
+
+    async def apply(self, obj: Object) -> Object:
+        ref = Ref.of(obj)
+        self.calls.append(("apply", ref.kind, ref.name))
+        if ref.name in self.fail:
+            raise self.fail[ref.name]
+        return self.store(obj)
+
+    async def merge(self, obj: Object) -> Object:
+        self.calls.append(("merge", obj["kind"], obj["metadata"]["name"]))
+        self.fail.pop(obj["metadata"]["name"], None)
+        return self.store(obj)
+
+    async def delete(self, ref: Ref, uid: str) -> None:
+        self.calls.append(("delete", ref.kind, ref.name))
+        found = self.objects.get(ref)
+        if found is not None and found["metadata"]["uid"] == uid:
+            del self.objects[ref]
+
+    async def list(self, kind: str, namespace: str, selector: str) -> "list[Object]":
+        return [copy.deepcopy(obj) for ref, obj in self.objects.items() if ref.kind == kind]
+
+    def store(self, obj: Object) -> Object:
+        """As somebody's write, seen by the watch at once."""
+        ref = Ref.of(obj)
+        self.version += 1
+        before = self.objects.get(ref)
+        uid = before["metadata"]["uid"] if before else f"uid-{self.version}"
+        stored = copy.deepcopy(obj)
+        stored["metadata"] |= {"uid": uid, "resourceVersion": str(self.version)}
+        self.objects[ref] = stored
+        return copy.deepcopy(stored)
+
+    def edit(self, obj: Object) -> None:
+        """Somebody else writes, and the watch tells."""
+        self.cache.put(obj["kind"], self.store(obj))
+
+    def applied(self) -> "list[str]":
+        """Names in the order of their applies; forgets them."""
+        names = [name for verb, _, name in self.calls if verb == "apply"]
+        self.calls.clear()
+        return names
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    monkeypatch.setattr(module, "boot_time", one)
+    return one
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache()
+
+
+@pytest.fixture
+def table(cache: Cache) -> Table:
+    return Table(cache)
+
+
+@pytest.fixture
+def children(table: Table, cache: Cache, clock: Clock) -> Children:
+    cluster: Any = table
+    return Children(cluster, cache, Metrics())
+
+
+SERVICE = manifest("Service", "s", spec={"port": 80})
+
+
+async def test_what_did_not_change_is_not_sent_again(children: Children, table: Table) -> None:
+    await children.write(KEY, OWNER, [SERVICE])
+    assert table.applied() == ["s"]
+    await children.write(KEY, OWNER, [SERVICE])
+    assert table.calls == []
+    await children.write(KEY, OWNER, [manifest("Service", "s", spec={"port": 81})])
+    assert table.applied() == ["s"]
+
+
+async def test_pods_come_after_what_they_mount_and_bindings_after_roles(children: Children, table: Table) -> None:
+    names = [
+        ("Deployment", "4"),
+        ("RoleBinding", "3"),
+        ("ConfigMap", "2"),
+        ("ControllerRevision", "1"),
+        ("PodMonitor", "5"),
+    ]
+    manifests = [manifest(kind, name) for kind, name in names]
+    manifests[-1]["apiVersion"] = "monitoring.coreos.com/v1"
+    await children.write(KEY, OWNER, manifests)
+    assert table.applied() == ["1", "2", "3", "4", "5"]
+
+
+async def test_somebody_elses_object_is_not_touched(children: Children, table: Table) -> None:
+    theirs = manifest("Service", "s", spec={"port": 5})
+    theirs["metadata"] |= {"ownerReferences": [{"uid": "other", "controller": True}], "labels": {}}
+    table.store(theirs)
+    written = await children.write(KEY, OWNER, [SERVICE])
+    assert [problem.reason for problem in written.problems] == [CHILD_NAME_TAKEN]
+    assert table.applied() == []
+    assert written.again_in is not None
+
+
+async def test_an_object_of_ours_without_its_reference_is_taken_back(children: Children, table: Table) -> None:
+    orphan = manifest("Service", "s", spec={"port": 80})
+    del orphan["metadata"]["ownerReferences"]
+    table.store(orphan)
+    written = await children.write(KEY, OWNER, [SERVICE])
+    assert written.problems == []
+    assert table.applied() == ["s"]
+
+
+async def test_drift_is_taken_back_and_counted_and_other_peoples_fields_are_no_drift(
+    children: Children, table: Table
+) -> None:
+    await children.write(KEY, OWNER, [SERVICE])
+    table.edit(manifest("Service", "s", spec={"port": 1}))
+    written = await children.write(KEY, OWNER, [SERVICE])
+    assert [ref.name for ref in written.repaired] == ["s"]
+    table.applied()
+    written = await children.write(KEY, OWNER, [SERVICE])
+    assert (written.repaired, table.calls) == ([], [])
+
+
+async def test_a_child_that_others_fight_over_is_repaired_with_growing_pauses(
+    children: Children, table: Table, clock: Clock
+) -> None:
+    await children.write(KEY, OWNER, [SERVICE])
+    pauses = []
+    for round_ in range(10):
+        table.edit(manifest("Service", "s", spec={"port": 100 + round_}))
+        written = await children.write(KEY, OWNER, [SERVICE])
+        if written.again_in is not None:
+            assert [problem.reason for problem in written.problems] == [CHILD_CONTESTED]
+            pauses.append(written.again_in)
+            clock.now += written.again_in
+            assert (await children.write(KEY, OWNER, [SERVICE])).repaired
+    assert pauses == sorted(pauses)
+    assert len(pauses) >= 5
+    assert pauses[-1] <= module.LONGEST_PAUSE
+    clock.now += 2 * module.PATIENCE
+    table.edit(manifest("Service", "s", spec={"port": 7}))
+    assert (await children.write(KEY, OWNER, [SERVICE])).repaired, "an old fight is forgotten"
+
+
+async def test_a_refused_manifest_is_not_sent_again_until_it_changes_or_a_minute_passed(
+    children: Children, table: Table, clock: Clock
+) -> None:
+    table.fail["s"] = Refused("quota", status=403)
+    other = manifest("ConfigMap", "c")
+    written = await children.write(KEY, OWNER, [SERVICE, other])
+    assert [problem.reason for problem in written.problems] == [CHILD_REFUSED]
+    assert sorted(table.applied()) == ["c", "s"]
+    written = await children.write(KEY, OWNER, [SERVICE, other])
+    assert [problem.reason for problem in written.problems] == [CHILD_REFUSED]
+    assert written.again_in is not None
+    assert table.applied() == []
+    await children.write(KEY, OWNER, [manifest("Service", "s", spec={"port": 2})])
+    assert table.applied() == ["s"]
+    clock.now += module.REFUSED_FOR + 1
+    del table.fail["s"]
+    written = await children.write(KEY, OWNER, [SERVICE])
+    assert (written.problems, table.applied()) == ([], ["s"])
+
+
+async def test_a_list_that_others_made_invalid_is_taken_back_as_a_whole(children: Children, table: Table) -> None:
+    await children.write(KEY, OWNER, [SERVICE])
+    table.edit(manifest("Service", "s", spec={"port": 1}))
+    table.fail["s"] = Refused("duplicate port name", status=422)
+    written = await children.write(KEY, OWNER, [SERVICE])
+    assert [ref.name for ref in written.repaired] == ["s"]
+    assert ("merge", "Service", "s") in table.calls
+
+
+async def test_what_fails_keeps_its_neighbours_but_not_what_builds_on_it(children: Children, table: Table) -> None:
+    table.fail["s"] = Unavailable("down")
+    written = await children.write(KEY, OWNER, [SERVICE, manifest("ConfigMap", "c"), manifest("Deployment", "w")])
+    assert [ref.name for ref, _ in written.failures] == ["s"]
+    assert sorted(table.applied()) == ["c", "s"]
+
+
+async def test_pruning_deletes_exactly_what_was_seen(children: Children, table: Table) -> None:
+    live = table.store(SERVICE)
+    await children.prune(KEY, {Ref.of(SERVICE): "another"})
+    assert table.objects
+    await children.prune(KEY, {Ref.of(SERVICE): live["metadata"]["uid"]})
+    assert not table.objects
+
+
+async def test_what_went_away_unnoticed_is_found(table: Table, cache: Cache) -> None:
+    table.edit(SERVICE)
+    woken: list[Key] = []
+    cluster: Any = table
+    audit = Audit(cluster, cache, ["Service"], [""], woken.append)
+    await audit.once()
+    assert audit.filled.is_set()
+    assert woken == []
+    table.objects.clear()
+    await audit.once()
+    assert woken == [KEY]
+    assert cache.children(KEY) == {}
+
+
+async def test_the_cache_counts_as_filled_only_when_nothing_is_missing_and_watches_that_stay_behind_are_deaf(
+    table: Table, cache: Cache
+) -> None:
+    unseen = table.store(SERVICE)
+    cluster: Any = table
+    audit = Audit(cluster, cache, ["Service"], [""], lambda _: None)
+    await audit.once()
+    assert not audit.filled.is_set()
+    cache.put("Service", unseen)
+    await audit.once()
+    assert audit.filled.is_set()
+    table.store(manifest("Service", "t"))
+    for _ in range(TOLERATED - 1):
+        await audit.once()
+        assert not audit.deaf
+    await audit.once()
+    assert audit.deaf
+    cache.put("Service", table.objects[Ref.of(manifest("Service", "t"))])
+    await audit.once()
+    assert not audit.deaf
