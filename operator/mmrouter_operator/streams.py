@@ -24,7 +24,7 @@ SILENT_SECONDS = 45.0
 """Three of the router's comments."""
 HOLD_SECONDS = 30.0
 """How long the last report stands after the stream has ended."""
-FIRST_BACKOFF, LAST_BACKOFF = 0.2, 15.0
+FIRST_BACKOFF, LAST_BACKOFF = 0.2, 5.0
 MAX_EVENT = 4 << 20
 """Bytes of one event: about 15 000 pods."""
 
