@@ -34,8 +34,9 @@ _LAST_WAVE = 4
 
 REFUSED_FOR = 60.0
 """Seconds for which the same refused manifest is not sent again."""
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds without drift after which a child is no longer contested."""
+IMMEDIATE_REPAIRS = 10
 LONGEST_PAUSE = 60.0
 
 
@@ -52,9 +53,8 @@ class _Applied:
 
     def pause(self, now: float) -> float:
         """Seconds to leave a contested child alone; the first repairs are immediate."""
-        if self.repairs < 3:
-            return 0.0
-        return max(0.0, self.repaired_at + min(LONGEST_PAUSE, 2.0 ** (self.repairs - 3)) - now)
+        beyond = self.repairs - IMMEDIATE_REPAIRS
+        return max(0.0, self.repaired_at + min(LONGEST_PAUSE, 2.0**beyond) - now) if beyond >= 0 else 0.0
 
 
 @dataclass(slots=True)

@@ -177,7 +177,7 @@ async def test_a_child_that_others_fight_over_is_repaired_with_growing_pauses(
 ) -> None:
     await children.write(KEY, OWNER, [SERVICE])
     pauses = []
-    for round_ in range(10):
+    for round_ in range(20):
         table.edit(manifest("Service", "s", spec={"port": 100 + round_}))
         written = await children.write(KEY, OWNER, [SERVICE])
         if written.again_in is not None:
