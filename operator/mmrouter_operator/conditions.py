@@ -33,7 +33,7 @@ MONITORING: Final = "PodMonitorAvailable"
 RESTRICTED: Final = "PodSecurityRestricted"
 OVERLAID: Final = "PodTemplateApplied"
 
-_BLOCKS: Final[dict[str, Truth]] = {
+BLOCKS: Final[dict[str, Truth]] = {
     "ChildNameTaken": "False",
     "ReplicaFailure": "False",
     "ProgressDeadlineExceeded": "False",
@@ -84,13 +84,13 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "Paused": "False",
         "SpecInvalid": "False",
         "SecretUnusable": "False",
-        **_BLOCKS,
+        **BLOCKS,
     },
     DEGRADED: {
         "AsExpected": "False",
         "SpecInvalid": "True",
         **dict.fromkeys(MISSING.values(), "True"),
-        **dict.fromkeys(_BLOCKS, "True"),
+        **dict.fromkeys(BLOCKS, "True"),
         "ChildRefused": "True",
         "ChildContested": "True",
         "SecretMalformed": "True",

@@ -16,6 +16,20 @@ _VOLUMES: Mapping[str, tuple[str, str]] = {
 }
 """Volume source -> kind that it names, and in which field."""
 
+KINDS_NAMED = frozenset(
+    {
+        "ConfigMap",
+        "PersistentVolumeClaim",
+        "PriorityClass",
+        "ResourceClaim",
+        "ResourceClaimTemplate",
+        "RuntimeClass",
+        "Secret",
+        "ServiceAccount",
+    }
+)
+"""Every kind that :func:`references` can return."""
+
 
 def references(dep: MMRouterDeployment) -> tuple[Reference, ...]:
     """Return every object that must exist, once, with the first field that names it, in the order of the spec.

@@ -38,7 +38,7 @@ def rehearse(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Ma
         told.update(steps)
         if steps:
             rounds.append(steps)
-        after = carried_out(planned, snapshot)
+        after = carried_out(planned, _with_secret(desired, snapshot))
         if isinstance(planned.outcome, Complete) or (isinstance(planned.outcome, Blocked) and after == snapshot):
             return Rehearsal(tuple(rounds), planned.outcome, after)
         snapshot = after
@@ -69,6 +69,12 @@ def with_revision(snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Sna
     if revision is None:
         return snapshot
     return dataclasses.replace(snapshot, revisions=(*snapshot.revisions, revision_view(revision)))
+
+
+def _with_secret(desired: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with the Secret, which is made before anything is planned."""
+    made = {("Secret", m["metadata"]["name"]): child_view(m) for m in desired if m["kind"] == "Secret"}
+    return dataclasses.replace(snapshot, children={**made, **snapshot.children})
 
 
 def _ready(manifest: Mapping[str, Any], before: ChildView | None) -> ChildView:

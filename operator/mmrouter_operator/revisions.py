@@ -138,8 +138,16 @@ def _kept(
     return None
 
 
-def _templates(revision: RevisionView) -> Mapping[str, Any]:
-    return revision.data.get("deployments") or {}
+def _templates(revision: RevisionView) -> dict[str, Any]:
+    """Return the entries that can be read; a later release may have written others."""
+    entries = revision.data.get("deployments")
+    if not isinstance(entries, dict):
+        return {}
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if isinstance(entry, dict) and isinstance(entry.get("template"), dict) and "metadata" in entry["template"]
+    }
 
 
 def _hash_of(template: Mapping[str, Any]) -> str:

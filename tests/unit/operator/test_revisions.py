@@ -1,0 +1,169 @@
+"""Kept templates: a new operator's rendering, a user's change, and the way back."""
+
+import copy
+from typing import Any
+
+import pytest
+from unit.operator.test_plan import finish, pair, standing, want, whole
+from unit.operator.world import World, deployment
+
+from mmrouter import __version__
+from mmrouter_operator.observe import RevisionView
+from mmrouter_operator.plan import Complete
+from mmrouter_operator.revisions import KEPT, adopts, choose_templates, difference, stored_template
+from mmrouter_operator.rollout import template_hash
+
+
+def upgraded(world: World, image: str = "mmrouter/mmrouter:next") -> None:
+    """A new operator version, which renders every template otherwise."""
+    render = world.desired
+
+    def next_version() -> list[dict[str, Any]]:
+        objects = copy.deepcopy(render())
+        for obj in objects:
+            if obj["kind"] == "Deployment":
+                obj["spec"]["template"]["spec"]["priorityClassName"] = image
+        return objects
+
+    world.desired = next_version  # type: ignore[method-assign]
+
+
+def templates(world: World) -> dict[str, str]:
+    return {name: template_hash(child.manifest) for name, child in world.children.items()}
+
+
+def test_a_new_operator_version_restarts_nothing() -> None:
+    world = standing(whole())
+    before, pods = templates(world), {pod.name for pod in world.pods()}
+    upgraded(world)
+    finish(world)
+    world.settle()
+    assert templates(world) == before
+    assert {pod.name for pod in world.pods()} == pods
+    assert len(world.revisions) == 1
+
+
+def test_a_new_operator_version_scales_the_old_rendering() -> None:
+    world = standing(whole())
+    before = templates(world)
+    upgraded(world)
+    want(world, whole(replicas=4))
+    finish(world)
+    assert templates(world) == before
+    assert world.ready("work") == 4
+    assert len(world.revisions) == 1, "replicas are no part of a template"
+
+
+def test_the_user_changes_one_pool_and_only_that_pool_gets_the_new_rendering() -> None:
+    world = standing(whole())
+    before = templates(world)
+    upgraded(world)
+    spec = whole()
+    spec["pools"][0]["args"] = ["--seed=9"]
+    want(world, spec)
+    finish(world)
+    assert {name for name, value in templates(world).items() if value != before[name]} == {"vl-work"}
+    assert "priorityClassName" in world.children["vl-work"].manifest["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", True), (__version__, True), ("0.0.0", False), ("", False)])
+def test_adoption_is_asked_for_by_word_or_by_version(value: str, expected: bool) -> None:
+    assert adopts(deployment(whole(), annotations={"mmrouter.io/adopt": value})) is expected
+    assert not adopts(deployment(whole()))
+
+
+def test_adopting_rolls_every_template_and_stays() -> None:
+    world = standing(whole())
+    before = templates(world)
+    upgraded(world)
+    for _ in range(60):
+        planned = world.reconcile(adopt=True)
+        if isinstance(planned.outcome, Complete):
+            break
+        world.settle()
+    adopted = templates(world)
+    assert not set(adopted.values()) & set(before.values())
+    assert len(world.revisions) == 2
+    finish(world)  # without the annotation again
+    assert templates(world) == adopted
+
+
+def test_a_change_taken_back_under_a_new_operator_keeps_the_pods_that_still_run() -> None:
+    world = standing(whole())
+    before = templates(world)
+    upgraded(world)
+    want(world, whole(seed=1))
+    world.reconcile()
+    for name in list(world.children):
+        world.control(name)
+    want(world, whole())
+    finish(world)
+    assert templates(world) == before
+
+
+def test_a_set_is_adopted_whole() -> None:
+    """One pool changes under an operator whose default layout is another: its partner must not stay behind."""
+    world = standing(pair())
+    render = world.desired
+
+    def other_layout() -> list[dict[str, Any]]:
+        objects = copy.deepcopy(render())
+        for obj in objects:
+            if obj["kind"] == "Deployment" and "mmrouter.io/pool" in obj["metadata"]["labels"]:
+                obj["spec"]["template"]["metadata"]["labels"]["mmrouter.io/compatibility"] = "0123456789abcdef"
+        return objects
+
+    world.desired = other_layout  # type: ignore[method-assign]
+    finish(world)
+    assert {child.manifest["metadata"]["name"][-8:] for child in world.of_pool("pre")} != {"01234567"}
+    spec = pair()
+    spec["pools"][0]["args"] = ["--seed=9"]
+    want(world, spec)
+    finish(world)
+    names = {child.manifest["metadata"]["name"] for pool in ("pre", "dec") for child in world.of_pool(pool)}
+    assert names == {"vl-pre-01234567", "vl-dec-01234567"}
+
+
+def test_the_last_revisions_are_kept_and_those_that_run() -> None:
+    world = standing(whole())
+    for seed in range(1, 8):
+        want(world, whole(seed=seed))
+        finish(world)
+    assert [revision.number for revision in world.revisions] == [6, 7, 8]
+    assert len(world.revisions) == KEPT
+    stuck = template_hash(world.children["vl-work"].manifest)
+    for seed in range(20, 26):
+        want(world, whole(seed=seed, router=str(seed)))  # the frontend never gets ready, so the pools are held
+        world.reconcile()
+    world.reconcile()  # a revision that was just made is counted from the next time on
+    assert template_hash(world.children["vl-work"].manifest) == stuck
+    assert stored_template(world.revisions, "vl-work", stuck) is not None
+    assert len(world.revisions) == KEPT + 1
+
+
+def test_a_revision_has_an_owner_and_its_number_in_its_name() -> None:
+    world = World(deployment(whole()))
+    _, revision = world.choose()
+    assert revision is not None
+    assert revision["metadata"]["name"] == "vl-1"
+    assert revision["metadata"]["labels"]["mmrouter.io/deployment"] == "vl"
+    assert revision["metadata"]["ownerReferences"][0]["controller"] is True
+    assert set(revision["data"]["deployments"]) == {"vl-frontend", "vl-work", "vl-enc", "vl-rend"}
+
+
+def test_a_revision_of_somebody_who_knows_better_is_passed_over() -> None:
+    """Data of another shape, as a later release may write it, is no template."""
+    world = World(deployment(whole()))
+    world.revisions = [RevisionView("vl-4", 4, {"deployments": {"vl-work": {"template": 1}, "vl-enc": 2}, "more": 3})]
+    chosen, revision = choose_templates(world.desired(), world.snapshot(), False, world.dep)
+    assert revision is not None
+    assert revision["revision"] == 5
+    assert all(template_hash(m) for m in chosen if m["kind"] == "Deployment")
+
+
+def test_a_difference_names_the_fields() -> None:
+    old = {"a": 1, "pools": [{"name": "x", "args": ["1"]}, {"name": "y"}], "gone": {"b": 1}}
+    new = {"a": 1, "pools": [{"name": "x", "args": ["2"]}, {"name": "z"}]}
+    assert difference(old, new) == ["gone", "pools[x].args", "pools[y]", "pools[z]"]
+    assert difference({"p": [{"name": "a"}, {"name": "b"}]}, {"p": [{"name": "b"}, {"name": "a"}]}) == ["p (order)"]
+    assert difference(old, copy.deepcopy(old)) == []
