@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.controlplane import ControlPlane, control_plane
+from cluster.controlplane import ControlPlane, control_plane, wait_for
 from cluster.hollow import Hollow, hollow
+from cluster.operators import operator
+from cluster.resources import apply, is_done, marked
+from cluster.runner import LocalRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"
@@ -38,6 +41,25 @@ def crd(cluster: ControlPlane) -> ControlPlane:
     """The control plane, for tests of the CRD."""
     assert CRDS.is_dir(), "crds/ is missing: make it with `mmrouter crd`"
     return cluster
+
+
+@pytest.fixture(scope="session")
+def real(kube_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane of its own with a node whose pods run as processes, and an operator."""
+    with control_plane(tmp_path_factory.mktemp("real"), kube_bin, CRDS) as plane:
+        runner = LocalRunner(plane, ROOT / "examples")
+        with hollow(plane, runner) as kubelet, operator(plane):
+            kubelet.node("local")
+            yield plane
+
+
+@pytest.fixture(scope="session")
+def proved(real: ControlPlane) -> Iterator[str]:
+    """The namespace of a deployment ``demo`` that runs, is ready and proved; tests share it and change it."""
+    with real.namespace() as name:
+        generation = apply(real, name, marked())["metadata"]["generation"]
+        wait_for(lambda: is_done(real, name, "demo", generation), 90, "Ready is True")
+        yield name
 
 
 @pytest.fixture

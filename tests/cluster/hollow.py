@@ -231,7 +231,11 @@ class Hollow:
                 seen.ending = self._spawn(self._end(uid, seen))
             rule = next((rule for rule in self._rules if rule.holds(pod)), None)
             if not seen.ip and (rule is None or rule.reason != HOLD):
-                seen.ip = await self._address(pod)
+                try:
+                    seen.ip = await self._address(pod)
+                except httpx.HTTPError:  # the server is away, or the namespace on its way out
+                    self._loop.call_later(RECONNECT_SECONDS, self._look, uid)
+                    return
             if rule is not None:
                 states = failing(pod, rule.container, rule.reason, rule.message)
             else:

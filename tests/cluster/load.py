@@ -64,7 +64,9 @@ def load(plane: ControlPlane, namespace: str, model: str) -> Iterator[Load]:
     ]
 
     def send(number: int) -> None:
-        ready = [pod["status"]["podIP"] for pod in pods(plane, namespace, role="frontend") if is_ready(pod)]
+        ready = [
+            pod["status"]["podIP"] for pod in pods(plane, namespace, deployment=model, role="frontend") if is_ready(pod)
+        ]
         if not ready:
             seen.failures.append("no frontend is ready")
             return

@@ -15,6 +15,7 @@ from mmrouter_operator.secrets import new_secret_data
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 MANAGER = "test"
+MARK = "example.com/mark"
 Object = dict[str, Any]
 
 
@@ -32,6 +33,14 @@ def resource(name: str = "demo", *, replicas: int = 1, frontends: int = 1, **spe
         "metadata": {"name": name},
         "spec": {**whole, **spec},
     }
+
+
+def marked(frontend: str = "1", engine: str = "1") -> Object:
+    """Return a deployment of two frontends and two engines, with marks in their pods; another mark is a rollout."""
+    made = resource(frontends=2, replicas=2)
+    made["spec"]["frontend"]["podTemplate"] = {"metadata": {"annotations": {MARK: frontend}}}
+    made["spec"]["pools"][0]["podTemplate"] = {"metadata": {"annotations": {MARK: engine}}}
+    return made
 
 
 def path(kind: str, namespace: str, name: str = "", subresource: str = "") -> str:
@@ -97,6 +106,12 @@ def condition(plane: ControlPlane, type: str, namespace: str, name: str = "demo"
     """Return a condition of a deployment, empty while there is none."""
     conditions = status(plane, namespace, name).get("conditions") or []
     return next((dict(found) for found in conditions if found["type"] == type), {})
+
+
+def is_done(plane: ControlPlane, namespace: str, name: str, generation: int) -> bool:
+    """Whether a deployment is Ready at a generation."""
+    ready = condition(plane, "Ready", namespace, name)
+    return ready.get("status") == "True" and ready.get("observedGeneration") == generation
 
 
 def bare(obj: Mapping[str, Any]) -> Object:
