@@ -1,0 +1,368 @@
+"""The status of a deployment: what it shows, what it keeps, and what it never claims."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from unit.operator.test_plan import finish, standing, want, whole
+from unit.operator.world import World, deployment
+
+from mmrouter.api import MMRouterDeployment, SpecError
+from mmrouter.api.status import Status
+from mmrouter_operator.observe import FrontendReport, Missing, PodView, Snapshot, WorkerReport
+from mmrouter_operator.plan import plan
+from mmrouter_operator.problems import Problem
+from mmrouter_operator.status import status_of, transitions, urgent
+
+
+def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    return {item["type"]: (item["status"], item["reason"]) for item in status["conditions"]}
+
+
+def message(status: dict[str, Any], type_: str) -> str:
+    return str(next(item["message"] for item in status["conditions"] if item["type"] == type_))
+
+
+def judged(
+    world: World, change: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot, *advice: Problem
+) -> dict[str, Any]:
+    snapshot = change(world.snapshot())
+    return status_of(world.dep, snapshot, plan(world.choose()[0], snapshot), advice, world.status)
+
+
+def pods(which: Callable[[PodView], bool], **fields: Any) -> Callable[[Snapshot], Snapshot]:
+    def change(snapshot: Snapshot) -> Snapshot:
+        changed = (dataclasses.replace(pod, **fields) if which(pod) else pod for pod in snapshot.pods)
+        return dataclasses.replace(snapshot, pods=tuple(changed))
+
+    return change
+
+
+def engines(pod: PodView) -> bool:
+    return bool(pod.pool)
+
+
+def said(**counts: int) -> Callable[[Snapshot], Snapshot]:
+    def change(snapshot: Snapshot) -> Snapshot:
+        reports = {uid: dataclasses.replace(r, **counts) if r else None for uid, r in snapshot.reports.items()}
+        return dataclasses.replace(snapshot, reports=reports)
+
+    return change
+
+
+def silent(snapshot: Snapshot) -> Snapshot:
+    return dataclasses.replace(snapshot, reports=dict.fromkeys(snapshot.reports))
+
+
+def verdict(verified: str, cause: str = "") -> Callable[[Snapshot], Snapshot]:
+    def change(snapshot: Snapshot) -> Snapshot:
+        workers = {
+            pod.uid: WorkerReport(pod.uid, pod.pool, pod.role, True, verified, cause)
+            for pod in snapshot.pods
+            if pod.pool
+        }
+        heard = {uid: FrontendReport("r", True, workers) for uid in snapshot.reports}
+        return dataclasses.replace(snapshot, reports=heard)
+
+    return change
+
+
+def test_a_deployment_that_serves_says_so_in_every_field() -> None:
+    world = standing(whole())
+    status = judged(world, said(decisions=1000, exact_decisions=998, prompt_blocks=700, hit_blocks=583))
+    assert conditions(status) == {
+        "Ready": ("True", "Serving"),
+        "SpecValid": ("True", "Valid"),
+        "Progressing": ("False", "Complete"),
+        "Degraded": ("False", "AsExpected"),
+        "FrontendReady": ("True", "AllReady"),
+        "WorkersReady": ("True", "AllReady"),
+        "EncodersReady": ("True", "AllReady"),
+        "RenderersReady": ("True", "AllReady"),
+        "ExactRoutingVerified": ("True", "Verified"),
+        "RevisionPinned": ("False", "ModelRevisionUnpinned"),
+        "Authenticated": ("False", "NoApiKeys"),
+        "PodSecurityRestricted": ("True", "Restricted"),
+    }
+    assert status["phase"] == "Ready"
+    assert status["endpoint"] == "http://vl.team.svc"
+    assert status["poolsReady"] == "3/3"
+    assert status["routing"] == {"exactRatio": "0.998", "hitRatio": "0.833"}
+    selector = "mmrouter.io/deployment=vl,mmrouter.io/role=frontend"
+    assert status["frontend"] == {"desired": 2, "ready": 2, "updated": 2, "selector": selector}
+    counts = {"desired": 2, "ready": 2, "routable": 2, "verified": 2, "updated": 2}
+    assert status["pools"][0] == {"name": "work", "role": "worker", **counts}
+    Status.model_validate(status, by_alias=True, by_name=False)
+
+
+def test_every_condition_speaks_of_the_generation_it_judged() -> None:
+    world = standing(whole())
+    want(world, whole(seed=1))
+    status = judged(world)
+    assert {item["observedGeneration"] for item in status["conditions"]} == {2}
+    assert status["observedGeneration"] == 2
+
+
+def test_old_pods_are_no_success() -> None:
+    world = standing(whole())
+    want(world, whole(seed=1))
+    status = judged(world)
+    assert conditions(status)["Ready"] == ("False", "RollingOut")
+    assert conditions(status)["ExactRoutingVerified"] == ("Unknown", "Verifying")
+    assert {pool["updated"] for pool in status["pools"]} == {0}
+    assert status["phase"] == "Updating"
+    assert status["poolsReady"] == "0/3"
+
+
+def test_a_time_changes_with_the_status_and_not_with_the_words() -> None:
+    world = standing(whole())
+    world.status = judged(world)
+    world.now += 60
+    assert judged(world) == world.status, "nothing changed, so there is nothing to write"
+    world.fail("vl-work")
+    world.status = broken = judged(world)
+    times = {item["type"]: item["lastTransitionTime"] for item in broken["conditions"]}
+    assert times["Ready"] == "1970-01-01T00:17:40Z"
+    assert times["FrontendReady"] == "1970-01-01T00:16:40Z"
+    assert conditions(broken)["WorkersReady"] == ("False", "ReplicasMissing")
+    assert conditions(broken)["Ready"] == ("False", "WorkersNotReady")
+    world.now += 60
+    world.fail("vl-enc")
+    again = judged(world)
+    assert {item["type"]: item["lastTransitionTime"] for item in again["conditions"]}["Ready"] == times["Ready"]
+
+
+def test_an_operator_that_has_just_started_keeps_what_was_said_last() -> None:
+    world = standing(whole())
+    world.status = judged(world, said(decisions=10, exact_decisions=10))
+    gates = {"mmrouter.io/routable": True, "mmrouter.io/verified": True}
+
+    def started(snapshot: Snapshot) -> Snapshot:
+        return silent(pods(engines, gates=gates)(snapshot))
+
+    assert judged(world, started) == world.status
+    world.status = {}
+    assert conditions(judged(world, silent))["ExactRoutingVerified"] == ("Unknown", "FrontendNotHeard")
+    assert "routing" not in judged(world, silent)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (verdict("Unknown"), ("Unknown", "Verifying")),
+        (verdict("False", "template"), ("False", "NotExact")),
+        (lambda snapshot: pods(engines, started=-9e9)(verdict("Unknown")(snapshot)), ("False", "NotVerifiedInTime")),
+        (pods(engines, containers_ready=False), ("Unknown", "NoReplicas")),
+    ],
+)
+def test_exactness_is_what_the_frontends_say(change: Callable[[Snapshot], Snapshot], expected: tuple[str, str]) -> None:
+    world = standing(whole())
+    world.now = 100.0
+    assert conditions(judged(world, change))["ExactRoutingVerified"] == expected
+
+
+def test_a_ratio_without_a_decision_is_left_out() -> None:
+    world = standing(whole())
+    assert "routing" not in judged(world)
+    assert judged(world, said(prompt_blocks=3, hit_blocks=1))["routing"] == {"hitRatio": "0.333"}
+
+
+STUCK = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
+
+
+@pytest.mark.parametrize(
+    ("change", "advice", "reason", "words"),
+    [
+        (
+            lambda s: dataclasses.replace(
+                s, missing=(Missing("RuntimeClass", "kata", "spec.pools[0].podTemplate.spec.runtimeClassName"),)
+            ),
+            (),
+            "RuntimeClassMissing",
+            "spec.pools[0].podTemplate.spec.runtimeClassName: there is no RuntimeClass kata",
+        ),
+        (
+            lambda s: s,
+            (Problem("SecretMalformed", "Secret", "vl-secrets", "Secret vl-secrets: identity.key has 3 bytes"),),
+            "SecretMalformed",
+            "identity.key has 3 bytes",
+        ),
+        (
+            pods(engines, waiting=("engine", "ErrImagePull", "manifest unknown")),
+            (),
+            "ImagePullFailed",
+            "container engine of pod vl-enc",
+        ),
+        (pods(engines, unschedulable=STUCK), (), "Unschedulable", "It needs a node with 1 free nvidia.com/gpu"),
+        (pods(engines, waiting=("engine", "CrashLoopBackOff", "back-off")), (), "CrashLoopBackOff", "back-off"),
+        (
+            pods(engines, waiting=("engine", "CreateContainerConfigError", "no key x")),
+            (),
+            "ContainerConfigError",
+            "no key x",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(
+    change: Callable[[Snapshot], Snapshot], advice: tuple[Problem, ...], reason: str, words: str
+) -> None:
+    status = judged(standing(whole()), change, *advice)
+    assert conditions(status)["Degraded"] == ("True", reason)
+    assert words in message(status, "Degraded")
+    assert status["phase"] == "Degraded"
+
+
+def test_a_hundred_broken_pods_are_one_sentence_per_pool() -> None:
+    status = judged(standing(whole()), pods(engines, waiting=("engine", "ErrImagePull", "manifest unknown")))
+    assert message(status, "Degraded").count("manifest unknown") == 3
+
+
+def test_a_secret_made_anew_is_told_until_every_pod_has_it() -> None:
+    world = standing(whole())
+    lost = Problem("SecretRecreated", "Secret", "vl-secrets", "Secret vl-secrets was lost and is made anew")
+    world.status = judged(world, lambda snapshot: snapshot, lost)
+    want(world, whole(seed=1))  # stands for the new fingerprint: every template is another
+    world.status = judged(world)
+    assert conditions(world.status)["Degraded"] == ("True", "SecretRecreated")
+    finish(world)
+    assert conditions(judged(world))["Degraded"] == ("False", "AsExpected")
+
+
+def test_an_invalid_resource_keeps_the_conditions_of_the_one_before() -> None:
+    world = standing(whole())
+    world.status = before = judged(world)
+    error = SpecError([("spec.pools[0].podTemplate.spce", "a pod template has `metadata` and `spec` only")])
+    snapshot = dataclasses.replace(
+        world.snapshot(), resource={**world.snapshot().resource, "metadata": {"generation": 9}}
+    )
+    status = status_of(error, snapshot, None, (), before)
+    told = conditions(status)
+    assert told["SpecValid"] == ("False", "Invalid")
+    assert told["Ready"] == ("False", "SpecInvalid")
+    assert "spec.pools[0].podTemplate.spce" in message(status, "SpecValid")
+    kept = next(item for item in status["conditions"] if item["type"] == "FrontendReady")
+    assert kept["observedGeneration"] == 1, "it speaks of the spec that was judged"
+    assert status["frontend"]["ready"] == 2
+    assert status["phase"] == "Invalid"
+    Status.model_validate(status, by_alias=True, by_name=False)
+
+
+def test_an_invalid_resource_that_never_was_valid_shows_only_what_is_known() -> None:
+    snapshot = Snapshot({"metadata": {"generation": 1}}, 0.0)
+    status = status_of(SpecError([("spec", "is required")]), snapshot, None, (), None)
+    assert set(status) == {"observedGeneration", "phase", "conditions"}
+    assert set(conditions(status)) == {"Ready", "SpecValid", "Progressing", "Degraded"}
+
+
+def test_without_its_secret_a_deployment_is_blocked_and_says_why() -> None:
+    world = standing(whole())
+    problem = Problem("SecretMalformed", "Secret", "vl-secrets", "Secret vl-secrets: no entry engine.key")
+    status = status_of(world.dep, world.snapshot(), None, (problem,), judged(world))
+    assert conditions(status)["Ready"] == ("False", "SecretUnusable")
+    assert conditions(status)["Degraded"] == ("True", "SecretMalformed")
+    assert status["phase"] == "Blocked"
+
+
+@pytest.mark.parametrize(
+    ("spec", "type_", "expected"),
+    [
+        ({"model": {"id": "m", "revision": "a" * 40}}, "RevisionPinned", ("True", "Commit")),
+        ({"model": {"id": "m", "revision": "main"}}, "RevisionPinned", ("False", "ModelRevisionUnpinned")),
+        ({"model": {"id": "m", "volume": {"emptyDir": {}}}}, "RevisionPinned", None),
+        (
+            {"model": {"id": "m", "volume": {"hostPath": {"path": "/w"}}}},
+            "PodSecurityRestricted",
+            ("False", "BelowRestricted"),
+        ),
+        ({"frontend": {"apiKeys": {"secret": {"name": "k"}}}}, "Authenticated", ("True", "ApiKeys")),
+        ({"observability": {"podMonitor": "Enabled"}}, "PodMonitorAvailable", ("False", "PodMonitorUnavailable")),
+        ({}, "PodMonitorAvailable", None),
+        ({}, "AutoscalingAvailable", None),
+        ({}, "PodTemplateApplied", None),
+    ],
+)
+def test_warnings_are_there_where_they_apply(
+    spec: dict[str, Any], type_: str, expected: tuple[str, str] | None
+) -> None:
+    world = World(deployment({**whole(), **spec}))
+    assert conditions(judged(world)).get(type_) == expected
+
+
+def test_pools_that_ask_to_be_scaled_and_are_not_are_named() -> None:
+    spec = whole()
+    spec["pools"][0]["autoscaling"] = {"maxReplicas": 4}
+    status = judged(World(deployment(spec)))
+    assert conditions(status)["AutoscalingAvailable"] == ("False", "AutoscalingUnavailable")
+    assert message(status, "AutoscalingAvailable").startswith("pools work keep their replicas")
+
+
+def test_shared_memory_of_the_node_is_named_as_an_exception() -> None:
+    spec = whole()
+    spec["pools"][0]["sharedMemory"] = {"scope": "node"}
+    status = judged(World(deployment(spec)))
+    assert conditions(status)["PodSecurityRestricted"] == ("False", "NodeSharedMemory")
+    assert "pool work" in message(status, "PodSecurityRestricted")
+
+
+def test_a_paused_deployment_keeps_what_only_its_manifests_can_tell() -> None:
+    spec = whole()
+    spec["pools"][0]["sharedMemory"] = {"scope": "node"}
+    world = standing(spec)
+    world.status = judged(world)
+    want(world, {**spec, "paused": True})
+    status = judged(world)
+    assert conditions(status)["PodSecurityRestricted"] == ("False", "NodeSharedMemory")
+    assert conditions(status)["Progressing"] == ("False", "Paused")
+    assert status["phase"] == "Paused"
+
+
+def test_ratios_and_words_are_not_urgent_and_everything_else_is() -> None:
+    world = standing(whole())
+    first = judged(world, said(decisions=10, exact_decisions=9))
+    world.status = first
+    second = judged(world, said(decisions=20, exact_decisions=9))
+    assert first != second
+    assert not urgent(first, second)
+    world.fail("vl-work")
+    assert urgent(first, judged(world))
+    assert urgent(None, first)
+
+
+def test_events_are_of_transitions_only() -> None:
+    world = World(deployment(whole()))
+    world.reconcile()
+    first = judged(world)
+    told = {(item.type, item.reason) for item in transitions(None, first)}
+    assert told == {("Normal", "RollingOut"), ("Warning", "ModelRevisionUnpinned"), ("Warning", "NoApiKeys")}
+    assert transitions(first, first) == []
+    world.status = first
+    finish(world)
+    second = judged(world)
+    told = {(item.type, item.reason) for item in transitions(first, second)}
+    expected = {"Ready", "FrontendReady", "WorkersReady", "EncodersReady", "RenderersReady", "ExactRoutingVerified"}
+    assert told == {("Normal", reason) for reason in (*expected, "Complete")}
+    world.status = second
+    third = judged(world, pods(engines, waiting=("engine", "ErrImagePull", "manifest unknown")))
+    (event,) = transitions(second, third)
+    assert (event.type, event.reason, event.action) == ("Warning", "ImagePullFailed", "Reconcile")
+    assert "manifest unknown" in event.note
+    (event,) = transitions(third, second)
+    assert (event.type, event.reason) == ("Normal", "Recovered")
+
+
+def test_losing_a_replica_is_an_event_and_rolling_one_is_not() -> None:
+    world = standing(whole())
+    world.status = before = judged(world)
+    world.fail("vl-work")
+    lost = judged(world)
+    assert {item.reason for item in transitions(before, lost)} >= {"WorkersNotReady", "ReplicasMissing"}
+    world = standing(whole())
+    world.status = before = judged(world)
+    want(world, whole(seed=1))
+    assert {item.reason for item in transitions(before, judged(world))} == {"RollingOut"}
+
+
+def test_a_status_is_the_same_for_the_same_world() -> None:
+    dep: MMRouterDeployment = deployment(whole())
+    assert judged(World(dep)) == judged(World(dep))
