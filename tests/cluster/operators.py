@@ -22,6 +22,8 @@ NAMESPACE = "mmrouter-system"
 ACCOUNT = "mmrouter-operator"
 USER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
 PORT = 9090
+_given: set[str] = set()
+"""Addresses of replicas that may not have bound theirs yet."""
 
 
 @dataclass
@@ -125,7 +127,9 @@ def operator(
     install(plane)
     config = plane.kubeconfig_for(NAMESPACE, ACCOUNT, server)
     host, _, last = plane.address.rpartition(".")
-    address = next(ip for ip in (f"{host}.{n}" for n in range(253, int(last), -1)) if can_bind(ip, PORT))
+    candidates = (f"{host}.{number}" for number in range(253, int(last), -1))
+    address = next(ip for ip in candidates if ip not in _given and can_bind(ip, PORT))
+    _given.add(address)
     argv = [
         *(sys.executable, "-m", "mmrouter_cli", "operator", f"--kubeconfig={config}", f"--identity={identity}"),
         *(f"--lease-namespace={NAMESPACE}", f"--bind={address}:{PORT}", "--log-format=text", *options),
@@ -137,6 +141,7 @@ def operator(
             wait_for(replica.leads, 30, f"{identity} leads")
         yield replica
     finally:
+        _given.discard(address)
         if replica.process.poll() is None:
             replica.stop()
 
