@@ -130,7 +130,6 @@ def plan(
     Exit status 0, whether there is something to do or not; 2 when it cannot be told.
     """
     from mmrouter_cli import plan as planning
-    from mmrouter_operator.apply import ApiError
     from mmrouter_operator.config import ConfigError, load_config
 
     deployment, _ = _read(file)
@@ -144,7 +143,7 @@ def plan(
             report = planning.from_file(deployment, _read(Path(against))[0], settings)
     except SpecError as error:
         _refuse(file, error)
-    except (planning.PlanError, ConfigError, ApiError, OSError) as error:
+    except (planning.PlanError, ConfigError, OSError) as error:
         _fail(str(error))
     if as_json:
         typer.echo(json.dumps(report.as_json()))

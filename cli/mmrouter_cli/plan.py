@@ -93,8 +93,9 @@ def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: Operator
 
 
 async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config: OperatorConfig) -> Report:
-    """Return the way from what the cluster runs now. Raises :class:`PlanError`, ``SpecError`` and ``ApiError``."""
-    from mmrouter_operator.apply import KubernetesCluster
+    """Return the way from what the cluster runs now. Raises :class:`PlanError` and ``SpecError``."""
+    # The cluster's client takes a second to import, and two files are compared without one.
+    from mmrouter_operator.apply import ApiError, KubernetesCluster
     from mmrouter_operator.connect import ConnectError, load
 
     try:
@@ -103,6 +104,8 @@ async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config:
         raise PlanError(str(error)) from error
     try:
         snapshot, live = await _observe(cluster, dep)
+    except ApiError as error:
+        raise PlanError(f"the cluster cannot be read: {error}") from error
     finally:
         await cluster.close()
     known = dep.metadata.model_copy(update={"uid": snapshot.resource["metadata"].get("uid", "")})
@@ -122,10 +125,12 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
     selector = f"{DEPLOYMENT_LABEL}={name}"
     objects: list[dict[str, Any]] = []
     for kind, row in kinds.items():
-        # The items of a list do not say what they are.
-        items = await cluster.list(kind, namespace, selector)
-        objects += [{"apiVersion": row.api_version, "kind": kind, **item} for item in items]
-    pods = await cluster.list("Pod", namespace, selector)
+        listed = await cluster.list(kind, namespace, selector)
+        # A list shows metadata only, and not under the kind's own name.
+        objects += [{**item, "apiVersion": row.api_version, "kind": kind} for item in listed]
+    objects = await _in_full(cluster, objects, ("Deployment", "ControllerRevision"))
+    listed = [{**pod, "apiVersion": "v1", "kind": "Pod"} for pod in await cluster.list("Pod", namespace, selector)]
+    pods = await _in_full(cluster, listed, ("Pod",))
     uid = found["metadata"]["uid"] if found is not None else ""
     snapshot = replace(
         _empty(dep, secrets),
@@ -141,6 +146,16 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
     )
     spec_only = None if found is None else {key: value for key, value in found.items() if key != "status"}
     return snapshot, None if spec_only is None else parse_deployment(spec_only)
+
+
+async def _in_full(cluster: Any, objects: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the objects with those of these kinds read whole; what went away meanwhile is left out."""
+    found = []
+    for obj in objects:
+        whole = await cluster.get(Ref.of(obj)) if obj["kind"] in kinds else obj
+        if whole is not None:
+            found.append({**whole, "apiVersion": obj["apiVersion"], "kind": obj["kind"]})
+    return found
 
 
 def _report(

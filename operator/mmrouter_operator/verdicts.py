@@ -12,6 +12,7 @@ from mmrouter_operator.observe import Snapshot
 from mmrouter_operator.plan import Plan
 from mmrouter_operator.problems import Problem
 from mmrouter_operator.render import overridden
+from mmrouter_operator.render.inputs import SET_ROLES
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable
 from mmrouter_operator.render.podsecurity import violations
 from mmrouter_operator.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
@@ -233,7 +234,7 @@ def _of_manifests(dep: MMRouterDeployment, plan: Plan, before: Before) -> Iterat
     if asked:
         scaled = {pool_of(m) for m in plan.apply if m["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")}
         # While a set switches, its autoscalers are away for a while.
-        moving = {rollout.pool for rollout in plan.rollouts if not rollout.settled and rollout.role != "worker"}
+        moving = {rollout.pool for rollout in plan.rollouts if not rollout.settled and rollout.role in SET_ROLES}
         lacking = [name for name in asked if name not in scaled and name not in moving]
         if lacking:
             said = (
