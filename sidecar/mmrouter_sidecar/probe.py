@@ -21,6 +21,10 @@ LOAD_PERIOD = 1.0
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 SLOW = aiohttp.ClientTimeout(total=10.0)
 """For what an engine is asked once."""
+HEAVY_SECONDS = 5.0
+"""From so long an answer on, a question counts as work for the engine..."""
+HEAVY_PERIOD = 10.0
+"""... and is asked only so often while it is up: an SGLang encoder encodes an image for it (facts on SGLang 5.1)."""
 PATIENCE = 3
 """Failed looks in a row at an engine that was up before it counts as down: a busy one may miss one."""
 
@@ -33,15 +37,22 @@ class Probe:
         self._base = f"http://{settings.pod_ip}:{settings.ports.engine}"
         self._failures = 0
         self._adapter = adapter(settings.engine)
+        self._path = settings.health_path or self._adapter.HEALTH_PATH
+        heavy = settings.health_seconds > HEAVY_SECONDS
+        self._period = HEAVY_PERIOD if heavy else 0.0
+        self._patience = aiohttp.ClientTimeout(total=settings.health_seconds) if heavy else TIMEOUT
 
     async def run(self) -> None:
         """Poll until cancelled."""
+        loop, looked = asyncio.get_running_loop(), 0.0
         key = self._settings.engine_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with aiohttp.ClientSession(self._base, headers=headers, timeout=TIMEOUT) as session:
             await self._learn_model()
             while True:
-                await self._look(session)
+                if self._relay.facts.state != "up" or loop.time() - looked >= self._period:
+                    await self._look(session)
+                    looked = loop.time()
                 up = self._relay.facts.state == "up"
                 self._metrics.up.set(up)
                 if up:
@@ -70,9 +81,9 @@ class Probe:
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool | None:
         """True: it serves. False: it says that it does not. None: no answer."""
-        path = self._adapter.HEALTH_PATH
+        path = self._path
         try:
-            async with session.get(path) as answer:
+            async with session.get(path, timeout=self._patience) as answer:
                 if answer.status == 200:
                     return True
         except (aiohttp.ClientError, TimeoutError, OSError):

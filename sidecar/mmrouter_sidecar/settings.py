@@ -7,9 +7,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from mmrouter.api import MMRouterDeployment, load_deployment
+from mmrouter.api import MMRouterDeployment, Pool, load_deployment
 from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
 from mmrouter.blocks import Key, namespace_seed
+from mmrouter.engines import adapter
+from mmrouter.engines.launching import LaunchError
 from mmrouter.identity import KEY_BYTES
 
 
@@ -58,6 +60,10 @@ class Settings:
     model_dir: Path = Path(MODEL_DIR)
     hub_dir: Path = Path(HUB_CACHE_DIR)
     ports: Ports = field(default_factory=Ports)
+    health_path: str = ""
+    """What the engine is asked in this role; empty for what it is usually asked."""
+    health_seconds: float = 5.0
+    """How long an answer may take. One that takes long is work for the engine, and is asked for seldom."""
 
     def seed(self, lora: str | None, salt: str | None) -> Key:
         """Return the seed of a chain of keys, the same that every router computes."""
@@ -79,6 +85,11 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
     except OSError as error:
         raise SettingsError(f"cannot read {config / 'deployment.json'}: {error.strerror}") from error
     spec = dep.spec
+    pool = _pool(dep, env)
+    try:
+        launch = adapter(spec.engine.type).launch(dep, pool)
+    except LaunchError as error:
+        raise SettingsError(f"pool {pool.name} is no engine of this release: {error}") from error
     identity_key = _read(secrets / "identity.key")
     if len(identity_key) != KEY_BYTES:
         raise SettingsError(f"{secrets / 'identity.key'} holds {len(identity_key)} bytes, not {KEY_BYTES}")
@@ -90,7 +101,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         engine=spec.engine.type,
         model=spec.model.id,
         revision=spec.model.revision,
-        ranks=_ranks(dep, env),
+        ranks=pool.parallelism.data,
         identity_key=identity_key,
         curve=CurveKeys(
             public=_curve(secrets / "sidecar.curve.public"),
@@ -102,13 +113,15 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         state_dir=Path(env.get("MMROUTER_STATE_DIR", STATE_DIR)),
         model_dir=Path(env.get("MMROUTER_MODEL_DIR", MODEL_DIR)),
         hub_dir=Path(env.get("HF_HUB_CACHE", HUB_CACHE_DIR)),
+        health_path=launch.health_path,
+        health_seconds=float(launch.health_seconds),
     )
 
 
-def _ranks(dep: MMRouterDeployment, env: Mapping[str, str]) -> int:
+def _pool(dep: MMRouterDeployment, env: Mapping[str, str]) -> Pool:
     name = _required(env, "MMROUTER_POOL")
     try:
-        return dep.pool(name).parallelism.data
+        return dep.pool(name)
     except KeyError:
         raise SettingsError(f"MMROUTER_POOL names {name!r}, which the resource does not have") from None
 

@@ -290,8 +290,10 @@ async def router(settings: Settings, curve: dict[str, bytes]) -> AsyncIterator[F
 async def http_engine(settings: Settings) -> AsyncIterator[dict[str, Any]]:
     """An engine's HTTP side; tests change what it says."""
     says: dict[str, Any] = {"health": 200, "version": "0.32.0", "metrics": "", "server": {}, "model": {}}
+    says["asked"] = []
 
-    async def health(_: web.Request) -> web.Response:
+    async def health(request: web.Request) -> web.Response:
+        says["asked"].append(request.path)
         return web.Response(status=says["health"])
 
     async def version(_: web.Request) -> web.Response:

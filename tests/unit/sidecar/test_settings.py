@@ -59,6 +59,27 @@ def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize(
+    ("engine", "role", "path", "seconds"),
+    [
+        ("vllm", "worker", "/health", 5.0),
+        ("vllm", "encoder", "/health", 5.0),
+        ("sglang", "worker", "/ready", 5.0),
+        ("sglang", "encoder", "/health", 30.0),
+    ],
+)
+def test_an_engine_is_asked_for_its_health_as_its_role_answers(
+    environment: dict[str, str], engine: str, role: str, path: str, seconds: float
+) -> None:
+    file = Path(environment["MMROUTER_CONFIG"]) / "deployment.json"
+    resource = json.loads(file.read_text())
+    asked = {"name": "asked", "role": role, "accelerator": {"kind": "nvidia"}}
+    resource["spec"] |= {"engine": {"type": engine}, "pools": [*resource["spec"]["pools"], asked]}
+    file.write_text(json.dumps(resource))
+    settings = load(environment | {"MMROUTER_POOL": "asked"})
+    assert (settings.health_path, settings.health_seconds) == (path, seconds)
+
+
 def test_files_and_variables_become_settings(environment: dict[str, str], settings: Settings) -> None:
     told = load(environment)
     assert (told.pod_uid, told.engine, told.model, told.revision) == ("pod-7", "vllm", "org/model", "v1")

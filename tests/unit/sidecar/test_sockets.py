@@ -383,6 +383,28 @@ async def test_an_sglang_engine_says_what_identity_depends_on(
     await router.heartbeat(lambda beat: beat.engine_state == "down")
 
 
+async def test_an_encoder_is_asked_its_own_path_and_once_it_is_up_only_seldom(
+    start: Any, http_engine: Any, router: Any, settings: Any
+) -> None:
+    """Its answer is an encoded image; its load is read as often as any engine's."""
+    http_engine["health"] = 503
+    http_engine["metrics"] = "sglang:num_running_reqs 1.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.5\n"
+    await start(replace(settings, engine="sglang", health_path="/health", health_seconds=30.0))
+    async with asyncio.timeout(5):
+        while len(http_engine["asked"]) < 2:  # one that is not up yet is asked at the usual pace
+            await asyncio.sleep(0.002)
+    http_engine["health"] = 200
+    await router.heartbeat(lambda beat: beat.engine_state == "up")
+    asked = len(http_engine["asked"])
+    for waiting in (2, 3, 4):
+        http_engine["metrics"] = http_engine["metrics"].replace(
+            f"_reqs {waiting - 1}.0\nsglang:t", f"_reqs {waiting}.0\nsglang:t"
+        )
+        await router.until(lambda waiting=waiting: any(load.waiting == waiting for load in router.of(feed.Load)))
+    assert set(http_engine["asked"]) == {"/health"}
+    assert len(http_engine["asked"]) == asked
+
+
 async def test_readiness_metrics_and_the_drain_hook(
     start: Any, settings: Any, engines: Any, router: Any, kit: Any
 ) -> None:
