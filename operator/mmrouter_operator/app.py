@@ -126,7 +126,8 @@ class Operator:
         start(self._lead())
         start(self._leader.run(gained=self._gained, lost=self._lost))
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        failed = [task for task in ended if task is not tasks[0] and task.exception() is not None]
+        # The signal and the APIs that changed are reasons to end; watches end only when they fail.
+        failed = [task for task in ended if task is watching or task.exception() is not None]
         for task in failed:
             log.error("ends because a part of it failed", exc_info=task.exception())
         # In this order: nothing runs, then the lease is given back, then nobody watches.
@@ -142,8 +143,9 @@ class Operator:
         return 1 if failed else 0
 
     async def _watch(self, kinds: list[str], stop: asyncio.Event) -> asyncio.Task[None]:
+        assert self._audit is not None
         registry = handlers.registry_for(
-            kinds, self._cache, self._changed, lambda: connect.credentials(self._configuration)
+            kinds, self._cache, self._changed, self._audit, lambda: connect.credentials(self._configuration)
         )
         others = asyncio.all_tasks()
         parts = await kopf.spawn_tasks(
@@ -198,11 +200,16 @@ class Operator:
             self._metrics.leading(True)
             working = asyncio.create_task(self._workers.run())
             self._enqueue_all()
+            deposed = asyncio.create_task(self._deposed.wait())
             try:
-                await self._deposed.wait()
+                await asyncio.wait([working, deposed], return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    # It never ends by itself: this raises what it failed with, and the process ends.
+                    working.result()
             finally:
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
+                for task in (working, deposed):
+                    task.cancel()
+                await asyncio.gather(working, deposed, return_exceptions=True)
                 self._reconciler.retire()
                 self._metrics.leading(False)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import kopf
 
+from mmrouter_operator.audit import Audit
 from mmrouter_operator.cache import Cache
 from mmrouter_operator.observe import Key
 from mmrouter_operator.ref import CHILDREN, KINDS, MANAGED_BY, RESOURCE
@@ -67,9 +68,13 @@ def registry_for(
     kinds: Sequence[str],
     cache: Cache,
     changed: Callable[[Key], None],
+    audit: Audit,
     login: Callable[[], Awaitable[kopf.ConnectionInfo]],
 ) -> kopf.OperatorRegistry:
-    """Return the handlers. ``changed`` is called for every deployment that looks different."""
+    """Return the handlers. ``changed`` is called for every deployment that looks different.
+
+    ``audit`` is hurried when a watch began anew.
+    """
     registry = kopf.OperatorRegistry()
 
     async def connect(**_: Any) -> kopf.ConnectionInfo:
@@ -77,14 +82,14 @@ def registry_for(
 
     kopf.on.login(registry=registry)(connect)
     for kind in kinds:
-        fill, watch = _handlers(kind, cache, changed)
+        fill, watch = _handlers(kind, cache, changed, audit)
         # kopf calls indexes of every listed object first, and events only when all kinds are listed.
         kopf.index(*_selector(kind), id=f"fill-{kind}", registry=registry)(fill)
         kopf.on.event(*_selector(kind), id=f"watch-{kind}", registry=registry)(watch)
     return registry
 
 
-def _handlers(kind: str, cache: Cache, changed: Callable[[Key], None]) -> tuple[Any, Any]:
+def _handlers(kind: str, cache: Cache, changed: Callable[[Key], None], audit: Audit) -> tuple[Any, Any]:
     async def fill(body: Mapping[str, Any], **_: Any) -> None:
         for key in cache.put(kind, body):
             changed(key)
@@ -94,6 +99,9 @@ def _handlers(kind: str, cache: Cache, changed: Callable[[Key], None]) -> tuple[
             metadata = event["object"]["metadata"]
             for key in cache.remove(kind, metadata["uid"], metadata["resourceVersion"]):
                 changed(key)
+        elif event["type"] is None and audit.filled.is_set():
+            # Listed again, not told: the watch broke, and what went away meanwhile is not in the list.
+            audit.soon()
 
     return fill, watch
 
