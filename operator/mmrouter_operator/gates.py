@@ -17,6 +17,9 @@ from mmrouter.api import MMRouterDeployment
 from mmrouter_operator.observe import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
 from mmrouter_operator.render.common import FRONTEND_ROLE
 
+HEARING_SECONDS = 30.0
+"""How long it may take until a ready frontend is heard, before its silence counts."""
+
 Gate = tuple[bool, str, str]
 """Value, reason and message of a pod condition."""
 
@@ -46,9 +49,27 @@ def reports_on(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
     return [None if report is None else report.workers.get(pod.uid) for report in reports]
 
 
+def voices(snapshot: Snapshot) -> list[PodView]:
+    """Return the ready frontends that count: those that were heard, and those that should have been by now.
+
+    An operator or a frontend that has just started has not had the time to speak or to listen, and that says nothing.
+    """
+    return [pod for pod in ready_frontends(snapshot) if snapshot.reports.get(pod.uid) or _silent(pod, snapshot)]
+
+
 def all_heard(snapshot: Snapshot) -> bool:
-    """Whether every ready frontend has said something; False while the operator has just started."""
-    return all(snapshot.reports.get(pod.uid) is not None for pod in ready_frontends(snapshot))
+    """Whether every ready frontend has spoken, or has had its time to."""
+    return len(voices(snapshot)) == len(ready_frontends(snapshot))
+
+
+def told_of(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
+    """Return what the frontends that count say of a pod, as :func:`reports_on` does of all that are ready."""
+    heard = (snapshot.reports.get(front.uid) for front in voices(snapshot))
+    return [None if report is None else report.workers.get(pod.uid) for report in heard]
+
+
+def _silent(pod: PodView, snapshot: Snapshot) -> bool:
+    return snapshot.now >= max(snapshot.listening_since, pod.started or pod.created) + HEARING_SECONDS
 
 
 def is_routable(reports: Sequence[WorkerReport | None]) -> bool:

@@ -156,6 +156,8 @@ class Snapshot:
     missing: tuple[Missing, ...] = ()
     revisions: tuple[RevisionView, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
+    listening_since: float = 0.0
+    """When this process began to follow the deployment's frontends, seconds since the epoch; 0 for long ago."""
 
 
 BAD_WAITING = frozenset(

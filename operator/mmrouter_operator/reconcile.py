@@ -47,7 +47,7 @@ class Reconciler:
         self._children = Children(cluster, cache, metrics)
         self._lookup = Lookup(cluster)
         self._statuses = Statuses(cluster, cache, metrics)
-        self._followed: set[Key] = set()
+        self._followed: dict[Key, float] = {}  # key -> since when, seconds since the epoch
         self._recreated: dict[Key, Problem] = {}
         self._failures: dict[Key, int] = {}
         self.capabilities = Capabilities()
@@ -147,7 +147,7 @@ class Reconciler:
         # Nothing is taken away while what replaces it could not be written.
         if not did.problems and not did.failures:
             doomed = {Ref(KINDS[kind].api_version, kind, key[0], name): uid for kind, name, uid in planned.prune}
-            await self._children.prune(key, doomed)
+            await self._children.prune(key, doomed, written)
 
     async def _secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
         """Return the deployment's keys; made now if there are none. ``None``, with a problem, when they are no use."""
@@ -205,6 +205,7 @@ class Reconciler:
             missing=missing,
             revisions=self._cache.revisions(key, resource["metadata"]["uid"]),
             capabilities=self.capabilities,
+            listening_since=self._followed.get(key, 0.0),
         )
 
     def _follow(self, key: Key, dep: MMRouterDeployment, secrets: SecretData | None) -> None:
@@ -215,7 +216,7 @@ class Reconciler:
             for pod in self._cache.pods(key)
             if pod.role == FRONTEND_ROLE and pod.ip and pod.phase == "Running" and not pod.deleting
         }
-        self._followed.add(key)
+        self._followed.setdefault(key, time.time())
         self._streams.follow(key, frontends, secrets.control_token)
 
     async def _gates(self, dep: MMRouterDeployment, snapshot: Snapshot, written: Written) -> None:
@@ -240,7 +241,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._streams.forget(key)
-        self._followed.discard(key)
+        self._followed.pop(key, None)
         self._recreated.pop(key, None)
         self._failures.pop(key, None)
         self._children.forget(key)

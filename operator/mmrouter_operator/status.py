@@ -10,7 +10,7 @@ from typing import Any
 from mmrouter.api import MMRouterDeployment, SpecError
 from mmrouter_operator import verdicts
 from mmrouter_operator.conditions import Condition
-from mmrouter_operator.gates import all_heard, is_routable, is_verified, ready_frontends, reports_on
+from mmrouter_operator.gates import all_heard, is_routable, is_verified, ready_frontends, told_of, voices
 from mmrouter_operator.observe import ROUTABLE, VERIFIED, PodView, Snapshot
 from mmrouter_operator.plan import Plan
 from mmrouter_operator.problems import Problem
@@ -118,10 +118,10 @@ def _pool(name: str, role: str, rollout: Rollout, snapshot: Snapshot) -> dict[st
 
 
 def _holds(gate: str, pod: PodView, snapshot: Snapshot) -> bool:
-    if not ready_frontends(snapshot) or not all_heard(snapshot):
-        # Nobody has spoken yet since the operator started: what was written on the pod is the last that is known.
+    if not voices(snapshot):
+        # Nobody has spoken yet: what was written on the pod is the last that is known.
         return pod.gates.get(gate, False)
-    reports = reports_on(pod, snapshot)
+    reports = told_of(pod, snapshot)
     return is_routable(reports) if gate == ROUTABLE else is_verified(reports)
 
 

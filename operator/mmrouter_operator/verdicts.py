@@ -7,7 +7,7 @@ from typing import Any
 from mmrouter.api import MMRouterDeployment
 from mmrouter_operator import conditions as c
 from mmrouter_operator.conditions import Condition, condition
-from mmrouter_operator.gates import all_heard, is_verified, ready_frontends, reports_on
+from mmrouter_operator.gates import is_verified, ready_frontends, told_of, voices
 from mmrouter_operator.observe import Snapshot
 from mmrouter_operator.plan import Plan
 from mmrouter_operator.problems import Problem
@@ -163,13 +163,14 @@ def _exact(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: Befo
     pods = [pod for pod in snapshot.pods if pod.pool and pod.containers_ready and not pod.deleting]
     if not pods:
         return condition(c.EXACT, "NoReplicas", "no engine runs yet")
-    if not ready_frontends(snapshot) or not all_heard(snapshot):
-        last = before.get(c.EXACT)
-        if last is not None and last.get("reason") in c.REASONS[c.EXACT] and ready_frontends(snapshot):
-            # An operator that has just started knows nothing yet; what it said last still stands.
-            return condition(c.EXACT, str(last["reason"]), str(last.get("message", "")))
+    fronts = voices(snapshot)
+    last = before.get(c.EXACT, {})
+    if not fronts and ready_frontends(snapshot) and last.get("reason") in c.REASONS[c.EXACT]:
+        # An operator that has just started knows nothing yet; what it said last still stands.
+        return condition(c.EXACT, str(last["reason"]), str(last.get("message", "")))
+    if not any(snapshot.reports.get(front.uid) for front in fronts):
         return condition(c.EXACT, "FrontendNotHeard", "no frontend has told yet which engines it proved")
-    reports = {pod.name: (pod, reports_on(pod, snapshot)) for pod in pods}
+    reports = {pod.name: (pod, told_of(pod, snapshot)) for pod in pods}
     for name, (_, said) in sorted(reports.items()):
         for report in said:
             if report is not None and report.verified == "False" and not is_verified(said):

@@ -139,12 +139,34 @@ def test_an_operator_that_has_just_started_keeps_what_was_said_last() -> None:
     gates = {"mmrouter.io/routable": True, "mmrouter.io/verified": True}
 
     def started(snapshot: Snapshot) -> Snapshot:
-        return silent(pods(engines, gates=gates)(snapshot))
+        return dataclasses.replace(silent(pods(engines, gates=gates)(snapshot)), listening_since=snapshot.now - 1)
 
     assert judged(world, started) == world.status
     world.status = {}
-    assert conditions(judged(world, silent))["ExactRoutingVerified"] == ("Unknown", "FrontendNotHeard")
-    assert "routing" not in judged(world, silent)
+    assert conditions(judged(world, started))["ExactRoutingVerified"] == ("Unknown", "FrontendNotHeard")
+    assert "routing" not in judged(world, started)
+
+
+def test_frontends_that_stay_silent_are_no_proof() -> None:
+    """A stream that cannot be opened must not leave a green condition behind."""
+    world = standing(whole())
+    world.status = judged(world, said(decisions=10, exact_decisions=10))
+    status = judged(world, silent)
+    assert conditions(status)["ExactRoutingVerified"] == ("Unknown", "FrontendNotHeard")
+    assert {pool["routable"] for pool in status["pools"]} == {0}
+    assert "routing" not in status
+
+
+def test_a_frontend_that_has_just_become_ready_changes_nothing_before_it_speaks() -> None:
+    world = standing(whole())
+    world.status = judged(world)
+
+    def joined(snapshot: Snapshot) -> Snapshot:
+        first, *_ = (pod for pod in snapshot.pods if not pod.pool)
+        new = dataclasses.replace(first, name="new", uid="new", started=snapshot.now - 1)
+        return dataclasses.replace(snapshot, pods=(*snapshot.pods, new))
+
+    assert judged(world, joined) == world.status
 
 
 @pytest.mark.parametrize(
