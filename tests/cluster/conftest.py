@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster.controlplane import ControlPlane, control_plane, wait_for
@@ -14,7 +15,26 @@ from cluster.runner import LocalRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"
+FIGURES = pytest.StashKey[dict[str, Any]]()
+Record = Callable[[str, Any], None]
 CANNOT = 3  # exit status of kube_env.py: not on this machine, reason on stderr
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[FIGURES]:
+        terminalreporter.section("figures")
+        for name, value in config.stash[FIGURES].items():
+            terminalreporter.write_line(f"{name}: {value}")
+
+
+@pytest.fixture(scope="session")
+def record(pytestconfig: pytest.Config) -> Record:
+    """Keep a figure, which is printed at the end."""
+    return pytestconfig.stash[FIGURES].__setitem__
 
 
 @pytest.fixture(scope="session")

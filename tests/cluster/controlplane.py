@@ -45,7 +45,7 @@ class StartError(Exception):
     """A component did not come up; the text has the end of its log."""
 
 
-def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float, what: str, *, every: float = 0.02) -> Any:
     """Poll until ``condition`` returns something true and return it. Raises ``TimeoutError`` that says ``what``."""
     deadline = time.monotonic() + seconds
     while True:
@@ -53,7 +53,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
             return value
         if time.monotonic() >= deadline:
             raise TimeoutError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 class ControlPlane:

@@ -154,4 +154,4 @@ def idle(plane: ControlPlane, user: str, seconds: float, deadline: float) -> flo
         last = max((row.ended for row in rows), default=0.0)
         return last if time.time() - last >= seconds else 0.0
 
-    return float(wait_for(quiet, deadline, f"{user} writes nothing for {seconds:g} s"))
+    return float(wait_for(quiet, deadline, f"{user} writes nothing for {seconds:g} s", every=0.2))

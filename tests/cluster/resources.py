@@ -1,7 +1,7 @@
 """MMRouterDeployments for tests, and what the operator made of them."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,12 @@ def expected(body: Mapping[str, Any], namespace: str) -> set[tuple[str, str]]:
 
 def complete(plane: ControlPlane, body: Mapping[str, Any], namespace: str) -> bool:
     """Whether all children of a deployment are there now."""
-    return expected(body, namespace) <= children(plane, namespace).keys()
+    return all_there(plane, expected(body, namespace), namespace)
+
+
+def all_there(plane: ControlPlane, wanted: Iterable[tuple[str, str]], namespace: str) -> bool:
+    """Whether there is an object of every (kind, name)."""
+    return all(plane.request("GET", path(kind, namespace, name)).is_success for kind, name in wanted)
 
 
 def status(plane: ControlPlane, namespace: str, name: str = "demo") -> Object:
