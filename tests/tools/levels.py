@@ -3,7 +3,7 @@
     .venv/bin/python tests/tools/levels.py check [e2e] [cluster] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
-of ``check`` run two at a time, and so do those of ``conformance`` where there is memory for it; each one's output is
+of ``check`` run two at a time, and so do those of ``cluster`` and ``conformance`` where there is memory for it; each one's output is
 shown when it ends. The end is a table of the levels, with the reason of everything that was not run, and one line
 ``N passed, N failed, N skipped`` over all of them. Exit status 1 when anything failed.
 
@@ -97,7 +97,16 @@ LEVELS = {
         lanes=2,
     ),
     "e2e": Level((Step("tests on local processes", tests="tests/e2e"),), limit_s=1200),
-    "cluster": Level((Step("tests on a real control plane", tests="tests/cluster"),), limit_s=1200),
+    # The tests with running pods wait most of the time, for pods and for a minute in which nothing may happen.
+    "cluster": Level(
+        (
+            Step("tests on a real control plane", tests="tests/cluster", without="tests/cluster/running"),
+            Step("tests on a real control plane with running pods", tests="tests/cluster/running"),
+        ),
+        limit_s=1200,
+        lanes=2,
+        lane_gb=3,
+    ),
     # An engine that starts keeps one CPU busy, so the engines' folders run side by side. What a run compares is put
     # together in the folder that its steps share.
     "conformance": Level(
