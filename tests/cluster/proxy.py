@@ -109,7 +109,9 @@ class Proxy:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         url = f"{self._plane.url}{request.raw_path}"
         try:
-            async with session.request(request.method, url, headers=headers, data=await request.read() or None) as answer:
+            async with session.request(
+                request.method, url, headers=headers, data=await request.read() or None
+            ) as answer:
                 if fault is not None:
                     await answer.read()
                     return fault.response()

@@ -3,9 +3,9 @@
     .venv/bin/python tests/tools/levels.py check [e2e] [cluster] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
-of ``check`` run two at a time, and so do those of ``cluster`` and ``conformance`` where there is memory for it; each one's output is
-shown when it ends. The end is a table of the levels, with the reason of everything that was not run, and one line
-``N passed, N failed, N skipped`` over all of them. Exit status 1 when anything failed.
+of ``check`` run two at a time, and so do those of ``cluster`` and ``conformance`` where there is memory for it; each
+one's output is shown when it ends. The end is a table of the levels, with the reason of everything that was not run,
+and one line ``N passed, N failed, N skipped`` over all of them. Exit status 1 when anything failed.
 
 ``passed`` and ``skipped`` count tests. ``failed`` counts tests and also commands that failed without a failing test
 (a linter, a crash, a time limit), so that a red run never says ``0 failed``.
