@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from typer.testing import CliRunner
-from unit.operator.test_plan import pair, standing, want, whole
+from unit.operator.stories import pair, standing, want, whole
 
 from mmrouter_cli.app import app
 from mmrouter_operator.plan import Blocked, Complete

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.operator.test_plan import whole
+from unit.operator.stories import whole
 from unit.operator.world import deployment
 
 from mmrouter_operator.gates import gates

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import pytest
-from unit.operator.test_plan import finish, pair, standing, want, whole
+from unit.operator.stories import finish, pair, standing, want, whole
 from unit.operator.world import World, deployment
 
 from mmrouter import __version__

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from unit.operator.test_plan import finish, standing, want, whole
+from unit.operator.stories import finish, standing, want, whole
 from unit.operator.world import World, deployment
 
 from mmrouter.api import MMRouterDeployment, SpecError

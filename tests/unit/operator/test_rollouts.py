@@ -1,0 +1,98 @@
+"""Whole rollouts replayed in a world of numbers: whatever happens and whatever is wanted next."""
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.operator.stories import checked, finish, pair, standing, want, whole
+from unit.operator.world import World
+
+variants = st.one_of(
+    st.builds(
+        whole,
+        seed=st.integers(0, 2),
+        replicas=st.integers(2, 4),
+        router=st.sampled_from("12"),
+        surge=st.just(1),
+        unavailable=st.integers(0, 1),
+    )
+)
+sets_of_pools = st.builds(
+    pair,
+    block=st.sampled_from([16, 32, 64]),
+    prefill=st.integers(2, 4),
+    decode=st.integers(2, 3),
+    router=st.sampled_from("12"),
+    seed=st.integers(0, 1),
+)
+moves = st.lists(st.tuples(st.sampled_from(["plan", "control", "start", "fail"]), st.integers(0, 9)), max_size=25)
+
+
+def live(world: World, story: list[tuple[str, int]]) -> None:
+    for what, number in story:
+        if what == "plan":
+            checked(world)
+            continue
+        name = sorted(world.children)[number % len(world.children)]
+        had, ready = world_counts(world)
+        if what == "control":
+            world.control(name)
+            assert_within_limits(world, had, ready)
+        elif what == "start":
+            world.start(name, 1)
+        else:
+            world.fail(name)
+
+
+def world_counts(world: World) -> tuple[dict[str, int], dict[str, int]]:
+    pods = list(world.pods())
+    names = {pod.pool for pod in pods} | {item.name for item in world.dep.spec.pools} | {""}
+    return (
+        {name: sum(pod.pool == name for pod in pods) for name in names},
+        {name: sum(pod.pool == name and pod.ready for pod in pods) for name in names},
+    )
+
+
+def assert_within_limits(world: World, had: dict[str, int], ready: dict[str, int]) -> None:
+    pods, now = world_counts(world)
+    limits = {p.name: (p.replicas, p.updates.max_surge, p.updates.max_unavailable) for p in world.dep.spec.pools}
+    for name, (replicas, surge, unavailable) in (limits | {"": (world.dep.spec.frontend.replicas, 1, 0)}).items():
+        planned = max((child.limits[1] for child in world.of_pool(name)), default=0)
+        assert pods[name] <= max(had[name], replicas + surge, planned), f"{name!r} surged too far"
+        floor = min([replicas - unavailable, *(child.limits[2] for child in world.of_pool(name))])
+        assert now[name] >= min(ready[name], floor), f"{name!r} fell below its floor"
+
+
+@given(variants, st.lists(st.tuples(variants, moves), max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_stages_follow_each_other_and_every_story_ends_well(
+    first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
+) -> None:
+    world = standing(first)
+    for spec, events in story:
+        want(world, spec)
+        live(world, events)
+    finish(world)
+
+
+@given(sets_of_pools, st.lists(st.tuples(sets_of_pools, moves), max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_a_set_switches_whole_and_every_story_ends_well(
+    first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
+) -> None:
+    world = standing(first)
+    for spec, events in story:
+        want(world, spec)
+        live(world, events)
+        assert (
+            len(
+                {
+                    child.manifest["spec"]["selector"]["matchLabels"].get("mmrouter.io/compatibility")
+                    for name in ("pre", "dec")
+                    for child in world.of_pool(name)
+                }
+            )
+            <= 2
+        )
+    finish(world)
+    assert sorted(len(world.of_pool(name)) for name in ("pre", "dec")) == [1, 1]
