@@ -100,15 +100,16 @@ class Children:
                 break
         return written
 
-    async def prune(self, key: Key, doomed: Mapping[Ref, str]) -> None:
-        """Delete children that are rendered no more, each of exactly this uid. Raises :class:`ApiError`."""
+    async def prune(self, key: Key, doomed: Mapping[Ref, str], written: Written) -> None:
+        """Delete children that are rendered no more, each of exactly this uid."""
 
         async def delete(ref: Ref, uid: str) -> None:
             try:
                 await self._cluster.delete(ref, uid)
             except ApiError as error:
                 self._metrics.applied(ref.kind, type(error).__name__)
-                raise
+                written.failures.append((ref, error))
+                return
             self._metrics.applied(ref.kind, "deleted")
             self._applied.get(key, {}).pop((ref.kind, ref.name), None)
 

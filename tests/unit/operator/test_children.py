@@ -9,7 +9,7 @@ from mmrouter_operator import children as module
 from mmrouter_operator.apply import ApiError, Object, Refused, Unavailable
 from mmrouter_operator.audit import TOLERATED, Audit
 from mmrouter_operator.cache import Cache
-from mmrouter_operator.children import Children
+from mmrouter_operator.children import Children, Written
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key
 from mmrouter_operator.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED
@@ -231,10 +231,12 @@ async def test_what_fails_keeps_its_neighbours_but_not_what_builds_on_it(childre
 
 async def test_pruning_deletes_exactly_what_was_seen(children: Children, table: Table) -> None:
     live = table.store(SERVICE)
-    await children.prune(KEY, {Ref.of(SERVICE): "another"})
+    written = Written([], [], [])
+    await children.prune(KEY, {Ref.of(SERVICE): "another"}, written)
     assert table.objects
-    await children.prune(KEY, {Ref.of(SERVICE): live["metadata"]["uid"]})
+    await children.prune(KEY, {Ref.of(SERVICE): live["metadata"]["uid"]}, written)
     assert not table.objects
+    assert not written.failures
 
 
 async def test_what_went_away_unnoticed_is_found(table: Table, cache: Cache) -> None:
