@@ -1,0 +1,51 @@
+{{/* Names are not derived from the release: the Lease, the rights on it and the policies of every model name them. */}}
+{{- define "mmrouter.name" -}}mmrouter-operator{{- end }}
+
+{{- define "mmrouter.selector" -}}
+app.kubernetes.io/name: {{ include "mmrouter.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "mmrouter.labels" -}}
+{{ include "mmrouter.selector" . }}
+app.kubernetes.io/part-of: mmrouter
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "mmrouter.image" -}}
+{{- with .Values.image -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* The operator's file. Empty values are left out, so that its own defaults hold. */}}
+{{- define "mmrouter.config" -}}
+{{- $config := dict "image" (include "mmrouter.image" .) }}
+{{- range $key, $value := .Values.operatorConfig }}
+{{- if $value }}{{ $_ := set $config $key $value }}{{ end }}
+{{- end }}
+{{- toYaml $config }}
+{{- end }}
+
+{{- define "mmrouter.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "mmrouter.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{/* Who the rights are for. */}}
+{{- define "mmrouter.subjects" -}}
+- kind: ServiceAccount
+  name: {{ .Values.serviceAccount.name }}
+  namespace: {{ .Release.Namespace }}
+{{- end }}

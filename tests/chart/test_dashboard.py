@@ -1,0 +1,139 @@
+"""The Grafana dashboard against the registries of the code: a panel of a metric that nobody exposes stays empty."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from chart.helm import CHART, Helm
+from prometheus_client import CollectorRegistry
+
+from mmrouter.engines.vllm_metrics import Load
+from mmrouter_operator.metrics import Metrics as OperatorMetrics
+from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, ROLE_TARGET_LABEL
+from mmrouter_router.media.types import MediaMetrics
+from mmrouter_router.metrics import Metrics as RouterMetrics
+from mmrouter_sidecar.metrics import Counted
+from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
+
+DASHBOARD = json.loads((CHART / "dashboards" / "mmrouter.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+TARGET_LABELS = {"namespace", "pod", DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, ROLE_TARGET_LABEL}
+"""Labels that every scrape by the PodMonitors has."""
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+SERIES = re.compile(r"\b(mmrouter_[a-z_]+)\b(?:\{([^}]*)\})?")
+
+
+def registries() -> Iterator[CollectorRegistry]:
+    yield OperatorMetrics().registry
+    router = RouterMetrics()
+    MediaMetrics(router.registry)
+    yield router.registry
+    sidecar = SidecarMetrics()
+    sidecar.watch(lambda: Counted(batches=1, events={"stored": 1}, held=1, aside=1))
+    sidecar.load.saw("", {0: Load(0, 0, 0.5)})
+    yield sidecar.registry
+
+
+def exposed() -> dict[str, set[str]]:
+    """Return every series that operator, router and sidecar expose, with its own labels."""
+    found: dict[str, set[str]] = {}
+    for registry in registries():
+        own = {
+            name: set(getattr(collector, "_labelnames", ()))
+            for collector, names in registry._collector_to_names.items()
+            for name in names
+        }
+        for family in registry.collect():
+            labels = own.get(family.name) or {label for sample in family.samples for label in sample.labels}
+            more = {"le"} if family.type == "histogram" else set()
+            for suffix in SUFFIXES[family.type]:
+                found[family.name + suffix] = labels | more
+    return found
+
+
+EXPOSED = exposed()
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for panel in PANELS:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+
+
+def series(expression: str) -> list[tuple[str, set[str]]]:
+    """Return the series of a query with the labels that it selects by."""
+    bare = re.sub(r"\bby\s*\([^)]*\)", "", expression)
+    return [
+        (name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector or ""))) for name, selector in SERIES.findall(bare)
+    ]
+
+
+@pytest.mark.parametrize(("title", "expression"), list(expressions()))
+def test_a_panel_asks_for_series_that_are_exposed_by_labels_that_they_have(title: str, expression: str) -> None:
+    asked = series(expression)
+    assert asked, f"{title} asks for nothing"
+    grouped = {label.strip() for row in re.findall(r"\bby\s*\(([^)]*)\)", expression) for label in row.split(",")}
+    for name, selected in asked:
+        assert name in EXPOSED, f"{title}: nobody exposes {name}"
+        unknown = (selected | grouped) - EXPOSED[name] - TARGET_LABELS
+        assert not unknown, f"{title}: {name} has no label {', '.join(sorted(unknown))}"
+
+
+def test_a_series_that_nobody_exposes_would_be_found() -> None:
+    assert series('sum by (pool) (rate(mmrouter_gone_total{mmrouter_deployment=~"$d",code!="x"}[5m]))') == [
+        ("mmrouter_gone_total", {"mmrouter_deployment", "code"})
+    ]
+    assert "mmrouter_gone_total" not in EXPOSED
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_says_what_it_shows_in_which_unit_and_asks_the_chosen_source(panel: dict[str, Any]) -> None:
+    assert panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    for asked in (panel, *panel["targets"]):
+        assert asked["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    legends = {name for target in panel["targets"] for name in re.findall(r"{{(\w+)}}", target["legendFormat"])}
+    grouped = {
+        label.strip()
+        for target in panel["targets"]
+        for row in re.findall(r"\bby\s*\(([^)]*)\)", target["expr"])
+        for label in row.split(",")
+    }
+    assert legends <= grouped
+
+
+def test_panels_have_ids_and_places_of_their_own() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_the_dashboard_has_a_stable_name_and_lets_people_choose() -> None:
+    assert DASHBOARD["uid"] == "mmrouter"
+    variables = {row["name"]: row for row in DASHBOARD["templating"]["list"]}
+    assert list(variables) == ["datasource", "namespace", "deployment"]
+    for name, label in (("namespace", "namespace"), ("deployment", DEPLOYMENT_TARGET_LABEL)):
+        asked = re.fullmatch(r"label_values\((\w+).*, (\w+)\)", variables[name]["query"]["query"])
+        assert asked is not None
+        assert asked[1] in EXPOSED
+        assert asked[2] == label
+        assert variables[name]["multi"]
+        assert variables[name]["includeAll"]
+
+
+def test_the_config_map_is_what_grafanas_sidecar_looks_for(helm: Helm) -> None:
+    made = helm.render().one("ConfigMap", "mmrouter-dashboard")
+    assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(made["data"]["mmrouter.json"]) == DASHBOARD

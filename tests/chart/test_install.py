@@ -1,0 +1,194 @@
+"""The chart on a real API server: install, upgrade, uninstall, and what stays."""
+
+import copy
+import os
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart.cases import MINIMAL
+from chart.helm import CHART, NAMESPACE, RELEASE, Helm
+from cluster.controlplane import ControlPlane, wait_for
+from cluster.resources import apply, get, resource
+
+from mmrouter.api.crd import HASH_ANNOTATION, NAME, definition
+from mmrouter_operator.ref import RESOURCE
+
+CRD = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
+HERE = f"--namespace={NAMESPACE}"
+OLDER = "0.0.9"
+
+
+@pytest.fixture
+def empty(admin: Helm, server: ControlPlane) -> Iterator[ControlPlane]:
+    """The control plane without release and CRD, before the test and after it."""
+    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    space["metadata"]["labels"] = {"pod-security.kubernetes.io/enforce": "restricted"}  # type: ignore[index]
+    server.request("POST", "/api/v1/namespaces", space)
+    yield server
+    admin.run("uninstall", RELEASE, HERE)
+    server.request("DELETE", CRD)
+    wait_for(lambda: server.request("GET", CRD).status_code == 404, 30, "the CRD is gone")
+
+
+def install(admin: Helm, *options: str | Path, values: dict[str, Any] | None = None) -> str:
+    """Install or upgrade the chart and return what helm printed. Raises ``AssertionError``."""
+    chart, *more = options or (CHART,)
+    done = admin.run("upgrade", "--install", RELEASE, chart, HERE, *more, values=values or {})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def served(plane: ControlPlane) -> bool:
+    return bool(
+        plane.request("GET", f"/apis/mmrouter.io/v1alpha1/{definition()['spec']['names']['plural']}").is_success
+    )
+
+
+def older(admin: Helm, folder: Path) -> Path:
+    """Package a version before this one: another number, and a CRD of another hash."""
+    copied = folder / "mmrouter"
+    subprocess.run(["cp", "-r", CHART, copied], check=True)
+    (file,) = (copied / "files" / "crds").glob("*")
+    now = definition()["metadata"]["annotations"][HASH_ANNOTATION]
+    file.write_text(file.read_text().replace(now, "f" * len(now)))
+    done = admin.run("package", copied, f"--version={OLDER}", f"--app-version={OLDER}", f"--destination={folder}")
+    assert done.returncode == 0, done.stderr
+    return folder / f"mmrouter-{OLDER}.tgz"
+
+
+def definition_there(plane: ControlPlane) -> dict[str, Any]:
+    found = plane.request("GET", CRD).raise_for_status().json()
+    metadata: dict[str, Any] = found["metadata"]
+    return metadata
+
+
+def test_upgrade_and_uninstall_keep_the_definition_and_every_resource(
+    admin: Helm, empty: ControlPlane, tmp_path: Path
+) -> None:
+    install(admin, older(admin, tmp_path))
+    wait_for(partial(served, empty), 30, "the API is served")
+    before = definition_there(empty)
+    assert set(before["annotations"][HASH_ANNOTATION]) == {"f"}
+    with empty.namespace() as space:
+        mine = apply(empty, space, resource("mine"))
+
+        said = install(admin, values={"deployments": {"theirs": {"namespace": space, "spec": MINIMAL}}})
+        assert "`helm uninstall` ends no model: the CRD, every MMRouterDeployment and its pods stay." in said
+        after = definition_there(empty)
+        assert after["uid"] == before["uid"]
+        assert after["annotations"][HASH_ANNOTATION] == definition()["metadata"]["annotations"][HASH_ANNOTATION]
+        assert get(empty, RESOURCE, space, "mine") == mine
+        theirs = get(empty, RESOURCE, space, "theirs")
+        assert theirs is not None
+
+        # Leaving the values ends no model either.
+        install(admin)
+        assert get(empty, RESOURCE, space, "theirs") == theirs
+
+        done = admin.run("uninstall", RELEASE, HERE)
+        assert done.returncode == 0, done.stderr
+        assert "kept due to the resource policy" in done.stdout
+        assert NAME in done.stdout
+        assert definition_there(empty)["uid"] == before["uid"]
+        assert get(empty, RESOURCE, space, "mine") == mine
+        assert get(empty, RESOURCE, space, "theirs") == theirs
+        gone = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/mmrouter-operator"
+        assert empty.request("GET", gone).status_code == 404
+        assert empty.request("GET", "/apis/rbac.authorization.k8s.io/v1/clusterroles/mmrouter-operator").is_error
+
+        # The same release takes what stayed.
+        install(admin, values={"deployments": {"theirs": {"namespace": space, "spec": MINIMAL}}})
+        found = get(empty, RESOURCE, space, "theirs")
+        assert found is not None
+        assert (found["metadata"]["uid"], found["spec"]) == (theirs["metadata"]["uid"], theirs["spec"])
+
+
+def test_another_release_takes_the_definition_only_when_told_to(admin: Helm, empty: ControlPlane) -> None:
+    install(admin)
+    admin.run("uninstall", RELEASE, HERE)
+    other = ("upgrade", "--install", "other", CHART, HERE)
+    refused = admin.run(*other)
+    assert refused.returncode != 0
+    assert "invalid ownership metadata" in refused.stderr
+    try:
+        taken = admin.run(*other, "--take-ownership")
+        assert taken.returncode == 0, taken.stderr
+    finally:
+        admin.run("uninstall", "other", HERE)
+
+
+def test_a_first_install_cannot_hold_a_deployment_and_leaves_nothing(admin: Helm, empty: ControlPlane) -> None:
+    done = admin.run("install", RELEASE, CHART, HERE, values={"deployments": {"a": {"spec": MINIMAL}}})
+    assert done.returncode != 0
+    assert 'no matches for kind "MMRouterDeployment"' in done.stderr
+    assert "ensure CRDs are installed first" in done.stderr
+    assert empty.request("GET", CRD).status_code == 404
+
+
+def test_the_commands_of_the_notes_work_as_they_stand(admin: Helm, empty: ControlPlane) -> None:
+    notes = install(admin).partition("NOTES:\n")[2]
+    wait_for(partial(served, empty), 30, "the API is served")
+    first, _, rest = notes.partition("\nkubectl ")[2].partition("\nkubectl ")
+    commands = [f"kubectl {first}", f"kubectl {rest.partition(chr(10))[0]}".removesuffix(" --watch")]
+    env = {**os.environ, "KUBECONFIG": str(empty.kubeconfig), "PATH": f"{empty.bin}:{os.environ['PATH']}"}
+    said = ""
+    for command in commands:
+        done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    assert said.splitlines()[1].split()[:2] == ["qwen-vl", "vllm"]
+    assert get(empty, RESOURCE, "default", "qwen-vl") is not None
+
+
+def test_admission_takes_the_pods_in_a_restricted_namespace(admin: Helm, empty: ControlPlane) -> None:
+    made = admin.render()
+    install(admin)
+    pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
+    template = copy.deepcopy(made.one("Deployment")["spec"]["template"])
+    template["metadata"]["name"] = "operator"
+    for pod in ({"apiVersion": "v1", "kind": "Pod", **template}, made.one("Pod")):
+        answer = empty.request("POST", pods, pod, dryRun="All", fieldValidation="Strict")
+        assert answer.status_code == 201, answer.text
+    # The namespace does enforce the level.
+    open_pod = copy.deepcopy(made.one("Pod"))
+    del open_pod["spec"]["securityContext"]
+    assert empty.request("POST", pods, open_pod, dryRun="All").status_code == 403
+
+
+def test_users_may_do_with_models_what_they_may_do_with_deployments(admin: Helm, empty: ControlPlane) -> None:
+    install(admin)
+    with empty.namespace() as space:
+        for role in ("view", "edit"):
+            binding = {
+                "apiVersion": "rbac.authorization.k8s.io/v1",
+                "kind": "RoleBinding",
+                "metadata": {"name": role},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+                "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": f"{role}er"}],
+            }
+            path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{space}/rolebindings"
+            empty.request("POST", path, binding).raise_for_status()
+
+        def may(user: str, verb: str, subresource: str = "") -> bool:
+            attributes = {"namespace": space, "verb": verb, "group": "mmrouter.io", "resource": "mmrouterdeployments"}
+            spec = {"user": user, "resourceAttributes": {**attributes, "subresource": subresource}}
+            body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+            answer = empty.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
+            return bool(answer.raise_for_status().json()["status"]["allowed"])
+
+        wait_for(lambda: may("editer", "create"), 30, "the roles are aggregated")
+        wait_for(lambda: may("viewer", "list"), 30, "the roles are aggregated")
+        assert may("editer", "update", "scale")
+        assert not may("viewer", "create")
+        assert not may("editer", "update", "status")
+
+
+def test_the_notes_name_what_is_missing(admin: Helm, empty: ControlPlane) -> None:
+    said = install(admin, values={"crds": {"install": False}, "rbac": {"create": False}})
+    assert "crds.install is false: the operator waits" in said
+    assert "rbac.create is false: the operator can do nothing" in said
+    assert "ends no model: every MMRouterDeployment" in said
