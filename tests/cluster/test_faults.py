@@ -132,9 +132,12 @@ def test_answers_of_a_server_in_trouble_are_survived(
 
 
 def test_watches_that_expire_lose_nothing(crd: ControlPlane, between: Proxy, namespace: str) -> None:
+    dice = random.Random(410)
     between.watch_seconds = 0.5
     body = resource()
     with operator(crd, server=between.url):
+        # What they begin again with fails sometimes, too.
+        between.faults = lambda method, path: BROKEN if method == "GET" and dice.random() < 0.2 else None
         apply(crd, namespace, body)
         wait_for(lambda: settled(crd, namespace, body), SETTLE_SECONDS, "all children are there")
         for _ in range(3):
