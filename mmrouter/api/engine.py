@@ -56,9 +56,11 @@ class Engine(Resource):
     processor: ProcessorOptions = ProcessorOptions()
     """Image processor options for engines and router."""
     kv_connector: Opaque = Field(default={})
-    """Engine configuration of the prefill -> decode transfer. Default: by engine and accelerator."""
+    """Engine configuration of the prefill -> decode transfer. Default: by engine and accelerator. vllm: the JSON of
+    `--kv-transfer-config`; sglang: `transferBackend` and `ibDevice`."""
     ec_connector: Opaque = Field(default={})
-    """Engine configuration of the encoder -> language model transfer. Default: by engine and accelerator."""
+    """Engine configuration of the encoder -> language model transfer. Default: by engine and accelerator. vllm: the
+    JSON of `--ec-transfer-config`; sglang: `transferBackend`."""
     args: list[Argument] = Field(default=[], max_length=64)
     """More engine arguments, for every pool. Arguments that belong to another field of this resource are refused."""
 

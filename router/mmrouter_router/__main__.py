@@ -30,7 +30,7 @@ def main() -> int:
     try:
         uvloop.run(serve())
     except ModelFolderError as error:
-        sys.stderr.write(f"mmrouter router: {error}; the router reads the model's metadata from spec.model.volume\n")
+        sys.stderr.write(f"mmrouter router: {error}; metadata comes from spec.model.volume or the hub\n")
         return 2
     return 0
 
