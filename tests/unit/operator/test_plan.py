@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 from unit.operator.stories import finish, pair, standing, want, whole
-from unit.operator.world import SECRETS, UID, World, deployment, role
+from unit.operator.world import SECRETS, UID, Child, World, deployment, role
 
 from mmrouter_operator.observe import ChildView
 from mmrouter_operator.plan import Blocked, Complete, Progress, plan
 from mmrouter_operator.render import render
 from mmrouter_operator.render.capabilities import Capabilities
 from mmrouter_operator.rollout import template_hash
+from mmrouter_operator.set_rollout import compatibility_of, generation_name
 
 
 def test_everything_is_created_at_once() -> None:
@@ -230,3 +231,55 @@ def test_the_autoscaler_of_a_set_rests_while_it_switches() -> None:
         world.others["HorizontalPodAutoscaler", "vl-pre"]["spec"]["scaleTargetRef"]["name"]
         == child.manifest["metadata"]["name"]
     )
+
+
+def test_a_serving_revision_of_a_set_keeps_its_template_until_the_switch_is_over() -> None:
+    """A Deployment cannot surge in the middle of a switch, so a restart of it would take ready pods away."""
+    world = standing(pair())
+    want(world, pair(block=32))
+    begin(world)
+    world.settle()
+    new = newest(world, "pre")
+    assert new is not None
+    started = template_hash(new.manifest)
+    assert any(pod.ready for pod in new.pods)
+    want(world, pair(block=32, seed=1))
+    world.reconcile()
+    assert hash_of(newest(world, "pre")) == started
+    finish(world)
+    assert hash_of(newest(world, "pre")) != started
+
+
+def test_a_revision_of_a_set_of_which_nothing_is_ready_is_corrected_at_once() -> None:
+    world = standing(pair())
+    want(world, pair(block=32))
+    begin(world)
+    for name in list(world.children):
+        world.control(name)  # pods of the new revision are there, and none of them becomes ready
+    broken = hash_of(newest(world, "pre"))
+    want(world, pair(block=32, seed=1))
+    world.reconcile()
+    assert hash_of(newest(world, "pre")) != broken
+    finish(world)
+
+
+def hash_of(child: Child | None) -> str:
+    assert child is not None
+    return template_hash(child.manifest)
+
+
+def begin(world: World) -> None:
+    """Let the frontend roll, until the new revision of the set is there."""
+    for _ in range(10):
+        world.reconcile()
+        if newest(world, "pre") is not None:
+            return
+        world.settle()
+    raise AssertionError("the set does not switch")
+
+
+def newest(world: World, pool: str) -> Child | None:
+    """The Deployment of the generation that is wanted, once it is there."""
+    wanted = {m["metadata"]["name"]: m for m in world.choose()[0]}[f"vl-{pool}"]
+    name = generation_name(f"vl-{pool}", compatibility_of(wanted))
+    return world.children.get(name)
