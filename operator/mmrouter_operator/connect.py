@@ -24,6 +24,8 @@ async def load(kubeconfig: Path | None) -> Configuration:
         if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").exists():
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         else:
+            if kubeconfig is not None and not kubeconfig.is_file():
+                raise ConnectError(f"no way to the cluster: there is no file {kubeconfig}")
             path = str(kubeconfig) if kubeconfig is not None else None
             await config.load_kube_config(path, client_configuration=configuration)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:

@@ -1,0 +1,131 @@
+"""The process around the loop: options, logs, metrics, and that docs/operator.md has them all."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from mmrouter_operator import __main__ as entry
+from mmrouter_operator.handlers import WATCHED, settings_for
+from mmrouter_operator.logs import JsonFormatter, TextFormatter
+from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.ref import CHILDREN, KINDS, RESOURCE
+
+DOCS = (Path(__file__).resolve().parents[3] / "docs" / "operator.md").read_text()
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """The process sets up logging for good; the tests after it want theirs back."""
+    loggers = [logging.getLogger(name) for name in (None, "kopf", "asyncio")]
+    before = [(list(one.handlers), one.level) for one in loggers]
+    yield
+    for one, (handlers, level) in zip(loggers, before, strict=True):
+        one.handlers[:] = handlers
+        one.setLevel(level)
+
+
+def record(message: str = "m", **fields: str) -> logging.LogRecord:
+    made = logging.LogRecord("l", logging.WARNING, "f", 1, message, None, None)
+    made.__dict__.update(fields)
+    return made
+
+
+def test_a_log_line_is_json_with_the_objects_key() -> None:
+    line = json.loads(JsonFormatter().format(record("put right", namespace="n", object="d", child="")))
+    assert line["message"] == "put right"
+    assert (line["level"], line["namespace"], line["object"]) == ("warning", "n", "d")
+    assert "child" not in line
+
+
+def test_a_log_line_of_many_lines_stays_one_line() -> None:
+    assert "\n" not in JsonFormatter().format(record("a\nb"))
+    assert TextFormatter().format(record(object="d")).endswith("m object=d")
+
+
+def test_the_conditions_that_are_shown_are_those_of_now() -> None:
+    metrics = Metrics()
+
+    def shown() -> set[str]:
+        text = generate_latest(metrics.registry).decode()
+        return {line for line in text.splitlines() if line.startswith("mmrouter_operator_condition{")}
+
+    metrics.conditions(("n", "d"), [("Ready", "False"), ("Degraded", "True")])
+    metrics.conditions(("n", "d"), [("Ready", "True"), ("Degraded", "True")])
+    assert len(shown()) == 2
+    assert not [line for line in shown() if 'status="False"' in line]
+    metrics.conditions(("n", "e"), [("Ready", "True")])
+    metrics.conditions(("n", "d"), ())
+    assert len(shown()) == 1
+    metrics.forget_conditions()
+    assert not shown()
+
+
+def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
+    metrics = Metrics()
+    metrics.applied("Service", "applied")
+    families = {}
+    for family in metrics.registry.collect():
+        suffix = "_total" if family.type == "counter" else ""
+        families[family.name + suffix] = family
+    rows = dict(re.findall(r"^\| `(mmrouter_operator_\w+)` \|([^|]*)\|", DOCS, re.MULTILINE))
+    assert rows.keys() == families.keys()
+    for name, labels in rows.items():
+        used = {label for sample in families[name].samples for label in sample.labels} - {"le"}
+        assert used <= set(re.findall(r"`(\w+)`", labels)), name
+
+
+def test_every_option_is_documented_and_no_other() -> None:
+    options = {
+        option for action in entry._parser()._actions for option in action.option_strings if option.startswith("--")
+    }
+    section = DOCS[DOCS.index("## Options") :]
+    assert set(re.findall(r"`(--[a-z-]+)`", section)) == options - {"--help"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--lease-duration=10", "--renew-deadline=10"],
+        ["--bind=nowhere"],
+        ["--config=/does/not/exist"],
+        ["--kubeconfig=/does/not/exist"],
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_a_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], logging_as_before: None
+) -> None:
+    assert entry.main(arguments) == entry.USAGE
+    assert capsys.readouterr().err.startswith("mmrouter operator: ")
+
+
+def test_an_option_may_come_from_the_environment_and_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMROUTER_OPERATOR_LEASE_NAME", "env")
+    monkeypatch.setenv("MMROUTER_OPERATOR_NAMESPACE", "a,b")
+    monkeypatch.setenv("MMROUTER_OPERATOR_LEASE_DURATION", "30")
+    given = entry._parser().parse_args([])
+    assert (given.lease_name, given.namespace, given.lease_duration) == ("env", ["a,b"], 30.0)
+    assert entry._parser().parse_args(["--lease-name=line"]).lease_name == "line"
+
+
+def test_kopf_only_watches_filters_on_the_server_and_never_gives_up() -> None:
+    settings = settings_for(WATCHED)
+    assert not settings.posting.enabled
+    assert settings.peering.standalone
+    assert settings.scanning.disabled
+    assert len(settings.watching.label_selectors) == len(WATCHED) - 1
+    pauses = list(islice(settings.networking.error_backoffs, 1000))  # type: ignore[arg-type]
+    assert len(pauses) == 1000
+    assert max(pauses) <= 10
+
+
+def test_every_child_kind_is_watched() -> None:
+    assert set(WATCHED) == {RESOURCE, "Pod", *CHILDREN}
+    assert KINDS["Deployment"].path("n", "d", "status") == "/apis/apps/v1/namespaces/n/deployments/d/status"
+    assert KINDS["Secret"].path() == "/api/v1/secrets"
+    assert KINDS["RuntimeClass"].path("n", "r") == "/apis/node.k8s.io/v1/runtimeclasses/r"
