@@ -94,5 +94,5 @@ def kubelet(cluster: ControlPlane) -> Iterator[Hollow]:
     """A hollow kubelet with two nodes that have GPUs."""
     with hollow(cluster) as made:
         for name in ("node-0", "node-1"):
-            made.node(name, {"nvidia.com/gpu.present": "true"}, nvidia_com__gpu="64")
+            made.node(name, {"nvidia.com/gpu.present": "true"}, {"nvidia.com/gpu": "64"})
         yield made

@@ -90,11 +90,12 @@ class Hollow:
 
     # -- for tests ---------------------------------------------------------------------------------------------------
 
-    def node(self, name: str, labels: Mapping[str, str] | None = None, **capacity: str) -> None:
-        """Register a node and wait until pods may be put on it. ``capacity``: over the default's; ``__`` is a slash
-        and ``_`` a dot in the names of extended resources (``nvidia_com__gpu="8"``)."""
+    def node(
+        self, name: str, labels: Mapping[str, str] | None = None, capacity: Mapping[str, str] | None = None
+    ) -> None:
+        """Register a node and wait until pods may be put on it. ``capacity``: over the default's."""
         resources = {"cpu": "64", "memory": "512Gi", "pods": "1000", "ephemeral-storage": "1Ti"}
-        resources |= {key.replace("__", "/").replace("_", "."): value for key, value in capacity.items()}
+        resources |= capacity or {}
         names = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
         body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {**names, **(labels or {})}}}
         self._nodes.add(name)
@@ -112,7 +113,10 @@ class Hollow:
         }
         path = f"/api/v1/nodes/{name}"
         self._plane.request("PATCH", f"{path}/status", {"status": status}, STRATEGIC).raise_for_status()
-        untainted = lambda: not self._plane.request("GET", path).json()["spec"].get("taints")  # noqa: E731
+
+        def untainted() -> bool:
+            return not self._plane.request("GET", path).json()["spec"].get("taints")
+
         wait_for(untainted, 10, f"node {name} takes pods")
 
     def hold(

@@ -106,8 +106,8 @@ def install(plane: ControlPlane) -> None:
             },
         ),
     ):
-        body.setdefault("metadata", {})["name"] = path.rpartition("/")[2]
-        plane.request("PATCH", path, body, APPLY, fieldManager="test", force="true").raise_for_status()
+        named = {**body, "metadata": {"name": path.rpartition("/")[2]}}
+        plane.request("PATCH", path, named, APPLY, fieldManager="test", force="true").raise_for_status()
 
 
 @contextmanager

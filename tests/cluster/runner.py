@@ -119,12 +119,17 @@ class LocalRunner:
         await asyncio.wait([running.task])
         if grace:
             # The containers' hooks, before anything is asked to end; a sidecar's would come after its engine's end.
-            hooks = [asyncio.create_task(self._before_stop(one, running.hooks)) for one in running.pod.containers]
+            hooks = asyncio.create_task(self._hooks(running))
             closing = asyncio.create_task(self._closing.wait())
-            await asyncio.wait([asyncio.gather(*hooks), closing], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*hooks, closing):
-                task.cancel()
+            await asyncio.wait([hooks, closing], return_when=asyncio.FIRST_COMPLETED)
+            hooks.cancel()
+            closing.cancel()
+            await asyncio.gather(hooks, closing, return_exceptions=True)
         await running.pod.stop()
+
+    async def _hooks(self, running: Running) -> bool:
+        await asyncio.gather(*(self._before_stop(one, running.hooks) for one in running.pod.containers))
+        return True
 
     async def _before_stop(self, container: Container, hooks: Mapping[str, Mapping[str, Any]]) -> None:
         hook = hooks.get(container.name, {})
