@@ -44,9 +44,12 @@ def live_deployment(snapshot: Snapshot, name: str) -> DeploymentView | None:
 
 
 def taken(snapshot: Snapshot, kind: str, name: str) -> bool:
-    """Whether the name of a child is held by an object that is not this resource's."""
+    """Whether the name of a child is held by an object that another one controls.
+
+    What bears our label and has no controller was orphaned, or somebody took the reference off: it is taken back.
+    """
     view = snapshot.children.get((kind, name))
-    return view is not None and view.owner != resource_uid(snapshot)
+    return view is not None and view.owner not in ("", resource_uid(snapshot))
 
 
 def resource_uid(snapshot: Snapshot) -> str:

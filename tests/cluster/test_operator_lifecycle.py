@@ -119,6 +119,22 @@ def test_a_child_whose_label_was_taken_off_gets_it_back(deployed: Deployed, labe
     wait_for(labelled, SECONDS, "the label is back")
 
 
+def test_a_child_whose_owner_was_taken_off_gets_it_back(deployed: Deployed) -> None:
+    deployed.apply(named("owner"))
+    deployed.settled("owner")
+    uid = deployed.resource("owner")["metadata"]["uid"]
+    for kind, name in (("services", "owner"), ("deployments", "owner-worker")):
+        path = deployed.path(kind, name)
+        deployed.plane.request("PATCH", path, {"metadata": {"ownerReferences": None}}, MERGE).raise_for_status()
+
+        def owned(kind: str = kind, name: str = name) -> bool:
+            child = deployed.get(kind, name)
+            assert child is not None
+            return [item["uid"] for item in child["metadata"].get("ownerReferences", [])] == [uid]
+
+        wait_for(owned, SECONDS, f"{kind} {name} has its owner again")
+
+
 def test_a_name_that_somebody_else_holds_is_left_alone_and_told(deployed: Deployed) -> None:
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "held"}}
     theirs |= {"spec": {"ports": [{"port": 5}], "selector": {"app": "theirs"}}}
