@@ -28,10 +28,16 @@ def empty(admin: Helm, server: ControlPlane) -> Iterator[ControlPlane]:
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     space["metadata"]["labels"] = {"pod-security.kubernetes.io/enforce": "restricted"}  # type: ignore[index]
     server.request("POST", "/api/v1/namespaces", space)
+    forget_definition(server)
     yield server
     admin.run("uninstall", RELEASE, HERE)
-    server.request("DELETE", CRD)
-    wait_for(lambda: server.request("GET", CRD).status_code == 404, 30, "the CRD is gone")
+    forget_definition(server)
+
+
+def forget_definition(plane: ControlPlane) -> None:
+    """Delete the CRD, and with it every resource."""
+    plane.request("DELETE", CRD)
+    wait_for(lambda: plane.request("GET", CRD).status_code == 404, 30, "the CRD is gone")
 
 
 def install(admin: Helm, *options: str | Path, values: dict[str, Any] | None = None) -> str:
@@ -148,6 +154,8 @@ def test_admission_takes_the_pods_in_a_restricted_namespace(admin: Helm, empty: 
     made = admin.render()
     install(admin)
     pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
+    default = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"
+    wait_for(lambda: empty.request("GET", default).is_success, 30, "the namespace has its ServiceAccount")
     template = copy.deepcopy(made.one("Deployment")["spec"]["template"])
     template["metadata"]["name"] = "operator"
     for pod in ({"apiVersion": "v1", "kind": "Pod", **template}, made.one("Pod")):
@@ -156,22 +164,49 @@ def test_admission_takes_the_pods_in_a_restricted_namespace(admin: Helm, empty: 
     # The namespace does enforce the level.
     open_pod = copy.deepcopy(made.one("Pod"))
     del open_pod["spec"]["securityContext"]
-    assert empty.request("POST", pods, open_pod, dryRun="All").status_code == 403
+    refused = empty.request("POST", pods, open_pod, dryRun="All")
+    assert refused.status_code == 403
+    assert 'violates PodSecurity "restricted' in refused.json()["message"]
+
+
+def test_a_team_installs_what_an_administrator_gave_the_rights_for(admin: Helm, empty: ControlPlane) -> None:
+    with empty.namespace() as space:
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "team"}}
+        empty.request("POST", f"/api/v1/namespaces/{space}/serviceaccounts", account).raise_for_status()
+        bind(empty, space, "admin", {"kind": "ServiceAccount", "name": "team", "namespace": space})
+        team = admin.at(empty.kubeconfig_for(space, "team"))
+        here = f"--namespace={space}"
+        values = {"watchNamespaces": [space], "crds": {"install": False}}
+        refused = team.run("install", RELEASE, CHART, here, values=values)
+        assert refused.returncode != 0
+        assert "attempting to grant RBAC permissions not currently held" in refused.stderr
+        team.run("uninstall", RELEASE, here)
+
+        rights = admin.run("template", RELEASE, CHART, here, "--show-only=templates/rbac.yaml", values=values)
+        done = empty.kubectl("apply", "--filename=-", stdin=rights.stdout)
+        assert done.returncode == 0, done.stderr
+        taken = team.run("install", RELEASE, CHART, here, values={**values, "rbac": {"create": False}})
+        assert taken.returncode == 0, taken.stderr
+
+
+def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]) -> None:
+    """Give somebody one of the cluster's roles in a namespace."""
+    group = "rbac.authorization.k8s.io"
+    binding = {
+        "apiVersion": f"{group}/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": role},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role},
+        "subjects": [subject],
+    }
+    plane.request("POST", f"/apis/{group}/v1/namespaces/{namespace}/rolebindings", binding).raise_for_status()
 
 
 def test_users_may_do_with_models_what_they_may_do_with_deployments(admin: Helm, empty: ControlPlane) -> None:
     install(admin)
     with empty.namespace() as space:
         for role in ("view", "edit"):
-            binding = {
-                "apiVersion": "rbac.authorization.k8s.io/v1",
-                "kind": "RoleBinding",
-                "metadata": {"name": role},
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-                "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": f"{role}er"}],
-            }
-            path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{space}/rolebindings"
-            empty.request("POST", path, binding).raise_for_status()
+            bind(empty, space, role, {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": f"{role}er"})
 
         def may(user: str, verb: str, subresource: str = "") -> bool:
             attributes = {"namespace": space, "verb": verb, "group": "mmrouter.io", "resource": "mmrouterdeployments"}
