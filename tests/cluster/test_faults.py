@@ -69,6 +69,11 @@ class Zygote:
 def alike(plane: ControlPlane, namespace: str) -> Object:
     """Return the children of a namespace without what differs between two equal deployments."""
     found = {f"{kind} {name}": bare(child) for (kind, name), child in children(plane, namespace).items()}
+    for name, child in found.items():
+        if name.startswith("Service "):
+            # Given by the server, another one for every Service.
+            own = ("clusterIP", "clusterIPs")
+            child["spec"] = {field: value for field, value in child["spec"].items() if field not in own}
     text = json.dumps(found, sort_keys=True)
     # Fingerprints of keys that are made anew for every deployment, and what is made of these.
     for (kind, _), child in children(plane, namespace).items():
@@ -107,7 +112,9 @@ def test_an_operator_killed_after_any_of_its_calls_leaves_what_the_next_one_comp
                 wait_for(partial(settled, crd, name, body), SETTLE_SECONDS, f"{name} is complete")
             whole = alike(crd, undisturbed)
             for number, name in enumerate(left):
-                assert alike(crd, name) == whole, f"killed after {number} calls"
+                found = alike(crd, name)
+                different = [child for child in whole.keys() | found.keys() if whole.get(child) != found.get(child)]
+                assert different == [], f"killed after {number} calls"
 
 
 @pytest.mark.parametrize("fault", [CONFLICT, THROTTLED, BROKEN, BROKEN_AFTER], ids=["409", "429", "500", "500-after"])
