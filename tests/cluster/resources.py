@@ -120,7 +120,7 @@ def is_done(plane: ControlPlane, namespace: str, name: str, generation: int) -> 
 
 
 def bare(obj: Mapping[str, Any]) -> Object:
-    """Return what is the same in every cluster and namespace: no identities, no times, no secrets and their hashes."""
+    """Return what is the same in every cluster and namespace: no identities, no addresses, no times."""
     made = copy.deepcopy(dict(obj))
     made.pop("status", None)
     metadata = made["metadata"]
@@ -136,6 +136,9 @@ def bare(obj: Mapping[str, Any]) -> Object:
         metadata.pop(field, None)
     for owner in metadata.get("ownerReferences") or []:
         owner.pop("uid", None)
+    if made["kind"] == "Service":
+        for field in ("clusterIP", "clusterIPs"):
+            made["spec"].pop(field, None)
     return made
 
 
