@@ -1,19 +1,26 @@
 """What the chart renders, over a matrix of values."""
 
 import json
+import re
 from functools import cache
 
 import kubernetes_validate
 import pytest
 import yaml
 from chart.cases import CASES, PROMETHEUS
-from chart.helm import CHART, NAMESPACE, Helm, Rendered
+from chart.helm import CHART, NAMESPACE, ROOT, Helm, Rendered
 
 from mmrouter.api import parse_deployment
 from mmrouter_operator.config import OperatorConfig, load_config
+from mmrouter_operator.render.common import DEPLOYMENT_LABEL, FRONTEND_ROLE, METRICS_PORT, ROLE_LABEL
+from mmrouter_operator.render.frontend import CONTROL_PORT
 from mmrouter_operator.render.networkpolicy import OPERATOR_LABELS
 from mmrouter_operator.render.podsecurity import violations
 
+DOCUMENTED = [
+    yaml.safe_load(text)
+    for text in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE | re.DOTALL)
+]
 NO_SCHEMA = ("MMRouterDeployment", "PodMonitor")
 """Kinds that are not Kubernetes' own."""
 
@@ -22,6 +29,11 @@ NO_SCHEMA = ("MMRouterDeployment", "PodMonitor")
 def rendered(request: pytest.FixtureRequest, helm: Helm) -> Rendered:
     values, options = CASES[request.param]
     return helm.render(values, *options)
+
+
+@pytest.mark.parametrize("example", DOCUMENTED, ids=lambda example: str(next(iter(example))))
+def test_values_in_the_documentation_are_taken(helm: Helm, example: dict[str, object]) -> None:
+    assert helm.render(example).objects
 
 
 def test_the_chart_passes_the_linter(helm: Helm) -> None:
@@ -151,6 +163,18 @@ def test_the_policy_opens_the_api_server_only_where_the_site_says_it_is(helm: He
 
     assert peers({}) is None
     assert peers({"apiServerCidrs": ["10.1.2.3/32"]}) == [{"ipBlock": {"cidr": "10.1.2.3/32"}}]
+
+
+def test_the_policy_lets_the_operator_follow_every_frontend_and_prometheus_scrape_it(helm: Helm) -> None:
+    spec = helm.render().one("NetworkPolicy")["spec"]
+    (rule,) = (row for row in spec["egress"] if row["ports"] == [{"protocol": "TCP", "port": CONTROL_PORT}])
+    pods = {
+        "matchLabels": {ROLE_LABEL: FRONTEND_ROLE},
+        "matchExpressions": [{"key": DEPLOYMENT_LABEL, "operator": "Exists"}],
+    }
+    assert rule["to"] == [{"namespaceSelector": {}, "podSelector": pods}]
+    scraped = {"from": [{"namespaceSelector": {}}], "ports": [{"protocol": "TCP", "port": METRICS_PORT}]}
+    assert spec["ingress"] == [scraped]
 
 
 def test_a_version_of_kubernetes_without_native_sidecars_is_refused(helm: Helm) -> None:
