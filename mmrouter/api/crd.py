@@ -93,7 +93,8 @@ def definition() -> dict[str, Any]:
 
 def schema_hash(spec: Mapping[str, Any]) -> str:
     """Return 16 hex digits that change when the definition's ``spec`` does."""
-    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+    # The prefix keeps YAML readers from taking a hash like 12345e67 for a number.
+    return f"sha256-{hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def _columns() -> list[dict[str, Any]]:

@@ -102,6 +102,7 @@ LEVELS = {
         (
             Step("tests on a real control plane", tests="tests/cluster", without="tests/cluster/running"),
             Step("tests on a real control plane with running pods", tests="tests/cluster/running"),
+            Step("tests of the chart", tests="tests/chart"),
         ),
         limit_s=1200,
         lanes=2,
