@@ -7,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CHART_PAGE = "install.md"
+"""Its commands need helm, and are run by the chart's tests."""
 NEEDS_A_CLUSTER = ("kubectl ", ".venv/bin/mmrouter operator")
 
 
