@@ -56,6 +56,13 @@ class _Applied:
         beyond = self.repairs - IMMEDIATE_REPAIRS
         return max(0.0, self.repaired_at + min(LONGEST_PAUSE, 2.0**beyond) - now) if beyond >= 0 else 0.0
 
+    def contested_for(self, now: float) -> float:
+        """Seconds for which the child still counts as contested, 0 for one that does not.
+
+        The repairs themselves do not end it: the other writer is not gone because its last write was taken back.
+        """
+        return max(0.0, self.repaired_at + PATIENCE - now) if self.repairs >= IMMEDIATE_REPAIRS else 0.0
+
 
 @dataclass(slots=True)
 class Written:
@@ -129,9 +136,10 @@ class Children:
                 written.later(last.refused_at + REFUSED_FOR - now)
                 return
             if before and before == last.content:
+                _tell_contested(ref, last, now, written)
                 return
             if (pause := last.pause(now)) > 0:
-                written.problems.append(Problem(CHILD_CONTESTED, *place, f"changed by others {last.repairs} times"))
+                _tell_contested(ref, last, now, written)
                 written.later(pause)
                 return
         try:
@@ -171,6 +179,7 @@ class Children:
             log.info("taken back", extra={"namespace": key[0], "object": key[1], "kind": ref.kind, "child": ref.name})
         elif seen is None:
             written.created.append(ref)
+        _tell_contested(ref, done, now, written)
         self._applied[key][place] = done
         self._cache.put(ref.kind, live)
 
@@ -193,6 +202,13 @@ class Children:
         if live is None:
             return False
         return taken(live, owner)
+
+
+def _tell_contested(ref: Ref, last: _Applied, now: float, written: Written) -> None:
+    if (left := last.contested_for(now)) > 0:
+        said = f"{ref.kind} {ref.name} was changed by others {last.repairs} times and is taken back with growing pauses"
+        written.problems.append(Problem(CHILD_CONTESTED, ref.kind, ref.name, said))
+        written.later(left)
 
 
 def taken(live: Mapping[str, Any], owner: str) -> bool:

@@ -180,7 +180,8 @@ async def test_a_child_that_others_fight_over_is_repaired_with_growing_pauses(
     for round_ in range(20):
         table.edit(manifest("Service", "s", spec={"port": 100 + round_}))
         written = await children.write(KEY, OWNER, [SERVICE])
-        if written.again_in is not None:
+        if not written.repaired:
+            assert written.again_in is not None
             assert [problem.reason for problem in written.problems] == [CHILD_CONTESTED]
             pauses.append(written.again_in)
             clock.now += written.again_in
@@ -191,6 +192,29 @@ async def test_a_child_that_others_fight_over_is_repaired_with_growing_pauses(
     clock.now += 2 * module.PATIENCE
     table.edit(manifest("Service", "s", spec={"port": 7}))
     assert (await children.write(KEY, OWNER, [SERVICE])).repaired, "an old fight is forgotten"
+
+
+async def test_a_contested_child_is_told_without_a_break_until_it_was_left_alone_for_a_while(
+    children: Children, table: Table, clock: Clock
+) -> None:
+    await children.write(KEY, OWNER, [SERVICE])
+    told = []
+    for round_ in range(2 * module.IMMEDIATE_REPAIRS):
+        table.edit(manifest("Service", "s", spec={"port": 100 + round_}))
+        written = await children.write(KEY, OWNER, [SERVICE])
+        told.append(bool(written.problems))
+        if not written.repaired:
+            clock.now += written.again_in or 0.0
+            written = await children.write(KEY, OWNER, [SERVICE])
+            assert written.repaired
+            told.append(bool(written.problems))
+        in_order = await children.write(KEY, OWNER, [SERVICE])
+        told.append(bool(in_order.problems))
+    assert told == sorted(told), "once told, it stays told"
+    assert told[-1]
+    assert in_order.again_in is not None, "somebody comes back to take it off"
+    clock.now += in_order.again_in
+    assert (await children.write(KEY, OWNER, [SERVICE])).problems == []
 
 
 async def test_a_refused_manifest_is_not_sent_again_until_it_changes_or_a_minute_passed(
