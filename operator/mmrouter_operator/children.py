@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,11 @@ _WAVES: Mapping[str, int] = {
 }
 """What must be there before what: renderings are kept before they are used, pods find what they mount; others last."""
 _LAST_WAVE = 4
+
+_GUARDS = frozenset({"ServiceAccount", "NetworkPolicy"})
+"""Kinds without which no new pod is made: it would run open, or under an account that somebody else gave rights to."""
+_GIVEN_TO_PODS = _GUARDS | {"ControllerRevision", "ConfigMap", "Secret", "Service", "Role", "RoleBinding", "Deployment"}
+"""Kinds that have to be written before what they replace may go."""
 
 REFUSED_FOR = 60.0
 """Seconds for which the same refused manifest is not sent again."""
@@ -74,6 +79,15 @@ class Written:
     again_in: float | None = None
     failures: list[tuple[Ref, ApiError]] = field(default_factory=list)
 
+    def lacks(self, kinds: Container[str]) -> bool:
+        """Whether a child of one of these kinds could not be written. A contested one is there."""
+        return any(problem.kind in kinds and problem.reason != CHILD_CONTESTED for problem in self.problems)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether everything that pods need is written, so that what it replaces may be deleted."""
+        return not self.failures and not self.lacks(_GIVEN_TO_PODS)
+
     def later(self, seconds: float) -> None:
         """Come back in so many seconds, or earlier."""
         self.again_in = seconds if self.again_in is None else min(self.again_in, seconds)
@@ -95,13 +109,17 @@ class Children:
     async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]]) -> Written:
         """Apply what changed; ``owner`` is the resource's uid.
 
-        What fails and may pass by itself is in the result; what builds on it is not tried then.
+        What fails and may pass by itself is in the result; what builds on it is not tried then. A Deployment that does
+        not exist yet waits for the policies and accounts of its pods also where these are refused.
         """
         written = Written([], [], [])
         waves: dict[int, list[dict[str, Any]]] = {}
         for manifest in manifests:
             waves.setdefault(_WAVES.get(manifest["kind"], _LAST_WAVE), []).append(manifest)
         for _, wave in sorted(waves.items()):
+            if written.lacks(_GUARDS):
+                there = self._cache.children(key)
+                wave = [m for m in wave if m["kind"] != "Deployment" or ("Deployment", m["metadata"]["name"]) in there]
             await _together(self._one(key, owner, manifest, written) for manifest in wave)
             if written.failures:
                 break

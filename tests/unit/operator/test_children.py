@@ -12,7 +12,7 @@ from mmrouter_operator.cache import Cache
 from mmrouter_operator.children import Children, Written
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key
-from mmrouter_operator.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED
+from mmrouter_operator.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
 from mmrouter_operator.ref import Ref
 
 KEY: Key = ("n", "d")
@@ -251,6 +251,44 @@ async def test_what_fails_keeps_its_neighbours_but_not_what_builds_on_it(childre
     written = await children.write(KEY, OWNER, [SERVICE, manifest("ConfigMap", "c"), manifest("Deployment", "w")])
     assert [ref.name for ref, _ in written.failures] == ["s"]
     assert sorted(table.applied()) == ["c", "s"]
+
+
+@pytest.mark.parametrize("kind", ["NetworkPolicy", "ServiceAccount"])
+@pytest.mark.parametrize("why", ["refused", "taken"])
+async def test_no_new_pod_is_made_without_its_policy_and_account_and_those_that_run_are_kept_up(
+    children: Children, table: Table, kind: str, why: str
+) -> None:
+    guard, new, old = manifest(kind, "g"), manifest("Deployment", "new"), manifest("Deployment", "old")
+    table.edit(old)
+    if why == "refused":
+        table.fail["g"] = Refused("quota", status=403)
+    else:
+        theirs = manifest(kind, "g")
+        theirs["metadata"] |= {"ownerReferences": [], "labels": {}}
+        table.store(theirs)
+    written = await children.write(KEY, OWNER, [guard, new, old])
+    assert [problem.kind for problem in written.problems] == [kind]
+    assert [name for name in table.applied() if name != "g"] == ["old"]
+    assert written.again_in is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "replaced"), [("Deployment", False), ("ConfigMap", False), ("PodMonitor", True), ("Widget", True)]
+)
+async def test_what_runs_stays_only_while_something_that_pods_need_cannot_be_written(
+    children: Children, table: Table, kind: str, replaced: bool
+) -> None:
+    table.fail["x"] = Refused("quota", status=403)
+    written = await children.write(KEY, OWNER, [manifest(kind, "x")])
+    assert [problem.reason for problem in written.problems] == [CHILD_REFUSED]
+    assert written.replaced is replaced
+
+
+def test_a_contested_child_keeps_nothing_from_being_taken_away() -> None:
+    contested = Problem(CHILD_CONTESTED, "Deployment", "w", "")
+    assert Written([contested], [], []).replaced
+    failure = (Ref.of(SERVICE), Unavailable("down"))
+    assert not Written([], [], [], failures=[failure]).replaced
 
 
 async def test_pruning_deletes_exactly_what_was_seen(children: Children, table: Table) -> None:
