@@ -11,7 +11,7 @@ ONE_SOURCE = "name exactly one volume source, such as `persistentVolumeClaim` or
 
 
 def _one_source(value: dict[str, Any]) -> dict[str, Any]:
-    if len(value) != 1:
+    if len(value) != 1 or "name" in value:
         raise ValueError(ONE_SOURCE)
     return value
 
@@ -20,7 +20,10 @@ Volume = Annotated[
     dict[Annotated[str, Field(max_length=63)], Opaque],
     Field(
         max_length=16,
-        json_schema_extra={VALIDATIONS: [validation("size(self) == 1", ONE_SOURCE)], "x-kubernetes-map-type": "atomic"},
+        json_schema_extra={
+            VALIDATIONS: [validation("size(self) == 1 && !('name' in self)", ONE_SOURCE)],
+            "x-kubernetes-map-type": "atomic",
+        },
     ),
     AfterValidator(_one_source),
 ]

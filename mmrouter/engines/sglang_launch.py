@@ -185,9 +185,11 @@ def _role_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
 
 
 def _chosen(path: str, connector: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
-    for key in connector:
+    for key, value in connector.items():
         if key not in keys:
             raise LaunchError(f"{path}.{key}", f"SGLang knows {' and '.join(f'`{k}`' for k in keys)} here")
+        if not isinstance(value, str) or not value:
+            raise LaunchError(f"{path}.{key}", f"is a text, not {value!r:.80}")
     return [part for key, value in connector.items() for part in flag(keys[key], value)]
 
 

@@ -4,9 +4,10 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
+from mmrouter.api import MMRouterDeployment, SpecError
 from mmrouter.api.base import Resources
 from mmrouter.api.paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_operator.render.shape import volume_faults
 
 USER = 65532
 DEPLOYMENT_LABEL = "mmrouter.io/deployment"
@@ -122,8 +123,13 @@ def template_sources(dep: MMRouterDeployment) -> list[dict[str, Any]]:
 
 
 def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the volume with the model's files, where one is set."""
-    return [] if dep.spec.model.volume is None else [{"name": "model", **copy.deepcopy(dep.spec.model.volume)}]
+    """Return the volume with the model's files, where one is set. Raises ``SpecError`` for a malformed one."""
+    source = dep.spec.model.volume
+    if source is None:
+        return []
+    if faults := volume_faults(source):
+        raise SpecError([(f"spec.model.volume.{place}", sentence) for place, sentence in faults])
+    return [{"name": "model", **copy.deepcopy(source)}]
 
 
 def resources(section: Resources) -> dict[str, Any]:

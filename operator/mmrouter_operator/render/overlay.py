@@ -72,7 +72,7 @@ def _merge_map(original: dict[str, Any], patch: dict[str, Any], path: Path) -> d
             original[key] = _merge_map(current, value, here)
         elif isinstance(current, list) and isinstance(value, list):
             original[key] = _merge_list(current, value, here)
-        elif current is not None and isinstance(current, dict | list) | isinstance(value, dict | list):
+        elif isinstance(current, dict | list):
             raise OverlayError(_text(here), f"is {_kind(current)}, not {_kind(value)}")
         else:
             original[key] = _alone(value, here)
@@ -92,6 +92,9 @@ def _retain(original: dict[str, Any], patch: dict[str, Any], path: Path) -> None
 
 def _merge_list(original: list[Any], patch: list[Any], path: Path) -> list[Any]:
     if path in MERGED_SCALARS:
+        for item in patch:
+            if not isinstance(item, str):
+                raise OverlayError(_text(path), f"holds texts, not {_kind(item)}")
         return _ordered(original, list(dict.fromkeys([*original, *patch])), patch, None)
     merge_key = MERGE_KEYS.get(path)
     if merge_key is None:
@@ -176,7 +179,10 @@ def _alone_map(value: dict[str, Any], path: Path) -> dict[str, Any]:
 def _key_of(item: dict[str, Any], merge_key: str, path: Path) -> Any:
     if merge_key not in item:
         raise OverlayError(_text(path), f"every element needs its `{merge_key}`, which says what it merges with")
-    return item[merge_key]
+    key = item[merge_key]
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        raise OverlayError(_text((*path, merge_key)), f"says what an element merges with: a text, not {_kind(key)}")
+    return key
 
 
 def _bad_directive(directive: Any, path: Path) -> OverlayError:
@@ -186,7 +192,7 @@ def _bad_directive(directive: Any, path: Path) -> OverlayError:
 def _kind(value: Any) -> str:
     if isinstance(value, dict):
         return "an object"
-    return "a list" if isinstance(value, list) else repr(value)
+    return "a list" if isinstance(value, list) else f"{value!r:.80}"
 
 
 def _text(path: Path) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from mmrouter.api import SpecError
 from mmrouter_operator.render.overlay import OverlayError, overlay
+from mmrouter_operator.render.shape import template_faults
 
 OWNED_VOLUMES: Final = frozenset({"config", "engine-config", "api-keys", "state", "shared"})
 """Volumes that hold our configuration, secrets and journal. Others (hub, shm, tmp) may be of the user's choice."""
@@ -39,7 +40,8 @@ def finish(template: dict[str, Any], patch: dict[str, Any], path: str) -> Finish
 
     Put back are our labels and annotations, readiness gates, the ports that others reach us by, what probes ask, and
     the volumes and variables that hold our configuration. Our variables come first again, because ``$(VAR)`` sees only
-    what stands before it. Raises ``SpecError`` for a malformed patch and for one that takes a container of ours away.
+    what stands before it. Raises ``SpecError`` for a malformed patch, for one after which anything has a
+    wrong type, and for one that takes a container of ours away.
     """
     if not patch:
         return Finished(template)
@@ -47,6 +49,8 @@ def finish(template: dict[str, Any], patch: dict[str, Any], path: str) -> Finish
         merged = overlay(template, patch)
     except OverlayError as error:
         raise SpecError([(f"{path}.{error.path}" if error.path else path, str(error))]) from error
+    if faults := template_faults(merged):
+        raise SpecError([(f"{path}.{place}", sentence) for place, sentence in faults])
     report = _Report(path)
     metadata, spec = merged.setdefault("metadata", {}), merged.setdefault("spec", {})
     for kind in ("labels", "annotations"):

@@ -34,6 +34,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"model": {"id": "a b"}}, "spec.model.id", "does not match"),
     ({"model": {"id": "a", "volume": {}}}, "spec.model.volume", "exactly one volume source"),
     ({"model": {"id": "a", "volume": {"hostPath": {}, "nfs": {}}}}, "spec.model.volume", "exactly one volume source"),
+    ({"model": {"id": "a", "volume": {"name": {}}}}, "spec.model.volume", "exactly one volume source"),
     ({"engine": {"type": "tgi"}}, "spec.engine.type", "must be 'vllm' or 'sglang', not 'tgi'"),
     ({"engine": {"type": "vllm", "blockSize": 0}}, "spec.engine.blockSize", "greater than or equal to 1"),
     (
