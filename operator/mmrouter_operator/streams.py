@@ -125,6 +125,10 @@ class Streams:
                 trouble = "the stream ended"
             except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
                 trouble = str(error) or type(error).__name__
+            except Exception as error:
+                # A fault of our own, or of a listener, is no reason to be deaf to this frontend for ever.
+                trouble = f"{type(error).__name__}: {error}"
+                log.exception("%s/%s: following frontend %s at %s failed", *key, uid, one.ip)
             if heard or not one.trouble:
                 # Once per loss: an hour of attempts is one line.
                 log.info("%s/%s: frontend %s at %s: %s", *key, uid, one.ip, trouble)

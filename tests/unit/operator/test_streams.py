@@ -214,6 +214,24 @@ async def test_what_is_no_report_is_no_report_and_the_attempts_go_on(sent):
         assert (op.report(), op.changes) == (None, [])
 
 
+async def test_a_listener_that_fails_leaves_no_frontend_deaf(caplog):
+    changes = []
+
+    def listener(key) -> None:
+        changes.append(key)
+        if len(changes) == 1:
+            raise RuntimeError("a fault of ours")
+
+    async with frontend() as router, operator() as op:
+        streams = Streams(listener, last_backoff=0.3)
+        streams.follow(KEY, {"f1": router.ip}, "t")
+        await op.until(lambda: changes)
+        router.worker("a")
+        await op.until(lambda: (report := streams.reports(KEY)["f1"]) and report.workers and len(changes) >= 2)
+        await streams.close()
+    assert "a fault of ours" in caplog.text
+
+
 async def test_the_token_does_not_follow_a_redirect():
     async def nothing(writer) -> None:
         writer.write(head() + EVENT)
