@@ -77,6 +77,7 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "Blocked": "False",
         "RollingOut": "False",
         "SecretUnusable": "False",
+        "ReconcileFailed": "Unknown",
     },
     PROGRESSING: {
         "RollingOut": "True",
@@ -95,6 +96,7 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "ChildContested": "True",
         "SecretMalformed": "True",
         "SecretRecreated": "True",
+        "ReconcileFailed": "True",
     },
     SPEC_VALID: {"Valid": "True", "Invalid": "False"},
     FRONTEND_READY: dict(_REPLICAS),

@@ -18,7 +18,7 @@ from mmrouter_operator.render.common import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROL
 from mmrouter_operator.rollout import Blocked, Rollout, pods_of
 from mmrouter_operator.transitions import Transition, transitions
 
-__all__ = ["Transition", "status_of", "transitions", "urgent"]
+__all__ = ["Transition", "status_of", "status_of_failure", "transitions", "urgent"]
 
 Status = dict[str, Any]
 
@@ -45,6 +45,14 @@ def status_of(
     found = verdicts.of_valid(dep, snapshot, plan, advice, before)
     body = _counts(dep, snapshot, plan) | _routing(snapshot, last)
     return _assemble(snapshot, _phase(plan, found), body, found, before, keep=False)
+
+
+def status_of_failure(message: str, snapshot: Snapshot, previous: Mapping[str, Any] | None) -> Status:
+    """Return the status of a resource at which the operator itself failed, so that nothing new is known of it."""
+    last: Mapping[str, Any] = previous or {}
+    before = {item["type"]: item for item in last.get("conditions") or []}
+    body = {key: value for key, value in last.items() if key not in ("observedGeneration", "phase", "conditions")}
+    return _assemble(snapshot, "Failed", body, verdicts.of_failure(message), before, keep=True)
 
 
 def urgent(previous: Mapping[str, Any] | None, status: Mapping[str, Any]) -> bool:

@@ -73,6 +73,12 @@ def of_invalid(message: str) -> list[Condition]:
     ]
 
 
+def of_failure(message: str) -> list[Condition]:
+    """Return the conditions when the operator itself failed at a resource: whether it serves is not known."""
+    found = (condition(c.READY, "ReconcileFailed", message), condition(c.DEGRADED, "ReconcileFailed", message))
+    return [_bounded(item) for item in found]
+
+
 def of_unusable(advice: Sequence[Problem]) -> list[Condition]:
     """Return the conditions while the deployment's own Secret is of no use, so that nothing can be rendered."""
     said = "; ".join(problem.message for problem in advice) or "the deployment's Secret is not there yet"
