@@ -177,6 +177,22 @@ class Pool(Resource):
         return self.role == "encoder" or "weight" not in self.model_fields_set
 
     @rule(
+        "replicas",
+        "an autoscaled pool starts with 1 replica or more: nothing is measured at 0, so it would stay there",
+        "!has(self.autoscaling) || self.replicas > 0",
+    )
+    def _scaling_starts_above_nothing(self) -> bool:
+        return self.autoscaling is None or self.replicas > 0
+
+    @rule(
+        "autoscaling",
+        "renderer pools have no metric to scale by",
+        "!has(self.autoscaling) || self.role != 'renderer'",
+    )
+    def _scaling_has_a_metric(self) -> bool:
+        return self.autoscaling is None or self.role != "renderer"
+
+    @rule(
         "accelerator.count",
         "every rank needs a device: accelerator.count must be at least parallelism.tensor x parallelism.data",
         "self.accelerator.kind == 'cpu' || (has(self.accelerator.claims) && size(self.accelerator.claims) > 0) || "

@@ -21,7 +21,7 @@ ROLES: Final[dict[str, frozenset[Role]]] = {
     "queueDepth": frozenset({"worker", "prefill", "decode", "encoder"}),
     "encoderUtilization": frozenset({"encoder"}),
 }
-"""``autoscaling.metric`` -> the roles that have it. Renderers have no sidecar, so nobody exports a gauge for them."""
+"""``autoscaling.metric`` -> the roles that have it. Renderers, which have no sidecar, take no autoscaling."""
 
 SCALE_DOWN_SECONDS = 300
 """How long the load must be low before a replica goes: it takes its cache along, and the next one starts cold."""

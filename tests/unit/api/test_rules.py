@@ -96,6 +96,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "spec.pools[0].autoscaling.minReplicas",
         "must not exceed",
     ),
+    ({"pools": [pool(replicas=0, autoscaling={"maxReplicas": 2})]}, "spec.pools[0].replicas", "starts with 1 replica"),
+    (
+        {"pools": [pool(), pool("r", "renderer", autoscaling={"maxReplicas": 2})]},
+        "spec.pools[1].autoscaling",
+        "renderer pools have no metric to scale by",
+    ),
     ({"pools": [{"name": "w", "role": "worker"}]}, "spec.pools[0].accelerator", "is required"),
     (accelerator(kind="tpu"), "spec.pools[0].accelerator.kind", "must be"),
     (accelerator(kind="cpu", count=1), "spec.pools[0].accelerator.count", "a cpu pool has no devices"),

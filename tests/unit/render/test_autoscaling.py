@@ -124,7 +124,6 @@ def test_every_metric_is_one_that_a_sidecar_exports() -> None:
 @pytest.mark.parametrize(
     ("role", "metric", "possible"),
     [
-        ("renderer", "queueDepth", False),
         ("encoder", "encoderUtilization", True),
         ("encoder", "kvUsage", False),
         ("worker", "encoderUtilization", False),
