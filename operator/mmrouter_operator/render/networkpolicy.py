@@ -27,6 +27,7 @@ DNS_PORTS: Final = (53, 5353)
 """Policies see the port behind the Service, and OpenShift's DNS pods listen on 5353."""
 API_SERVER_PORTS: Final = (443, 6443)
 WEB_PORTS: Final = (80, 443)
+HUB_PORTS: Final = (443,)
 
 TRANSFER_ROLES: Final[frozenset[Role]] = frozenset({"encoder", "prefill", "decode"})
 """Roles that hand tensors to other engines or take them from others; a worker does beside an encoder."""
@@ -137,10 +138,10 @@ def _scraped() -> Rule:
 
 
 def _hub(config: OperatorConfig) -> list[Rule]:
-    """The model hub and the stores that it redirects to; a mirror may have a private address or be pods."""
+    """The model hub and the stores that it redirects to: public ones; a mirror may have a private address or be pods."""
     mirror = host_and_port(config.hub_endpoint)
     if mirror is None:
-        return _rules("to", anywhere(), WEB_PORTS)
+        return _rules("to", public(config.pod_cidrs), HUB_PORTS)
     return _rules("to", [*anywhere(), {"namespaceSelector": {}}], sorted({*WEB_PORTS, mirror[1]}))
 
 

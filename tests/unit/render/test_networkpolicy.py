@@ -186,9 +186,19 @@ def test_weights_come_from_the_hub_only_where_there_is_no_volume(
 ) -> None:
     for pod in (frontend(), engine("worker")):
         assert passes(render_networkpolicies(shortest, SITE), pod, INTERNET, 443)
-        assert passes(render_networkpolicies(shortest, SITE), pod, INTRANET, 443)  # a mirror
         assert not passes(render_networkpolicies(shortest, SITE), pod, METADATA, 80)
         assert not passes(render_networkpolicies(closed, SITE), pod, INTERNET, 443)
+
+
+def test_nothing_private_is_reached_for_the_hub_unless_the_site_names_a_mirror(shortest: MMRouterDeployment) -> None:
+    mirrored = SITE.model_copy(update={"hub_endpoint": "https://mirror.example"})
+    of_public_numbers = SITE.model_copy(update={"pod_cidrs": ("8.8.8.0/24",)})
+    for pod in (frontend(), engine("worker")):
+        for private in (INTRANET, STRANGER, Host("fd00::7")):
+            assert not passes(render_networkpolicies(shortest, SITE), pod, private, 443)
+            assert passes(render_networkpolicies(shortest, mirrored), pod, private, 443)
+        assert not passes(render_networkpolicies(shortest, SITE), pod, INTERNET, 80)
+        assert not passes(render_networkpolicies(shortest, of_public_numbers), pod, INTERNET, 443)
 
 
 def test_a_mirror_of_the_hub_may_be_pods_on_any_port(shortest: MMRouterDeployment, closed: MMRouterDeployment) -> None:
