@@ -117,10 +117,11 @@ class Children:
         for manifest in manifests:
             waves.setdefault(_WAVES.get(manifest["kind"], _LAST_WAVE), []).append(manifest)
         for _, wave in sorted(waves.items()):
+            sent = wave
             if written.lacks(_GUARDS):
                 there = self._cache.children(key)
-                wave = [m for m in wave if m["kind"] != "Deployment" or ("Deployment", m["metadata"]["name"]) in there]
-            await _together(self._one(key, owner, manifest, written) for manifest in wave)
+                sent = [m for m in wave if m["kind"] != "Deployment" or ("Deployment", m["metadata"]["name"]) in there]
+            await _together(self._one(key, owner, manifest, written) for manifest in sent)
             if written.failures:
                 break
         return written

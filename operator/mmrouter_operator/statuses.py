@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter_operator.apply import ApiError, Cluster, Object
+from mmrouter_operator.apply import ApiError, Cluster, Object, Refused
 from mmrouter_operator.cache import Cache
 from mmrouter_operator.children import Written
 from mmrouter_operator.clock import boot_time
@@ -13,7 +13,7 @@ from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key, Snapshot
 from mmrouter_operator.plan import Plan
 from mmrouter_operator.ref import RESOURCE
-from mmrouter_operator.status import Status, status_of, transitions, urgent
+from mmrouter_operator.status import Status, status_of, status_of_failure, transitions, urgent
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,9 @@ _LISTS = {"conditions": "type", "pools": "name"}
 
 QUIET_INTERVAL = 30.0
 """Seconds between writes that change nothing but measured ratios and the wording of messages."""
+
+REFUSED_FOR = 60.0
+"""Seconds for which no status is sent for a spec with which the server refused one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Statuses:
         self._cache = cache
         self._metrics = metrics
         self._written: dict[Key, _Last] = {}
+        self._refused: dict[Key, tuple[object, float]] = {}  # key -> generation, and when
 
     async def write(
         self,
@@ -59,25 +63,56 @@ class Statuses:
         elif last is not None and not urgent(before, status) and (wait := last.at + QUIET_INTERVAL - boot_time()) > 0:
             written.later(wait)
         else:
-            live = await self._cluster.apply_status(_manifest(resource, status))
-            self._written[key] = _Last(status, live.get("status") or {}, boot_time())
-            self._cache.put(RESOURCE, live)
-            for event in transitions(before, status):
-                await self._event(resource, event.type, event.reason, event.action, event.note)
+            await self._send(key, resource, before, status, written)
         for ref in written.repaired:
             note = f"{ref.kind} {ref.name} was changed or deleted by somebody else and is put right"
             await self._event(resource, "Normal", "DriftRepaired", "Apply", note)
         self._metrics.conditions(key, [(item["type"], item["status"]) for item in status.get("conditions", [])])
         return written.again_in
 
+    async def failed(self, key: Key, resource: Object, message: str, now: float) -> None:
+        """Tell that the operator itself failed at a deployment; nothing that it may have failed at is looked at."""
+        before: dict[str, Any] = resource.get("status") or {}
+        snapshot = Snapshot(resource=resource, now=now, children={}, pods=(), reports={})
+        status = status_of_failure(message, snapshot, before)
+        if urgent(before, status):
+            await self._send(key, resource, before, status, Written([], [], []))
+
+    async def _send(self, key: Key, resource: Object, before: Status, status: Status, written: Written) -> None:
+        generation = resource["metadata"].get("generation")
+        refused = self._refused.get(key)
+        if refused is not None and refused[0] == generation and boot_time() < refused[1] + REFUSED_FOR:
+            return
+        try:
+            live = await self._cluster.apply_status(_manifest(resource, status))
+        except Refused as error:
+            # Its spec is invalid for the CRD that is there now, for one: nobody can write its status until that is
+            # corrected, and whoever does so wakes us up.
+            self._refused[key] = (generation, boot_time())
+            log.warning("the status is refused: %s", error, extra={"namespace": key[0], "object": key[1]})
+            if refused is None or refused[0] != generation:
+                note = f"the API server refuses the status of this resource: {error}"
+                await self._event(resource, "Warning", "StatusRefused", "Reconcile", note)
+            return
+        self._refused.pop(key, None)
+        self._written[key] = _Last(status, live.get("status") or {}, boot_time())
+        self._cache.put(RESOURCE, live)
+        if live["metadata"].get("generation") != generation:
+            # Changed while this ran. The answer has just put the change into the cache, so the watch is no news there.
+            written.later(0.0)
+        for event in transitions(before, status):
+            await self._event(resource, event.type, event.reason, event.action, event.note)
+
     def forget(self, key: Key) -> None:
         """A deployment is gone."""
         self._written.pop(key, None)
+        self._refused.pop(key, None)
         self._metrics.conditions(key, ())
 
     def retire(self) -> None:
         """Another replica reports now."""
         self._written.clear()
+        self._refused.clear()
         self._metrics.forget_conditions()
 
     async def _event(self, resource: Object, type: str, reason: str, action: str, note: str) -> None:

@@ -1,0 +1,122 @@
+"""Whole reconciles against a table of objects: what is written, what is told, and what comes of failures."""
+
+import copy
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from unit.operator.table import Table
+
+from mmrouter_operator import statuses
+from mmrouter_operator.apply import Object, Refused
+from mmrouter_operator.cache import Cache
+from mmrouter_operator.config import OperatorConfig
+from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.observe import Key
+from mmrouter_operator.reconcile import Reconciler
+from mmrouter_operator.ref import RESOURCE, Ref
+from mmrouter_operator.streams import Streams
+
+KEY: Key = ("team", "vl")
+SPEC: dict[str, Any] = {
+    "model": {"id": "Qwen/Qwen2.5-VL-3B-Instruct"},
+    "engine": {"type": "vllm"},
+    "pools": [{"name": "worker", "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}}],
+}
+ADDRESS = Ref("mmrouter.io/v1alpha1", RESOURCE, *KEY)
+
+
+class Team:
+    """A namespace with one deployment ``vl``, and a reconciler that sees every write at once."""
+
+    def __init__(self) -> None:
+        self.cache = Cache()
+        self.table = Table(self.cache)
+        self.streams = Streams(lambda _: None)
+        cluster: Any = self.table
+        self.reconciler = Reconciler(cluster, self.cache, self.streams, config=OperatorConfig(), metrics=Metrics())
+
+    def want(self, generation: int = 1, **spec: Any) -> None:
+        """Write the resource as its user."""
+        known = self.table.objects.get(ADDRESS, {})
+        metadata = {"name": KEY[1], "namespace": KEY[0], "generation": generation}
+        body = {"apiVersion": ADDRESS.api_version, "kind": RESOURCE, "metadata": metadata, "spec": {**SPEC, **spec}}
+        self.table.edit({**body, "status": known["status"]} if "status" in known else body)
+
+    async def run(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.reconciler.reconcile(KEY)
+
+    @property
+    def resource(self) -> Object:
+        found: Object = self.table.objects[ADDRESS]
+        return found
+
+    def condition(self, type_: str) -> Object:
+        return next((item for item in self.resource["status"]["conditions"] if item["type"] == type_), {})
+
+    def of_kind(self, kind: str) -> list[str]:
+        return sorted(ref.name for ref in self.table.objects if ref.kind == kind)
+
+    def sent(self, verb: str) -> int:
+        return sum(1 for call in self.table.calls if call[0] == verb)
+
+
+@pytest.fixture
+async def team() -> AsyncIterator[Team]:
+    one = Team()
+    yield one
+    await one.streams.close()
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise TypeError("unhashable type: 'dict'")
+
+
+async def test_a_resource_that_is_in_order_gets_its_children_and_a_status(team: Team) -> None:
+    team.want()
+    await team.run()
+    assert team.of_kind("Deployment") == ["vl-frontend", "vl-worker"]
+    assert team.condition("SpecValid")["status"] == "True"
+
+
+async def test_a_status_that_the_server_refuses_is_told_once_and_tried_again_on_change(
+    team: Team, caplog: pytest.LogCaptureFixture
+) -> None:
+    team.want()
+    team.table.fail["status"] = Refused("spec.model: Required value", status=422)
+    with caplog.at_level(logging.WARNING):
+        await team.run(3)
+    assert team.sent("status") == 1
+    assert [(type_, reason) for type_, reason, _ in team.table.events] == [("Warning", "StatusRefused")]
+    assert "spec.model: Required value" in team.table.events[0][2]
+    del team.table.fail["status"]
+    team.want(generation=2)
+    await team.run()
+    assert team.resource["status"]["observedGeneration"] == 2
+
+
+async def test_a_refused_status_is_tried_again_after_a_while_for_the_server_may_have_changed(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(statuses, "boot_time", lambda: clock)
+    team.want()
+    team.table.fail["status"] = Refused("no", status=422)
+    await team.run(2)
+    clock += statuses.REFUSED_FOR
+    await team.run()
+    assert team.sent("status") == 2
+    assert len(team.table.events) == 1
+    del team.table.fail["status"]
+    clock += statuses.REFUSED_FOR
+    await team.run()
+    assert team.resource["status"]["observedGeneration"] == 1
+
+
+async def test_an_edit_that_came_during_a_run_is_looked_at_though_the_watch_brings_nothing_new(team: Team) -> None:
+    team.want()
+    stale = copy.deepcopy(team.resource)
+    team.table.store({**stale, "metadata": {**stale["metadata"], "generation": 2}})
+    assert await team.reconciler.reconcile(KEY) == 0.0
