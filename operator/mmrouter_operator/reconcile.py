@@ -83,11 +83,25 @@ class Reconciler:
         spec_only = {name: value for name, value in resource.items() if name != "status"}
         try:
             dep = parse_deployment(spec_only)
-            return await self._valid(key, resource, dep)
         except SpecError as error:
-            # What is there stays as it is, and is looked at again when the resource changes.
-            snapshot = self._snapshot(key, resource, None, ())
-            return await self._statuses.write(key, resource, error, snapshot, None, Written([], [], []))
+            return await self._invalid(key, resource, error)
+        try:
+            return await self._valid(key, resource, dep)
+        except (ApiError, Deposed):
+            raise
+        except Exception as error:
+            # Tried again all the same: what it failed at may be among the pods. The queue logs the traceback.
+            said = f"the operator failed at this resource and tries again: {type(error).__name__}: {error}"
+            try:
+                await self._statuses.failed(key, resource, said, time.time())
+            except (ApiError, Deposed) as other:
+                log.warning("the failure could not be told: %s", other, extra={"namespace": key[0], "object": key[1]})
+            raise
+
+    async def _invalid(self, key: Key, resource: Object, error: SpecError) -> float | None:
+        """Tell what is wrong. What is there stays as it is, and is looked at again when the resource changes."""
+        snapshot = self._snapshot(key, resource, None, ())
+        return await self._statuses.write(key, resource, error, snapshot, None, Written([], [], []))
 
     async def _valid(self, key: Key, resource: Object, dep: MMRouterDeployment) -> float | None:
         missing = await self._lookup.missing(references(dep))
@@ -99,11 +113,11 @@ class Reconciler:
             written.later(LOOK_AGAIN)
         planned: Plan | None = None
         if secrets is not None:
-            desired = [
-                child
-                for child in render(dep, secrets=secrets, capabilities=self.capabilities, config=self._config)
-                if child["kind"] != "Secret"
-            ]
+            try:
+                rendered = render(dep, secrets=secrets, capabilities=self.capabilities, config=self._config)
+            except SpecError as error:
+                return await self._invalid(key, resource, error)
+            desired = [child for child in rendered if child["kind"] != "Secret"]
             desired, revision = choose_templates(desired, snapshot, adopts(dep), dep)
             planned = plan(desired, snapshot)
             if not dep.spec.paused:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from unit.operator.table import Table
 
+from mmrouter_operator import reconcile as module
 from mmrouter_operator import statuses
-from mmrouter_operator.apply import Object, Refused
+from mmrouter_operator.apply import Object, Refused, Unavailable
 from mmrouter_operator.cache import Cache
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key
+from mmrouter_operator.queue import Retry
 from mmrouter_operator.reconcile import Reconciler
 from mmrouter_operator.ref import RESOURCE, Ref
 from mmrouter_operator.streams import Streams
@@ -79,6 +81,59 @@ async def test_a_resource_that_is_in_order_gets_its_children_and_a_status(team: 
     await team.run()
     assert team.of_kind("Deployment") == ["vl-frontend", "vl-worker"]
     assert team.condition("SpecValid")["status"] == "True"
+
+
+@pytest.mark.parametrize("part", ["render", "choose_templates", "plan", "gates", "references"])
+async def test_an_error_of_the_operators_own_is_told_in_the_status_and_raised(
+    team: Team, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    team.want()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, part, broken)
+        with pytest.raises(TypeError):
+            await team.run()
+        assert team.condition("Degraded")["reason"] == "ReconcileFailed"
+        assert "unhashable type" in team.condition("Degraded")["message"]
+        assert team.condition("Ready")["status"] == "Unknown"
+        assert [reason for _, reason, _ in team.table.events] == ["ReconcileFailed"]
+        writes = team.sent("status")
+        with pytest.raises(TypeError):
+            await team.run()
+        assert team.sent("status") == writes, "told once"
+    await team.run()
+    assert team.condition("Degraded")["reason"] != "ReconcileFailed"
+    assert team.condition("Ready")["reason"] != "ReconcileFailed"
+
+
+async def test_a_status_that_cannot_be_judged_is_told_and_keeps_what_was_known(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team.want()
+    await team.run()
+    before = team.condition("WorkersReady")
+    monkeypatch.setattr(statuses, "status_of", broken)
+    with pytest.raises(TypeError):
+        await team.run()
+    assert team.condition("WorkersReady") == before
+    assert team.resource["status"]["phase"] == "Failed"
+
+
+async def test_an_error_whose_status_cannot_be_written_is_raised_itself(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team.want()
+    monkeypatch.setattr(module, "plan", broken)
+    team.table.fail["status"] = Unavailable("down")
+    with pytest.raises(TypeError):
+        await team.run()
+
+
+async def test_a_failing_call_is_no_error_of_the_operators_own(team: Team) -> None:
+    team.want()
+    team.table.fail["status"] = Unavailable("down")
+    with pytest.raises(Retry):
+        await team.run()
+    assert "status" not in team.resource
 
 
 async def test_a_status_that_the_server_refuses_is_told_once_and_tried_again_on_change(
