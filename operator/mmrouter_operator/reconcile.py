@@ -183,7 +183,11 @@ class Reconciler:
     async def _new_secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
         manifest = render_secret(dep, new_secret_data())
         ref = Ref.of(manifest)
-        lost = any(kind == "Deployment" for kind, _ in self._cache.children(key))
+        # Those of a resource of the same name before it do not count: their pods go anyway.
+        lost = any(
+            kind == "Deployment" and view.owner == dep.metadata.uid
+            for (kind, _), view in self._cache.children(key).items()
+        )
         try:
             live = await self._cluster.create(manifest)
         except AlreadyThere:

@@ -17,7 +17,7 @@ from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key
 from mmrouter_operator.queue import Retry
 from mmrouter_operator.reconcile import Reconciler
-from mmrouter_operator.ref import RESOURCE, Ref
+from mmrouter_operator.ref import MANAGED_BY, RESOURCE, Ref
 from mmrouter_operator.streams import Streams
 
 KEY: Key = ("team", "vl")
@@ -175,3 +175,18 @@ async def test_an_edit_that_came_during_a_run_is_looked_at_though_the_watch_brin
     stale = copy.deepcopy(team.resource)
     team.table.store({**stale, "metadata": {**stale["metadata"], "generation": 2}})
     assert await team.reconciler.reconcile(KEY) == 0.0
+
+
+async def test_a_secret_counts_as_lost_only_where_this_very_resource_had_one(team: Team) -> None:
+    team.want()
+    before = {"uid": "of-the-one-before", "controller": True, "kind": RESOURCE, "name": "vl", "apiVersion": "x"}
+    labels = {"mmrouter.io/deployment": "vl", "app.kubernetes.io/managed-by": MANAGED_BY}
+    metadata = {"name": "vl-gone", "namespace": "team", "labels": labels, "ownerReferences": [before]}
+    spec = {"replicas": 1, "template": {"metadata": {}, "spec": {}}}
+    team.table.edit({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec})
+    await team.run()
+    assert team.condition("Degraded").get("reason") != "SecretRecreated"
+    secret = next(ref for ref in team.table.objects if ref.kind == "Secret")
+    team.cache.remove("Secret", team.table.objects.pop(secret)["metadata"]["uid"])
+    await team.run()
+    assert team.condition("Degraded")["reason"] == "SecretRecreated"
