@@ -158,10 +158,14 @@ class Reconciler:
         if did.again_in is not None:
             written.later(did.again_in)
         written.failures += did.failures
-        # Nothing is taken away while what replaces it could not be written.
-        if not did.problems and not did.failures:
-            doomed = {Ref(KINDS[kind].api_version, kind, key[0], name): uid for kind, name, uid in planned.prune}
-            await self._children.prune(key, doomed, written)
+        # Nothing that runs is taken away while what replaces it could not be written. Renderings that nothing uses go
+        # in any case: they are large, and every change of the spec makes one more.
+        doomed = {
+            Ref(KINDS[kind].api_version, kind, key[0], name): uid
+            for kind, name, uid in planned.prune
+            if did.replaced or kind == "ControllerRevision"
+        }
+        await self._children.prune(key, doomed, written)
 
     async def _secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
         """Return the deployment's keys; made now if there are none. ``None``, with a problem, when they are no use."""

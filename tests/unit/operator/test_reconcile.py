@@ -190,3 +190,12 @@ async def test_a_secret_counts_as_lost_only_where_this_very_resource_had_one(tea
     team.cache.remove("Secret", team.table.objects.pop(secret)["metadata"]["uid"])
     await team.run()
     assert team.condition("Degraded")["reason"] == "SecretRecreated"
+
+
+async def test_renderings_do_not_pile_up_while_a_child_is_refused(team: Team) -> None:
+    team.table.fail["vl-frontend"] = Refused("quota", status=403)
+    for generation in range(1, 20):
+        team.want(generation, engine={"type": "vllm", "args": ["--seed", str(generation)]})
+        await team.run()
+    assert team.condition("Degraded")["reason"] == "ChildRefused"
+    assert 1 < len(team.of_kind("ControllerRevision")) < 10
