@@ -10,7 +10,7 @@ from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict, D
 from mmrouter_operator.cache import Cache
 from mmrouter_operator.children import Children, Written, taken
 from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.gates import gates
+from mmrouter_operator.gates import gates, is_verified, told_of
 from mmrouter_operator.lookup import LOOK_AGAIN, Lookup
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.observe import Key, Missing, Snapshot
@@ -253,10 +253,14 @@ class Reconciler:
         self._wait_for_verification(dep, snapshot, written)
 
     def _wait_for_verification(self, dep: MMRouterDeployment, snapshot: Snapshot, written: Written) -> None:
-        """Come back when a pod has had its time to be verified: nothing else happens at that moment."""
+        """Come back when a pod has had its time to be verified: nothing else happens at that moment.
+
+        Also of a pod whose gates are open: its engine may have been restarted, and is to be proved again.
+        """
         timeout = float(dep.spec.verification.timeout_seconds)
         for pod in snapshot.pods:
-            if pod.started is not None and not all(pod.gates.values()):
+            proved = is_verified(told_of(pod, snapshot)) if pod.pool else True
+            if pod.started is not None and not (proved and all(pod.gates.values())):
                 left = pod.started + timeout - snapshot.now
                 if left > 0:
                     written.later(left + 0.5)

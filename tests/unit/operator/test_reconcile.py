@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -199,3 +200,30 @@ async def test_renderings_do_not_pile_up_while_a_child_is_refused(team: Team) ->
         await team.run()
     assert team.condition("Degraded")["reason"] == "ChildRefused"
     assert 1 < len(team.of_kind("ControllerRevision")) < 10
+
+
+def pod(name: str, **status: Any) -> Object:
+    labels = {"mmrouter.io/deployment": "vl", "mmrouter.io/pool": "worker", "mmrouter.io/role": "worker"}
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    gates = ("mmrouter.io/routable", "mmrouter.io/exact-routing-verified")
+    conditions = [
+        {"type": "ContainersReady", "status": "True", "lastTransitionTime": since},
+        {"type": "Ready", "status": "True", "lastTransitionTime": since},
+        *({"type": gate, "status": "True"} for gate in gates),
+    ]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "team", "labels": labels},
+        "spec": {"readinessGates": [{"conditionType": gate} for gate in gates], "containers": [{"name": "engine"}]},
+        "status": {"phase": "Running", "podIP": "10.0.0.9", "conditions": conditions, **status},
+    }
+
+
+async def test_a_restarted_engine_with_open_gates_is_looked_at_when_its_time_to_be_proved_is_over(team: Team) -> None:
+    team.want(verification={"timeoutSeconds": 30})
+    await team.run()
+    team.table.edit(pod("vl-worker-1"))
+    again = await team.reconciler.reconcile(KEY)
+    assert again is not None
+    assert again <= 31.0
