@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter_operator.observe import DeploymentView, Snapshot
+from mmrouter_operator.observe import ChildView, DeploymentView, Snapshot
 from mmrouter_operator.rollout import Blocked, Rollout
 
 MANAGER = "mmrouter-operator"
@@ -32,6 +32,8 @@ class Draft:
     rollouts: list[Rollout] = field(default_factory=list)
     keep: set[str] = field(default_factory=set)
     """Deployments that stay although they are not rendered."""
+    drop: set[str] = field(default_factory=set)
+    """Deployments of a set's generation that is removed now, as a whole."""
     blocked: list[Blocked] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     """What is not finished, in sentences."""
@@ -49,7 +51,12 @@ def taken(snapshot: Snapshot, kind: str, name: str) -> bool:
     What bears our label and has no controller was orphaned, or somebody took the reference off: it is taken back.
     """
     view = snapshot.children.get((kind, name))
-    return view is not None and view.owner not in ("", resource_uid(snapshot))
+    return view is not None and not ours(snapshot, view)
+
+
+def ours(snapshot: Snapshot, view: ChildView) -> bool:
+    """Whether a child belongs to the resource, or did before its reference was taken off; see :func:`taken`."""
+    return view.owner in ("", resource_uid(snapshot))
 
 
 def resource_uid(snapshot: Snapshot) -> str:

@@ -53,6 +53,7 @@ class DeploymentView(ChildView):
     replicas_managers: tuple[str, ...] = ()
     """Field managers that own ``spec.replicas``."""
     pool: str = ""
+    role: str = ""
     template_hash: str = ""
     """Annotation ``mmrouter.io/rendering-hash`` of its pod template: which template it is, to the letter."""
     compatibility: str = ""
@@ -140,6 +141,8 @@ class RevisionView:
     number: int
     data: Mapping[str, Any]
     uid: str = ""
+    owner: str = ""
+    """Uid of its controlling owner; empty for one that was orphaned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +205,10 @@ def deployment_view(obj: Mapping[str, Any]) -> DeploymentView:
         failure=failure.get("message", "") if failure.get("status") == "True" else "",
         replicas_managers=_replicas_managers(obj),
         pool=own["labels"].get(POOL_LABEL, ""),
+        role=own["labels"].get(ROLE_LABEL, ""),
         template_hash=template["annotations"].get(RENDERING_HASH, ""),
         compatibility=template["labels"].get(COMPATIBILITY, ""),
-        set_target=int(target) if target.isdigit() else None,
+        set_target=int(target) if target.isdecimal() else None,
     )
 
 
@@ -242,8 +246,10 @@ def pod_view(obj: Mapping[str, Any]) -> PodView:
 
 def revision_view(obj: Mapping[str, Any]) -> RevisionView:
     """Return the view of a ControllerRevision of ours."""
-    metadata = obj["metadata"]
-    return RevisionView(metadata["name"], obj.get("revision", 0), obj.get("data") or {}, metadata.get("uid", ""))
+    identity = _identity({"kind": "ControllerRevision", **obj})
+    return RevisionView(
+        identity["name"], obj.get("revision", 0), obj.get("data") or {}, identity["uid"], identity["owner"]
+    )
 
 
 def _identity(obj: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Order: everything that is no Deployment first; then the frontend, which must und
 renderers, encoders, and last the engines that generate text. A *new pod template* waits until the rollout of every
 earlier stage is over. Nothing else waits: not the first creation, not replicas, and not a template that pods of the
 Deployment have already, which is why going back to the old spec in the middle of a rollout takes effect at once.
+A pool that left the spec goes last, when what replaces it serves (``departures.py``).
 
 Within one Deployment the native rolling update moves the pods: surge, unavailability and readiness gates are
 Kubernetes' own. Prefill and decode pools switch as a set (``sets.py``, ``set_rollout.py``).
@@ -14,20 +15,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from mmrouter_operator.departures import departed, rendered_name
 from mmrouter_operator.draft import (
     MANAGER,
     Draft,
     Step,
     child_name_taken,
     live_deployment,
+    ours,
     progress_of,
-    resource_uid,
     taken,
     with_replicas,
 )
 from mmrouter_operator.observe import DeploymentView, Snapshot
 from mmrouter_operator.revisions import stored_template, surplus_revisions
 from mmrouter_operator.rollout import (
+    STAGES,
     Blocked,
     Complete,
     Outcome,
@@ -44,10 +47,9 @@ from mmrouter_operator.set_rollout import in_set, plan_set
 
 __all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Plan", "Progress", "Prune", "Rollout", "Step", "plan"]
 
-STAGES: Mapping[str, int] = {"frontend": 0, "renderer": 1, "encoder": 2, "worker": 3, "prefill": 3, "decode": 3}
-"""Role -> place in the order."""
-
 SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
+KEPT_KINDS = ("Secret", "ControllerRevision")
+"""Kinds that no manifest to apply names. Losing the Secret restarts every pod; revisions are counted by themselves."""
 
 
 class Prune(NamedTuple):
@@ -95,7 +97,8 @@ def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> Plan:
     pods = len(draft.steps)
     others = _others(desired, snapshot, draft, switching, {pool_of(manifest) for manifest in together})
     draft.steps = draft.steps[pods:] + draft.steps[:pods]  # in the order in which they are applied
-    prune = _prune([*others, *draft.apply], desired, snapshot, draft)
+    leaving = departed(deployments, snapshot, draft)
+    prune = _prune([*others, *draft.apply], desired, snapshot, draft, leaving)
     order = {manifest["metadata"]["name"]: place for place, manifest in enumerate(deployments)}
     frontend_first = sorted(draft.rollouts, key=lambda rollout: (bool(rollout.pool), order.get(rollout.name, 0)))
     rollouts = tuple(frontend_first)
@@ -216,15 +219,19 @@ def _retarget(manifest: dict[str, Any], applied: Mapping[str, Mapping[str, Any]]
 
 
 def _prune(
-    applied: Sequence[Mapping[str, Any]], desired: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft: Draft
+    applied: Sequence[Mapping[str, Any]],
+    desired: Sequence[Mapping[str, Any]],
+    snapshot: Snapshot,
+    draft: Draft,
+    leaving: Sequence[DeploymentView],
 ) -> tuple[Prune, ...]:
     wanted = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in applied}
     wanted |= {("Deployment", name) for name in draft.keep}
-    uid = resource_uid(snapshot)
     pruned = []
     for (kind, name), view in snapshot.children.items():
-        # The Secret is named by no manifest to apply, and losing it restarts every pod.
-        if view.owner != uid or view.deleting or (kind, name) in wanted or kind in ("Secret", "ControllerRevision"):
+        if not ours(snapshot, view) or view.deleting or (kind, name) in wanted or kind in KEPT_KINDS:
+            continue
+        if leaving and _serves_the_leaving(kind, name, snapshot, leaving):
             continue
         pruned.append(Prune(kind, name, view.uid))
         draft.steps.append(Step("delete", kind, name, "it is no longer part of the deployment"))
@@ -232,8 +239,17 @@ def _prune(
     for manifest in desired:
         if manifest["kind"] == "Deployment":
             running[manifest["metadata"]["name"]] = _running(manifest, snapshot)
+    for left in leaving:
+        running.setdefault(rendered_name(snapshot, left), set()).add(left.template_hash)
     pruned += [Prune("ControllerRevision", r.name, r.uid) for r in surplus_revisions(snapshot, running)]
     return tuple(pruned)
+
+
+def _serves_the_leaving(kind: str, name: str, snapshot: Snapshot, leaving: Sequence[DeploymentView]) -> bool:
+    """Whether a child has to stay as long as Deployments of pools that left the spec do: it may be made for them."""
+    if kind == "Deployment":
+        return any(view.name == name for view in leaving)
+    return kind not in SCALERS or any(rendered_name(snapshot, view) == name for view in leaving)
 
 
 def _running(manifest: Mapping[str, Any], snapshot: Snapshot) -> set[str]:

@@ -16,6 +16,10 @@ IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName
 CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 
 
+STAGES: Mapping[str, int] = {"frontend": 0, "renderer": 1, "encoder": 2, "worker": 3, "prefill": 3, "decode": 3}
+"""Role -> place in the order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """There is more to do or to wait for. ``message``: what for, in a sentence."""

@@ -21,8 +21,8 @@ from mmrouter_operator.draft import (
     Draft,
     Step,
     child_name_taken,
+    ours,
     progress_of,
-    resource_uid,
     taken,
     with_replicas,
 )
@@ -58,7 +58,8 @@ def plan_set(
     live = _live(manifests, snapshot)
     goal = compatibility_of(manifests[0])
     pools = [_numbers(manifest, live, goal, manifest["metadata"]["name"] in scaled) for manifest in manifests]
-    if held and live and goal not in {name for _, name in live}:
+    # Pools whose names are all new have nothing to go on with; they are created, and that never waits.
+    if held and any(pool.sides for pool in pools) and goal not in {name for _, name in live}:
         goal = _largest(pools)
         draft.waits.append("the new revision of the set waits until the rollout before it is over")
     now = sets.step(pools, goal)
@@ -148,10 +149,10 @@ def _keeps_template(
 
 def _live(manifests: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> dict[tuple[str, str], DeploymentView]:
     """Return the set's live Deployments by pool and generation, those of pools that are gone from the spec included."""
-    uid, owner = resource_uid(snapshot), manifests[0]["metadata"]["labels"][DEPLOYMENT_LABEL]
+    owner = manifests[0]["metadata"]["labels"][DEPLOYMENT_LABEL]
     found = {}
     for view in snapshot.children.values():
-        if not isinstance(view, DeploymentView) or not view.compatibility or view.owner != uid:
+        if not isinstance(view, DeploymentView) or not view.compatibility or not ours(snapshot, view):
             continue
         if view.name == generation_name(f"{owner}-{view.pool}", view.compatibility):
             found[view.pool, view.compatibility] = view
@@ -222,5 +223,7 @@ def _keep_removed_pools(
 ) -> None:
     """A pool that left the spec goes with its generation: what is left of that generation may still need it."""
     for (pool, generation), view in live.items():
-        if pool not in by_pool and generation != goal and generation not in now.drop and not now.done:
+        if generation in now.drop:
+            draft.drop.add(view.name)
+        elif pool not in by_pool and generation != goal and not now.done:
             draft.keep.add(view.name)

@@ -130,6 +130,7 @@ def test_a_deployment_is_seen_with_its_counts_and_its_managers() -> None:
         failure="quota",
         replicas_managers=("kube-controller-manager",),
         pool="work",
+        role="worker",
         template_hash="abc",
         compatibility="0123456789abcdef",
         set_target=5,
