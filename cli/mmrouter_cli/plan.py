@@ -9,7 +9,7 @@ from mmrouter.api import MMRouterDeployment, parse_deployment
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.observe import Snapshot, child_view, pod_view, revision_view
 from mmrouter_operator.plan import Blocked, Progress, Step
-from mmrouter_operator.ref import CHILDREN, OPTIONAL_CHILDREN, RESOURCE, Ref
+from mmrouter_operator.ref import CHILDREN, MANAGED_BY, OPTIONAL_CHILDREN, RESOURCE, Ref
 from mmrouter_operator.rehearse import Rehearsal, rehearse
 from mmrouter_operator.render import render
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, secret_name
@@ -125,7 +125,7 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
     selector = f"{DEPLOYMENT_LABEL}={name}"
     objects: list[dict[str, Any]] = []
     for kind, row in kinds.items():
-        listed = await cluster.list(kind, namespace, selector)
+        listed = await cluster.list(kind, namespace, f"{selector},{MANAGED_BY}")
         # A list shows metadata only, and not under the kind's own name.
         objects += [{**item, "apiVersion": row.api_version, "kind": kind} for item in listed]
     objects = await _in_full(cluster, objects, ("Deployment", "ControllerRevision"))

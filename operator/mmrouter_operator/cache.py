@@ -145,12 +145,12 @@ class Cache:
         return tuple(sorted(pods, key=lambda pod: pod.name))
 
     def revisions(self, key: Key, owner: str) -> tuple[RevisionView, ...]:
-        """Return the stored renderings that ``owner`` controls, oldest first."""
+        """Return the stored renderings that ``owner`` controls, or nobody, oldest first."""
         found = self._deployments.get(key)
         bodies = [
             entry.body
             for (kind, _), entry in (found.children.items() if found else ())
-            if kind == "ControllerRevision" and isinstance(entry.view, ChildView) and entry.view.owner == owner
+            if kind == "ControllerRevision" and isinstance(entry.view, ChildView) and entry.view.owner in ("", owner)
         ]
         return tuple(sorted((revision_view(json.loads(body)) for body in bodies), key=lambda view: view.number))
 

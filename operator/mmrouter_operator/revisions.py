@@ -57,8 +57,17 @@ def choose_templates(
     entries = {name: {"inputs": inputs_of(rendered[name]), "template": chosen[name]} for name in chosen}
     result = [_with_template(m, chosen[m["metadata"]["name"]]) if m in deployments else m for m in desired]
     if newest is not None and _same(_templates(newest), entries):
-        return result, None
-    return result, _revision(dep, 1 if newest is None else newest.number + 1, entries)
+        # One that was orphaned is applied once more, which takes it back.
+        return result, None if newest.owner else _revision(dep, newest.number, entries)
+    return result, _revision(dep, 1 + _highest(dep, snapshot), entries)
+
+
+def _highest(dep: MMRouterDeployment, snapshot: Snapshot) -> int:
+    """Return the highest number that a ControllerRevision has, whoever owns it: its data can never be changed."""
+    prefix = f"{dep.metadata.name}-"
+    names = [name for kind, name in snapshot.children if kind == "ControllerRevision" and name.startswith(prefix)]
+    numbers = [int(name[len(prefix) :]) for name in names if name[len(prefix) :].isdecimal()]
+    return max([0, *numbers, *(revision.number for revision in snapshot.revisions)])
 
 
 def inputs_of(template: Mapping[str, Any]) -> str:

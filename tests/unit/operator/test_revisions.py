@@ -1,11 +1,12 @@
 """Kept templates: a new operator's rendering, a user's change, and the way back."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 from unit.operator.stories import finish, pair, standing, want, whole
-from unit.operator.world import World, deployment
+from unit.operator.world import UID, World, deployment
 
 from mmrouter import __version__
 from mmrouter_operator.observe import RevisionView
@@ -167,3 +168,27 @@ def test_a_difference_names_the_fields() -> None:
     assert difference(old, new) == ["gone", "pools[x].args", "pools[y]", "pools[z]"]
     assert difference({"p": [{"name": "a"}, {"name": "b"}]}, {"p": [{"name": "b"}, {"name": "a"}]}) == ["p (order)"]
     assert difference(old, copy.deepcopy(old)) == []
+
+
+def test_an_orphaned_revision_is_taken_back_and_restarts_nothing() -> None:
+    world = standing(whole())
+    before = templates(world)
+    (kept,) = world.revisions
+    world.revisions = [dataclasses.replace(kept, owner="")]
+    _, revision = world.choose()
+    assert revision is not None
+    assert (revision["metadata"]["name"], revision["data"]) == (kept.name, kept.data)
+    assert revision["metadata"]["ownerReferences"][0]["uid"] == UID
+    finish(world)
+    assert templates(world) == before
+
+
+def test_a_new_revision_never_takes_a_name_that_is_there() -> None:
+    world = World(deployment(whole()))
+    world.others["ControllerRevision", "vl-7"] = {
+        "kind": "ControllerRevision",
+        "metadata": {"name": "vl-7", "ownerReferences": [{"uid": "another", "controller": True}]},
+    }
+    _, revision = world.choose()
+    assert revision is not None
+    assert (revision["metadata"]["name"], revision["revision"]) == ("vl-8", 8)
