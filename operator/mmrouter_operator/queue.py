@@ -77,13 +77,14 @@ class KeyQueue:
         self._failures.pop(key, None)
         self.add(key, now, min(again_in if again_in is not None else float("inf"), resync(self._rng)))
 
-    def failed(self, key: Key, now: float, at_least: float = 0.0) -> float:
+    def failed(self, key: Key, now: float, at_least: float = 0.0, *, edited: bool = False) -> float:
         """A run failed. Returns the seconds until the next; what was added meanwhile waits as long.
 
-        A run that fails changes things before it does, and must not wake itself up by that.
+        A run that fails changes things before it does, and must not wake itself up by that. ``edited``: what it worked
+        at was changed by somebody else while it ran, so its failures say nothing of the next run.
         """
         self._end(key)
-        self._failures[key] = self._failures.get(key, 0) + 1
+        self._failures[key] = 1 if edited else self._failures.get(key, 0) + 1
         delay = max(at_least, backoff(self._failures[key], self._rng))
         self._due.pop(key, None)
         self.add(key, now, delay)
@@ -173,7 +174,8 @@ class Hooks(Protocol):
 class Workers:
     """Runs keys, at most ``concurrency`` at a time, each within ``deadline`` seconds.
 
-    ``work`` returns the seconds until it wants to be called again, or ``None``.
+    ``work`` returns the seconds until it wants to be called again, or ``None``. ``version`` of a key changes when
+    somebody edits what it stands for, and never by our own doing.
     """
 
     def __init__(
@@ -183,12 +185,14 @@ class Workers:
         *,
         concurrency: int = 8,
         deadline: float = 60.0,
+        version: Callable[[Key], object] = lambda _: None,
         rng: random.Random | None = None,
     ) -> None:
         self._work = work
         self._hooks = hooks
         self._concurrency = concurrency
         self._deadline = deadline
+        self._version = version
         self._queue = KeyQueue(rng)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -247,6 +251,7 @@ class Workers:
         self._hooks.started(waited)
         started = _now()
         result, again_in, pause = "error", None, 0.0
+        version = self._version(key)
         try:
             async with asyncio.timeout(self._deadline):
                 again_in = await self._work(key)
@@ -269,7 +274,7 @@ class Workers:
         elif result == "gone":
             self._queue.gone(key)
         else:
-            self._queue.failed(key, _now(), pause)
+            self._queue.failed(key, _now(), pause, edited=self._version(key) != version)
         self._hooks.finished(result, _now() - started)
 
 

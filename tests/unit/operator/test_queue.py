@@ -77,6 +77,20 @@ def test_what_is_added_during_a_run_that_fails_waits_for_the_backoff() -> None:
     assert q.pop(1.0 + delay) == (A, 0.0)
 
 
+def test_an_edit_during_a_run_that_fails_does_not_wait_for_the_backoff_of_what_it_replaces() -> None:
+    q = queue()
+    for _ in range(12):
+        q.add(A, 0.0)
+        q.pop(0.0)
+        q.failed(A, 0.0)
+    q.add(A, 0.0)
+    q.pop(0.0)
+    q.add(A, 0.5)
+    assert q.failed(A, 1.0, edited=True) <= 2 * FIRST_BACKOFF
+    q.pop(2.0)
+    assert q.failed(A, 2.0, at_least=9.0, edited=True) >= 9.0, "a server that asks for a pause gets it all the same"
+
+
 def test_what_is_added_after_a_failure_runs_at_once() -> None:
     q = queue()
     for _ in range(8):
@@ -279,6 +293,29 @@ async def test_a_run_that_hangs_ends_at_its_deadline() -> None:
     workers.add(A)
     task = asyncio.create_task(workers.run())
     await until(lambda: seen.results["timeout"] >= 2)
+    task.cancel()
+
+
+async def test_a_resource_that_is_edited_while_its_run_fails_is_tried_again_at_once() -> None:
+    version, runs = 0, 0
+    done = asyncio.Event()
+
+    async def work(_: Key) -> None:
+        nonlocal version, runs
+        runs += 1
+        if runs == 10:
+            done.set()
+        else:
+            version += 1  # somebody's edit
+            workers.add(A)
+            raise Retry("what it was before is of no use")
+
+    workers = Workers(work, Seen(), version=lambda _: version)
+    workers.add(A)
+    task = asyncio.create_task(workers.run())
+    # Without the edits the pauses would double, to a minute and more in all.
+    async with asyncio.timeout(30.0):
+        await done.wait()
     task.cancel()
 
 
