@@ -82,7 +82,7 @@ class Operator:
             config=options.config,
             metrics=self._metrics,
         )
-        self._workers = Workers(self._reconciler.reconcile, self._metrics)
+        self._workers = Workers(self._reconciler.reconcile, self._metrics, version=self._generation)
         self._audit: Audit | None = None
         self._leading = asyncio.Event()
         self._deposed = asyncio.Event()
@@ -221,6 +221,10 @@ class Operator:
         self._leading.clear()
         self._deposed.set()
 
+    def _generation(self, key: Key) -> object:
+        resource = self._cache.resource(key)
+        return None if resource is None else (resource["metadata"]["uid"], resource["metadata"].get("generation"))
+
     def _enqueue_all(self) -> None:
         for key in self._cache.deployments():
             self._changed(key)
@@ -241,7 +245,7 @@ class Operator:
         app = web.Application()
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/healthz", _answer(lambda: "the watches are deaf" if self._deaf() else ""))
-        app.router.add_get("/readyz", _answer(lambda: "" if self._filled() else "the caches are not filled"))
+        app.router.add_get("/readyz", _answer(self._unready))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         if self._options.port:
@@ -251,8 +255,10 @@ class Operator:
     def _deaf(self) -> bool:
         return self._audit is not None and self._audit.deaf
 
-    def _filled(self) -> bool:
-        return self._audit is not None and self._audit.filled.is_set()
+    def _unready(self) -> str:
+        if self._audit is None:
+            return "the API server has not told yet what it serves"
+        return "" if self._audit.filled.is_set() else f"the caches are not filled: {self._audit.trouble}"
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 INTERVAL, SUSPICIOUS, FIRST = 300.0, 30.0, 0.2
 """Seconds between comparisons: usually, after one that found the cache behind, and until the cache is filled."""
+LONGEST_PAUSE = 10.0
+"""Seconds between tries, at most, while the server does not answer or does not allow the listing."""
 TOLERATED = 3
 """Comparisons in a row that may find the same objects unknown before the watches count as deaf."""
 
@@ -41,6 +43,8 @@ class Audit:
         self._behind: dict[tuple[str, str], int] = {}
         self._wanted = asyncio.Event()
         self.filled = asyncio.Event()
+        self.trouble = "nothing was listed yet"
+        """Why the caches do not count as filled, or why the last comparison failed; empty when neither."""
 
     @property
     def deaf(self) -> bool:
@@ -53,31 +57,43 @@ class Audit:
 
     async def run(self) -> None:
         """Compare until cancelled."""
+        failures, told = 0, ""
         while True:
             self._wanted.clear()
             try:
                 await self.once()
-            except ApiError as error:
-                log.warning("the caches could not be compared with the server: %s", error)
-            if not self.filled.is_set():
-                pause = FIRST
-            else:
-                pause = SUSPICIOUS if self._behind else INTERVAL * random.uniform(0.8, 1.2)
+                failures, told = 0, ""
+            except ApiError:
+                failures += 1
+                if self.trouble != told:
+                    log.warning("the caches could not be compared with the server: %s", self.trouble)
+                told = self.trouble
+            pause = self._pause(failures)
             try:
                 async with asyncio.timeout(pause):
                     await self._wanted.wait()
             except TimeoutError:
                 continue
 
+    def _pause(self, failures: int) -> float:
+        """Return the seconds until the next comparison, after so many failures in a row."""
+        if not self.filled.is_set():
+            return min(LONGEST_PAUSE, FIRST * 2.0 ** min(failures, 10))
+        return SUSPICIOUS if self._behind or failures else INTERVAL * random.uniform(0.8, 1.2)
+
     async def once(self) -> None:
-        """Compare every kind once. Raises ``ApiError``."""
+        """Compare every kind once. Raises ``ApiError``; :attr:`trouble` then names the kind."""
         behind: dict[tuple[str, str], int] = {}
         for kind in self._kinds:
             # In this order: what was known before the listing and is not in it is gone.
             known = self._cache.versions(kind)
             listed: set[str] = set()
             for namespace in self._namespaces:
-                found = await self._cluster.list(kind, namespace, "" if kind == RESOURCE else MANAGED_BY)
+                try:
+                    found = await self._cluster.list(kind, namespace, "" if kind == RESOURCE else MANAGED_BY)
+                except ApiError as error:
+                    self.trouble = f"{kind} cannot be listed in {namespace or 'all namespaces'}: {error}"
+                    raise
                 listed |= {obj["metadata"]["uid"] for obj in found}
             for uid in known.keys() - listed:
                 for key in self._cache.remove(kind, uid):
@@ -86,5 +102,7 @@ class Audit:
             for uid in listed - self._cache.versions(kind).keys():
                 behind[kind, uid] = self._behind.get((kind, uid), 0) + 1
         self._behind = behind
+        waiting = sorted({kind for kind, _ in behind})
+        self.trouble = f"the watches have not shown everything yet: {', '.join(waiting)}" if waiting else ""
         if not behind and not self.filled.is_set():
             self.filled.set()

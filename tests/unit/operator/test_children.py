@@ -1,10 +1,12 @@
 """Writing children: only what changed, nothing of others, in order. The cluster is a table with the server's rules."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from unit.operator.table import KEY, OWNER, Table, manifest
 
+from mmrouter_operator import audit as audit_module
 from mmrouter_operator import children as module
 from mmrouter_operator.apply import Refused, Unavailable
 from mmrouter_operator.audit import TOLERATED, Audit
@@ -247,6 +249,41 @@ async def test_what_went_away_unnoticed_is_found(table: Table, cache: Cache) -> 
     assert cache.children(KEY) == {}
 
 
+async def test_a_kind_that_may_not_be_listed_is_named_and_told_once_with_growing_pauses(
+    table: Table, cache: Cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster: Any = table
+    audit = Audit(cluster, cache, ["Service", "Pod"], [""], lambda _: None)
+
+    async def forbidden(kind: str, namespace: str, selector: str) -> list[Any]:
+        if kind == "Pod":
+            raise Refused("pods is forbidden", status=403)
+        return []
+
+    monkeypatch.setattr(table, "list", forbidden)
+    monkeypatch.setattr(audit_module, "FIRST", 0.001)
+    tries = []
+    pause = audit._pause
+    assert pause(10_000) <= audit_module.LONGEST_PAUSE
+
+    def seen(failures: int) -> float:
+        tries.append(pause(failures))
+        return pause(failures)
+
+    monkeypatch.setattr(audit, "_pause", seen)
+    task = asyncio.create_task(audit.run())
+    async with asyncio.timeout(10.0):
+        while len(tries) < 5:
+            await asyncio.sleep(0.001)
+    task.cancel()
+    assert tries == sorted(set(tries))
+    assert "Pod cannot be listed in all namespaces: pods is forbidden" in audit.trouble
+    assert len(caplog.records) == 1
+    monkeypatch.undo()
+    await audit.once()
+    assert audit.trouble == ""
+
+
 async def test_the_cache_counts_as_filled_only_when_nothing_is_missing_and_watches_that_stay_behind_are_deaf(
     table: Table, cache: Cache
 ) -> None:
@@ -255,6 +292,7 @@ async def test_the_cache_counts_as_filled_only_when_nothing_is_missing_and_watch
     audit = Audit(cluster, cache, ["Service"], [""], lambda _: None)
     await audit.once()
     assert not audit.filled.is_set()
+    assert "Service" in audit.trouble
     cache.put("Service", unseen)
     await audit.once()
     assert audit.filled.is_set()
