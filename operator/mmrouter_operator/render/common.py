@@ -21,6 +21,25 @@ COMPATIBILITY = "mmrouter.io/compatibility"
 
 METRICS_PORT = 9090
 
+READ_ONLY_SOURCES = frozenset(
+    {
+        "azureDisk",
+        "azureFile",
+        "cephfs",
+        "cinder",
+        "csi",
+        "fc",
+        "flexVolume",
+        "glusterfs",
+        "iscsi",
+        "nfs",
+        "persistentVolumeClaim",
+        "portworxVolume",
+        "rbd",
+    }
+)
+"""Volume sources that say themselves whether they are read-only."""
+
 
 def frontend_name(dep: MMRouterDeployment) -> str:
     """Name of the frontend's Deployment."""
@@ -123,13 +142,22 @@ def template_sources(dep: MMRouterDeployment) -> list[dict[str, Any]]:
 
 
 def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the volume with the model's files, where one is set. Raises ``SpecError`` for a malformed one."""
+    """Return the volume with the model's files, where one is set. Raises ``SpecError`` for a malformed one.
+
+    A mount that is read-only does not keep the kubelet from giving the files to the pod's group: it changes the owner
+    of everything in a volume, unless the volume itself is read-only.
+    """
     source = dep.spec.model.volume
     if source is None:
         return []
     if faults := volume_faults(source):
         raise SpecError([(f"spec.model.volume.{place}", sentence) for place, sentence in faults])
-    return [{"name": "model", **copy.deepcopy(source)}]
+    said = {kind: {**copy.deepcopy(fields), **_read_only(kind)} for kind, fields in source.items()}
+    return [{"name": "model", **said}]
+
+
+def _read_only(source: str) -> dict[str, bool]:
+    return {"readOnly": True} if source in READ_ONLY_SOURCES else {}
 
 
 def resources(section: Resources) -> dict[str, Any]:

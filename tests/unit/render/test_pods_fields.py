@@ -1,8 +1,10 @@
 """Fields of the resource that reach pods: each one, where it takes effect."""
 
+from collections.abc import Callable
 from typing import Any
 
-from unit.render.objects import change, container, pod_of, variables, with_pool
+import pytest
+from unit.render.objects import change, container, deployments, pod_of, variables, with_pool
 
 from mmrouter.api import MMRouterDeployment, to_json
 from mmrouter.api.paths import API_KEYS_DIR, CHAT_TEMPLATE_PATH, CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR
@@ -71,13 +73,38 @@ def test_a_volume_is_mounted_read_only_and_keeps_everybody_from_the_hub(
 ) -> None:
     frontend, big = pod_of(whole, secrets, "frontend"), pod_of(whole, secrets, "big")
     assert "initContainers" not in frontend
-    claim = {"name": "model", "persistentVolumeClaim": {"claimName": "weights"}}
+    claim = {"name": "model", "persistentVolumeClaim": {"claimName": "weights", "readOnly": True}}
     for pod, name in ((frontend, "router"), (big, "engine"), (big, "sidecar")):
         assert claim in pod["volumes"]
         mount = next(m for m in container(pod, name)["volumeMounts"] if m["mountPath"] == MODEL_DIR)
         assert mount["readOnly"] is True
     assert variables(container(big, "engine"))["HF_HUB_OFFLINE"] == "1"
     assert arguments(big)[0] == MODEL_DIR
+
+
+@pytest.mark.parametrize(
+    ("source", "read_only"),
+    [
+        ({"persistentVolumeClaim": {"claimName": "weights", "readOnly": False}}, True),
+        ({"csi": {"driver": "weights.example"}}, True),
+        ({"nfs": {"server": "files.example", "path": "/weights"}}, True),
+        ({"hostPath": {"path": "/weights"}}, None),
+        ({"emptyDir": {}}, None),
+    ],
+)
+def test_a_volume_that_can_be_read_only_is_so_that_no_kubelet_gives_its_files_to_the_pods_group(
+    shortest: MMRouterDeployment,
+    secrets: SecretData,
+    valid: Callable[[list[dict[str, Any]]], None],
+    source: dict[str, Any],
+    read_only: bool | None,
+) -> None:
+    dep = change(shortest, model={"id": "a/b", "volume": source})
+    (kind,) = source
+    for component in ("frontend", "worker"):
+        volume = next(v for v in pod_of(dep, secrets, component)["volumes"] if v["name"] == "model")
+        assert volume[kind].get("readOnly") is read_only
+    valid(deployments(render(dep, secrets=secrets)))
 
 
 def test_a_chat_template_lies_at_one_path_for_engine_sidecar_and_router(
