@@ -138,7 +138,7 @@ def _scraped() -> Rule:
 
 
 def _hub(config: OperatorConfig) -> list[Rule]:
-    """The model hub and the stores that it redirects to: public ones; a mirror may have a private address or be pods."""
+    """The model hub and the stores that it redirects to, all public; a mirror may have a private address or be pods."""
     mirror = host_and_port(config.hub_endpoint)
     if mirror is None:
         return _rules("to", public(config.pod_cidrs), HUB_PORTS)

@@ -44,7 +44,7 @@ def pools(draw: st.DrawFn, roles: tuple[str, ...]) -> list[Object]:
             "accelerator": {"kind": "cpu" if role == "renderer" else "nvidia"},
             "image": "registry.example/engine:1",
         }
-        if draw(st.booleans()):
+        if pool["replicas"] and role != "renderer" and draw(st.booleans()):
             metric = "encoderUtilization" if role == "encoder" else "kvUsage"
             pool["autoscaling"] = {"maxReplicas": draw(st.integers(1, 4)), "metric": metric}
         found.append(pool)
