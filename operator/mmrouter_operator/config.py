@@ -39,7 +39,7 @@ class OperatorConfig(_Section):
     """``<engine>/<accelerator kind>`` -> image, over the built-in table (``vllm/nvidia: registry.example/vllm:1``)."""
     hub_endpoint: str = ""
     """URL of a mirror of the model hub, for engines and frontends; empty for the hub itself."""
-    shared_memory_root: str = Field(default="/dev/shm/mmrouter", pattern=r"^(/[A-Za-z0-9][-A-Za-z0-9._]*)+$")
+    shared_memory_root: str = Field(default="/dev/shm/mmrouter", pattern=r"^(/[A-Za-z0-9][-A-Za-z0-9._]*)+$")  # noqa: S108 - a folder on the nodes, whose maker and owner is the site
     """Folder on the nodes' tmpfs below which pools with ``sharedMemory.scope: node`` have their directories."""
     prometheus_address: str = ""
     """URL of a Prometheus, which KEDA's triggers ask; empty where there is none."""
