@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.render.capabilities import Capabilities
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
 from mmrouter_operator.render.secret import SecretData
@@ -159,6 +160,8 @@ class Snapshot:
     missing: tuple[Missing, ...] = ()
     revisions: tuple[RevisionView, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
+    config: OperatorConfig = field(default_factory=OperatorConfig)
+    """What the site told the operator, as it was rendered with."""
     listening_since: float = 0.0
     """When this process began to follow the deployment's frontends, seconds since the epoch; 0 for long ago."""
 

@@ -227,6 +227,7 @@ class Reconciler:
             missing=missing,
             revisions=self._cache.revisions(key, resource["metadata"]["uid"]),
             capabilities=self.capabilities,
+            config=self._config,
             listening_since=self._followed.get(key, 0.0),
         )
 

@@ -33,12 +33,13 @@ ADDRESS = Ref("mmrouter.io/v1alpha1", RESOURCE, *KEY)
 class Team:
     """A namespace with one deployment ``vl``, and a reconciler that sees every write at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: OperatorConfig | None = None) -> None:
         self.cache = Cache()
         self.table = Table(self.cache)
         self.streams = Streams(lambda _: None)
         cluster: Any = self.table
-        self.reconciler = Reconciler(cluster, self.cache, self.streams, config=OperatorConfig(), metrics=Metrics())
+        config = config or OperatorConfig()
+        self.reconciler = Reconciler(cluster, self.cache, self.streams, config=config, metrics=Metrics())
 
     def want(self, generation: int = 1, **spec: Any) -> None:
         """Write the resource as its user."""
@@ -82,6 +83,17 @@ async def test_a_resource_that_is_in_order_gets_its_children_and_a_status(team: 
     await team.run()
     assert team.of_kind("Deployment") == ["vl-frontend", "vl-worker"]
     assert team.condition("SpecValid")["status"] == "True"
+
+
+async def test_a_spec_that_needs_the_sites_configuration_is_valid_with_it() -> None:
+    team = Team(OperatorConfig(engine_images={"vllm/gaudi": "registry.example/gaudi:1"}))
+    pool = {**SPEC["pools"][0], "accelerator": {"kind": "gaudi"}, "podTemplate": {"metadata": {"labels": {"a": "b"}}}}
+    team.want(pools=[pool])
+    await team.run()
+    assert team.of_kind("Deployment") == ["vl-frontend", "vl-worker"]
+    assert team.condition("SpecValid")["status"] == "True"
+    assert team.condition("PodTemplateApplied")["status"] == "True"
+    await team.streams.close()
 
 
 @pytest.mark.parametrize("part", ["render", "choose_templates", "plan", "gates", "references"])
