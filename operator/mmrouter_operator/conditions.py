@@ -85,6 +85,7 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "Paused": "False",
         "SpecInvalid": "False",
         "SecretUnusable": "False",
+        "ChildRefused": "False",
         **BLOCKS,
     },
     DEGRADED: {

@@ -10,6 +10,7 @@ from typing import Any
 from mmrouter.api import MMRouterDeployment, SpecError
 from mmrouter_operator import verdicts
 from mmrouter_operator.conditions import Condition
+from mmrouter_operator.draft import taken
 from mmrouter_operator.gates import all_heard, is_routable, is_verified, ready_frontends, told_of, voices
 from mmrouter_operator.observe import ROUTABLE, VERIFIED, PodView, Snapshot
 from mmrouter_operator.plan import Plan
@@ -40,8 +41,11 @@ def status_of(
     if isinstance(dep, SpecError):
         found = verdicts.of_invalid(str(dep))
         return _assemble(snapshot, "Invalid", _still(last, snapshot), found, before, keep=True)
+    if plan is None and dep.spec.paused and not advice:
+        return _assemble(snapshot, "Paused", _still(last, snapshot), verdicts.of_not_begun(), before, keep=True)
     if plan is None:
         return _assemble(snapshot, "Blocked", _still(last, snapshot), verdicts.of_unusable(advice), before, keep=True)
+    plan = verdicts.with_what_is_lacking(plan, snapshot, advice)
     found = verdicts.of_valid(dep, snapshot, plan, advice, before)
     body = _counts(dep, snapshot, plan) | _routing(snapshot, last)
     return _assemble(snapshot, _phase(plan, found), body, found, before, keep=False)
@@ -104,7 +108,9 @@ def _counts(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan) -> dict[str
     serving = sum(1 for r in plan.rollouts if r.pool and r.desired == r.available and r.current)
     port = dep.spec.frontend.service.port
     host = f"{dep.metadata.name}.{dep.metadata.namespace}.svc"
-    body: dict[str, Any] = {"endpoint": f"http://{host}" + ("" if port == 80 else f":{port}")}
+    body: dict[str, Any] = {}
+    if not taken(snapshot, "Service", dep.metadata.name) and ("Service", dep.metadata.name) in snapshot.children:
+        body["endpoint"] = f"http://{host}" + ("" if port == 80 else f":{port}")
     if frontend is not None:
         selector = f"{DEPLOYMENT_LABEL}={dep.metadata.name},{ROLE_LABEL}={FRONTEND_ROLE}"
         counts = {"desired": frontend.desired, "ready": frontend.ready, "updated": frontend.updated}

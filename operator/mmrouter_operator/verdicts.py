@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmrouter.api import MMRouterDeployment
@@ -10,7 +11,7 @@ from mmrouter_operator.conditions import Condition, condition
 from mmrouter_operator.gates import is_verified, ready_frontends, told_of, voices
 from mmrouter_operator.observe import Snapshot
 from mmrouter_operator.plan import Plan
-from mmrouter_operator.problems import Problem
+from mmrouter_operator.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
 from mmrouter_operator.render import overridden
 from mmrouter_operator.render.inputs import SET_ROLES
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable
@@ -32,6 +33,8 @@ _NOT_READY = {
     c.ENCODERS_READY: "EncodersNotReady",
     c.RENDERERS_READY: "RenderersNotReady",
 }
+_NEEDED = frozenset({"Service", "Deployment"})
+_STOPS = frozenset({CHILD_NAME_TAKEN, CHILD_REFUSED})
 _LONGEST = 4000
 """Characters of a message: what does not fit is the tenth pod with the same trouble."""
 
@@ -59,6 +62,15 @@ def of_valid(
     return [_bounded(item) for item in shown]
 
 
+def with_what_is_lacking(plan: Plan, snapshot: Snapshot, advice: Sequence[Problem]) -> Plan:
+    """Return the plan, blocked if a Service or a Deployment could not be made: waiting alone would not bring it."""
+    for problem in advice:
+        lacks = problem.kind in _NEEDED and (problem.kind, problem.name) not in snapshot.children
+        if lacks and problem.reason in _STOPS and not isinstance(plan.outcome, Blocked):
+            return replace(plan, outcome=Blocked(problem.reason, problem.message))
+    return plan
+
+
 def of_invalid(message: str) -> list[Condition]:
     """Return the conditions that can be told of a resource that cannot be read or rendered."""
     said = f"the resource is not valid, so its children stay as they are: {message}"
@@ -79,6 +91,16 @@ def of_failure(message: str) -> list[Condition]:
     return [_bounded(item) for item in found]
 
 
+def of_not_begun() -> list[Condition]:
+    """Return the conditions of a deployment that was paused before anything was made for it."""
+    said = "spec.paused is true, and nothing was created before it was"
+    return [
+        condition(c.READY, "FrontendNotReady", said),
+        condition(c.SPEC_VALID, "Valid", "the resource is valid"),
+        condition(c.PROGRESSING, "Paused", "spec.paused is true: nothing is changed"),
+    ]
+
+
 def of_unusable(advice: Sequence[Problem]) -> list[Condition]:
     """Return the conditions while the deployment's own Secret is of no use, so that nothing can be rendered."""
     said = "; ".join(problem.message for problem in advice) or "the deployment's Secret is not there yet"
@@ -96,7 +118,7 @@ def of_unusable(advice: Sequence[Problem]) -> list[Condition]:
 
 
 def _ready(plan: Plan, groups: Sequence[Condition]) -> Condition:
-    if isinstance(plan.outcome, Blocked) and plan.outcome.reason == "ChildNameTaken":
+    if isinstance(plan.outcome, Blocked) and plan.outcome.reason in _STOPS:
         return condition(c.READY, "Blocked", plan.outcome.message)
     bad = [group for group in groups if group.status != "True"]
     if not bad:
@@ -223,7 +245,7 @@ def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: B
         else:
             yield condition(c.MONITORING, "Available", "PodMonitors are there")
     if dep.spec.frontend.pod_template or any(pool.pod_template for pool in dep.spec.pools):
-        without_effect = overridden(dep)
+        without_effect = overridden(dep, snapshot.config)
         if without_effect:
             said = f"fields that are the operator's own, so they have no effect: {', '.join(without_effect)}"
             yield condition(c.OVERLAID, "FieldsOverridden", said)
@@ -236,7 +258,8 @@ def _of_manifests(dep: MMRouterDeployment, plan: Plan, before: Before) -> Iterat
     """Return what the manifests tell. Where nothing is applied, as while paused, it stays as it was."""
     asked = [pool.name for pool in dep.spec.pools if pool.autoscaling is not None]
     if not plan.apply:
-        yield from (_again(before[type_]) for type_ in (c.AUTOSCALING, c.RESTRICTED) if type_ in before)
+        for type_ in (c.AUTOSCALING, c.RESTRICTED):
+            yield from _again(before.get(type_))
         return
     if asked:
         scaled = {pool_of(m) for m in plan.apply if m["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")}
@@ -265,8 +288,16 @@ def _of_manifests(dep: MMRouterDeployment, plan: Plan, before: Before) -> Iterat
         yield condition(c.RESTRICTED, "Restricted", "every pod is within the Pod Security level restricted")
 
 
-def _again(last: Mapping[str, Any]) -> Condition:
-    return condition(str(last["type"]), str(last["reason"]), str(last["message"]))
+def _again(last: Mapping[str, Any] | None) -> Iterator[Condition]:
+    """Yield a condition as it was told before, also for a reason that only another release knows."""
+    match last:
+        case {
+            "type": str(type_),
+            "status": "True" | "False" | "Unknown" as status,
+            "reason": str(reason),
+            "message": str(said),
+        }:
+            yield Condition(type_, status, reason, said)
 
 
 def _bounded(item: Condition) -> Condition:
