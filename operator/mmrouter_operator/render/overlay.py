@@ -181,7 +181,9 @@ def _key_of(item: dict[str, Any], merge_key: str, path: Path) -> Any:
         raise OverlayError(_text(path), f"every element needs its `{merge_key}`, which says what it merges with")
     key = item[merge_key]
     if isinstance(key, bool) or not isinstance(key, str | int):
-        raise OverlayError(_text((*path, merge_key)), f"says what an element merges with: a text, not {_kind(key)}")
+        raise OverlayError(
+            _text((*path, merge_key)), f"says what an element merges with, as a text or a number, not {_kind(key)}"
+        )
     return key
 
 

@@ -70,6 +70,8 @@ def test_nulls_and_deletions_in_something_new_have_nothing_to_delete() -> None:
         ({"spec": {"containers": ["engine"]}}, "spec.containers", "holds objects, not 'engine'"),
         ({"spec": {"containers": [{"image": "x"}]}}, "spec.containers", "needs its `name`"),
         ({"spec": {"containers": [{"$patch": "delete"}]}}, "spec.containers", "needs its `name`"),
+        ({"spec": {"containers": [{"name": None}]}}, "spec.containers.name", "as a text or a number, not None"),
+        ({"spec": {"containers": [{"name": ["engine"]}]}}, "spec.containers.name", "as a text or a number, not a list"),
         (
             {"spec": {"containers": [{"name": "new", "env": [{"value": "1"}]}]}},
             "spec.containers.env",
