@@ -94,7 +94,7 @@ class PodView:
     """The scheduler's message, while it finds no node."""
     waiting: tuple[str, str, str] | None = None
     """(container, reason, message) of the first container that waits for a bad reason: ImagePullBackOff,
-    CreateContainerConfigError, CrashLoopBackOff..."""
+    CreateContainerConfigError, CrashLoopBackOff... The last one stands from crash to crash, until it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,10 @@ class Snapshot:
     """When this process began to follow the deployment's frontends, seconds since the epoch; 0 for long ago."""
 
 
+CRASH_LOOP = "CrashLoopBackOff"
+RESTARTS = 2
+"""Restarts from which a container that is not ready counts as one that ends again and again, also while it runs."""
+
 BAD_WAITING = frozenset(
     {
         "ImagePullBackOff",
@@ -175,7 +179,7 @@ BAD_WAITING = frozenset(
         "CreateContainerConfigError",
         "CreateContainerError",
         "RunContainerError",
-        "CrashLoopBackOff",
+        CRASH_LOOP,
     }
 )
 """Reasons of a waiting container that do not pass by themselves; ContainerCreating and PodInitializing do."""
@@ -293,9 +297,29 @@ def _waiting(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
     for kind in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(kind) or []:
             waiting = (container.get("state") or {}).get("waiting") or {}
-            if waiting.get("reason") in BAD_WAITING:
-                return container["name"], waiting["reason"], waiting.get("message", "")
+            reason, message = waiting.get("reason"), waiting.get("message", "")
+            if reason == CRASH_LOOP or _starts_again(container):
+                return container["name"], CRASH_LOOP, _ended(container) or message
+            if reason in BAD_WAITING:
+                return container["name"], reason, message
     return None
+
+
+def _starts_again(container: Mapping[str, Any]) -> bool:
+    """Whether a container that runs now has ended so often that this start is no news: it is no sign of recovery."""
+    runs = "running" in (container.get("state") or {})
+    return (
+        runs and not container.get("ready") and container.get("restartCount", 0) >= RESTARTS and _ended(container) != ""
+    )
+
+
+def _ended(container: Mapping[str, Any]) -> str:
+    last = (container.get("lastState") or {}).get("terminated") or {}
+    if not last:
+        return ""
+    # Without the container's message, which may be a whole log; `kubectl logs --previous` has it.
+    reason = f" {last['reason']}" if last.get("reason") not in (None, "", "Error") else ""
+    return f"restarted {container.get('restartCount', 0)} times, last: exit {last.get('exitCode', 0)}{reason}"
 
 
 def _seconds(timestamp: str | None) -> float | None:

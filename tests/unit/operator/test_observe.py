@@ -195,6 +195,34 @@ def test_a_container_that_waits_for_a_bad_reason_is_named_and_one_that_is_being_
     assert (pod_view(pod(initContainerStatuses=[sidecar])).waiting or ("",))[0] == "sidecar"
 
 
+def crashed(state: str, ready: bool = False, restarts: int = 3) -> dict[str, Any]:
+    return {
+        "name": "engine",
+        "ready": ready,
+        "restartCount": restarts,
+        "state": {state: {"reason": "CrashLoopBackOff", "message": "back-off"} if state == "waiting" else {}},
+        "lastState": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+    }
+
+
+def test_a_container_that_ends_again_and_again_is_told_alike_between_two_ends() -> None:
+    told = ("engine", "CrashLoopBackOff", "restarted 3 times, last: exit 137 OOMKilled")
+    assert pod_view(pod(containerStatuses=[crashed("waiting")])).waiting == told
+    assert pod_view(pod(containerStatuses=[crashed("running")])).waiting == told
+    assert pod_view(pod(containerStatuses=[crashed("running", ready=True)])).waiting is None
+    assert pod_view(pod(containerStatuses=[crashed("running", restarts=1)])).waiting is None
+
+
+def test_digits_that_are_no_number_are_no_target() -> None:
+    obj = {
+        "kind": "Deployment",
+        "metadata": {"name": "d", "annotations": {"mmrouter.io/set-target": "\N{SUPERSCRIPT TWO}"}},
+    }
+    view = child_view(obj)
+    assert isinstance(view, DeploymentView)
+    assert view.set_target is None
+
+
 def test_a_revision_is_seen_with_its_data() -> None:
     obj = {"metadata": {"name": "vl-3", "uid": "u"}, "revision": 3, "data": {"deployments": {}}}
     view = revision_view(obj)
