@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrouter_operator.observe import ChildView, DeploymentView, Snapshot
+from mmrouter_operator.render.common import POOL_LABEL
 from mmrouter_operator.rollout import Blocked, Rollout
 
 MANAGER = "mmrouter-operator"
@@ -62,6 +63,20 @@ def ours(snapshot: Snapshot, view: ChildView) -> bool:
 def resource_uid(snapshot: Snapshot) -> str:
     """Return the uid of the resource; empty for one that no cluster has seen."""
     return str(snapshot.resource["metadata"].get("uid", ""))
+
+
+def without_scaler(manifest: Mapping[str, Any], snapshot: Snapshot, live: int) -> int:
+    """Return the replicas of a pool's Deployment that stands and that no autoscaler sizes.
+
+    A pool with ``autoscaling`` whose autoscaler cannot be (its API went away, for one) keeps the ``live`` replicas,
+    within its bounds: warm engines are not let go because an adapter is installed anew.
+    """
+    name = (manifest["metadata"].get("labels") or {}).get(POOL_LABEL)
+    for pool in (snapshot.resource.get("spec") or {}).get("pools") or []:
+        scaling = pool.get("autoscaling")
+        if pool.get("name") == name and scaling:
+            return max(int(scaling.get("minReplicas", 1)), min(int(scaling["maxReplicas"]), live))
+    return int(manifest["spec"].get("replicas", 1))
 
 
 def with_replicas(manifest: Mapping[str, Any], replicas: int | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from mmrouter_operator.draft import (
     progress_of,
     taken,
     with_replicas,
+    without_scaler,
 )
 from mmrouter_operator.observe import DeploymentView, Snapshot
 from mmrouter_operator.revisions import stored_template, surplus_revisions
@@ -124,6 +125,8 @@ def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft,
     desired = int(manifest["spec"].get("replicas", 1))
     if scaled and live is not None:
         desired = live.replicas
+    elif live is not None:
+        desired = without_scaler(manifest, snapshot, live.replicas)
     if taken(snapshot, "Deployment", name):
         blocked = child_name_taken("Deployment", name)
         draft.blocked.append(blocked)

@@ -141,7 +141,29 @@ def asks_of(manifest: Mapping[str, Any]) -> str:
         if "/" in resource
     ]
     claims = [f"devices for claim {claim['name']}" for claim in spec.get("resourceClaims") or []]
-    return ", ".join([*labels, *devices, *claims])
+    return ", ".join([*labels, *_asked_by_affinity(spec), *devices, *claims])
+
+
+def _asked_by_affinity(spec: Mapping[str, Any]) -> list[str]:
+    """Return what the required node affinity asks for: one of its terms, and of that all expressions."""
+    required = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ) or {}
+    terms = [
+        " and ".join(_said(expression) for expression in term.get("matchExpressions") or [])
+        for term in required.get("nodeSelectorTerms") or []
+    ]
+    known = [term for term in terms if term]
+    if not known:
+        return []
+    return [f"label {known[0]}" if len(known) == 1 else f"one of the labels {' or '.join(known)}"]
+
+
+def _said(expression: Mapping[str, Any]) -> str:
+    key, operator, values = expression.get("key"), expression.get("operator"), expression.get("values") or []
+    if operator == "In" and len(values) == 1:
+        return f"{key}={values[0]}"
+    return str(key) if operator == "Exists" else f"{key} {operator} {','.join(map(str, values))}".strip()
 
 
 def pod_problem(pod: PodView, asks: str = "") -> Blocked | None:

@@ -25,6 +25,7 @@ from mmrouter_operator.draft import (
     progress_of,
     taken,
     with_replicas,
+    without_scaler,
 )
 from mmrouter_operator.observe import COMPATIBILITY, SET_TARGET, DeploymentView, Snapshot
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL
@@ -57,7 +58,7 @@ def plan_set(
     by_pool = {pool_of(manifest): manifest for manifest in manifests}
     live = _live(manifests, snapshot)
     goal = compatibility_of(manifests[0])
-    pools = [_numbers(manifest, live, goal, manifest["metadata"]["name"] in scaled) for manifest in manifests]
+    pools = [_numbers(manifest, live, snapshot, goal, manifest["metadata"]["name"] in scaled) for manifest in manifests]
     # Pools whose names are all new have nothing to go on with; they are created, and that never waits.
     if held and any(pool.sides for pool in pools) and goal not in {name for _, name in live}:
         goal = _largest(pools)
@@ -160,15 +161,20 @@ def _live(manifests: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> dict[tu
 
 
 def _numbers(
-    manifest: Mapping[str, Any], live: Mapping[tuple[str, str], DeploymentView], goal: str, scaled: bool
+    manifest: Mapping[str, Any],
+    live: Mapping[tuple[str, str], DeploymentView],
+    snapshot: Snapshot,
+    goal: str,
+    scaled: bool,
 ) -> sets.SetPool:
     name = pool_of(manifest)
     views = {generation: view for (pool, generation), view in live.items() if pool == name}
     target = int(manifest["spec"].get("replicas", 1))
-    if scaled and views:
+    if views:
         noted = [view.set_target for view in views.values() if view.set_target is not None]
         switching = any(generation != goal for _, generation in live)
-        target = max(noted) if noted and switching else sum(view.replicas for view in views.values())
+        sized = max(noted) if noted and switching else sum(view.replicas for view in views.values())
+        target = sized if scaled else without_scaler(manifest, snapshot, sized)
     surge, unavailable = strategy(manifest)
     sides = {
         generation: sets.Side(view.replicas, max(view.total, 0), min(view.available, view.replicas))

@@ -11,7 +11,7 @@ from mmrouter_operator.observe import ChildView
 from mmrouter_operator.plan import Blocked, Complete, Progress, plan
 from mmrouter_operator.render import render
 from mmrouter_operator.render.capabilities import Capabilities
-from mmrouter_operator.rollout import template_hash
+from mmrouter_operator.rollout import asks_of, template_hash
 from mmrouter_operator.set_rollout import compatibility_of, generation_name
 
 
@@ -283,3 +283,48 @@ def newest(world: World, pool: str) -> Child | None:
     wanted = {m["metadata"]["name"]: m for m in world.choose()[0]}[f"vl-{pool}"]
     name = generation_name(f"vl-{pool}", compatibility_of(wanted))
     return world.children.get(name)
+
+
+@pytest.mark.parametrize(("live", "kept"), [(6, 6), (1, 2), (20, 8)])
+def test_without_its_autoscaler_a_pool_keeps_its_replicas_within_its_bounds(live: int, kept: int) -> None:
+    spec = whole(replicas=3)
+    spec["pools"][0]["autoscaling"] = {"minReplicas": 2, "maxReplicas": 8}
+    world = standing(spec)
+    world.children["vl-work"].manifest["spec"]["replicas"] = live
+    world.reconcile()
+    assert world.children["vl-work"].manifest["spec"]["replicas"] == kept
+    assert World(deployment(spec)).reconcile().rollouts[-1].desired == 3, "a new one begins as it is asked to"
+
+
+def test_without_its_autoscaler_a_pool_of_a_set_keeps_its_replicas() -> None:
+    spec = pair(prefill=2)
+    spec["pools"][0]["autoscaling"] = {"maxReplicas": 8}
+    world = standing(spec)
+    (child,) = world.of_pool("pre")
+    child.manifest["spec"]["replicas"] = 5
+    world.settle()
+    world.reconcile()
+    assert world.of_pool("pre")[0].manifest["spec"]["replicas"] == 5
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        ([{"key": "gpu", "operator": "In", "values": ["true"]}], "label gpu=true"),
+        ([{"key": "gpu", "operator": "Exists"}, {"key": "b", "operator": "NotIn", "values": ["x", "y"]}],
+         "one of the labels gpu or b NotIn x,y"),
+    ],
+)  # fmt: skip
+def test_what_pods_ask_of_a_node_names_the_labels_of_their_affinity(terms: list[dict[str, Any]], said: str) -> None:
+    affinity = {"nodeSelectorTerms": [{"matchExpressions": [term]} for term in terms]}
+    spec = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": affinity}}}
+    assert asks_of({"spec": {"template": {"spec": spec}}}) == said
+
+
+def test_an_accelerators_node_label_is_named() -> None:
+    world = World(deployment(whole()))
+    asked = {rollout.pool: rollout.asks for rollout in world.reconcile().rollouts}
+    assert asked["work"].startswith(
+        ("label nvidia.com/gpu", "one of the labels nvidia.com/gpu", "one of the labels feature")
+    )
+    assert asked["work"].endswith("1 free nvidia.com/gpu")
