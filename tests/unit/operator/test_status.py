@@ -216,7 +216,7 @@ STUCK = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/sel
             "ImagePullFailed",
             "container engine of pod vl-enc",
         ),
-        (pods(engines, unschedulable=STUCK), (), "Unschedulable", "It needs a node with 1 free nvidia.com/gpu"),
+        (pods(engines, unschedulable=STUCK), (), "Unschedulable", "It needs a node with one of the labels"),
         (pods(engines, waiting=("engine", "CrashLoopBackOff", "back-off")), (), "CrashLoopBackOff", "back-off"),
         (
             pods(engines, waiting=("engine", "CreateContainerConfigError", "no key x")),

@@ -14,7 +14,6 @@ from mmrouter_operator.render import render
 from mmrouter_operator.revisions import choose_templates
 from mmrouter_operator.status import status_of, transitions
 
-
 SERVICE = ("Service", "vl")
 
 
