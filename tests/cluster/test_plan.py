@@ -54,13 +54,13 @@ def generations(deployed: Deployed) -> dict[str, dict[str, tuple[int, int]]]:
     return found
 
 
-def test_a_set_switches_as_foretold_and_a_pair_always_serves(
+def test_a_set_switches_as_foretold_and_a_pair_always_serves_although_the_operator_dies_in_the_middle(
     crd: ControlPlane, kubelet: Hollow, namespace: str, tmp_path: Path
 ) -> None:
     deployed = Deployed(crd, namespace)
     new = foretold(crd, tmp_path, namespace, pair(128))
     assert {step["action"] for steps in new["rounds"] for step in steps} == {"create"}
-    with operator(crd):
+    with operator(crd) as replica:
         deployed.apply(pair(128))
         wait_for(lambda: _ready(deployed), SECONDS, "the first revision is ready")
         assert foretold(crd, tmp_path, namespace, pair(128))["rounds"] == []
@@ -69,15 +69,51 @@ def test_a_set_switches_as_foretold_and_a_pair_always_serves(
         told = [step["action"] for steps in shown["rounds"] for step in steps if step["kind"] == "Deployment"]
         assert {"create", "switch", "delete", "restart"} == set(told) - {"hold"}
         deployed.apply(pair(64))
+        wait_for(lambda: _begun(deployed, old), SECONDS, "both revisions stand")
+        replica.kill()
+    with operator(crd, "successor"):
         wait_for(lambda: _switched(deployed, old), SECONDS, "the second revision is alone")
         assert foretold(crd, tmp_path, namespace, pair(64))["rounds"] == []
         resource = deployed.resource("pd")
         assert [pool["ready"] for pool in resource["status"]["pools"]] == [2, 1]
 
 
+def test_a_renamed_pool_serves_until_its_successor_does(crd: ControlPlane, kubelet: Hollow, namespace: str) -> None:
+    def named(pool: str) -> dict[str, Any]:
+        resource = pair(64)
+        resource["metadata"]["name"] = "mv"
+        accelerator = {"kind": "cpu"}
+        resource["spec"]["pools"] = [{"name": pool, "role": "worker", "replicas": 1, "accelerator": accelerator}]
+        return resource
+
+    def ready() -> dict[str, int]:
+        found = deployed.children("mv").items()
+        return {
+            name: item["status"].get("availableReplicas", 0) for (kind, name), item in found if kind == "deployments"
+        }
+
+    def moved() -> bool:
+        now = ready()
+        assert now.get("mv-a", 0) + now.get("mv-b", 0) >= 1, now
+        return "mv-a" not in now and now["mv-b"] == 1
+
+    deployed = Deployed(crd, namespace)
+    with operator(crd):
+        deployed.apply(named("a"))
+        wait_for(lambda: ready().get("mv-a") == 1, SECONDS, "the first name serves")
+        deployed.apply(named("b"))
+        wait_for(moved, SECONDS, "the second name serves alone")
+
+
 def _ready(deployed: Deployed) -> bool:
     found = deployed.condition("pd", "Ready")
     return found is not None and found["status"] == "True"
+
+
+def _begun(deployed: Deployed, old: str) -> bool:
+    """Whether a second revision stands beside the old one; the switch is in order so far."""
+    assert not _switched(deployed, old), "too late to be in the middle"
+    return {name for sides in generations(deployed).values() for name in sides} > {old}
 
 
 def _switched(deployed: Deployed, old: str) -> bool:
