@@ -1,7 +1,7 @@
 """One resource from its creation to its end, on a real API server, under the operator's own rights."""
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,28 @@ from cluster.hollow import Hollow
 from cluster.operators import Replica, operator
 
 ROOT = Path(__file__).resolve().parents[2]
+
+Children = dict[tuple[str, str], dict[str, Any]]
+
+DRIFT: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "configmaps": lambda live: {"data": dict.fromkeys(live["data"], "changed")},
+    "deployments": lambda _: {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 3601}}}},
+    "networkpolicies": lambda _: {"spec": {"ingress": [{}]}},
+    "poddisruptionbudgets": lambda _: {"spec": {"selector": {"matchLabels": {"app": "elsewhere"}}}},
+    "rolebindings": lambda _: {"subjects": []},
+    "roles": lambda _: {"rules": []},
+    "serviceaccounts": lambda live: {"automountServiceAccountToken": not live["automountServiceAccountToken"]},
+    "services": lambda _: {"spec": {"selector": {"app": "elsewhere"}}},
+}
+"""Kind -> a change of a field of ours. What is in a Secret is never written over, and told; what is in a
+ControllerRevision cannot change, and its number says only which one came later."""
+
+
+def ours(child: dict[str, Any]) -> dict[str, Any]:
+    """What the operator renders of a child, and no more of its metadata than that."""
+    fields = {name: value for name, value in child.items() if name not in ("apiVersion", "kind", "metadata", "status")}
+    metadata = child["metadata"]
+    return {**fields, "labels": metadata.get("labels"), "owners": metadata.get("ownerReferences")}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +124,44 @@ def test_drift_in_our_fields_is_taken_back_and_other_managers_keep_theirs(deploy
     metadata = service()["metadata"]
     assert metadata["annotations"]["example.org/theirs"] == "kept"
     assert metadata["labels"]["team"] == "a"
+
+
+@pytest.fixture(scope="module")
+def drifted(replica: Replica, crd: ControlPlane) -> Iterator[tuple[Deployed, Children]]:
+    """A deployment, and its children before somebody changed each in a field of ours and gave it an annotation."""
+    with crd.namespace() as namespace:
+        deployed = Deployed(crd, namespace)
+        deployed.apply(named("all"))
+        children = deployed.settled("all")
+        for (kind, name), child in children.items():
+            if kind not in DRIFT:
+                continue
+            change = {"metadata": {"annotations": {"example.org/theirs": "kept"}}, **DRIFT[kind](child)}
+            answer = crd.request("PATCH", deployed.path(kind, name), change, MERGE, fieldManager="someone")
+            answer.raise_for_status()
+            assert ours(answer.json()) != ours(child), f"{kind} {name} is as it was"
+        assert {kind for kind, _ in children} == {*DRIFT, "secrets", "controllerrevisions"}
+        yield deployed, children
+
+
+@pytest.mark.parametrize("kind", sorted(DRIFT))
+def test_drift_of_every_kind_is_taken_back_and_other_peoples_annotations_stay(
+    drifted: tuple[Deployed, Children], kind: str
+) -> None:
+    deployed, children = drifted
+    of_kind = {name: child for (found, name), child in children.items() if found == kind}
+    assert of_kind
+    for name, child in of_kind.items():
+
+        def as_before(name: str = name, child: dict[str, Any] = child) -> bool:
+            now = deployed.get(kind, name)
+            return now is not None and ours(now) == ours(child)
+
+        wait_for(as_before, SECONDS, f"{kind} {name} is as it was")
+        now = deployed.get(kind, name)
+        assert now is not None
+        assert now["metadata"]["uid"] == child["metadata"]["uid"]
+        assert now["metadata"]["annotations"]["example.org/theirs"] == "kept"
 
 
 @pytest.mark.parametrize("label", [LABEL, "app.kubernetes.io/managed-by"])
