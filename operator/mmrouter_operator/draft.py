@@ -79,10 +79,15 @@ def without_scaler(manifest: Mapping[str, Any], snapshot: Snapshot, live: int) -
     return int(manifest["spec"].get("replicas", 1))
 
 
-def with_replicas(manifest: Mapping[str, Any], replicas: int | None) -> dict[str, Any]:
-    """Return a copy of a Deployment's manifest with these replicas; ``None`` leaves the field to another manager."""
+def with_replicas(manifest: Mapping[str, Any], replicas: int | None, seen: str = "") -> dict[str, Any]:
+    """Return a copy of a Deployment's manifest with these replicas; ``None`` leaves the field to another manager.
+
+    ``seen``: the resource version at which these replicas were seen. The server refuses the manifest when the object
+    has changed since, so that replicas which an autoscaler sets meanwhile are not set back.
+    """
     spec = {key: value for key, value in manifest["spec"].items() if key != "replicas"}
-    return {**manifest, "spec": spec if replicas is None else {**spec, "replicas": replicas}}
+    made = {**manifest, "spec": spec if replicas is None else {**spec, "replicas": replicas}}
+    return {**made, "metadata": {**manifest["metadata"], "resourceVersion": seen}} if seen else made
 
 
 def progress_of(rollout: Rollout) -> str:

@@ -136,6 +136,7 @@ def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft,
     rollout = assess(manifest, live, snapshot, desired)
     fixed = scaled and live is not None and any(manager != MANAGER for manager in live.replicas_managers)
     replicas = None if fixed else desired
+    seen = live.resource_version if scaled and live is not None and not fixed else ""
     if live is None:
         draft.apply.append(with_replicas(manifest, replicas))
         draft.steps.append(Step("create", "Deployment", name, f"{rollout.subject}: {desired} replicas"))
@@ -145,7 +146,7 @@ def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft,
         old = stored_template(snapshot.revisions, name, live.template_hash)
         if old is not None:
             spec = {**manifest["spec"], "template": old}
-            draft.apply.append(with_replicas({**manifest, "spec": spec}, replicas))
+            draft.apply.append(with_replicas({**manifest, "spec": spec}, replicas, seen))
         else:
             draft.keep.add(name)
         if live.replicas != desired and old is not None:
@@ -153,7 +154,7 @@ def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft,
         draft.steps.append(Step("hold", "Deployment", name, f"the new {rollout.subject} waits for an earlier stage"))
         draft.waits.append(f"{rollout.subject} waits until the rollout before it is over")
     else:
-        draft.apply.append(with_replicas(manifest, replicas))
+        draft.apply.append(with_replicas(manifest, replicas, seen))
         if live.template_hash != template_hash(manifest):
             surge, unavailable = strategy(manifest)
             draft.steps.append(

@@ -120,7 +120,10 @@ def _apply(
             "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "100%"},
         }
         result["metadata"].setdefault("annotations", {})[SET_TARGET] = str(pool.target)
-    draft.apply.append(with_replicas(result, _owned(view, replicas, base in scaled and not switching)))
+    rests = base not in scaled or switching
+    owned = _owned(view, replicas, not rests)
+    seen = "" if rests or view is None or owned is None else view.resource_version
+    draft.apply.append(with_replicas(result, owned, seen))
     _say(name, pool.name, replicas, view, switching, draft)
 
 

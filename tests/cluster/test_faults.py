@@ -17,7 +17,8 @@ from cluster.operators import ACCOUNT, NAMESPACE, install, operator
 from cluster.proxy import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Proxy, proxy
 from cluster.resources import Object, apply, bare, children, complete, condition, delete, resource, status
 
-SETTLE_SECONDS = 30
+SETTLE_SECONDS = 60
+"""A deadline: pauses between tries grow, and of five writes one fails."""
 
 
 @pytest.fixture

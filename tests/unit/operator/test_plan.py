@@ -113,12 +113,16 @@ def test_an_autoscaled_pool_keeps_the_live_replicas_until_another_manager_owns_t
 
     def replicas(*managers: str) -> Any:
         snapshot = world.snapshot()
-        view = dataclasses.replace(snapshot.children["Deployment", "vl-work"], replicas_managers=managers)
+        view = dataclasses.replace(
+            snapshot.children["Deployment", "vl-work"], replicas_managers=managers, resource_version="7"
+        )
         snapshot = dataclasses.replace(snapshot, children={**snapshot.children, ("Deployment", "vl-work"): view})
         planned = plan([*world.choose()[0], scaler], snapshot)
-        return next(m for m in planned.apply if m["metadata"]["name"] == "vl-work" and m["kind"] == "Deployment")[
-            "spec"
-        ].get("replicas")
+        applied = next(m for m in planned.apply if m["metadata"]["name"] == "vl-work" and m["kind"] == "Deployment")
+        # The server refuses replicas that were seen on an older object than the present one.
+        seen = applied["metadata"].get("resourceVersion")
+        assert seen == ("7" if "replicas" in applied["spec"] else None)
+        return applied["spec"].get("replicas")
 
     assert replicas("mmrouter-operator") == 5
     assert replicas("mmrouter-operator", "kube-controller-manager") is None
