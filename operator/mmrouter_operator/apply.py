@@ -128,8 +128,13 @@ async def _last_check(*_: object) -> None:
 
 
 def fence_hooks() -> aiohttp.TraceConfig:
-    """Return the hooks that ask the lease a last time when a connection is there, before the first byte of a write."""
+    """Return the hooks that ask the lease a last time: when a connection is there, and right before the first byte.
+
+    The hook of a sent chunk is called before the chunk is written, headers and all, with nothing awaited in between
+    (aiohttp 3.14): a process that is stopped before it writes nothing when it wakes.
+    """
     hooks = aiohttp.TraceConfig()
+    hooks.on_request_chunk_sent.append(_last_check)
     hooks.on_connection_create_end.append(_last_check)
     hooks.on_connection_reuseconn.append(_last_check)
     return hooks
@@ -345,6 +350,11 @@ class Fenced:
                 return await send()
         except TimeoutError as error:
             raise Deposed("the lease ran out while a write was under way") from error
+        except Unavailable as error:
+            # A hook that objects to the first byte ends the request as a broken connection does.
+            if isinstance(error.__cause__ and error.__cause__.__cause__, Deposed):
+                raise Deposed("the lease ran out before a write was sent") from error
+            raise
         finally:
             _fence.reset(token)
 

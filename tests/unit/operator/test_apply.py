@@ -234,6 +234,20 @@ async def test_a_lease_that_runs_out_while_a_write_waits_for_its_connection_stop
     assert len(served.requests) == 1
 
 
+async def test_a_lease_that_runs_out_after_the_connection_stands_stops_the_write_before_its_first_byte(
+    cluster: KubernetesCluster, served: Served
+) -> None:
+    """What a process sees that was stopped between the two and woke too late."""
+    await cluster.get(REF)
+    for write in WRITES:
+        looks = iter([5.0, 5.0, 0.0])
+        with pytest.raises(Deposed):
+            await write(Fenced(cluster, lambda looks=looks: next(looks)))  # type: ignore[misc]
+    assert len(served.requests) == 1
+    await Fenced(cluster, lambda: 5.0).apply(CONFIG_MAP)
+    assert len(served.requests) == 2
+
+
 async def test_a_write_is_given_up_when_the_lease_runs_out(cluster: KubernetesCluster, served: Served) -> None:
     async def forever() -> None:
         await asyncio.Event().wait()
