@@ -52,8 +52,8 @@ class Process:
             while True:
                 try:
                     _, writer = await asyncio.open_connection(self.ip, PORT)
-                except ConnectionRefusedError:
-                    return
+                except (ConnectionRefusedError, ConnectionResetError):
+                    return  # reset: it was in the queue of a socket that closed
                 writer.close()
                 await asyncio.sleep(0.005)
 
