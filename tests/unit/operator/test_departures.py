@@ -172,7 +172,7 @@ moves = st.lists(st.tuples(st.sampled_from(["plan", "control", "start"]), st.int
 
 
 @given(st.one_of(workers, sets), st.lists(st.tuples(st.one_of(workers, sets), moves), min_size=1, max_size=3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_whatever_pools_appear_vanish_and_change_their_names_somebody_always_serves(
     first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
 ) -> None:

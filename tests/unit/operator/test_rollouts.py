@@ -64,7 +64,7 @@ def assert_within_limits(world: World, had: dict[str, int], ready: dict[str, int
 
 
 @given(variants, st.lists(st.tuples(variants, moves), max_size=3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_stages_follow_each_other_and_every_story_ends_well(
     first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
 ) -> None:
@@ -76,7 +76,7 @@ def test_stages_follow_each_other_and_every_story_ends_well(
 
 
 @given(sets_of_pools, st.lists(st.tuples(sets_of_pools, moves), max_size=3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_set_switches_whole_and_every_story_ends_well(
     first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
 ) -> None:

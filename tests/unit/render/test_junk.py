@@ -110,7 +110,7 @@ def refused_at(dep: MMRouterDeployment, path: str) -> None:
     assert all(place.startswith(path) and sentence for place, sentence in refusal(dep))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(patches(POOL))
 @example({"spec": {"topologySpreadConstraints": [{"topologyKey": []}]}})
 @example({"spec": {"readinessGates": [None]}})
@@ -123,7 +123,7 @@ def test_any_pool_template_renders_or_is_refused_with_its_field(junk: dict[str, 
     refused_at(with_pool(BASE, podTemplate=junk), "spec.pools[0].podTemplate.")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(patches(FRONTEND))
 def test_any_frontend_template_renders_or_is_refused_with_its_field(junk: dict[str, Any]) -> None:
     refused_at(change(BASE, frontend={"podTemplate": junk}), "spec.frontend.podTemplate.")
@@ -158,7 +158,7 @@ CONNECTOR = st.dictionaries(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(kv=CONNECTOR, ec=CONNECTOR)
 @example(kv={"transferBackend": {}}, ec={"transferBackend": []})
 @example(kv={"transferBackend": "nixl"}, ec={"transferBackend": None})

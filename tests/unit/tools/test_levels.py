@@ -107,6 +107,6 @@ def test_the_parts_of_a_folder_are_run_once_each_and_share_a_folder(tmp_path: Pa
         (tests / name).mkdir(parents=True)
         (tests / name / f"test_{name}.py").write_text(code)
     scratch.mkdir()
-    steps = (Step("a", tests=str(tests / "a")), Step("rest", tests=str(tests), without=str(tests / "a")))
+    steps = (Step("a", tests=str(tests / "a")), Step("rest", tests=str(tests), without=(str(tests / "a"),)))
     outcome = run_level(Level(steps, limit_s=60, lanes=2), scratch)
     assert (outcome.passed, sorted((scratch / "seen").read_text())) == (2, ["a", "b"])
