@@ -1,15 +1,14 @@
 """The operator as a whole: what runs in every replica, and what runs only in the one that leads."""
 
 import asyncio
-import contextlib
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import kopf
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -28,6 +27,7 @@ from mmrouter_operator.reconcile import Reconciler
 from mmrouter_operator.ref import KINDS, OPTIONAL_CHILDREN, RESOURCE
 from mmrouter_operator.render.capabilities import Capabilities
 from mmrouter_operator.streams import Streams
+from mmrouter_operator.watching import Watching
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ REFRESH = 120.0
 """Seconds between looks at which APIs the cluster serves."""
 GRACE = 5.0
 """Seconds that running reconciles get to finish at the end."""
+EXIT = 30.0
+"""Seconds after a failure in which the process has ended, in whatever way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,50 +114,43 @@ class Operator:
         kinds = [*handlers.WATCHED, *_optional(capabilities)]
         namespaces = self._options.namespaces or ("",)
         self._audit = Audit(self._cluster, self._cache, kinds, namespaces, self._changed)
-        stop_watching = asyncio.Event()
-        watching = await self._watch(kinds, stop_watching)
+        watching = self._watching(kinds)
+        await watching.start()
         # kopf took the signals for itself when it started.
         self._handle_signals(loop)
 
         def start(coroutine: Coroutine[Any, Any, Any]) -> None:
             tasks.append(asyncio.create_task(coroutine))
 
-        tasks.append(watching)
+        start(watching.ended())
         start(self._audit.run())
         start(self._refresh(capabilities))
         start(self._lead())
         start(self._leader.run(gained=self._gained, lost=self._lost))
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        # The signal and the APIs that changed are reasons to end; watches end only when they fail.
-        failed = [task for task in ended if task is watching or task.exception() is not None]
+        # The signal and the APIs that changed are reasons to end; everything else ends only when it fails.
+        failed = [task for task in ended if task.exception() is not None]
         for task in failed:
-            log.error("ends because a part of it failed", exc_info=task.exception())
+            log.error("ends because a part of it failed: %s", task.exception(), exc_info=task.exception())
+        if failed:
+            # Whatever hangs on the way out: a process that does not watch must not stay.
+            asyncio.get_running_loop().call_later(EXIT, os._exit, 1)
         # In this order: nothing runs, then the lease is given back, then nobody watches.
         await self._workers.drain(GRACE)
         for task in tasks:
-            if task is not watching:
-                task.cancel()
-        await asyncio.gather(*(task for task in tasks if task is not watching), return_exceptions=True)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._leader.release()
-        stop_watching.set()
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(watching, GRACE)
+        await self._streams.close()
+        await watching.stop(GRACE)
         return 1 if failed else 0
 
-    async def _watch(self, kinds: list[str], stop: asyncio.Event) -> asyncio.Task[None]:
+    def _watching(self, kinds: list[str]) -> Watching:
         assert self._audit is not None
         registry = handlers.registry_for(
             kinds, self._cache, self._changed, self._audit, lambda: connect.credentials(self._configuration)
         )
-        others = asyncio.all_tasks()
-        parts = await kopf.spawn_tasks(
-            registry=registry,
-            settings=handlers.settings_for(kinds),
-            clusterwide=not self._options.namespaces,
-            namespaces=self._options.namespaces,
-            stop_flag=stop,
-        )
-        return asyncio.create_task(kopf.run_tasks(parts, ignored=others))
+        return Watching(kinds, self._options.namespaces, registry, handlers.settings_for(kinds))
 
     async def _until_served(self, stopped: asyncio.Task[Any]) -> Capabilities | None:
         """Wait for the API server and for our kind in it; ``None`` when told to stop before."""

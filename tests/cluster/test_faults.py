@@ -1,24 +1,31 @@
 """Whatever breaks between operator and API server, or ends the operator: the same children are there in the end."""
 
-import json
 import random
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.operators import ACCOUNT, NAMESPACE, install, operator
+from cluster.hollow import Hollow
+from cluster.mortal import Zygote, alike, unlike
+from cluster.operators import holder, operator
 from cluster.proxy import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Proxy, proxy
-from cluster.resources import Object, apply, bare, children, complete, condition, delete, resource, status
+from cluster.resources import Object, apply, complete, condition, delete, get, resource, status
+from cluster.serving import pod_metrics
+
+from mmrouter_operator.app import EXIT
+from mmrouter_operator.ref import RESOURCE
 
 SETTLE_SECONDS = 60
 """A deadline: pauses between tries grow, and of five writes one fails."""
+BAD_REQUEST, NOT_FOUND = Fault(400, "BadRequest"), Fault(404, "NotFound")
+POLL = 0.2
+"""Seconds between looks that cost the server some dozen requests."""
 
 
 @pytest.fixture
@@ -27,95 +34,12 @@ def between(crd: ControlPlane) -> Iterator[Proxy]:
         yield made
 
 
-class Zygote:
-    """Starts operators that kill themselves; see ``zygote.py``."""
-
-    def __init__(self, plane: ControlPlane) -> None:
-        install(plane)
-        self._kubeconfig = plane.kubeconfig_for(NAMESPACE, ACCOUNT)
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=plane.log_file("zygote").open("ab"),
-            text=True,
-            start_new_session=True,
-        )
-        plane.guard.began(self._process.pid)
-
-    def run(self, namespace: str, calls: int) -> int:
-        """Run an operator for one namespace until its call number ``calls`` was answered; returns its exit status."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        arguments = [
-            *(
-                f"--kubeconfig={self._kubeconfig}",
-                f"--namespace={namespace}",
-                "--identity=mortal",
-                "--bind=127.0.0.1:0",
-            ),
-            *(f"--lease-namespace={NAMESPACE}", "--lease-duration=2", "--renew-deadline=1.5", "--retry-period=0.3"),
-            "--log-format=text",
-        ]
-        self._process.stdin.write(json.dumps({"arguments": arguments, "calls": calls}) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(10)
-
-
-def alike(plane: ControlPlane, namespace: str) -> Object:
-    """Return the children of a namespace without what differs between two equal deployments."""
-    found = {f"{kind} {name}": bare(child) for (kind, name), child in children(plane, namespace).items()}
-    for name, child in found.items():
-        if name.startswith("Service "):
-            # Given by the server, another one for every Service.
-            own = ("clusterIP", "clusterIPs")
-            child["spec"] = {field: value for field, value in child["spec"].items() if field not in own}
-    text = json.dumps(found, sort_keys=True)
-    # Fingerprints of keys that are made anew for every deployment, and what is made of these.
-    for (kind, _), child in children(plane, namespace).items():
-        if kind == "Deployment":
-            for value in (child["spec"]["template"]["metadata"].get("annotations") or {}).values():
-                text = text.replace(json.dumps(value), '"annotation"')
-    made: Object = json.loads(text.replace(namespace, "namespace"))
-    return {name: child for name, child in made.items() if not name.startswith("Secret ")}
-
-
 def settled(plane: ControlPlane, namespace: str, body: Object) -> bool:
     """Whether all children are there and the status is about this generation."""
-    return complete(plane, body, namespace) and bool(condition(plane, "SpecValid", namespace))
-
-
-def test_an_operator_killed_after_any_of_its_calls_leaves_what_the_next_one_completes(crd: ControlPlane) -> None:
-    body = resource()
-    zygote = Zygote(crd)
-    with ExitStack() as stack:
-        stack.callback(zygote.close)
-        left: list[str] = []
-        while True:
-            namespace = stack.enter_context(crd.namespace())
-            apply(crd, namespace, body)
-            ended = zygote.run(namespace, len(left))
-            if ended == -signal.SIGALRM:
-                break  # it never came so far: every call of a first reconcile has been the last one once
-            assert ended == -signal.SIGKILL, crd.log_file("zygote").read_text()[-3000:]
-            left.append(namespace)
-        assert len(left) > 12
-        # Some calls are under way together, so not every kill leaves one child more than the one before.
-        assert len({len(children(crd, name)) for name in left}) > 4
-        with operator(crd), crd.namespace() as undisturbed:
-            apply(crd, undisturbed, body)
-            for name in (undisturbed, *left):
-                wait_for(partial(settled, crd, name, body), SETTLE_SECONDS, f"{name} is complete")
-            whole = alike(crd, undisturbed)
-            for number, name in enumerate(left):
-                found = alike(crd, name)
-                different = [child for child in whole.keys() | found.keys() if whole.get(child) != found.get(child)]
-                assert different == [], f"killed after {number} calls"
+    found = get(plane, RESOURCE, namespace, body["metadata"]["name"])
+    assert found is not None
+    seen = condition(plane, "SpecValid", namespace).get("observedGeneration") == found["metadata"]["generation"]
+    return seen and complete(plane, body, namespace)
 
 
 @pytest.mark.parametrize("fault", [CONFLICT, THROTTLED, BROKEN, BROKEN_AFTER], ids=["409", "429", "500", "500-after"])
@@ -155,6 +79,24 @@ def test_watches_that_expire_lose_nothing(crd: ControlPlane, between: Proxy, nam
             wait_for(lambda: settled(crd, namespace, body), SETTLE_SECONDS, "the deleted child is back")
 
 
+@pytest.mark.parametrize("fault", [BAD_REQUEST, NOT_FOUND], ids=["400", "404"])
+def test_an_operator_that_is_not_told_what_it_can_watch_ends(crd: ControlPlane, between: Proxy, fault: Fault) -> None:
+    between.faults = lambda method, path: fault if path == "/apis/apps/v1" else None
+    with operator(crd, f"untold-{fault.status}", server=between.url, wait=False) as replica:
+        wait_for(lambda: replica.process.poll() is not None, EXIT - 10, "it ends")
+        assert replica.process.returncode == 1
+
+
+def test_an_operator_whose_watch_ends_gives_the_lease_back_and_ends(crd: ControlPlane, between: Proxy) -> None:
+    between.watch_seconds = 0.5
+    with operator(crd, "deaf", server=between.url) as replica:
+        # What a watch begins anew with: kopf takes such an answer for final.
+        between.faults = lambda method, path: BAD_REQUEST if path == "/api/v1/services" else None
+        wait_for(lambda: replica.process.poll() is not None, EXIT - 10, "it ends")
+        assert replica.process.returncode == 1
+        assert holder(crd) == ""
+
+
 def test_a_restart_of_the_api_server_is_survived(crd: ControlPlane, namespace: str) -> None:
     body = resource()
     with operator(crd) as replica:
@@ -168,3 +110,142 @@ def test_a_restart_of_the_api_server_is_survived(crd: ControlPlane, namespace: s
             lambda: status(crd, namespace).get("observedGeneration") == 2, SETTLE_SECONDS, "the change has been seen"
         )
         assert replica.process.poll() is None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a reconcile is about: from ``before``, nothing where it is empty, to ``after``."""
+
+    before: Object
+    after: Object
+    changed: frozenset[str]
+    """Children that it writes anew or deletes, among others."""
+
+
+def unscheduled(*, frontend: bool = True, **spec: Any) -> Object:
+    """Return a deployment whose pods find no node: how far its children are depends on the operator alone.
+
+    ``frontend``: those of the frontend, too. Without a frontend, engines do not get a new template.
+    """
+    made = resource(**spec)
+    for part in made["spec"]["pools"] + [made["spec"]["frontend"]] * frontend:
+        part["podTemplate"] = {"spec": {"nodeSelector": {"example.com/nobody": "here"}}}
+    return made
+
+
+def updated() -> Object:
+    """Return :func:`unscheduled` with another image and other arguments."""
+    made = unscheduled(frontend=False)
+    made["spec"]["engine"] |= {"image": "registry.example/engine:2", "args": ["--max-num-seqs=7"]}
+    return made
+
+
+def larger() -> Object:
+    """Return :func:`unscheduled` with one pool more, an autoscaler, and what goes with several pods."""
+    pools = unscheduled(replicas=2)["spec"]["pools"]
+    pools += [{**pools[0], "name": "more"}]
+    pools[0] = {**pools[0], "autoscaling": {"minReplicas": 1, "maxReplicas": 4}}
+    return unscheduled(pools=pools)
+
+
+CHANGES = {
+    "create": Change({}, unscheduled(), frozenset({"Service demo", "Deployment demo-worker"})),
+    "update": Change(unscheduled(frontend=False), updated(), frozenset({"Deployment demo-worker"})),
+    "prune": Change(
+        larger(),
+        unscheduled(networkPolicy={"enabled": False}),
+        frozenset(
+            {
+                *("Deployment demo-more", "HorizontalPodAutoscaler demo-worker", "NetworkPolicy demo-frontend"),
+                *("PodDisruptionBudget demo-worker", "ConfigMap demo-config"),
+            }
+        ),
+    ),
+}
+
+
+@dataclass
+class Killed:
+    """Namespaces in which the same has changed: one in peace, in each of the others under an operator that died."""
+
+    undisturbed: str
+    disturbed: list[str] = field(default_factory=list)
+
+
+def runs(plane: ControlPlane, namespace: str) -> bool:
+    """Whether the frontend is as large as it has to be, and none of its pods is an older one."""
+    frontend = get(plane, "Deployment", namespace, "demo-frontend")
+    assert frontend is not None
+    seen, wanted = frontend.get("status") or {}, frontend["spec"]["replicas"]
+    is_seen = seen.get("observedGeneration") == frontend["metadata"]["generation"]
+    return is_seen and {seen.get(name, 0) for name in ("replicas", "updatedReplicas", "availableReplicas")} == {wanted}
+
+
+@pytest.fixture(scope="module")
+def killed(crd: ControlPlane, kubelet: Hollow) -> Iterator[Mapping[str, Killed]]:
+    """All changes, while an operator goes on from where the killed ones were; it starts once for all of them."""
+    with ExitStack() as stack:
+        stack.enter_context(pod_metrics(crd))
+        zygote = Zygote(crd)
+        stack.callback(zygote.close)
+        found: dict[str, Killed] = {}
+        for name, change in CHANGES.items():
+            one = found[name] = Killed(stack.enter_context(crd.namespace()))
+            calls = 0
+            states: list[Object] = [{}]
+            for body in filter(None, (change.before, change.after)):
+                apply(crd, one.undisturbed, body)
+                ended, calls = zygote.run(one.undisturbed)
+                assert ended == 0, zygote.log()[-3000:]
+                _await_frontend(crd, one.undisturbed, body)
+                states.append(alike(crd, one.undisturbed))
+            assert change.changed <= set(unlike(*states[-2:])), unlike(*states[-2:])
+            one.disturbed = [stack.enter_context(crd.namespace()) for _ in range(calls)]
+        _prepare(crd, {name: CHANGES[key].before for key, one in found.items() for name in one.disturbed})
+        for name, one in found.items():
+            for calls, namespace in enumerate(one.disturbed):
+                apply(crd, namespace, CHANGES[name].after)
+                ended, _ = zygote.run(namespace, calls)
+                # It may make a call or two less than the undisturbed one: what it tells depends on the pods.
+                assert ended == -signal.SIGKILL or (ended == 0 and calls > len(one.disturbed) - 3), zygote.log()[-3000:]
+        with operator(crd):
+            yield found
+
+
+def _prepare(plane: ControlPlane, before: Mapping[str, Object]) -> None:
+    """Have an operator make the children of a deployment in each of the namespaces."""
+    some = {namespace: body for namespace, body in before.items() if body}
+    with operator(plane):
+        for namespace, body in some.items():
+            apply(plane, namespace, body)
+        for namespace, body in some.items():
+            wait_for(partial(settled, plane, namespace, body), SETTLE_SECONDS, f"{namespace} is complete", every=POLL)
+            _await_frontend(plane, namespace, body)
+
+
+def _await_frontend(plane: ControlPlane, namespace: str, body: Object) -> None:
+    if "podTemplate" not in body["spec"]["frontend"]:
+        wait_for(partial(runs, plane, namespace), SETTLE_SECONDS, f"{namespace} has a frontend", every=POLL)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_operator_killed_after_any_call_of_a_reconcile_leaves_what_the_next_one_completes(
+    crd: ControlPlane, killed: Mapping[str, Killed], change: str
+) -> None:
+    one = killed[change]
+    for namespace in (one.undisturbed, *one.disturbed):
+        done = partial(settled, crd, namespace, CHANGES[change].after)
+        wait_for(done, SETTLE_SECONDS, f"{namespace} is complete", every=POLL)
+    whole = alike(crd, one.undisturbed)
+
+    def differs(namespace: str) -> list[str]:
+        return unlike(whole, alike(crd, namespace))
+
+    def same(namespace: str) -> bool:
+        return not differs(namespace)
+
+    for calls, namespace in enumerate(one.disturbed):
+        # Deletions go on in the background.
+        with suppress(TimeoutError):
+            wait_for(partial(same, namespace), SETTLE_SECONDS, f"{namespace} is equal", every=POLL)
+        assert differs(namespace) == [], f"killed after {calls} calls"

@@ -8,36 +8,14 @@ from cluster.controlplane import ControlPlane, wait_for
 from cluster.deployed import MERGE, SECONDS, Deployed, named
 from cluster.hollow import Hollow
 from cluster.operators import operator
-
-METRICS: dict[str, Any] = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {
-        "name": "stand-ins.custom.metrics.k8s.io",
-        # The API server keeps this group for Kubernetes' own projects.
-        "annotations": {"api-approved.kubernetes.io": "unapproved, a test"},
-    },
-    "spec": {
-        "group": "custom.metrics.k8s.io",
-        "names": {"plural": "stand-ins", "singular": "stand-in", "kind": "StandIn", "listKind": "StandInList"},
-        "scope": "Namespaced",
-        "versions": [
-            {"name": "v1beta2", "served": True, "storage": True, "schema": {"openAPIV3Schema": {"type": "object"}}}
-        ],
-    },
-}
-CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+from cluster.serving import pod_metrics
 
 
 @pytest.fixture
 def metrics(crd: ControlPlane) -> Iterator[ControlPlane]:
     """A cluster that serves the API group of pod metrics; nobody is behind it, and nobody asks."""
-    crd.request("POST", CRDS, METRICS).raise_for_status()
-    try:
-        wait_for(lambda: crd.request("GET", "/apis/custom.metrics.k8s.io/v1beta2").is_success, SECONDS, "it is served")
+    with pod_metrics(crd):
         yield crd
-    finally:
-        crd.request("DELETE", f"{CRDS}/{METRICS['metadata']['name']}")
 
 
 def test_the_autoscaler_owns_the_replicas_and_an_edit_of_its_own_stays(

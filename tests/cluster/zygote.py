@@ -3,8 +3,9 @@
     python zygote.py    # reads a line of JSON for each operator: {"arguments": [...], "calls": N}
 
 The operator of a line kills itself (SIGKILL) as soon as the server has answered its call number ``calls``, before it
-has read the answer; calls to Leases and to discovery are not counted. For each line one line comes back: the exit
-status, negative for a signal.
+has read the answer, and ends with status 0 once it has reconciled a deployment to the end. Calls are those of
+reconciles, reads as well as writes: not counted are Leases, discovery, and the listings that its caches are compared
+with. For each line one line of JSON comes back: {"status": the exit status, negative for a signal, "calls": M}.
 """
 
 import gc
@@ -17,14 +18,16 @@ from typing import Any
 import mmrouter_operator.__main__ as command
 import mmrouter_operator.app  # noqa: F401 - here, once, instead of in every fork
 from mmrouter_operator.apply import KubernetesCluster
+from mmrouter_operator.observe import Key
+from mmrouter_operator.reconcile import Reconciler
 
-START_SECONDS, QUIET_SECONDS = 40, 5
-"""An operator ends by SIGALRM when it has made no call for so long: it will not come as far as it was told."""
+PATIENCE_SECONDS = 60
+"""An operator that does neither for so long ends by SIGALRM."""
 
 
-def die_after(calls: int) -> None:
-    """Have this process killed once the server has answered so many calls."""
-    call = KubernetesCluster._call
+def die_after(calls: int, told: int) -> None:
+    """Have this process killed once the server has answered so many calls; for each a byte goes to ``told``."""
+    call, reconcile = KubernetesCluster._call, Reconciler.reconcile
     left = calls
 
     async def counted(self: KubernetesCluster, method: str, path: str, **more: Any) -> Any:
@@ -33,13 +36,18 @@ def die_after(calls: int) -> None:
         try:
             return await call(self, method, path, **more)
         finally:
-            if "/leases" not in path and path != "/apis" and method != "GET":
+            if "/leases" not in path and path != "/apis" and "PartialObjectMetadataList" not in more.get("accept", ""):
+                os.write(told, b".")
                 left -= 1
-                signal.alarm(QUIET_SECONDS)
                 if left < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
+    async def last(self: Reconciler, key: Key) -> float | None:
+        await reconcile(self, key)
+        os._exit(0)
+
     KubernetesCluster._call = counted  # type: ignore[method-assign]
+    Reconciler.reconcile = last  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -47,13 +55,17 @@ def main() -> None:
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
+        heard, told = os.pipe()
         pid = os.fork()
         if not pid:
-            signal.alarm(START_SECONDS)
-            die_after(request["calls"])
+            signal.alarm(PATIENCE_SECONDS)
+            die_after(request["calls"], told)
             os._exit(command.main(request["arguments"]))
+        os.close(told)
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        with os.fdopen(heard, "rb") as answered:
+            answer = {"status": os.waitstatus_to_exitcode(status), "calls": len(answered.read())}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
