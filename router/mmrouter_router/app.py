@@ -184,7 +184,7 @@ class Router:
 
     async def run(self) -> None:
         """Serve until cancelled or told to stop by a signal."""
-        ip, drain = self.settings.pod_ip, self.settings.drain_seconds
+        ip, drain = self.settings.host, self.settings.drain_seconds
         clients = Server(self._client_app(), ip, CLIENT_PORT, drain_seconds=drain)
         others = [
             Server(self._control_app(), ip, control.CONTROL_PORT, drain_seconds=OTHERS_SECONDS),

@@ -51,6 +51,15 @@ class Settings:
     drain_seconds: float = DRAIN_SECONDS
     """How long answers may take to finish after SIGTERM."""
     api_server: ApiServer = ApiServer("", "443", Path(SERVICE_ACCOUNT_DIR))
+    bind_all: bool = False
+    """Listen on every address of the pod, its loopback too: a port-forward comes from there."""
+
+    @property
+    def host(self) -> str:
+        """The address to listen on."""
+        if not self.bind_all:
+            return self.pod_ip
+        return "::" if ":" in self.pod_ip else "0.0.0.0"  # noqa: S104 - the pod's own network; policies guard it
 
     @property
     def chat_template(self) -> Path:
@@ -96,6 +105,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
             env.get("KUBERNETES_SERVICE_PORT", "443"),
             Path(env.get("MMROUTER_SERVICE_ACCOUNT_DIR", SERVICE_ACCOUNT_DIR)),
         ),
+        bind_all=env.get("MMROUTER_BIND") == "all",
     )
 
 

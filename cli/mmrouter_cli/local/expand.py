@@ -10,8 +10,8 @@ from mmrouter_cli.local.folders import LocalError
 LOOPBACK = "POD_LOOPBACK"
 """The variable that differs from a cluster by design: a local pod's loopback is its own address (DESIGN.md 10)."""
 
-DISCOVERY = {"MMROUTER_DISCOVERY": "file"}
-"""There is no API to ask who is there: frontends read ``workers.json``."""
+LOCAL = {"MMROUTER_DISCOVERY": "file", "MMROUTER_BIND": "pod"}
+"""There is no API to ask who is there: frontends read ``workers.json``. Pods share one network: each has its address."""
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
@@ -59,8 +59,8 @@ def resolve_env(
         name = item["name"]
         if name == LOOPBACK:
             values[name] = pod.ip
-        elif name in DISCOVERY:
-            values[name] = DISCOVERY[name]
+        elif name in LOCAL:
+            values[name] = LOCAL[name]
         elif "valueFrom" in item:
             value = _from(item["valueFrom"], name, pod, config_maps, secrets)
             if value is not None:

@@ -93,6 +93,7 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
             *common.downward_env(),
             *common.config_env(),
             common.value_env("MMROUTER_DISCOVERY", "kubernetes"),
+            common.value_env("MMROUTER_BIND", "all"),
             common.value_env("MMROUTER_DRAIN_SECONDS", str(STREAM_SECONDS)),
         ],
         "ports": [

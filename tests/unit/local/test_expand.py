@@ -127,6 +127,6 @@ def test_without_mounts_nothing_changes() -> None:
     assert rewriter({})("/tmp") == "/tmp"
 
 
-def test_a_local_frontend_reads_its_roster_from_the_file_whatever_the_cluster_would_do() -> None:
-    env = [{"name": "MMROUTER_DISCOVERY", "value": "kubernetes"}]
-    assert resolve_env(env, [], POD, {}, {}) == {"MMROUTER_DISCOVERY": "file"}
+def test_a_local_frontend_reads_its_roster_from_the_file_and_keeps_to_its_address_whatever_a_cluster_does() -> None:
+    env = [{"name": "MMROUTER_DISCOVERY", "value": "kubernetes"}, {"name": "MMROUTER_BIND", "value": "all"}]
+    assert resolve_env(env, [], POD, {}, {}) == {"MMROUTER_DISCOVERY": "file", "MMROUTER_BIND": "pod"}

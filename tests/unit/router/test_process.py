@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from mmrouter_router.__main__ import main
+from mmrouter_router.settings import load
 
 RESOURCE = {
     "apiVersion": "mmrouter.io/v1alpha1",
@@ -83,6 +84,19 @@ def test_a_variable_that_cannot_be_is_named(said, monkeypatch, name, value, sent
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv(name, value)
     assert sentence in said()
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({"POD_IP": "10.0.0.7"}, "10.0.0.7"),
+        ({"POD_IP": "10.0.0.7", "MMROUTER_BIND": "all"}, "0.0.0.0"),
+        ({"POD_IP": "fd00::7", "MMROUTER_BIND": "all"}, "::"),
+    ],
+)
+def test_a_router_listens_on_its_address_or_where_told_on_all_of_its_pod(config, variables, host):
+    """A port-forward reaches a pod by its loopback."""
+    assert load({"MMROUTER_CONFIG": str(config), "POD_UID": "u", **variables}).host == host
 
 
 def test_a_process_without_its_model_folders_files_leaves_with_status_2_and_a_sentence(config):
