@@ -11,7 +11,7 @@ LOOPBACK = "POD_LOOPBACK"
 """The variable that differs from a cluster by design: a local pod's loopback is its own address (DESIGN.md 10)."""
 
 LOCAL = {"MMROUTER_DISCOVERY": "file", "MMROUTER_BIND": "pod"}
-"""There is no API to ask who is there: frontends read ``workers.json``. Pods share one network: each has its address."""
+"""No API tells who is there: frontends read ``workers.json``. Pods share one network: each keeps to its address."""
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
