@@ -4,7 +4,7 @@ import asyncio
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -15,6 +15,9 @@ from rich.table import Table
 from mmrouter import __version__
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_cli.reach import Reach, UnreachableError, reach
+
+if TYPE_CHECKING:
+    from mmrouter_cli.init import Question
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
@@ -92,6 +95,79 @@ def up(
     else:
         shown.print(Console(width=max(Console().width, 140)))
     raise typer.Exit(0 if shown.passed else FAILED)
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write; - prints it.")] = Path("mmrouter.yaml"),
+    model: Annotated[str | None, typer.Option(help="Repository of the model hub.")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm or sglang.")] = None,
+    accelerator: Annotated[str | None, typer.Option(help="nvidia, amd, intel-i915, intel-xe, gaudi or cpu.")] = None,
+    replicas: Annotated[str | None, typer.Option(help="Engine pods.")] = None,
+    name: Annotated[str | None, typer.Option(help="The deployment's name. Default: from the model's.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="The engine's image. Default: the one its project publishes.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not given has its default.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Ask four questions, or take the options, and write a commented MMRouterDeployment."""
+    from mmrouter_cli import init as asked
+
+    given: dict[str, str | None] = {
+        "model": model,
+        "engine": engine,
+        "accelerator": accelerator,
+        "replicas": replicas,
+        "name": name,
+        "image": image,
+    }
+    printed = str(file) == "-"
+    if not printed and file.exists() and not force:
+        _fail(f"{file} is there already: --force writes over it")
+    said: dict[str, Any] = {}
+    for field, answer in given.items():
+        if answer is not None:
+            try:
+                said[field] = asked.READ[field](answer)
+            except asked.AnswerError as error:
+                _fail(f"--{field}: {error}")
+    for question in asked.QUESTIONS:
+        if question.field not in said and not yes:
+            said[question.field] = _ask(question)
+    answers = asked.Answers(**said)
+    if printed:
+        typer.echo(asked.text(answers), nl=False)
+        return
+    try:
+        asked.write(file, answers, force=force)
+    except FileExistsError:
+        _fail(f"{file} is there already: --force writes over it")
+    except OSError as error:
+        _fail(f"cannot write {file}: {error.strerror}")
+    if answers.needs_image:
+        where = f"{answers.engine} on {answers.accelerator}"
+        typer.echo(f"mmrouter: no image of {where} is published: put your own into {file}", err=True)
+    typer.echo(f"wrote {file}; apply it with: kubectl apply -f {file}", err=True)
+
+
+def _ask(question: "Question") -> str | int:
+    """Ask until the answer can be used. Ends with status 2 where nobody answers."""
+    from mmrouter_cli import init as asked
+
+    def read(text: str) -> str | int:
+        try:
+            return question.read(text)
+        except asked.AnswerError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    try:
+        answer: str | int = typer.prompt(
+            question.text, default=str(getattr(asked.Answers(), question.field)), value_proc=read, err=True
+        )
+    except typer.Abort:
+        _fail(f"\nno answer: give --{question.field}, or --yes for the defaults")
+    return answer
 
 
 @app.command()
