@@ -4,7 +4,7 @@ import asyncio
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -14,19 +14,15 @@ from rich.table import Table
 
 from mmrouter import __version__
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter_cli.reach import Reach, UnreachableError, reach
-
-if TYPE_CHECKING:
-    from mmrouter_cli.init import Question
+from mmrouter_cli import init_command, looking
+from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, leave, reach_or_leave
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
 )
-FAILED, USAGE = 1, 2
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
-Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
+app.command()(init_command.init)
+app.command()(looking.status)
+app.command()(looking.doctor)
 
 
 class Engines(StrEnum):
@@ -98,79 +94,6 @@ def up(
 
 
 @app.command()
-def init(
-    file: Annotated[Path, typer.Argument(help="The file to write; - prints it.")] = Path("mmrouter.yaml"),
-    model: Annotated[str | None, typer.Option(help="Repository of the model hub.")] = None,
-    engine: Annotated[str | None, typer.Option(help="vllm or sglang.")] = None,
-    accelerator: Annotated[str | None, typer.Option(help="nvidia, amd, intel-i915, intel-xe, gaudi or cpu.")] = None,
-    replicas: Annotated[str | None, typer.Option(help="Engine pods.")] = None,
-    name: Annotated[str | None, typer.Option(help="The deployment's name. Default: from the model's.")] = None,
-    image: Annotated[
-        str | None, typer.Option(help="The engine's image. Default: the one its project publishes.")
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not given has its default.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
-) -> None:
-    """Ask four questions, or take the options, and write a commented MMRouterDeployment."""
-    from mmrouter_cli import init as asked
-
-    given: dict[str, str | None] = {
-        "model": model,
-        "engine": engine,
-        "accelerator": accelerator,
-        "replicas": replicas,
-        "name": name,
-        "image": image,
-    }
-    printed = str(file) == "-"
-    if not printed and file.exists() and not force:
-        _fail(f"{file} is there already: --force writes over it")
-    said: dict[str, Any] = {}
-    for field, answer in given.items():
-        if answer is not None:
-            try:
-                said[field] = asked.READ[field](answer)
-            except asked.AnswerError as error:
-                _fail(f"--{field}: {error}")
-    for question in asked.QUESTIONS:
-        if question.field not in said and not yes:
-            said[question.field] = _ask(question)
-    answers = asked.Answers(**said)
-    if printed:
-        typer.echo(asked.text(answers), nl=False)
-        return
-    try:
-        asked.write(file, answers, force=force)
-    except FileExistsError:
-        _fail(f"{file} is there already: --force writes over it")
-    except OSError as error:
-        _fail(f"cannot write {file}: {error.strerror}")
-    if answers.needs_image:
-        where = f"{answers.engine} on {answers.accelerator}"
-        typer.echo(f"mmrouter: no image of {where} is published: put your own into {file}", err=True)
-    typer.echo(f"wrote {file}; apply it with: kubectl apply -f {file}", err=True)
-
-
-def _ask(question: "Question") -> str | int:
-    """Ask until the answer can be used. Ends with status 2 where nobody answers."""
-    from mmrouter_cli import init as asked
-
-    def read(text: str) -> str | int:
-        try:
-            return question.read(text)
-        except asked.AnswerError as error:
-            raise typer.BadParameter(str(error)) from error
-
-    try:
-        answer: str | int = typer.prompt(
-            question.text, default=str(getattr(asked.Answers(), question.field)), value_proc=read, err=True
-        )
-    except typer.Abort:
-        _fail(f"\nno answer: give --{question.field}, or --yes for the defaults")
-    return answer
-
-
-@app.command()
 def crd(
     check: Annotated[
         Path | None, typer.Option(help="Print nothing; exit status 1 if this file is not the definition.")
@@ -185,7 +108,7 @@ def crd(
     try:
         current = definition.is_current(check)
     except OSError as error:
-        _fail(str(error))
+        leave(str(error))
     if not current:
         typer.echo(f"mmrouter: {check} differs from the models: write it with `mmrouter crd > {check}`", err=True)
         raise typer.Exit(FAILED)
@@ -220,7 +143,7 @@ def plan(
     except SpecError as error:
         _refuse(file, error)
     except (planning.PlanError, ConfigError, OSError) as error:
-        _fail(str(error))
+        leave(str(error))
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
@@ -243,7 +166,7 @@ def verify(
     from mmrouter_cli import gate
 
     with httpx.Client(timeout=60) as client:
-        asked = gate.Gate(_reach(url, control, token), api_key=api_key, client=client, strict=strict)
+        asked = gate.Gate(reach_or_leave(url, control, token), api_key=api_key, client=client, strict=strict)
         checks = asked.run(rounds)
     result = {"strict": strict, **gate.as_json(checks)}
     if as_json:
@@ -280,10 +203,10 @@ def explain(
     from mmrouter_cli import explain as explained
 
     if (request_id is None) == (dry_run is None):
-        _fail("give either a request id or --dry-run FILE")
+        leave("give either a request id or --dry-run FILE")
     if parity and dry_run is not None:
-        _fail("--parity needs a request that was sent: give its id")
-    where = _reach(url, control, token)
+        leave("--parity needs a request that was sent: give its id")
+    where = reach_or_leave(url, control, token)
     with httpx.Client(timeout=30, headers=where.authorization) as client:
         base = where.controls[0]
         try:
@@ -293,9 +216,9 @@ def explain(
             else:
                 answer = client.get(f"{base}/control/decisions/{request_id}", params={"parity": parity})
         except (OSError, httpx.HTTPError) as error:
-            _fail(str(error))
+            leave(str(error))
     if answer.status_code != 200:
-        _fail(explained.error_text(answer))
+        leave(explained.error_text(answer))
     if as_json:
         typer.echo(json.dumps(answer.json()))
     else:
@@ -318,7 +241,7 @@ def replay(
     try:
         report = explain_capture(capture, model_dir=model, engine=engine.value if engine else None)
     except CaptureError as error:
-        _fail(str(error))
+        leave(str(error))
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
@@ -337,13 +260,13 @@ def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
     try:
         documents = [d for d in yaml.safe_load_all(file.read_text()) if d is not None]
     except OSError as error:
-        _fail(f"cannot read {file}: {error.strerror}")
+        leave(f"cannot read {file}: {error.strerror}")
     except yaml.YAMLError as error:
-        _fail(f"{file} is not YAML: {error}")
+        leave(f"{file} is not YAML: {error}")
     companions = [d for d in documents if isinstance(d, dict) and d.get("kind") in ("ConfigMap", "Secret")]
     deployments = [d for d in documents if d not in companions]
     if len(deployments) != 1:
-        _fail(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
+        leave(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
     try:
         return parse_deployment(deployments[0]), companions
     except SpecError as error:
@@ -354,16 +277,3 @@ def _refuse(file: Path, error: SpecError) -> NoReturn:
     for path, sentence in error.errors:
         typer.echo(f"{file}: {path}: {sentence}", err=True)
     raise typer.Exit(USAGE) from error
-
-
-def _reach(url: str, control: str | None, token: str | None) -> Reach:
-
-    try:
-        return reach(url, control, token)
-    except UnreachableError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"mmrouter: {message}", err=True)
-    raise typer.Exit(USAGE)
