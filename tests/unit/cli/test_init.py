@@ -83,7 +83,7 @@ def test_an_answer_that_is_taken_stands_in_the_file_letter_by_letter(
     model: str, engine: str, kind: str, replicas: int, name: str, image: str
 ) -> None:
     try:
-        answers = init.Answers(init.model(model), engine, kind, replicas, str(init.name(name)), init.image(image))  # type: ignore[arg-type]
+        answers = init.Answers(init.model(model), engine, kind, replicas, str(init.name(name)), init.image(image))
     except init.AnswerError:
         return
     dep = parse_deployment(init.resource(answers))
