@@ -8,6 +8,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NEEDS_A_CLUSTER = ("kubectl ", ".venv/bin/mmrouter operator")
+LOOKS_AT_ONE = (".venv/bin/mmrouter status", ".venv/bin/mmrouter doctor")
+"""Commands that look at a cluster, unless they are given a URL."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -26,4 +28,5 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def needs_a_cluster(command: str) -> bool:
     """Whether a command is run by the tests on a real control plane, not by those on local processes."""
-    return command.startswith(NEEDS_A_CLUSTER) or "--against cluster" in command
+    looks = command.startswith(LOOKS_AT_ONE) and "--url" not in command
+    return command.startswith(NEEDS_A_CLUSTER) or looks or "--against cluster" in command
