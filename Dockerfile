@@ -11,18 +11,19 @@ FROM ${MMROUTER_BASE_IMAGE} AS tools
 ENV PIP_CONFIG_FILE=/run/secrets/pip PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /build
 COPY pyproject.toml requirements.lock LICENSE README.md ./
-COPY docker/requirements.py docker/install.sh docker/
+COPY docker/requirements.py docker/packages.sh docker/
 RUN python3 -m venv /build/tools
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     python3 docker/requirements.py build >build.txt && tools/bin/pip install --quiet --require-hashes -r build.txt
 # Other people's packages are a layer of their own, which a change of the code leaves as it is.
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
-    docker/install.sh /opt/mmrouter cli operator router sidecar
+    docker/packages.sh /opt/mmrouter cli operator router sidecar
 
 FROM tools AS sim-tools
-RUN --mount=type=secret,id=pip --mount=type=secret,id=ca docker/install.sh /opt/sim sim
+RUN --mount=type=secret,id=pip --mount=type=secret,id=ca docker/packages.sh /opt/sim sim
 
 FROM tools AS wheel
+COPY docker/project.sh docker/
 COPY mmrouter mmrouter
 COPY operator operator
 COPY sidecar sidecar
@@ -30,11 +31,12 @@ COPY router router
 COPY sim sim
 COPY cli cli
 RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist . && \
-    docker/install.sh /opt/mmrouter dist/*.whl
+    docker/project.sh /opt/mmrouter
 
 FROM sim-tools AS sim-wheel
+COPY docker/project.sh docker/
 COPY --from=wheel /build/dist dist
-RUN docker/install.sh /opt/sim dist/*.whl
+RUN docker/project.sh /opt/sim
 
 FROM ${MMROUTER_BASE_IMAGE} AS sim
 COPY --from=sim-tools /opt/sim /opt/sim
