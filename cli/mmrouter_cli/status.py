@@ -6,7 +6,7 @@ Both become one view, which is a table for people and plain values for machines.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,33 +216,45 @@ async def from_cluster(
 ) -> AsyncIterator[list[View]]:
     """Yield the views of a deployment, or of all of a namespace. Raises :class:`StatusError`."""
     from mmrouter_cli.kube import ClusterError, namespace_of, reading
-    from mmrouter_operator.apply import NotFound
+    from mmrouter_operator.apply import NotFound, Unavailable
     from mmrouter_operator.ref import KINDS, RESOURCE
     from mmrouter_operator.render.common import DEPLOYMENT_LABEL
 
     namespace = namespace or namespace_of(kubeconfig)
     try:
         async with reading(kubeconfig) as reader:
+            views: list[View] = []
             while True:
                 try:
                     path = KINDS[RESOURCE].path(namespace, name or "")
                     found = [await reader.read(path)] if name else await reader.items(path)
+                    pods = await reader.items(KINDS["Pod"].path(namespace), labelSelector=DEPLOYMENT_LABEL)
                 except NotFound as error:
                     what = (
                         f"MMRouterDeployment {name} in namespace {namespace}" if name else "MMRouterDeployment at all"
                     )
                     raise StatusError(f"there is no {what}: {error}") from error
-                views = []
-                for resource in found:
-                    selector = f"{DEPLOYMENT_LABEL}={resource['metadata']['name']}"
-                    pods = await reader.items(KINDS["Pod"].path(namespace), labelSelector=selector)
-                    views.append(of_resource(resource, pods))
+                except Unavailable as error:
+                    if not views:
+                        raise
+                    # Whoever watches wants to see it come back.
+                    note = f"the cluster does not answer: {error}"
+                    yield [replace(view, notes=(*view.notes, note)) for view in views]
+                    await asyncio.sleep(EVERY_SECONDS)
+                    continue
+                views = [of_resource(resource, _of(resource, pods)) for resource in found]
                 yield views
                 if not watch:
                     return
                 await asyncio.sleep(EVERY_SECONDS)
     except ClusterError as error:
         raise StatusError(str(error)) from error
+
+
+def _of(resource: Object, pods: Sequence[Object]) -> list[Object]:
+    from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+
+    return [pod for pod in pods if pod["metadata"]["labels"][DEPLOYMENT_LABEL] == resource["metadata"]["name"]]
 
 
 async def from_url(reach: Reach, *, watch: bool) -> AsyncIterator[list[View]]:

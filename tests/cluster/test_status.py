@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import IO
 
 import pytest
 from cluster.commands import mmrouter, views
@@ -66,3 +67,29 @@ def test_watching_prints_a_line_for_every_change_and_none_without(plane: Control
         assert len(set(lines)) == len(lines)
     finally:
         end(process)
+
+
+def test_watching_outlives_the_api_server(plane: ControlPlane, namespace: str) -> None:
+    apply(plane, namespace, resource())
+    judged(plane, namespace)
+    argv = [sys.executable, "-m", "mmrouter_cli", "status", "demo", "-n", namespace, "--watch", "--json"]
+    process = subprocess.Popen(
+        [*argv, f"--kubeconfig={plane.kubeconfig}"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())[0]["notes"] == []
+        plane.stop("apiserver")
+        try:
+            _until(process.stdout, lambda notes: any("does not answer" in note for note in notes))
+        finally:
+            plane.start("apiserver")
+        _until(process.stdout, lambda notes: notes == [])
+    finally:
+        end(process)
+
+
+def _until(lines: IO[str], fits: Callable[[list[str]], bool]) -> None:
+    """Read until the notes of a line fit; the watch prints one for every change."""
+    while not fits(json.loads(lines.readline())[0]["notes"]):
+        pass

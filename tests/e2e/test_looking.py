@@ -1,6 +1,8 @@
 """`mmrouter status` and `mmrouter doctor` behind a URL, on a deployment of processes: health, and a silent sidecar."""
 
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -65,3 +67,29 @@ def test_watching_ends_cleanly_by_ctrl_c(demo: Deployment) -> None:
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
+
+
+def test_a_terminal_shows_a_live_table_and_ctrl_c_leaves_it_there(demo: Deployment) -> None:
+    wait_for(demo.settled, 30, "every worker is verified")
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "mmrouter_cli", "status", "--url", demo.url, "--watch"]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while seen.count(b"in flight") < 2:  # drawn, and drawn again
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        try:
+            while chunk := os.read(ours, 65536):
+                seen += chunk
+        except OSError:
+            pass  # how a terminal says that its other end is closed
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"Traceback" not in seen
+    assert b"demo-worker" in seen

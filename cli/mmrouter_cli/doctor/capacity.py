@@ -63,7 +63,7 @@ def capacity_check(cluster: ClusterFacts, facts: DeploymentFacts, dep: MMRouterD
         used = facts.pods if not isinstance(facts.pods, Unread) else ()
     nodes = nodes_of(cluster.nodes, used)
     try:
-        wanted = pods_wanted(dep, () if isinstance(facts.pods, Unread) else facts.pods)
+        wanted = pods_wanted(dep, () if isinstance(facts.pods, Unread) else facts.pods, _scaled(facts, dep))
     except SpecError:
         return  # told by the check of the spec
     # Before the room for rollouts: what is missing now is to be counted first.
@@ -77,8 +77,11 @@ def capacity_check(cluster: ClusterFacts, facts: DeploymentFacts, dep: MMRouterD
             yield _placed(one, nodes)
 
 
-def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object]) -> list[Wanted]:
-    """Return what the deployment's pods ask for, the frontend's last. Raises ``SpecError``."""
+def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object], scaled: Mapping[str, int]) -> list[Wanted]:
+    """Return what the deployment's pods ask for, the frontend's last. Raises ``SpecError``.
+
+    ``scaled``: pool -> replicas that its autoscaler wants now.
+    """
     objects = [obj for obj in render(dep, secrets=new_secret_data()) if obj["kind"] == "Deployment"]
     found = []
     for obj in objects:
@@ -91,13 +94,19 @@ def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object]) -> list[Wanted]
                 who=f"pool {pool}" if pool else "frontend",
                 pool=pool,
                 spec=spec["template"]["spec"],
-                replicas=spec.get("replicas", 1),
+                replicas=scaled.get(pool, spec.get("replicas", 1)),
                 extra=_whole(rolling.get("maxSurge")) if not _whole(rolling.get("maxUnavailable")) else 0,
                 placed=tuple(pod["spec"]["nodeName"] for pod in mine if pod["spec"].get("nodeName")),
                 kind=dep.pool(pool).accelerator.kind if pool else None,
             )
         )
     return found
+
+
+def _scaled(facts: DeploymentFacts, dep: MMRouterDeployment) -> dict[str, int]:
+    counts = {pool["name"]: pool for pool in (facts.resource.get("status") or {}).get("pools") or []}
+    names = [pool.name for pool in dep.spec.pools if pool.autoscaling is not None]
+    return {name: counts[name]["desired"] for name in names if "desired" in counts.get(name, {})}
 
 
 def _is_of(pod: Object, pool: str) -> bool:

@@ -136,6 +136,15 @@ def test_no_room_for_the_extra_pod_of_a_rollout_is_a_warning() -> None:
     assert d.levels(judged([d.gpu_node("a", gpus=2)], pods=pods, **calm)) == ["ok"]
 
 
+def test_an_autoscaled_pool_wants_what_its_autoscaler_wants() -> None:
+    shape = {"name": "worker", "role": "worker", "replicas": 9, "accelerator": {"kind": "nvidia"}}
+    made = d.resource(pools=[{**shape, "autoscaling": {"maxReplicas": 9}}])
+    made["status"]["pools"] = [{"name": "worker", "role": "worker", "desired": 2}]
+    facts = d.deployed(made, pods=FRONTENDS)
+    found = list(capacity_check(d.cluster(nodes=(d.gpu_node("a", gpus=2),)), facts, facts.dep))
+    assert "pool worker: 0 of 2 pods have a node, there is room for the other 2" in [item.seen for item in found]
+
+
 def test_a_cluster_without_nodes_is_told() -> None:
     assert "has no nodes" in the_problem([]).seen
 
