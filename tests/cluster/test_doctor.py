@@ -1,5 +1,6 @@
 """`mmrouter doctor` on the real API server: each trouble is made, seen and gone again; and it writes nothing."""
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from cluster.operators import Replica, holder, operator
 from cluster.resources import apply, condition, resource
 
 from mmrouter.api.crd import HASH_ANNOTATION, NAME
+from mmrouter_cli.states import Unread, reached
 
 SECONDS = 30
 CRD_PATH = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
@@ -213,6 +215,24 @@ def reader(plane: ControlPlane, namespace: str) -> Path:
     ):
         plane.request("POST", path, {"metadata": {"name": "reader"}, **body}).raise_for_status()
     return plane.kubeconfig_for(namespace, "reader")
+
+
+def test_where_no_port_can_be_forwarded_kubectls_own_words_are_told(
+    plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(plane, namespace, pools=[pool()])
+    monkeypatch.setenv("PATH", str(plane.bin), prepend=":")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    # An address as pods have it, and no kubelet behind it.
+    frontend = {"metadata": {"name": "absent", "namespace": namespace}, "status": {"podIP": "10.0.0.9"}}
+
+    async def way() -> str | Unread:
+        async with reached([frontend], plane.kubeconfig) as frontends:
+            return frontends[0].url
+
+    found = asyncio.run(way())
+    assert isinstance(found, Unread)
+    assert 'pods "absent" not found' in found.why
 
 
 @pytest.mark.parametrize("command", ["doctor", "status"])

@@ -211,6 +211,27 @@ def test_nobody_there_is_said() -> None:
     assert asked(Unread("its pod does not run")).why == "its pod does not run"
 
 
+def ways(*ips: str) -> list[str | Unread]:
+    async def run() -> list[str | Unread]:
+        pods = [d.pod(f"f-{ip}", "", podIP=ip) for ip in ips]
+        async with states.reached(pods, None) as frontends:
+            return [frontend.url for frontend in frontends]
+
+    return asyncio.run(run())
+
+
+def test_a_token_goes_to_a_pods_address_only_where_that_address_is_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    loopback, elsewhere, nowhere = ways("127.0.0.9", "10.0.0.9", "")
+    assert loopback == "http://127.0.0.9:8001"
+    assert isinstance(elsewhere, Unread)
+    assert "no kubectl" in elsewhere.why
+    assert nowhere == Unread("its pod does not run")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert ways("10.0.0.9", "fd00::9") == ["http://10.0.0.9:8001", "http://[fd00::9]:8001"]
+
+
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
