@@ -45,7 +45,8 @@ ENV PATH=/opt/sim/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 WORKDIR /tmp
-ARG VERSION=0 REVISION=
+ARG VERSION=0
+ARG REVISION=
 LABEL org.opencontainers.image.title="mmrouter-sim" \
       org.opencontainers.image.description="Simulated vLLM and SGLang engines for mmrouter: the real flags and the real wire, no GPU" \
       org.opencontainers.image.version="${VERSION}" \
@@ -60,7 +61,8 @@ ENV PATH=/opt/mmrouter/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sb
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 WORKDIR /tmp
-ARG VERSION=0 REVISION=
+ARG VERSION=0
+ARG REVISION=
 LABEL org.opencontainers.image.title="mmrouter" \
       org.opencontainers.image.description="Proved-exact KV-cache routing for vision-language models on Kubernetes" \
       org.opencontainers.image.version="${VERSION}" \

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kopf
 from aiohttp import web
@@ -153,6 +153,8 @@ class Operator:
             settings=handlers.settings_for(kinds),
             clusterwide=not self._options.namespaces,
             namespaces=self._options.namespaces,
+            # kopf's own default asks for the user's name, and a container's user has none.
+            identity=cast(Any, self._options.identity),
             stop_flag=stop,
         )
         return asyncio.create_task(kopf.run_tasks(parts, ignored=others))

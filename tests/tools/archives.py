@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+EPOCH = "1970-01-01T00:00:00Z"
 
 
 def write_image(archive: Path, layer: Path, name: str, config: Mapping[str, object]) -> None:
@@ -21,7 +22,9 @@ def write_image(archive: Path, layer: Path, name: str, config: Mapping[str, obje
         "os": "linux",
         "config": config,
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
-        "history": [{"created_by": "mmrouter"}],
+        "created": EPOCH,
+        # Without a time, buildah would take none of its cached layers over this one.
+        "history": [{"created": EPOCH, "created_by": "mmrouter"}],
     }
     text = json.dumps(image).encode()
     path = f"{hashlib.sha256(text).hexdigest()}.json"
