@@ -1,5 +1,6 @@
 """How `status` and `doctor` read a cluster: whole objects by their path, and nothing is ever written."""
 
+import os
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from kubernetes.aio import config
 
 from mmrouter_cli.states import Unread
 from mmrouter_operator.apply import ApiError, KubernetesCluster
-from mmrouter_operator.connect import ConnectError, load
+from mmrouter_operator.connect import ConnectError, load, own_namespace
 
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -42,6 +43,11 @@ class Reader(KubernetesCluster):
 @asynccontextmanager
 async def reading(kubeconfig: Path | None) -> AsyncIterator[Reader]:
     """Connect as the user's kubectl would. Raises :class:`ClusterError`, also for an ``ApiError`` of the block."""
+    if kubeconfig is None and not _has_default():
+        raise ClusterError(
+            "no cluster is known: there is no ~/.kube/config and KUBECONFIG names no file; give --kubeconfig, or "
+            "--url for a deployment that is not on a cluster"
+        )
     try:
         reader = Reader(await load(kubeconfig), user_agent="mmrouter", identity="")
     except ConnectError as error:
@@ -63,10 +69,23 @@ async def attempt(work: Awaitable[T]) -> T | Unread:
 
 
 def namespace_of(kubeconfig: Path | None) -> str:
-    """Return the namespace that kubectl would take: that of the current context, else ``default``."""
+    """Return the namespace that kubectl would take: the current context's, in a pod without one its own."""
+    if kubeconfig is None and not _default_files():
+        return own_namespace()
     path = str(kubeconfig) if kubeconfig is not None else None
     try:
         _, active = config.list_kube_config_contexts(path)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError):
         return "default"
     return str(active.get("context", {}).get("namespace") or "default")
+
+
+def _has_default() -> bool:
+    """Whether kubectl would find a cluster without being told: by a file, or in a pod by the pod's account."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ or bool(_default_files())
+
+
+def _default_files() -> list[Path]:
+    named = os.environ.get("KUBECONFIG", "").split(os.pathsep)
+    files = [Path(path) for path in named if path] or [Path.home() / ".kube" / "config"]
+    return [path for path in files if path.is_file()]

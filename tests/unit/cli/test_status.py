@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def control() -> Iterator[str]:
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -247,6 +248,19 @@ def test_doctor_of_a_control_api_that_is_named(control: str) -> None:
     result = run("doctor", "--url", "http://example.com", "--control", control, "--token", TOKEN)
     assert result.exit_code == 0, result.output
     assert "0 problems" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_without_any_cluster_it_says_what_it_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    result = run(command)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("mmrouter: no cluster is known")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["status", "doctor"])
