@@ -14,8 +14,12 @@ from cluster.controlplane import ControlPlane, wait_for
 from cluster.hollow import Hollow
 from cluster.operators import Replica, holder, operator
 from cluster.resources import apply, condition, resource
+from cluster.test_pod_security import refused
+from unit.render.test_children import load
+from unit.render.test_pods_security import CASES, broken_by
 
 from mmrouter.api.crd import HASH_ANNOTATION, NAME
+from mmrouter_cli.doctor.resource import violated
 from mmrouter_cli.states import Unread, reached
 
 SECONDS = 30
@@ -178,6 +182,20 @@ def test_doctor_and_the_servers_admission_agree_on_a_namespace_that_refuses_pods
         )
         pods = plane.request("GET", f"/api/v1/namespaces/{name}/pods").json()["items"]
         assert {pod["metadata"]["labels"]["mmrouter.io/role"] for pod in pods} <= {"frontend"}
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_doctor_and_the_servers_admission_agree_on_every_way_to_break_a_level(crd: ControlPlane, level: str) -> None:
+    labels = {f"pod-security.kubernetes.io/{key}": value for key, value in (("enforce", level), ("warn", level))}
+    dep = load("shortest")
+    # But for two ways that are no valid pod of ours to begin with.
+    ways = [case for case in CASES if not any(key in case[1] for key in ("procMount", "windowsOptions"))]
+    with crd.namespace(**labels) as name:
+        for place, patch, _ in ways:
+            broken = broken_by(dep, place, patch)
+            by_server = set(refused(crd, name, broken))
+            by_us = {said.partition(":")[0].removeprefix("pool ") for said in violated(broken, level)}
+            assert by_us == by_server, (place, patch)
 
 
 def test_apis_that_the_spec_wants_and_nobody_serves_are_problems(plane: ControlPlane, namespace: str) -> None:

@@ -229,7 +229,7 @@ def secured(level: str, **pool: Any) -> list[Finding]:
 
 
 NODE_MEMORY = {"sharedMemory": {"scope": "node"}}
-ROOT_ONLY = {"podTemplate": {"spec": {"securityContext": {"seccompProfile": {"type": "Unconfined"}}}}}
+AS_ROOT = {"podTemplate": {"spec": {"securityContext": {"runAsUser": 0}}}}
 
 
 @pytest.mark.parametrize("level", ["", "privileged", "baseline", "restricted"])
@@ -244,6 +244,11 @@ def test_pods_as_they_come_are_within_every_level(level: str) -> None:
 def test_a_nodes_shared_memory_needs_a_namespace_that_allows_it(level: str, expected: str) -> None:
     finding = d.the(secured(level, **NODE_MEMORY), expected)
     assert expected == "ok" or "pool worker: volume shared: hostPath" in finding.seen
+
+
+@pytest.mark.parametrize(("level", "expected"), [("baseline", "ok"), ("restricted", "problem")])
+def test_a_level_below_restricted_takes_what_it_allows(level: str, expected: str) -> None:
+    assert d.levels(secured(level, **AS_ROOT)) == [expected]
 
 
 def test_network_policies_are_made_and_nobody_can_see_whether_they_hold() -> None:
@@ -267,6 +272,12 @@ def test_a_container_that_cannot_run_is_told_once_for_its_pool(reason: str, do: 
     finding = d.the(pod_check(d.deployed(pods=pods)), "problem")
     assert finding.seen == f"a and 2 more of its pool: container engine waits, {reason}: the runtime's words"
     assert do in finding.do
+
+
+def test_a_pod_that_is_being_deleted_is_not_told_of() -> None:
+    going = d.pod("a", ready=False, **d.waiting("ImagePullBackOff"))
+    going["metadata"]["deletionTimestamp"] = d.timestamp(d.NOW)
+    assert d.levels(pod_check(d.deployed(pods=(going, d.pod("b"))))) == ["ok"]
 
 
 def test_a_pod_without_a_node_is_told_in_the_schedulers_words() -> None:
