@@ -284,6 +284,7 @@ def reaper(name: str) -> Iterator[None]:
 def node(folder: Path, programs: Programs, pause: Path) -> Iterator[Node]:
     """Run a cluster of one node until the block ends; the block begins when the node is Ready.
 
+    ``folder``: where it keeps everything; made, and left for those who look for the logs.
     ``pause``: the archive of an image :data:`PAUSE` that sleeps, for the container that holds a pod's namespaces.
     Raises :class:`cluster.controlplane.StartError`.
     """
@@ -291,6 +292,7 @@ def node(folder: Path, programs: Programs, pause: Path) -> Iterator[Node]:
     try:
         with network() as net, reaper(net.name):
             make_group(net.name)
+            folder.mkdir(parents=True, exist_ok=True)
             plane = Node(folder, programs, net, guard)
             try:
                 plane.start("etcd", "containerd", "apiserver")
