@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # Two images, made by `make images` (tests/tools/images.py): `mmrouter`, which is operator, router and sidecar behind one
 # command, and `sim`, the simulated engines. Both run as user 65532 and write nothing to their root.
 #

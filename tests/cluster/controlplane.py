@@ -5,7 +5,6 @@ and it is gone with the process that started it, however that ends.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 
 import httpx
 import yaml
+from cluster.access import Access
 from cluster.audit import POLICY, AuditLog, AuditRow
 from cluster.pki import make_keys
 
@@ -62,7 +62,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str, *, every: 
         time.sleep(every)
 
 
-class ControlPlane:
+class ControlPlane(Access):
     """A control plane; :func:`control_plane` makes and ends it.
 
     ``folder`` holds its keys, logs and data; ``bin`` is where ``kube_env.py`` put the commands.
@@ -76,12 +76,12 @@ class ControlPlane:
     """Kubeconfig -> the user's name and group."""
 
     def __init__(self, folder: Path, bin: Path, place: Place, guard: Guard) -> None:
-        self.folder, self.bin, self.place, self.address = folder, bin, place, place.address
+        super().__init__(folder, bin, folder / "admin.kubeconfig")
+        self.place, self.address = place, place.address
         self.url = f"https://{self.address}:{API_PORT}"
         self.ca = folder / "pki" / "ca.crt"
         self.guard = guard
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._numbers = itertools.count(1)
         self._tokens = {name: uuid.uuid4().hex for name in self.USERS}
         self._audit = AuditLog(folder / "audit.log")
         self.make_keys()
@@ -142,24 +142,6 @@ class ControlPlane:
 
     # -- access ------------------------------------------------------------------------------------------------------
 
-    @property
-    def kubeconfig(self) -> Path:
-        """The administrator's."""
-        return self.folder / "admin.kubeconfig"
-
-    def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run kubectl as the administrator; the caller looks at ``returncode``."""
-        argv = [self.bin / "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
-        env = {**os.environ, "HOME": str(self.folder)}  # kubectl keeps a cache of discovery there
-        return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False, env=env)
-
-    def request(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json", **params: str
-    ) -> httpx.Response:
-        """Ask the API server as the administrator; cheaper than kubectl. The caller looks at the status."""
-        content = None if body is None else json.dumps(body)
-        return self.http.request(method, path, content=content, headers={"content-type": content_type}, params=params)
-
     def client(self, token: str) -> httpx.Client:
         """Return a client of the API server for a bearer token; the caller closes it."""
         return httpx.Client(**self._client_options(token))
@@ -188,21 +170,9 @@ class ControlPlane:
 
         Raises ``httpx.HTTPStatusError`` when there is no such ServiceAccount.
         """
-        path = self.folder / f"{namespace}.{serviceaccount}.{next(self._numbers)}.kubeconfig"
+        path = self.folder / f"{namespace}.{serviceaccount}.{next(self.numbers)}.kubeconfig"
         self._write_kubeconfig(path, self.token(namespace, serviceaccount), server or self.url)
         return path
-
-    @contextmanager
-    def namespace(self, **labels: str) -> Iterator[str]:
-        """Make a namespace with a fresh name; it is deleted after the block, which nobody waits for."""
-        name = f"test-{next(self._numbers)}"
-        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
-        self.request("POST", "/api/v1/namespaces", body).raise_for_status()
-        try:
-            yield name
-        finally:
-            with suppress(httpx.TransportError):  # a test may have left the API server ended
-                self.request("DELETE", f"/api/v1/namespaces/{name}")
 
     def audit(self, since: float = 0.0) -> list[AuditRow]:
         """Return the audited requests that began at ``since`` (seconds since the epoch) or later."""

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
+from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply, is_done
+from node.existing import Existing
 from node.pause import write_pause
 from node.plane import Node, Programs, node
 from node.report import dump, waited
@@ -92,42 +94,59 @@ def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: R
 
 
 @pytest.fixture(scope="session")
-def operated(bare: Node, images: list[Path], tmp_path_factory: pytest.TempPathFactory, record: Record) -> Node:
-    """The cluster with the project's images, and the operator installed by its chart."""
-    for archive in images:
-        bare.load(archive)
-    helm = Helm(Path(made_by("helm_env.py")) / "helm", tmp_path_factory.mktemp("helm"), bare.kubeconfig)
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
+    """A cluster that has the project's images: the one of ``MMROUTER_KUBECONFIG``, or a node of our own."""
+    if named := os.environ.get("MMROUTER_KUBECONFIG"):
+        bin = Path(shutil.which("kubectl") or Path(made_by("kube_env.py"), "kubectl")).parent
+        existing = Existing(tmp_path_factory.mktemp("existing"), bin, Path(named))
+        yield existing
+        existing.close()
+        return
+    archives, own = request.getfixturevalue("images"), request.getfixturevalue("bare")
+    for archive in archives:
+        own.load(archive)
+    yield own
+
+
+@pytest.fixture(scope="session")
+def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[Access]:
+    """The cluster with the operator, installed by its chart."""
+    command = os.environ.get("MMROUTER_KUBECONFIG") and shutil.which("helm")
+    helm = Helm(
+        Path(command or Path(made_by("helm_env.py"), "helm")), tmp_path_factory.mktemp("helm"), cluster.kubeconfig
+    )
     began = time.monotonic()
     done = helm.run("install", RELEASE, CHART, f"--namespace={NAMESPACE}", "--create-namespace")
     assert done.returncode == 0, done.stderr
-    done = bare.kubectl("-n", NAMESPACE, "wait", "--for=condition=Available", "deploy", "--all", "--timeout=50s")
-    assert done.returncode == 0, dump(bare, NAMESPACE)
+    done = cluster.kubectl("-n", NAMESPACE, "wait", "--for=condition=Available", "deploy", "--all", "--timeout=50s")
+    assert done.returncode == 0, dump(cluster, NAMESPACE)
     record("operator available after helm install, s", round(time.monotonic() - began, 1))
-    return bare
+    yield cluster
+    helm.run("uninstall", RELEASE, f"--namespace={NAMESPACE}")
 
 
 @dataclass(frozen=True)
 class Deployed:
     """A deployment ``name`` that is ready and proved."""
 
-    node: Node
+    cluster: Access
     namespace: str
     name: str
 
     def pods(self, role: str) -> list[dict[str, Any]]:
         """Return the running pods of a role."""
         labels = f"mmrouter.io/deployment={self.name},mmrouter.io/role={role}"
-        answer = self.node.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=labels)
+        answer = self.cluster.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=labels)
         items = answer.raise_for_status().json()["items"]
         return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
 
     def execute(self, pod: str, container: str, *command: str) -> "subprocess.CompletedProcess[str]":
         """Run a command in a container; the caller looks at ``returncode``."""
-        return self.node.kubectl("-n", self.namespace, "exec", pod, "-c", container, "--", *command)
+        return self.cluster.kubectl("-n", self.namespace, "exec", pod, "-c", container, "--", *command)
 
 
 @pytest.fixture(scope="session")
-def deployed(operated: Node, record: Record) -> Iterator[Deployed]:
+def deployed(operated: Access, record: Record) -> Iterator[Deployed]:
     """The deployment of ``examples/kind.yaml``, in a namespace that lets only restricted pods in."""
     with operated.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
         done = operated.kubectl("-n", namespace, "create", "configmap", MODEL.name, f"--from-file={MODEL}")

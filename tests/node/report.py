@@ -3,16 +3,16 @@
 from datetime import datetime
 from typing import Any
 
-from cluster.controlplane import ControlPlane
+from cluster.access import Access
 
 STEPS = ("PodScheduled", "PodReadyToStartContainers", "Initialized", "ContainersReady", "Ready")
 LINES = 40
 
 
-def waited(plane: ControlPlane, namespace: str) -> list[tuple[str, str]]:
+def waited(cluster: Access, namespace: str) -> list[tuple[str, str]]:
     """Return pod -> the seconds from its creation to each step that took it any."""
     found = []
-    for pod in plane.request("GET", f"/api/v1/namespaces/{namespace}/pods").raise_for_status().json()["items"]:
+    for pod in cluster.request("GET", f"/api/v1/namespaces/{namespace}/pods").raise_for_status().json()["items"]:
         created = _time(pod["metadata"]["creationTimestamp"])
         steps = {
             each["type"]: (_time(each["lastTransitionTime"]) - created).total_seconds()
@@ -41,11 +41,11 @@ def _time(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
-def dump(plane: ControlPlane, namespace: str) -> str:
+def dump(cluster: Access, namespace: str) -> str:
     """Return the resources, pods, events and the end of every container's log of a namespace."""
     asked = [("get", "mmrouterdeployments", "-o", "yaml"), ("describe", "pods"), ("get", "events")]
-    parts = [plane.kubectl("-n", namespace, *arguments).stdout for arguments in asked]
-    names = plane.kubectl("-n", namespace, "get", "pods", "-o", "name").stdout.split()
+    parts = [cluster.kubectl("-n", namespace, *arguments).stdout for arguments in asked]
+    names = cluster.kubectl("-n", namespace, "get", "pods", "-o", "name").stdout.split()
     options = ("--all-containers", "--prefix", f"--tail={LINES}")
-    parts += [plane.kubectl("-n", namespace, "logs", name, *options).stdout for name in names]
+    parts += [cluster.kubectl("-n", namespace, "logs", name, *options).stdout for name in names]
     return "\n".join(parts)

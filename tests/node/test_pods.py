@@ -3,11 +3,12 @@
 import base64
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from node.conftest import Deployed
+from node.plane import Node
 
 CONTROL_PORT = 8001
 SIDECAR_MIB = 60
@@ -19,7 +20,7 @@ print(status["CapEff"].strip(), status["NoNewPrivs"].strip(), status["Seccomp"].
 
 def token(deployed: Deployed) -> str:
     path = f"/api/v1/namespaces/{deployed.namespace}/secrets/{deployed.name}-secrets"
-    data = deployed.node.request("GET", path).raise_for_status().json()["data"]
+    data = deployed.cluster.request("GET", path).raise_for_status().json()["data"]
     return base64.b64decode(data["control.token"]).decode()
 
 
@@ -27,21 +28,42 @@ def address(pod: dict[str, Any]) -> str:
     return str(pod["status"]["podIP"])
 
 
+@contextmanager
+def reached(deployed: Deployed) -> Iterator[tuple[str, str]]:
+    """Return the URLs of the Service and of a frontend's control API, as this machine reaches them."""
+    frontend = deployed.pods("frontend")[0]
+    if isinstance(deployed.cluster, Node):  # by its own addresses
+        path = f"/api/v1/namespaces/{deployed.namespace}/services/{deployed.name}"
+        spec = deployed.cluster.request("GET", path).raise_for_status().json()["spec"]
+        yield f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}", f"http://{address(frontend)}:{CONTROL_PORT}"
+        return
+    with (
+        forwarded(deployed, f"service/{deployed.name}", 80) as url,
+        forwarded(deployed, f"pod/{frontend['metadata']['name']}", CONTROL_PORT) as control,
+    ):
+        yield url, control
+
+
+@contextmanager
+def forwarded(deployed: Deployed, target: str, port: int) -> Iterator[str]:
+    """Forward a port of the cluster to a free one of this machine."""
+    cluster = deployed.cluster
+    options = (f"--kubeconfig={cluster.kubeconfig}", f"--namespace={deployed.namespace}")
+    command = [str(cluster.bin / "kubectl"), *options, "port-forward", target, f":{port}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://{process.stdout.readline().split()[2]}"
+    finally:
+        process.terminate()
+        process.communicate()
+
+
 def test_verify_is_green_from_outside_the_cluster(deployed: Deployed) -> None:
-    service = f"/api/v1/namespaces/{deployed.namespace}/services/{deployed.name}"
-    spec = deployed.node.request("GET", service).raise_for_status().json()["spec"]
-    control = f"http://{address(deployed.pods('frontend')[0])}:{CONTROL_PORT}"
-    url = f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
-    command = [
-        sys.executable,
-        "-m",
-        "mmrouter_cli",
-        "verify",
-        url,
-        f"--control={control}",
-        f"--token={token(deployed)}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    with reached(deployed) as (url, control):
+        options = (f"--control={control}", f"--token={token(deployed)}")
+        command = [sys.executable, "-m", "mmrouter_cli", "verify", url, *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -69,9 +91,11 @@ def test_engine_pods_hold_no_token_of_the_api_server(deployed: Deployed) -> None
 
 
 def test_an_idle_sidecar_is_small(deployed: Deployed, record: Callable[[str, Any], None]) -> None:
-    (status,) = deployed.pods("worker")[0]["status"]["initContainerStatuses"]
-    process = Path("/proc", str(deployed.node.process(status["containerID"])), "status")
-    lines = dict(line.split(":", 1) for line in process.read_text().splitlines())
+    pod = deployed.pods("worker")[0]["metadata"]["name"]
+    # The container's first process is the sidecar itself.
+    status = deployed.execute(pod, "sidecar", "cat", "/proc/1/status").stdout
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    assert lines["Name"].strip() == "mmrouter"
     mib = int(lines["VmRSS"].split()[0]) / 1024
     record("sidecar, MiB resident", round(mib, 1))
     assert mib < SIDECAR_MIB
