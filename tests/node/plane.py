@@ -26,7 +26,6 @@ from mmrouter_cli.local.process import Guard
 
 NAME = "node0"
 PAUSE = "localhost/mmrouter-pause:1"
-ADD = "application/json-patch+json"
 # Folders whose names kubelet, containerd and the CNI plugins have built in.
 PRIVATE = ("/var/lib/kubelet", "/var/lib/cni", "/run/containerd")
 MOUNTS = 'for folder; do mount -t tmpfs tmpfs "$folder" || exit; done; exec sleep infinity'
@@ -84,25 +83,6 @@ class Node(ControlPlane):
         """Run containerd's own command in Kubernetes' namespace; the caller looks at ``returncode``."""
         argv = ["ctr", f"--address={self.socket}", "--namespace=k8s.io", *map(str, arguments)]
         return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-
-    def process(self, container: str) -> int:
-        """Return the process id, on this machine, of a container's first process. Raises ``AssertionError``.
-
-        ``container``: its id, as ``status.containerStatuses`` has it, with or without ``containerd://``.
-        """
-        wanted = container.rpartition("/")[2]
-        rows = [line.split() for line in self.ctr("tasks", "ls").stdout.splitlines()]
-        found = next((int(row[1]) for row in rows if row[0] == wanted), 0)
-        assert found, f"no container {wanted} runs"
-        return found
-
-    def capacity(self, resources: Mapping[str, str]) -> None:
-        """Give the node extended resources (``nvidia.com/gpu``), as a device plugin would."""
-        operations = [
-            {"op": "add", "path": f"/status/capacity/{name.replace('/', '~1')}", "value": value}
-            for name, value in resources.items()
-        ]
-        self.request("PATCH", f"/api/v1/nodes/{NAME}/status", operations, ADD).raise_for_status()
 
     # -- components --------------------------------------------------------------------------------------------------
 
