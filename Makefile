@@ -16,7 +16,7 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv demo check test e2e test-cluster conformance bench lock clean
+.PHONY: help venv demo check test e2e test-cluster images conformance bench lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ e2e: venv ## only the level on local processes
 
 test-cluster: venv ## only the level on a real control plane, which is built once where Go and etcd are there
 	@$(PY) tests/tools/levels.py cluster
+
+images: venv ## build the images with docker, podman or buildah; ARGS="--export DIR" writes archives
+	@$(PY) tests/tools/images.py $(ARGS)
 
 conformance: venv ## only the level with real engines; WRITE=1 writes its table, docs/conformance.md
 	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) tests/tools/levels.py conformance

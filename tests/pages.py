@@ -10,6 +10,8 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CHART_PAGE = "install.md"
 """Its commands need helm, and are run by the chart's tests."""
 NEEDS_A_CLUSTER = ("kubectl ", ".venv/bin/mmrouter operator")
+LOOKS_AT_ONE = (".venv/bin/mmrouter status", ".venv/bin/mmrouter doctor")
+"""Commands that look at a cluster, unless they are given a URL."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -28,4 +30,5 @@ def commands() -> Iterator[tuple[str, str]]:
 
 def needs_a_cluster(command: str) -> bool:
     """Whether a command is run by the tests on a real control plane, not by those on local processes."""
-    return command.startswith(NEEDS_A_CLUSTER) or "--against cluster" in command
+    looks = command.startswith(LOOKS_AT_ONE) and "--url" not in command
+    return command.startswith(NEEDS_A_CLUSTER) or looks or "--against cluster" in command

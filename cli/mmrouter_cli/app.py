@@ -14,16 +14,15 @@ from rich.table import Table
 
 from mmrouter import __version__
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter_cli.reach import Reach, UnreachableError, reach
+from mmrouter_cli import init_command, looking
+from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, leave, reach_or_leave
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
 )
-FAILED, USAGE = 1, 2
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
-Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
+app.command()(init_command.init)
+app.command()(looking.status)
+app.command()(looking.doctor)
 
 
 class Engines(StrEnum):
@@ -109,7 +108,7 @@ def crd(
     try:
         current = definition.is_current(check)
     except OSError as error:
-        _fail(str(error))
+        leave(str(error))
     if not current:
         typer.echo(f"mmrouter: {check} differs from the models: write it with `mmrouter crd > {check}`", err=True)
         raise typer.Exit(FAILED)
@@ -144,7 +143,7 @@ def plan(
     except SpecError as error:
         _refuse(file, error)
     except (planning.PlanError, ConfigError, OSError) as error:
-        _fail(str(error))
+        leave(str(error))
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
@@ -167,7 +166,7 @@ def verify(
     from mmrouter_cli import gate
 
     with httpx.Client(timeout=60) as client:
-        asked = gate.Gate(_reach(url, control, token), api_key=api_key, client=client, strict=strict)
+        asked = gate.Gate(reach_or_leave(url, control, token), api_key=api_key, client=client, strict=strict)
         checks = asked.run(rounds)
     result = {"strict": strict, **gate.as_json(checks)}
     if as_json:
@@ -204,10 +203,10 @@ def explain(
     from mmrouter_cli import explain as explained
 
     if (request_id is None) == (dry_run is None):
-        _fail("give either a request id or --dry-run FILE")
+        leave("give either a request id or --dry-run FILE")
     if parity and dry_run is not None:
-        _fail("--parity needs a request that was sent: give its id")
-    where = _reach(url, control, token)
+        leave("--parity needs a request that was sent: give its id")
+    where = reach_or_leave(url, control, token)
     with httpx.Client(timeout=30, headers=where.authorization) as client:
         base = where.controls[0]
         try:
@@ -217,9 +216,9 @@ def explain(
             else:
                 answer = client.get(f"{base}/control/decisions/{request_id}", params={"parity": parity})
         except (OSError, httpx.HTTPError) as error:
-            _fail(str(error))
+            leave(str(error))
     if answer.status_code != 200:
-        _fail(explained.error_text(answer))
+        leave(explained.error_text(answer))
     if as_json:
         typer.echo(json.dumps(answer.json()))
     else:
@@ -242,7 +241,7 @@ def replay(
     try:
         report = explain_capture(capture, model_dir=model, engine=engine.value if engine else None)
     except CaptureError as error:
-        _fail(str(error))
+        leave(str(error))
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
@@ -261,13 +260,13 @@ def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
     try:
         documents = [d for d in yaml.safe_load_all(file.read_text()) if d is not None]
     except OSError as error:
-        _fail(f"cannot read {file}: {error.strerror}")
+        leave(f"cannot read {file}: {error.strerror}")
     except yaml.YAMLError as error:
-        _fail(f"{file} is not YAML: {error}")
+        leave(f"{file} is not YAML: {error}")
     companions = [d for d in documents if isinstance(d, dict) and d.get("kind") in ("ConfigMap", "Secret")]
     deployments = [d for d in documents if d not in companions]
     if len(deployments) != 1:
-        _fail(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
+        leave(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
     try:
         return parse_deployment(deployments[0]), companions
     except SpecError as error:
@@ -278,16 +277,3 @@ def _refuse(file: Path, error: SpecError) -> NoReturn:
     for path, sentence in error.errors:
         typer.echo(f"{file}: {path}: {sentence}", err=True)
     raise typer.Exit(USAGE) from error
-
-
-def _reach(url: str, control: str | None, token: str | None) -> Reach:
-
-    try:
-        return reach(url, control, token)
-    except UnreachableError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"mmrouter: {message}", err=True)
-    raise typer.Exit(USAGE)

@@ -150,7 +150,9 @@ class Operator:
         registry = handlers.registry_for(
             kinds, self._cache, self._changed, self._audit, lambda: connect.credentials(self._configuration)
         )
-        return Watching(kinds, self._options.namespaces, registry, handlers.settings_for(kinds))
+        return Watching(
+            kinds, self._options.namespaces, registry, handlers.settings_for(kinds), identity=self._options.identity
+        )
 
     async def _until_served(self, stopped: asyncio.Task[Any]) -> Capabilities | None:
         """Wait for the API server and for our kind in it; ``None`` when told to stop before."""

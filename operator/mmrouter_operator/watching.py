@@ -7,7 +7,7 @@ leader would end without giving the lease back, and until then it would decide b
 import asyncio
 import contextlib
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
@@ -30,11 +30,14 @@ class Watching:
         namespaces: Sequence[str],
         registry: kopf.OperatorRegistry,
         settings: kopf.OperatorSettings,
+        *,
+        identity: str,
     ) -> None:
         self._kinds = kinds
         self._namespaces = namespaces
         self._registry = registry
         self._settings = settings
+        self._identity = identity
         self._insights = Insights()
         self._stop = asyncio.Event()
         self._parts: Collection[asyncio.Task[None]] = ()
@@ -50,6 +53,8 @@ class Watching:
             insights=self._insights,
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
+            # kopf's own default asks for the user's name, and a container's user has none.
+            identity=cast(Any, self._identity),
             stop_flag=self._stop,
         )
 

@@ -1,11 +1,10 @@
-"""A real control plane on loopback: etcd, kube-apiserver, kube-controller-manager, kube-scheduler. No kubelet.
+"""A real control plane: etcd, kube-apiserver, kube-controller-manager, kube-scheduler. No kubelet.
 
-It has a loopback address of its own, so that several stand side by side on the ports everybody knows, and it is gone
-with the process that started it, however that ends.
+It has an address of its own, by default on loopback, so that several stand side by side on the ports everybody knows,
+and it is gone with the process that started it, however that ends.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -15,12 +14,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
+from cluster.access import Access
 from cluster.audit import POLICY, AuditLog, AuditRow
 from cluster.pki import make_keys
 
@@ -31,14 +32,19 @@ API_PORT = 6443
 ETCD_PORT = 2379
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
-USERS = {
-    "admin": ("admin", "system:masters"),
-    "controller-manager": ("system:kube-controller-manager", ""),
-    "scheduler": ("system:kube-scheduler", ""),
-}
-"""Kubeconfig -> the user's name and group."""
 TOKEN_SECONDS = 86_400
 APPLY = "application/apply-patch+yaml"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a control plane runs."""
+
+    address: str
+    services: str = "10.96.0.0/16"
+    """The range of the Services' addresses."""
+    enter: tuple[str, ...] = ()
+    """What the command line of everything begins with that runs there."""
 
 
 class StartError(Exception):
@@ -56,35 +62,42 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str, *, every: 
         time.sleep(every)
 
 
-class ControlPlane:
+class ControlPlane(Access):
     """A control plane; :func:`control_plane` makes and ends it.
 
     ``folder`` holds its keys, logs and data; ``bin`` is where ``kube_env.py`` put the commands.
     """
 
-    def __init__(self, folder: Path, bin: Path, address: str, guard: Guard) -> None:
-        self.folder, self.bin, self.address = folder, bin, address
-        self.url = f"https://{address}:{API_PORT}"
+    USERS: Mapping[str, tuple[str, str]] = {
+        "admin": ("admin", "system:masters"),
+        "controller-manager": ("system:kube-controller-manager", ""),
+        "scheduler": ("system:kube-scheduler", ""),
+    }
+    """Kubeconfig -> the user's name and group."""
+
+    def __init__(self, folder: Path, bin: Path, place: Place, guard: Guard) -> None:
+        super().__init__(folder, bin, folder / "admin.kubeconfig")
+        self.place, self.address = place, place.address
+        self.url = f"https://{self.address}:{API_PORT}"
         self.ca = folder / "pki" / "ca.crt"
         self.guard = guard
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._numbers = itertools.count(1)
-        self._tokens = {name: uuid.uuid4().hex for name in USERS}
+        self._tokens = {name: uuid.uuid4().hex for name in self.USERS}
         self._audit = AuditLog(folder / "audit.log")
-        make_keys(folder / "pki", address)
-        self._write_files()
+        self.make_keys()
+        self.write_files()
         self.http = self.client(self._tokens["admin"])
-        self._components = self._commands()
 
     # -- components --------------------------------------------------------------------------------------------------
 
     def start(self, *names: str) -> None:
-        """Start components (``etcd``, ``apiserver``, ``controller-manager``, ``scheduler``) and wait until they serve.
+        """Start components (the keys of :meth:`commands`) and wait until they serve.
 
         Raises :class:`StartError`.
         """
+        commands = self.commands()
         for name in names:
-            self._running[name] = self.spawn(name, self._components[name])
+            self._running[name] = self.spawn(name, commands[name])
         for name in names:
             self._wait_until_up(name)
 
@@ -112,7 +125,7 @@ class ControlPlane:
         """
         with self.log_file(name).open("ab") as log:
             process = subprocess.Popen(
-                argv,
+                [*self.place.enter, *argv],
                 cwd=self.folder,
                 env={**(os.environ if env is None else env), MARK: self.guard.mark},
                 stdin=subprocess.DEVNULL,
@@ -128,24 +141,6 @@ class ControlPlane:
         return self.folder / "log" / f"{name}.log"
 
     # -- access ------------------------------------------------------------------------------------------------------
-
-    @property
-    def kubeconfig(self) -> Path:
-        """The administrator's."""
-        return self.folder / "admin.kubeconfig"
-
-    def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run kubectl as the administrator; the caller looks at ``returncode``."""
-        argv = [self.bin / "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
-        env = {**os.environ, "HOME": str(self.folder)}  # kubectl keeps a cache of discovery there
-        return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False, env=env)
-
-    def request(
-        self, method: str, path: str, body: Any = None, content_type: str = "application/json", **params: str
-    ) -> httpx.Response:
-        """Ask the API server as the administrator; cheaper than kubectl. The caller looks at the status."""
-        content = None if body is None else json.dumps(body)
-        return self.http.request(method, path, content=content, headers={"content-type": content_type}, params=params)
 
     def client(self, token: str) -> httpx.Client:
         """Return a client of the API server for a bearer token; the caller closes it."""
@@ -175,21 +170,9 @@ class ControlPlane:
 
         Raises ``httpx.HTTPStatusError`` when there is no such ServiceAccount.
         """
-        path = self.folder / f"{namespace}.{serviceaccount}.{next(self._numbers)}.kubeconfig"
+        path = self.folder / f"{namespace}.{serviceaccount}.{next(self.numbers)}.kubeconfig"
         self._write_kubeconfig(path, self.token(namespace, serviceaccount), server or self.url)
         return path
-
-    @contextmanager
-    def namespace(self, **labels: str) -> Iterator[str]:
-        """Make a namespace with a fresh name; it is deleted after the block, which nobody waits for."""
-        name = f"test-{next(self._numbers)}"
-        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
-        self.request("POST", "/api/v1/namespaces", body).raise_for_status()
-        try:
-            yield name
-        finally:
-            with suppress(httpx.TransportError):  # a test may have left the API server ended
-                self.request("DELETE", f"/api/v1/namespaces/{name}")
 
     def audit(self, since: float = 0.0) -> list[AuditRow]:
         """Return the audited requests that began at ``since`` (seconds since the epoch) or later."""
@@ -209,14 +192,19 @@ class ControlPlane:
 
     # -- making ------------------------------------------------------------------------------------------------------
 
-    def _write_files(self) -> None:
+    def make_keys(self) -> None:
+        """Make the keys of all components, below ``pki``."""
+        make_keys(self.folder / "pki", self.address)
+
+    def write_files(self) -> None:
+        """Write the components' configuration."""
         (self.folder / "log").mkdir()
         (self.folder / "audit-policy.json").write_text(json.dumps(POLICY))
-        rows = [f'{self._tokens[name]},{user},{name},"{group}"' for name, (user, group) in USERS.items()]
+        rows = [f'{self._tokens[name]},{user},{name},"{group}"' for name, (user, group) in self.USERS.items()]
         tokens = self.folder / "tokens.csv"
         tokens.touch(mode=0o600)
         tokens.write_text("\n".join(rows) + "\n")
-        for name in USERS:
+        for name in self.USERS:
             self._write_kubeconfig(self.folder / f"{name}.kubeconfig", self._tokens[name], self.url)
         scheduler = {
             "apiVersion": "kubescheduler.config.k8s.io/v1",
@@ -241,7 +229,8 @@ class ControlPlane:
         path.touch(mode=0o600)
         path.write_text(yaml.safe_dump(content))
 
-    def _commands(self) -> dict[str, list[str]]:
+    def commands(self) -> dict[str, list[str]]:
+        """Return the command line of each component."""
         pki, etcd = self.folder / "pki", f"http://{self.address}:{ETCD_PORT}"
         peer = f"http://{self.address}:{ETCD_PORT + 1}"
         return {
@@ -254,15 +243,17 @@ class ControlPlane:
             "apiserver": [
                 *(str(self.bin / "kube-apiserver"), f"--etcd-servers={etcd}"),
                 *(f"--bind-address={self.address}", f"--advertise-address={self.address}"),
-                *(f"--secure-port={API_PORT}", "--endpoint-reconciler-type=none"),  # loopback may be no endpoint
+                f"--secure-port={API_PORT}",
                 *(f"--tls-cert-file={pki / 'apiserver.crt'}", f"--tls-private-key-file={pki / 'apiserver.key'}"),
                 *(f"--client-ca-file={self.ca}", f"--token-auth-file={self.folder / 'tokens.csv'}"),
                 f"--service-account-key-file={pki / 'sa.pub'}",
                 f"--service-account-signing-key-file={pki / 'sa.key'}",
-                *("--service-account-issuer=https://kubernetes.default.svc", "--service-cluster-ip-range=10.96.0.0/16"),
+                "--service-account-issuer=https://kubernetes.default.svc",
+                f"--service-cluster-ip-range={self.place.services}",
                 *("--authorization-mode=Node,RBAC", "--allow-privileged=true"),
                 *(f"--audit-policy-file={self.folder / 'audit-policy.json'}", "--audit-log-mode=blocking"),
                 f"--audit-log-path={self.folder / 'audit.log'}",
+                *self.apiserver_options(),
             ],
             "controller-manager": [
                 str(self.bin / "kube-controller-manager"),
@@ -271,22 +262,31 @@ class ControlPlane:
                 *("--use-service-account-credentials", "--leader-elect=false", "--secure-port=0"),
                 *("--kube-api-qps=1000", "--kube-api-burst=2000", "--concurrent-gc-syncs=20"),
                 *("--endpointslice-updates-batch-period=0s", "--endpoint-updates-batch-period=0s"),
-                "--node-monitor-grace-period=24h",  # hollow nodes send no heartbeats
+                *self.controller_options(),
             ],
             "scheduler": [
                 *(str(self.bin / "kube-scheduler"), f"--config={self.folder / 'scheduler.json'}", "--secure-port=0"),
             ],
         }
 
+    def apiserver_options(self) -> list[str]:
+        """Return what depends on whether there are real nodes."""
+        return ["--endpoint-reconciler-type=none"]  # loopback may be no endpoint
+
+    def controller_options(self) -> list[str]:
+        """Return what depends on whether there are real nodes."""
+        return ["--node-monitor-grace-period=24h"]  # hollow nodes send no heartbeats
+
     def _wait_until_up(self, name: str) -> None:
         process = self._running[name]
         deadline = time.monotonic() + START_SECONDS
-        while not self._is_up(name):
+        while not self.is_up(name):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise StartError(f"{name} did not come up:\n{self.log_file(name).read_text()[-3000:]}")
             time.sleep(0.05)
 
-    def _is_up(self, name: str) -> bool:
+    def is_up(self, name: str) -> bool:
+        """Whether a component serves. One that tells nobody counts as up."""
         try:
             match name:
                 case "etcd":
@@ -321,7 +321,7 @@ def control_plane(folder: Path, bin: Path, crds: Path | None) -> Iterator[Contro
     block = take_block({API_PORT, ETCD_PORT, ETCD_PORT + 1})
     guard = Guard(uuid.uuid4().hex)
     try:
-        plane = ControlPlane(folder, bin, block.service, guard)
+        plane = ControlPlane(folder, bin, Place(block.service), guard)
         try:
             plane.start("etcd", "apiserver")
             # Before the controllers: the garbage collector looks for new kinds only every 30 seconds.

@@ -3,8 +3,8 @@
     python tests/tools/kube_env.py            # makes it, or finds it ready; prints the folder with the commands
     python tests/tools/kube_env.py --where    # prints the path only, makes nothing
 
-The commands lie outside the checkout, in ``cluster/VERSION`` of the cache (``vllm_env.py`` says where that is), and are
-built under a lock, once: about 4 minutes on 2 cores, 15 seconds with Go's build cache, 0.35 GB. The version is that of
+The commands lie outside the checkout, in ``cluster`` of the cache (``vllm_env.py`` says where that is), and are built
+under a lock, once: about 4 minutes on 2 cores, 15 seconds with Go's build cache, 0.35 GB. The version is that of
 ``kube/go.mod``. Go, etcd and openssl are used where they are found, and never installed: Debian bookworm's Go is too
 old to build this. Exit status as of ``vllm_env.py``.
 """
@@ -33,12 +33,14 @@ def version() -> str:
 
 
 def env_dir() -> Path:
-    return cache_dir() / "cluster" / version()
+    # With the recipe in its name: a checkout with another one may be running its tests from its own folder.
+    return cache_dir() / "cluster" / f"{version()}-{recipe()[:8]}"
 
 
-def recipe() -> str:
+def recipe(*commands: str) -> str:
     """Return a digest of everything that decides what the folder holds."""
-    return digest(*((MODULE / name).read_text() for name in ("go.mod", "go.sum")), linker_flags(), *COMMANDS)
+    files = ((MODULE / name).read_text() for name in ("go.mod", "go.sum"))
+    return digest(*files, linker_flags(), *(commands or COMMANDS))
 
 
 def linker_flags() -> str:

@@ -1,12 +1,14 @@
 //go:build tools
 
-// Package tools names the commands that tests/tools/kube_env.py builds. The module of Kubernetes replaces its parts by
+// Package tools names the commands that tests/tools/kube_env.py and node_env.py build. The module of Kubernetes replaces its parts by
 // folders of its own checkout, which `go install` refuses; go.mod here replaces each by its published version.
 package tools
 
 import (
 	_ "k8s.io/kubernetes/cmd/kube-apiserver"
 	_ "k8s.io/kubernetes/cmd/kube-controller-manager"
+	_ "k8s.io/kubernetes/cmd/kube-proxy"
 	_ "k8s.io/kubernetes/cmd/kube-scheduler"
 	_ "k8s.io/kubernetes/cmd/kubectl"
+	_ "k8s.io/kubernetes/cmd/kubelet"
 )

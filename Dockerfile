@@ -1,0 +1,71 @@
+# Two images, made by `make images` (tests/tools/images.py): `mmrouter`, which is operator, router and sidecar behind one
+# command, and `sim`, the simulated engines. Both run as user 65532 and write nothing to their root.
+#
+# A release pins the base by digest (`--build-arg MMROUTER_BASE_IMAGE=...@sha256:...`), as the same tag names other bytes
+# next month. Any base will do that has Python 3.11 or newer as python3, with the module venv.
+ARG MMROUTER_BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+FROM ${MMROUTER_BASE_IMAGE} AS tools
+# What the machine's pip is set up with comes as a secret: it is in no layer and in no history.
+ENV PIP_CONFIG_FILE=/run/secrets/pip PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /build
+COPY pyproject.toml requirements.lock LICENSE README.md ./
+COPY docker/requirements.py docker/packages.sh docker/
+RUN python3 -m venv /build/tools
+RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
+    python3 docker/requirements.py build >build.txt && tools/bin/pip install --quiet --require-hashes -r build.txt
+# Other people's packages are a layer of their own, which a change of the code leaves as it is.
+RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
+    docker/packages.sh /opt/mmrouter cli operator router sidecar
+
+FROM tools AS sim-tools
+RUN --mount=type=secret,id=pip --mount=type=secret,id=ca docker/packages.sh /opt/sim sim
+
+FROM tools AS wheel
+COPY docker/project.sh docker/
+COPY mmrouter mmrouter
+COPY operator operator
+COPY sidecar sidecar
+COPY router router
+COPY sim sim
+COPY cli cli
+RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist . && \
+    docker/project.sh /opt/mmrouter
+
+FROM sim-tools AS sim-wheel
+COPY docker/project.sh docker/
+COPY --from=wheel /build/dist dist
+RUN docker/project.sh /opt/sim
+
+FROM ${MMROUTER_BASE_IMAGE} AS sim
+COPY --from=sim-tools /opt/sim /opt/sim
+COPY --from=sim-wheel /build/own /
+ENV PATH=/opt/sim/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+ARG VERSION=0
+ARG REVISION=
+LABEL org.opencontainers.image.title="mmrouter-sim" \
+      org.opencontainers.image.description="Simulated vLLM and SGLang engines for mmrouter: the real flags and the real wire, no GPU" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+CMD ["vllm", "--help"]
+
+FROM ${MMROUTER_BASE_IMAGE} AS mmrouter
+COPY --from=tools /opt/mmrouter /opt/mmrouter
+COPY --from=wheel /build/own /
+ENV PATH=/opt/mmrouter/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 65532:65532
+WORKDIR /tmp
+ARG VERSION=0
+ARG REVISION=
+LABEL org.opencontainers.image.title="mmrouter" \
+      org.opencontainers.image.description="Proved-exact KV-cache routing for vision-language models on Kubernetes" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENTRYPOINT ["mmrouter"]
+CMD ["--help"]

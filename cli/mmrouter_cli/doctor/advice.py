@@ -1,0 +1,66 @@
+"""What to do about a reason or a cause, in a sentence. docs/conditions.md and docs/exactness.md say more."""
+
+from collections.abc import Mapping
+from typing import Final
+
+REASONS: Final[Mapping[str, str]] = {
+    "SpecInvalid": "Correct the field.",
+    "Invalid": "Correct the field.",
+    "FrontendNotReady": "Look at the frontend's pods below.",
+    "EncodersNotReady": "Look at the pods below.",
+    "WorkersNotReady": "Look at the pods below.",
+    "RenderersNotReady": "Look at the pods below.",
+    "Blocked": "Delete or rename the object, or name the deployment otherwise.",
+    "RollingOut": "Wait; a rollout goes on pool by pool.",
+    "SecretUnusable": "See the Secret that is named.",
+    "Paused": "Set spec.paused to false to go on.",
+    "SecretMissing": "Create the Secret.",
+    "ConfigMapMissing": "Create the ConfigMap.",
+    "PersistentVolumeClaimMissing": "Create the claim, in the deployment's namespace.",
+    "RuntimeClassMissing": "Install the RuntimeClass, or correct the podTemplate.",
+    "PriorityClassMissing": "Create the PriorityClass, or correct the podTemplate.",
+    "ServiceAccountMissing": "Create the ServiceAccount, or correct the podTemplate.",
+    "ResourceClaimMissing": "Create the ResourceClaim.",
+    "ResourceClaimTemplateMissing": "Create the ResourceClaimTemplate.",
+    "ChildNameTaken": "Delete or rename the object, or name the deployment otherwise.",
+    "ReplicaFailure": "Do what the server's message says: a quota, a RuntimeClass or Pod Security is in the way.",
+    "ProgressDeadlineExceeded": "Look at the newest pod's log; going back to the old spec takes effect at once.",
+    "NoSurgeRoom": "Free an accelerator, or set updates: {maxSurge: 0, maxUnavailable: 1} for that pool.",
+    "Unschedulable": "Add or label a node, install its device plugin, or ask for less.",
+    "ImagePullFailed": "Correct the image, or add imagePullSecrets by the podTemplate.",
+    "ContainerConfigError": "Correct what the message names, mostly a key of a Secret or ConfigMap.",
+    "CrashLoopBackOff": "Look at the container's log: kubectl logs POD -c CONTAINER --previous",
+    "SetCannotOverlap": "Set the pool's updates.maxSurge to 1 or its replicas to 2.",
+    "RevisionLost": "Restore the ControllerRevision, or set the set's replicas to 0 and back.",
+    "ChildRefused": "Do what the server's message says: a quota, an admission policy or the podTemplate is in the way.",
+    "ChildContested": "Find the other writer in the child's managedFields; an autoscaler belongs into the pool.",
+    "SecretMalformed": "Delete the deployment's own Secret to get a new one; every pod restarts with new keys.",
+    "SecretRecreated": "Wait: every pod restarts with the new keys.",
+    "ReplicasMissing": "Look at the pods below.",
+    "ScaledToZero": "Raise the replicas.",
+    "NotExact": "See the cause below; requests are routed without overlap to engines that are not proved.",
+    "NotVerifiedInTime": "See the cause below, and the log of the engine's sidecar.",
+    "Verifying": "Wait.",
+    "FrontendNotHeard": "The operator must reach the frontends on port 8001: see NetworkPolicies and its log.",
+    "NoReplicas": "Wait until an engine runs.",
+    "ModelRevisionUnpinned": "Write the commit into spec.model.revision.",
+    "NoApiKeys": "Name a Secret in spec.frontend.apiKeys, unless whoever reaches the endpoint may use it.",
+    "AutoscalingUnavailable": "Install what serves metrics of pods, or KEDA and tell the operator a Prometheus.",
+    "PodMonitorUnavailable": "Install the Prometheus operator, or set observability.podMonitor to Auto.",
+    "NodeSharedMemory": "Use a namespace that allows it, or sharedMemory.scope: pod.",
+    "BelowRestricted": "Use a namespace that allows it, or change the podTemplate.",
+    "FieldsOverridden": "Take these fields out of the podTemplate.",
+}
+"""Reason of a condition that is not as it should be -> what to do."""
+
+CAUSES: Final[Mapping[str, str]] = {
+    "no_events": "The engine publishes nothing: see its log, that its args leave the events on, and the sidecar's log.",
+    "block_size": "Write the engine's block size into the pool's blockSize, or take it out of both.",
+    "salt": "The engine salts otherwise: see that it is an unmodified release that docs/conformance.md lists.",
+    "truncation": "The engine cut the prompt: raise its --max-model-len.",
+    "count": "The image processor differs: see engine.processor and the model's preprocessor_config.json.",
+    "template": "The chat template differs: set engine.chatTemplate, and see that all pods have the same revision.",
+    "identity": "The engine names images otherwise: see that it is a release that docs/conformance.md lists.",
+    "unknown": "Compare a request: mmrouter explain URL REQUEST_ID --parity",
+}
+"""Cause of a difference between predicted and published blocks -> what to do."""

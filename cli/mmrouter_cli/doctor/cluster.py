@@ -1,0 +1,182 @@
+"""Checks of what does not belong to one deployment: definition, operator, APIs. Pure."""
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import mmrouter
+from mmrouter.api import MMRouterDeployment
+from mmrouter.api.crd import HASH_ANNOTATION, NAME, VERSION, definition
+from mmrouter_cli.doctor.facts import ClusterFacts, Object
+from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
+from mmrouter_cli.states import Unread
+from mmrouter_operator.observe import pod_view
+from mmrouter_operator.render.capabilities import DRA_API, KEDA_API, POD_METRICS_APIS, POD_MONITOR_API, Capabilities
+
+SLACK_SECONDS = 5.0
+"""By how much a Lease may be older than its duration before that means something: clocks differ a little."""
+
+_INSTALL = "mmrouter crd | kubectl apply --server-side -f -"
+
+
+def definition_check(facts: ClusterFacts) -> Iterator[Finding]:
+    """Whether the definition is there, served, and the one that this version was made with."""
+    check, crd = "definition", facts.crd
+    if isinstance(crd, Unread):
+        yield warning(check, f"the definition cannot be read: {crd.why}", "Ask somebody who may read it to run this.")
+        return
+    if crd is None:
+        yield problem(check, f"{NAME} is not installed", f"Install it: {_INSTALL}")
+        return
+    wrong = [
+        f"{item['type']} is {item['status']}: {item.get('message', '')}"
+        for item in (crd.get("status") or {}).get("conditions") or []
+        if item["type"] in ("NamesAccepted", "Established") and item["status"] != "True"
+    ]
+    if wrong:
+        yield problem(check, f"{NAME} is not served: {'; '.join(wrong)}", f"kubectl describe crd {NAME}")
+    ours = definition()["metadata"]["annotations"][HASH_ANNOTATION]
+    theirs = (crd["metadata"].get("annotations") or {}).get(HASH_ANNOTATION)
+    if theirs == ours:
+        yield ok(check, f"{NAME} is the one of version {mmrouter.__version__} (schema {ours})")
+    else:
+        yield problem(
+            check,
+            f"{NAME} has the schema {theirs or 'of an unknown version'}, version {mmrouter.__version__} has {ours}: "
+            "fields that one of them does not know are dropped",
+            f"Upgrade whichever is older. The definition: {_INSTALL}",
+        )
+
+
+def operator_check(facts: ClusterFacts) -> Iterator[Finding]:
+    """Whether an operator runs, and exactly one replica leads."""
+    check = "operator"
+    yield from _operator_pods(facts)
+    if isinstance(facts.leases, Unread):
+        yield warning(check, f"no Lease can be read: {facts.leases.why}", "Ask somebody who may read them to run this.")
+        return
+    if not facts.leases:
+        yield problem(
+            check,
+            "no Lease mmrouter-operator in any namespace: no operator has run here",
+            "Install it: helm install mmrouter charts/mmrouter --namespace mmrouter-system --create-namespace",
+        )
+        return
+    fresh = [lease for lease in facts.leases if _age(lease, facts.now) <= _duration(lease) + SLACK_SECONDS]
+    fresh = [lease for lease in fresh if _holder(lease)]
+    if len(fresh) > 1:
+        where = ", ".join(_where(lease) for lease in fresh)
+        yield problem(
+            check,
+            f"{len(fresh)} operators lead, each by a Lease of its own: {where}; they undo each other's work where they "
+            "look after the same namespaces",
+            "Uninstall all but one, or give each its own namespaces (--namespace).",
+        )
+    elif fresh:
+        (lease,) = fresh
+        age = max(_age(lease, facts.now), 0.0)
+        yield ok(check, f"{_holder(lease)} leads by the Lease {_where(lease)}, renewed {age:.0f} s ago")
+    else:
+        yield _stale(max(facts.leases, key=lambda lease: -_age(lease, facts.now)), facts)
+
+
+def _stale(lease: Object, facts: ClusterFacts) -> Finding:
+    check, age = "operator", _age(lease, facts.now)
+    if facts.renewed:
+        return warning(
+            check,
+            f"{_holder(lease)} leads, but by this machine's clock it renewed the Lease {age:.0f} s ago: clocks differ",
+            "Set the clocks; nothing of the operator depends on it.",
+        )
+    logs = f"kubectl logs -n {lease['metadata']['namespace']} -l app.kubernetes.io/name=mmrouter-operator"
+    if not _holder(lease):
+        return problem(check, f"nobody holds the Lease {_where(lease)}: the operator was ended", f"Start it; {logs}")
+    return problem(
+        check,
+        f"{_holder(lease)} has not renewed the Lease {_where(lease)} for {age:.0f} s: no operator runs",
+        f"Look at its pods: {logs}",
+    )
+
+
+def _operator_pods(facts: ClusterFacts) -> Iterator[Finding]:
+    if isinstance(facts.operators, Unread):
+        return
+    for pod in facts.operators:
+        view = pod_view(pod)
+        where = f"{view.namespace}/{view.name}"
+        if view.waiting is not None:
+            container, reason, message = view.waiting
+            yield problem(
+                "operator",
+                f"pod {where}: container {container} waits, {reason}: {message}",
+                f"kubectl describe pod -n {view.namespace} {view.name}",
+            )
+        elif view.unschedulable:
+            yield problem("operator", f"pod {where} has no node: {view.unschedulable}", "Make room, or add a node.")
+        version = (pod["metadata"].get("labels") or {}).get("app.kubernetes.io/version", "")
+        if version and version != mmrouter.__version__:
+            yield warning(
+                "operator",
+                f"pod {where} is version {version}, this command is {mmrouter.__version__}",
+                "Use the command of the operator's version; what is said below is by the rules of this one.",
+            )
+
+
+def api_check(facts: ClusterFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
+    """Whether the cluster serves what the spec wants beyond the core."""
+    check = "APIs"
+    if isinstance(facts.apis, Unread):
+        yield warning(check, f"the served APIs cannot be read: {facts.apis.why}", "Ask somebody who may read them.")
+        return
+    served = Capabilities(facts.apis)
+    wanted: list[tuple[str, tuple[str, ...], str]] = []
+    scaled = [pool.name for pool in dep.spec.pools if pool.autoscaling is not None]
+    if scaled:
+        how = "Install prometheus-adapter (with its rules for pods), or KEDA and tell the operator a prometheusAddress."
+        wanted.append((f"autoscaling of {', '.join(scaled)}", (*POD_METRICS_APIS, KEDA_API), how))
+    if dep.spec.observability.pod_monitor == "Enabled":
+        how = "Install the Prometheus operator, or set observability.podMonitor to Auto."
+        wanted.append(("observability.podMonitor", (POD_MONITOR_API,), how))
+    claimed = [pool.name for pool in dep.spec.pools if pool.accelerator.claims]
+    if claimed:
+        how = "Use Kubernetes 1.34 or later, where it is on by default, or accelerator.count instead of claims."
+        wanted.append((f"accelerator.claims of {', '.join(claimed)}", (DRA_API,), how))
+    for what, apis, how in wanted:
+        there = [api for api in apis if served.serves(api)]
+        if there:
+            yield ok(check, f"{what}: {there[0]} is served")
+        else:
+            yield problem(check, f"{what} needs {' or '.join(apis)}, which the cluster does not serve", how)
+    if not wanted:
+        yield ok(check, "the spec wants none beyond the core")
+
+
+def served_version(facts: ClusterFacts) -> bool:
+    """Whether deployments can be read at all."""
+    return isinstance(facts.apis, Unread) or f"{NAME.partition('.')[2]}/{VERSION}" in facts.apis
+
+
+def looks_stale(leases: Sequence[Object], now: float) -> bool:
+    """Whether no Lease is fresh by this clock, so that it is worth to wait and see whether one is renewed."""
+    return all(_age(lease, now) > _duration(lease) + SLACK_SECONDS for lease in leases)
+
+
+def _spec(lease: Object) -> dict[str, Any]:
+    return lease.get("spec") or {}
+
+
+def _holder(lease: Object) -> str:
+    return str(_spec(lease).get("holderIdentity") or "")
+
+
+def _duration(lease: Object) -> float:
+    return float(_spec(lease).get("leaseDurationSeconds") or 15)
+
+
+def _age(lease: Object, now: float) -> float:
+    renewed = _spec(lease).get("renewTime")
+    return now - datetime.fromisoformat(renewed).astimezone(UTC).timestamp() if renewed else float("inf")
+
+
+def _where(lease: Object) -> str:
+    return f"{lease['metadata']['namespace']}/{lease['metadata']['name']}"

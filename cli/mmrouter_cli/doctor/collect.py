@@ -1,0 +1,191 @@
+"""Reads everything that the checks look at, with the rights of whoever runs it. Writes nothing."""
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter.api.crd import NAME as CRD
+from mmrouter_cli.doctor.asking import of_frontends
+from mmrouter_cli.doctor.cluster import looks_stale
+from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFacts, RoutingFacts
+from mmrouter_cli.kube import Object, Reader, attempt
+from mmrouter_cli.states import Frontend, Unread, reached
+from mmrouter_operator.apply import NotFound
+from mmrouter_operator.ref import KINDS, RESOURCE, Ref
+from mmrouter_operator.references import references
+from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
+
+LEASE_SECONDS = 6.0
+"""How long a Lease that looks old is watched: three renewals."""
+
+_LEASE = "mmrouter-operator"
+_OPERATOR_PODS = "app.kubernetes.io/name=mmrouter-operator"
+_RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
+
+
+class AbsentError(Exception):
+    """There is no such deployment; the message says so."""
+
+
+async def of_cluster(reader: Reader) -> ClusterFacts:
+    """Read what belongs to no deployment. Raises ``ApiError`` where there is no server to talk to."""
+    served = await reader.capabilities()
+    crd, leases, operators, nodes, pods = await asyncio.gather(
+        attempt(_or_none(reader, f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{CRD}")),
+        attempt(_leases(reader)),
+        attempt(reader.items(KINDS["Pod"].path(), labelSelector=_OPERATOR_PODS)),
+        attempt(reader.items("/api/v1/nodes")),
+        attempt(reader.items(KINDS["Pod"].path(), fieldSelector=_RUNNING)),
+    )
+    now = time.time()
+    renewed = False
+    if not isinstance(leases, Unread) and leases and looks_stale(leases, now):
+        renewed = await _renewed(reader, leases)
+    return ClusterFacts(
+        now=now,
+        apis=served.apis,
+        crd=crd,
+        leases=_frozen(leases),
+        renewed=renewed,
+        operators=_frozen(operators),
+        nodes=_frozen(nodes),
+        pods=_frozen(pods),
+    )
+
+
+async def resources(reader: Reader, namespace: str, name: str | None) -> list[Object]:
+    """Return one deployment, or all of a namespace. Raises :class:`AbsentError` and ``ApiError``."""
+    if name is None:
+        return await reader.items(KINDS[RESOURCE].path(namespace))
+    found = await _or_none(reader, KINDS[RESOURCE].path(namespace, name))
+    if found is None:
+        raise AbsentError(f"there is no MMRouterDeployment {name} in namespace {namespace}")
+    return [found]
+
+
+async def of_deployment(reader: Reader, resource: Object) -> DeploymentFacts:
+    """Read what belongs to a deployment."""
+    namespace, name = resource["metadata"]["namespace"], resource["metadata"]["name"]
+    dep = read_spec(resource)
+    pods, home = await asyncio.gather(
+        attempt(pods_of(reader, namespace, name)),
+        attempt(reader.read(f"/api/v1/namespaces/{namespace}")),
+    )
+    named = references(dep) if isinstance(dep, MMRouterDeployment) else ()
+    found = await asyncio.gather(*(attempt(_referred(reader, ref)) for ref, _ in named))
+    return DeploymentFacts(
+        resource=resource,
+        dep=dep,
+        namespace=home,
+        pods=_frozen(pods),
+        found=dict(zip(named, found, strict=True)),
+        shared_memory=await _shared_memory(reader, [] if isinstance(pods, Unread) else pods),
+    )
+
+
+async def of_routing(
+    reader: Reader, facts: DeploymentFacts, kubeconfig: Path | None, control: str | None, token: str | None
+) -> RoutingFacts | None:
+    """Ask a deployment's frontends; ``None`` while there is none. ``control``: one's URL, instead of finding a way."""
+    pods = [] if isinstance(facts.pods, Unread) else [pod for pod in facts.pods if is_frontend(pod)]
+    namespace = facts.resource["metadata"]["namespace"]
+    if not pods and control is None:
+        return None
+    secret = token if token is not None else await attempt(control_token(reader, namespace, facts.name))
+    if isinstance(secret, Unread):
+        silent = Unread(f"its token cannot be read: {secret.why}")
+        names = [pod["metadata"]["name"] for pod in pods] or [str(control)]
+        return RoutingFacts(tuple(FrontendFacts(name, silent, silent) for name in names), 0.0, "Give it with --token.")
+    if control is not None:
+        return await of_frontends([Frontend(control, control.rstrip("/"))], secret)
+    forward = f"kubectl port-forward -n {namespace} deployment/{facts.name}-frontend 8001"
+    reach = f"In another terminal: {forward}. Then add --control http://127.0.0.1:8001"
+    async with reached(pods, kubeconfig) as frontends:
+        return await of_frontends(frontends, secret, reach)
+
+
+async def control_token(reader: Reader, namespace: str, name: str) -> str:
+    """Return the token of a deployment's control API. Raises ``ApiError``."""
+    secret = await reader.read(KINDS["Secret"].path(namespace, f"{name}-secrets"))
+    try:
+        return base64.b64decode(secret["data"]["control.token"]).decode()
+    except (KeyError, ValueError) as error:
+        raise NotFound(f"Secret {name}-secrets has no usable control.token") from error
+
+
+async def pods_of(reader: Reader, namespace: str, name: str) -> list[Object]:
+    """Return a deployment's pods. Raises ``ApiError``."""
+    return await reader.items(KINDS["Pod"].path(namespace), labelSelector=f"{DEPLOYMENT_LABEL}={name}")
+
+
+def is_frontend(pod: Object) -> bool:
+    """Whether a pod is a frontend that is to stay."""
+    return pod["metadata"]["labels"].get(ROLE_LABEL) == "frontend" and "deletionTimestamp" not in pod["metadata"]
+
+
+def read_spec(resource: Object) -> MMRouterDeployment | SpecError:
+    """Return the typed resource, or why there is none."""
+    try:
+        return parse_deployment({key: value for key, value in resource.items() if key != "status"})
+    except SpecError as error:
+        return error
+
+
+async def _leases(reader: Reader) -> list[Object]:
+    return await reader.items(KINDS["Lease"].path(), fieldSelector=f"metadata.name={_LEASE}")
+
+
+async def _renewed(reader: Reader, leases: Sequence[Object]) -> bool:
+    before = {(lease["metadata"]["uid"], lease["metadata"]["resourceVersion"]) for lease in leases}
+    deadline = time.monotonic() + LEASE_SECONDS
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.5)
+        if any(
+            (one["metadata"]["uid"], one["metadata"]["resourceVersion"]) not in before for one in await _leases(reader)
+        ):
+            return True
+    return False
+
+
+async def _shared_memory(reader: Reader, pods: Sequence[Object]) -> dict[str, tuple[int, int]] | Unread:
+    """Return use and size of the engines' /dev/shm, from the kubelets of their nodes."""
+    engines = {
+        pod["metadata"]["uid"]: pod["metadata"]["name"]
+        for pod in pods
+        if pod["metadata"]["labels"].get(POOL_LABEL) and (pod.get("status") or {}).get("phase") == "Running"
+    }
+    nodes = sorted({pod["spec"]["nodeName"] for pod in pods if pod["metadata"]["uid"] in engines})
+    answers = await asyncio.gather(
+        *(attempt(reader.read(f"/api/v1/nodes/{node}/proxy/stats/summary")) for node in nodes)
+    )
+    found = {}
+    for answer in answers:
+        if isinstance(answer, Unread):
+            return answer
+        for pod in answer.get("pods") or []:
+            name = engines.get((pod.get("podRef") or {}).get("uid", ""))
+            for volume in pod.get("volume") or []:
+                if name is not None and volume.get("name") == "shm":
+                    found[name] = (int(volume.get("usedBytes", 0)), int(volume.get("capacityBytes", 0)))
+    return found
+
+
+async def _referred(reader: Reader, ref: Ref) -> Object | None:
+    if ref.kind == "PersistentVolumeClaim":
+        return await _or_none(reader, KINDS[ref.kind].path(ref.namespace, ref.name))
+    # Of a Secret for one, only that it is there is anybody's business.
+    return {} if await reader.exists(ref) else None
+
+
+async def _or_none(reader: Reader, path: str) -> Object | None:
+    try:
+        return await reader.read(path)
+    except NotFound:
+        return None
+
+
+def _frozen(read: list[Object] | Unread) -> tuple[Object, ...] | Unread:
+    return read if isinstance(read, Unread) else tuple(read)

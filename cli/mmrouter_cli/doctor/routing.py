@@ -1,0 +1,164 @@
+"""Checks of what frontends say: that events flow from every engine, and that what follows from them is exact. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmrouter_cli.doctor.advice import CAUSES
+from mmrouter_cli.doctor.facts import RoutingFacts
+from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
+from mmrouter_cli.states import State, Unread
+
+STALE_SECONDS = 2.0
+"""A heartbeat older than this is missing: sidecars send several in that time."""
+ENOUGH = 50
+"""Decisions from which a share of them says something."""
+EXACT_SHARE = 0.95
+
+_FOLLOWED = ("worker", "prefill", "decode")
+"""Roles whose events frontends follow."""
+_PROVED = ("worker", "prefill")
+
+Worker = Mapping[str, Any]
+Answers = dict[str, tuple[State, State]]
+"""Frontend -> its two answers."""
+
+
+def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
+    """Whether frontends answer, and know the same engines."""
+    check = "frontends"
+    for frontend in facts.frontends:
+        if isinstance(frontend.first, Unread):
+            yield warning(check, f"{frontend.name} cannot be asked: {frontend.first.why}", facts.reach)
+        elif not frontend.first.get("ready", True):
+            yield warning(check, f"{frontend.name} is not ready: it waits for its engines", "Wait, then see events.")
+    answers = answered(facts)
+    if not facts.frontends:
+        yield problem(check, "none runs", "See pods and nodes.")
+    if not answers:
+        return
+    known = {name: {worker["name"] for worker in first["workers"]} for name, (first, _) in answers.items()}
+    everybody = set().union(*known.values())
+    for name, workers in known.items():
+        if workers != everybody:
+            lacks = ", ".join(sorted(everybody - workers))
+            yield problem(check, f"{name} does not know {lacks}, which others do", f"See its log: kubectl logs {name}")
+    if not everybody:
+        yield problem(check, "they know no engine", "See pods and nodes.")
+    elif all(workers == everybody for workers in known.values()):
+        yield ok(check, f"{', '.join(answers)}: {len(everybody)} engines known")
+
+
+def event_check(facts: RoutingFacts) -> Iterator[Finding]:
+    """Whether every engine's events arrive: heartbeats, snapshot, sequence numbers."""
+    check = "events"
+    told = []
+    bad = False
+    for frontend, (first, second) in answered(facts).items():
+        before = {worker["uid"]: worker for worker in first["workers"]}
+        for worker in second["workers"]:
+            if worker["role"] not in _FOLLOWED or worker["draining"]:
+                continue
+            found = _of_events(frontend, before.get(worker["uid"], worker), worker, facts.seconds)
+            if found is not None:
+                bad = True
+                yield found
+            else:
+                told.append(f"{worker['name']} at {worker['seq']}")
+    if told and not bad:
+        yield ok(check, f"every frontend hears every engine; sequence numbers: {', '.join(dict.fromkeys(told))}")
+
+
+def _of_events(frontend: str, before: Worker, worker: Worker, seconds: float) -> Finding | None:
+    check, name = "events", worker["name"]
+    heard = worker["heard_seconds_ago"]
+    logs = f"See the sidecar's log: kubectl logs {name} -c sidecar"
+    if heard is None or heard > STALE_SECONDS:
+        last = "never heard it" if heard is None else f"heard it last {heard:.0f} s ago"
+        do = f"{logs}. Ports 7557 and 7558 must be open from frontends, and all pods must have the same keys."
+        return problem(check, f"{frontend} {last}: {name}", do)
+    if worker["engine_state"] != "up":
+        state = worker["engine_state"] or "not known yet"
+        return problem(check, f"{name}: its engine is {state}", f"See its log: kubectl logs {name} -c engine")
+    if not worker["synced"]:
+        return warning(check, f"{frontend} waits for the snapshot of {name}", f"Wait a moment. {logs}")
+    if worker["epoch"] != before["epoch"]:
+        return warning(check, f"{name} has lost its history and began epoch {worker['epoch']}", logs)
+    busy = before["in_flight"] > 0 and worker["in_flight"] > 0 and before["waiting"] == worker["waiting"] == 0
+    if busy and worker["seq"] == before["seq"]:
+        seen = f"{name} computes requests, and its sequence number stays {worker['seq']} for {seconds:.0f} s"
+        return warning(check, seen, "Long answers fill few blocks: look again. " + CAUSES["no_events"])
+    return None
+
+
+def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
+    """Whether the blocks that frontends predict are those that engines publish."""
+    check = "exactness"
+    answers = answered(facts)
+    if not answers:
+        return
+    proved: set[str] = set()
+    others: dict[str, Finding] = {}
+    for _, state in answers.values():
+        for worker in state["workers"]:
+            if worker["role"] not in _PROVED or worker["draining"]:
+                continue
+            found = _of_canary(worker)
+            if found is None:
+                proved.add(worker["name"])
+            else:
+                others.setdefault(worker["name"], found)
+        for renderer in state.get("renderers") or []:
+            if renderer["message"]:
+                seen = f"renderer {renderer['name']}: {renderer['message']}"
+                others.setdefault(renderer["name"], problem(check, seen, CAUSES["template"]))
+    # Every router knows what one has proved, as soon as the next heartbeat tells it.
+    yield from (finding for name, finding in others.items() if name not in proved)
+    if proved and others.keys() <= proved:
+        yield ok(check, f"proved: {', '.join(sorted(proved))}")
+    yield from _ratios([state for _, state in answers.values()])
+
+
+def _of_canary(worker: Worker) -> Finding | None:
+    check, name = "exactness", worker["name"]
+    if worker["canary"] == "True":
+        return None
+    if worker["canary"] == "False":
+        cause = worker["canary_cause"]
+        seen = f"{name} is not exact ({cause}): {worker['canary_message']}"
+        return problem(check, seen, CAUSES.get(cause, CAUSES["unknown"]))
+    cause, message = worker.get("cause", ""), worker.get("message", "")
+    if cause == "not_modelled":
+        do = "Add a renderer pool, which makes them exact, or take affinity as it is."
+        return warning(check, f"{name}: {message}", do)
+    if worker["standing"] in ("degraded", "refused"):
+        how = "used without overlap" if worker["standing"] == "degraded" else "not used"
+        seen = f"{name} was not proved in time and is {how}: {message or 'no cause is known'}"
+        return problem(check, seen, f"See the sidecar's log: kubectl logs {name} -c sidecar")
+    return warning(check, f"{name} is not proved yet: {message or 'its canary is under way'}", "Wait a moment.")
+
+
+def _ratios(states: list[State]) -> Iterator[Finding]:
+    decisions = sum(state.get("decisions", 0) for state in states)
+    if decisions < ENOUGH:
+        return
+    exact = sum(state.get("exact_decisions", 0) for state in states) / decisions
+    blocks = sum(state.get("prompt_blocks", 0) for state in states)
+    hit = sum(state.get("hit_blocks", 0) for state in states) / blocks if blocks else 0.0
+    said = f"{exact:.1%} of {decisions} decisions were exact, {hit:.1%} of their blocks found cached"
+    if exact < EXACT_SHARE:
+        do = "mmrouter_decisions_total{reason} on port 9090 counts why not; mmrouter explain shows one request."
+        yield warning("exactness", said, do)
+    elif not hit:
+        do = "Where prompts repeat, prove it: mmrouter verify URL. Where none does, this is as it should be."
+        yield warning("exactness", said, do)
+    else:
+        yield ok("exactness", said)
+
+
+def answered(facts: RoutingFacts) -> Answers:
+    """Return the frontends that answered twice."""
+    return {
+        one.name: (one.first, one.second)
+        for one in facts.frontends
+        if not isinstance(one.first, Unread) and not isinstance(one.second, Unread)
+    }

@@ -1,0 +1,236 @@
+"""`mmrouter init`: four answers become a commented mmrouter.yaml. Pure, but for the writing of the file."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import yaml
+
+from mmrouter.api import AcceleratorKind, EngineType, SpecError, parse_deployment
+from mmrouter.api.deployment import NAME_LENGTH
+from mmrouter_operator.render.accelerators import ACCELERATORS, SGLANG_VERSION, VLLM_VERSION
+
+ENGINES: Final = get_args(EngineType)
+KINDS: Final = get_args(AcceleratorKind)
+MOST_REPLICAS: Final = 1000
+
+_PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*([/:@][A-Za-z0-9_.-]+)*")
+_NOT_TEXT: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+"""Words that some version of YAML takes for something else."""
+
+
+class AnswerError(ValueError):
+    """An answer cannot be used; the message says why in a sentence, without naming the question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a deployment is made of. Empty texts: the default, which for ``name`` follows from the model."""
+
+    model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
+    engine: str = "vllm"
+    accelerator: str = "nvidia"
+    replicas: int = 2
+    name: str = ""
+    image: str = ""
+
+    @property
+    def object_name(self) -> str:
+        """The deployment's name: what was said, or the model's last word as a name of Kubernetes."""
+        return self.name or name_of(self.model)
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether nobody publishes an image of this engine for this accelerator, and none was said."""
+        return not self.image and not _published(self.engine, self.accelerator)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question: the field of :class:`Answers`, how it is asked, and what reads an answer."""
+
+    field: str
+    text: str
+    read: Callable[[str], str | int]
+    """Raises :class:`AnswerError`."""
+
+
+def model(text: str) -> str:
+    """Return a model id. Raises :class:`AnswerError`."""
+    return _valid("model.id", Answers(model=text.strip(), name="x")).model
+
+
+def engine(text: str) -> str:
+    """Return an engine type. Raises :class:`AnswerError`."""
+    return _one_of(text, ENGINES)
+
+
+def accelerator(text: str) -> str:
+    """Return a kind of accelerator. Raises :class:`AnswerError`."""
+    return _one_of(text, KINDS)
+
+
+def replicas(text: str) -> int:
+    """Return a number of replicas. Raises :class:`AnswerError`."""
+    stripped = text.strip()
+    if not (stripped.isascii() and stripped.isdigit() and 1 <= int(stripped[:9]) <= MOST_REPLICAS):
+        raise AnswerError(f"{text!r} is not a number from 1 to {MOST_REPLICAS}")
+    return int(stripped)
+
+
+def name(text: str) -> str:
+    """Return a name for the deployment. Raises :class:`AnswerError`."""
+    return _valid("metadata.name", Answers(name=text.strip())).name if text.strip() else ""
+
+
+def image(text: str) -> str:
+    """Return a container image. Raises :class:`AnswerError`."""
+    return _valid("engine.image", Answers(image=text.strip())).image
+
+
+QUESTIONS: Final = (
+    Question("model", "Model (a repository of the hub)", model),
+    Question("engine", f"Engine ({', '.join(ENGINES)})", engine),
+    Question("accelerator", f"Accelerator ({', '.join(KINDS)})", accelerator),
+    Question("replicas", "Replicas", replicas),
+)
+READ: Final[dict[str, Callable[[str], str | int]]] = {
+    **{question.field: question.read for question in QUESTIONS},
+    "name": name,
+    "image": image,
+}
+"""Field of :class:`Answers` -> what reads it."""
+
+
+def name_of(model_id: str) -> str:
+    """Return a name of Kubernetes for a model: its repository without the owner, `qwen2-5-vl-3b-instruct` for one."""
+    words = re.sub(r"[^a-z0-9]+", "-", model_id.rstrip("/").rpartition("/")[2].lower())
+    # A name begins with a letter; a Service, which has the deployment's, must too.
+    return re.sub(r"^[^a-z]+", "", words)[:NAME_LENGTH].strip("-") or "model"
+
+
+def resource(answers: Answers) -> dict[str, Any]:
+    """Return the resource as plain values; :func:`text` says the same with comments."""
+    return dict(yaml.safe_load(text(answers)))
+
+
+def text(answers: Answers) -> str:
+    """Return the commented file."""
+    row = ACCELERATORS[_kind(answers.accelerator)]
+    pool_notes = _pool_notes(answers)
+    return f"""\
+# {answers.engine} serves {_comment(answers.model)} on {answers.accelerator}. Apply it: kubectl apply -f FILE
+# Every field there is: kubectl explain mmrd.spec --recursive
+apiVersion: mmrouter.io/v1alpha1
+kind: MMRouterDeployment
+metadata:
+  # Clients in the cluster talk to http://NAME.NAMESPACE.svc and write the name into `model`.
+  name: {_quoted(answers.object_name)}
+spec:
+  model:
+    id: {_quoted(answers.model)}
+    # Pods that start at different times must load the same weights: pin the commit that you tested.
+    # revision: COMMIT
+    # Without a volume every pod downloads the weights. A claim that many nodes can read makes starts fast:
+    # volume: {{persistentVolumeClaim: {{claimName: weights}}}}
+    # For a repository that is not public:
+    # tokenSecret: {{name: hub, key: token}}
+  engine:
+    type: {answers.engine}
+{_image_lines(answers)}\
+  frontend:
+    # Two, so that a lost node or a rollout interrupts nobody.
+    replicas: 2
+    # Without keys, whoever reaches the endpoint may use it, and all share one cache:
+    # apiKeys: {{secret: {{name: tenants}}}}
+  routing:
+    media:
+      # Images come inline, as data: URIs. `public` lets frontends fetch URLs; `allowList` only those that you name.
+      fetch: dataOnly
+  pools:
+  - name: worker
+    role: worker
+    replicas: {answers.replicas}
+    accelerator: {{kind: {answers.accelerator}}}\
+{f"   # takes 1 {row.resource} per pod; `count` for more" if row.resource else ""}
+{pool_notes}"""
+
+
+def write(path: Path, answers: Answers, *, force: bool) -> None:
+    """Write the file. Raises ``FileExistsError`` where there is one and ``force`` is not given, and ``OSError``."""
+    # Exclusive creation: between a look and a write somebody else may have made it.
+    with path.open("w" if force else "x") as file:
+        file.write(text(answers))
+
+
+def _pool_notes(answers: Answers) -> str:
+    if answers.accelerator == "cpu":
+        return (
+            "    # Without limits an engine takes what the node has. Say what yours needs:\n"
+            "    # resources: {requests: {cpu: 8, memory: 32Gi}, limits: {memory: 32Gi}}\n"
+        )
+    return (
+        "    # One engine over several devices: parallelism: {tensor: 2}, and accelerator.count: 2 beside it.\n"
+        "    # Follow the load: autoscaling: {minReplicas: 1, maxReplicas: 8}\n"
+    )
+
+
+def _image_lines(answers: Answers) -> str:
+    if answers.image:
+        return f"    image: {_quoted(answers.image)}\n"
+    if answers.needs_image:
+        return (
+            f"    # No image of {answers.engine} for {answers.accelerator} is published: put your own here.\n"
+            f"    image: {_placeholder(answers)}\n"
+        )
+    return f"    # image: {_published(answers.engine, answers.accelerator)}   # the default\n"
+
+
+def _placeholder(answers: Answers) -> str:
+    version = SGLANG_VERSION if answers.engine == "sglang" else VLLM_VERSION
+    return f"registry.example/{answers.engine}-{answers.accelerator}:{version}"
+
+
+def _published(engine_type: str, kind: str) -> str:
+    row = ACCELERATORS[_kind(kind)]
+    return row.sglang_image if engine_type == "sglang" else row.vllm_image
+
+
+def _kind(text: str) -> AcceleratorKind:
+    return next(kind for kind in KINDS if kind == text)
+
+
+def _one_of(text: str, allowed: tuple[str, ...]) -> str:
+    word = text.strip().lower()
+    if word not in allowed:
+        raise AnswerError(f"{text!r} is none of {', '.join(allowed)}")
+    return word
+
+
+def _valid(field: str, answers: Answers) -> Answers:
+    """Return the answers when the resource's own rules take ``field``, whose words they then use to refuse it."""
+    value = {"model.id": answers.model, "metadata.name": answers.name, "engine.image": answers.image}[field]
+    section, key = field.split(".")
+    made: dict[str, Any] = resource(Answers())
+    (made[section] if section == "metadata" else made["spec"][section])[key] = value
+    try:
+        parse_deployment(made)
+    except SpecError as error:
+        raise AnswerError(error.errors[0][1]) from error
+    return answers
+
+
+def _quoted(value: str) -> str:
+    """Return a text as YAML: plain where every reader takes it for that text, else quoted."""
+    if _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
+        return value
+    # JSON's quotes are YAML's; what neither shows is escaped, as YAML does it.
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(value, ensure_ascii=False))
+
+
+def _comment(value: str) -> str:
+    """Return a text that stays on its line of a comment."""
+    return value if value.isprintable() else ascii(value)

@@ -1,0 +1,91 @@
+"""How `status` and `doctor` read a cluster: whole objects by their path, and nothing is ever written."""
+
+import os
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kubernetes.aio import config
+
+from mmrouter_cli.states import Unread
+from mmrouter_operator.apply import ApiError, KubernetesCluster
+from mmrouter_operator.connect import ConnectError, load, own_namespace
+
+Object = dict[str, Any]
+T = TypeVar("T")
+_PAGE = "500"
+
+
+class ClusterError(Exception):
+    """The cluster cannot be read at all; the message says why."""
+
+
+class Reader(KubernetesCluster):
+    """Reads whole objects; the operator's own client keeps to metadata where that is enough."""
+
+    async def read(self, path: str, **query: str) -> Object:
+        """Return the object at a path. Raises ``ApiError``."""
+        return await self._call("GET", path, query=query or None)
+
+    async def items(self, path: str, **query: str) -> list[Object]:
+        """Return all objects of a collection. Raises ``ApiError``."""
+        found: list[Object] = []
+        asked = {**query, "limit": _PAGE}
+        while True:
+            page = await self._call("GET", path, query=asked)
+            found += page.get("items") or []
+            if not (token := page.get("metadata", {}).get("continue")):
+                return found
+            asked["continue"] = token
+
+
+@asynccontextmanager
+async def reading(kubeconfig: Path | None) -> AsyncIterator[Reader]:
+    """Connect as the user's kubectl would. Raises :class:`ClusterError`, also for an ``ApiError`` of the block."""
+    if kubeconfig is None and not _has_default():
+        raise ClusterError(
+            "no cluster is known: there is no ~/.kube/config and KUBECONFIG names no file; give --kubeconfig, or "
+            "--url for a deployment that is not on a cluster"
+        )
+    try:
+        reader = Reader(await load(kubeconfig), user_agent="mmrouter", identity="")
+    except ConnectError as error:
+        raise ClusterError(str(error)) from error
+    try:
+        yield reader
+    except ApiError as error:
+        raise ClusterError(f"the cluster cannot be read: {error}") from error
+    finally:
+        await reader.close()
+
+
+async def attempt(work: Awaitable[T]) -> T | Unread:
+    """Return what could be read, else why not: what one may not see is no reason to tell nothing."""
+    try:
+        return await work
+    except ApiError as error:
+        return Unread(str(error))
+
+
+def namespace_of(kubeconfig: Path | None) -> str:
+    """Return the namespace that kubectl would take: the current context's, in a pod without one its own."""
+    if kubeconfig is None and not _default_files():
+        return own_namespace()
+    path = str(kubeconfig) if kubeconfig is not None else None
+    try:
+        _, active = config.list_kube_config_contexts(path)  # type: ignore[no-untyped-call]
+    except (config.ConfigException, OSError):
+        return "default"
+    return str(active.get("context", {}).get("namespace") or "default")
+
+
+def _has_default() -> bool:
+    """Whether kubectl would find a cluster without being told: by a file, or in a pod by the pod's account."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ or bool(_default_files())
+
+
+def _default_files() -> list[Path]:
+    named = os.environ.get("KUBECONFIG", "").split(os.pathsep)
+    files = [Path(path) for path in named if path] or [Path.home() / ".kube" / "config"]
+    return [path for path in files if path.is_file()]

@@ -1,0 +1,111 @@
+"""`mmrouter status` and `mmrouter doctor`: how a deployment is doing, on a cluster or behind a URL."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from mmrouter_cli.options import FAILED, Control, Json, Kubeconfig, Namespace, Token, leave, reach_or_leave
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mmrouter_cli.status import View
+
+
+def status(
+    name: Annotated[
+        str | None, typer.Argument(help="A deployment of the cluster. Default: all of a namespace.")
+    ] = None,
+    namespace: Namespace = None,
+    url: Annotated[str | None, typer.Option(help="Ask the frontends behind this endpoint instead.")] = None,
+    control: Control = None,
+    token: Token = None,
+    kubeconfig: Kubeconfig = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look every second, until ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show pools, workers, exactness, hit ratio and conditions."""
+    from mmrouter_cli import status as shown
+
+    if url is None:
+        if control is not None:
+            leave("--control goes with --url")
+        views = shown.from_cluster(name, namespace, kubeconfig, watch=watch)
+    else:
+        _not_with_url(name, namespace, kubeconfig)
+        views = shown.from_url(reach_or_leave(url, control, token), watch=watch)
+    try:
+        asyncio.run(_shown(views, live=watch, as_json=as_json))
+    except shown.StatusError as error:
+        leave(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+async def _shown(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool) -> None:
+    from rich.live import Live
+
+    from mmrouter_cli.status import drawn
+
+    if as_json:
+        last = None
+        async for now in views:
+            told = json.dumps([view.as_json() for view in now])
+            if told != last:
+                typer.echo(told)
+            last = told
+        return
+    console = Console()
+    if not live:
+        async for now in views:
+            console.print(drawn(now))
+        return
+    with Live(console=console, auto_refresh=False) as screen:
+        async for now in views:
+            screen.update(drawn(now), refresh=True)
+
+
+def doctor(
+    name: Annotated[
+        str | None, typer.Argument(help="A deployment of the cluster. Default: all of a namespace.")
+    ] = None,
+    namespace: Namespace = None,
+    url: Annotated[str | None, typer.Option(help="Look only at the frontends behind this endpoint.")] = None,
+    control: Control = None,
+    token: Token = None,
+    kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what is wrong, and say what to do about it; exit status 1 where there is a problem."""
+    from mmrouter_cli.doctor import show
+
+    if url is None:
+        from mmrouter_cli.doctor import run
+        from mmrouter_cli.doctor.collect import AbsentError
+        from mmrouter_cli.kube import ClusterError
+
+        if control is not None and name is None:
+            leave("--control is one deployment's: name it, or give --url")
+        try:
+            found = asyncio.run(run.on_cluster(name, namespace, kubeconfig, control, token))
+        except (AbsentError, ClusterError) as error:
+            leave(str(error))
+    else:
+        from mmrouter_cli.doctor.asking import on_url
+
+        _not_with_url(name, namespace, kubeconfig)
+        found = asyncio.run(on_url(reach_or_leave(url, control, token)))
+    if as_json:
+        typer.echo(json.dumps(show.as_json(found)))
+    else:
+        show.show(Console(), found)
+    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in found) else 0)
+
+
+def _not_with_url(name: str | None, namespace: str | None, kubeconfig: Path | None) -> None:
+    if name is not None or namespace is not None or kubeconfig is not None:
+        leave("--url is another way than a name, --namespace and --kubeconfig: give one of the two")

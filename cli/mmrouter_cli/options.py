@@ -1,0 +1,30 @@
+"""Options that several commands share, and how a command ends that cannot go on."""
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from mmrouter_cli.reach import Reach, UnreachableError, reach
+
+FAILED, USAGE = 1, 2
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
+Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
+Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Default: that of kubectl's context.")]
+Kubeconfig = Annotated[Path | None, typer.Option(help="How to reach the cluster. Default: as kubectl does.")]
+
+
+def reach_or_leave(url: str, control: str | None, token: str | None) -> Reach:
+    """Find a deployment's control API, or end with a sentence."""
+    try:
+        return reach(url, control, token)
+    except UnreachableError as error:
+        leave(str(error))
+
+
+def leave(message: str) -> NoReturn:
+    """End with status 2 and a sentence."""
+    typer.echo(f"mmrouter: {message}", err=True)
+    raise typer.Exit(USAGE)

@@ -1,0 +1,339 @@
+"""`mmrouter status`: how a deployment is doing, from its resource in a cluster or from a frontend's own state.
+
+Both become one view, which is a table for people and plain values for machines.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mmrouter_cli.reach import Reach
+from mmrouter_cli.states import Frontend, State, Unread, ask, client
+
+EVERY_SECONDS = 1.0
+"""How often it is looked at with --watch."""
+UNKNOWN = "-"
+
+Object = Mapping[str, Any]
+
+
+class StatusError(Exception):
+    """There is nothing to show; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRow:
+    """One pool. ``None``: not known by this way."""
+
+    name: str
+    role: str
+    desired: int | None
+    ready: int
+    routable: int
+    verified: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One engine pod. ``exact``: True, False or Unknown, and in brackets why."""
+
+    name: str
+    pool: str
+    routable: bool
+    exact: str
+    where: str = ""
+    """Its node."""
+    blocks: int | None = None
+    """Blocks that it holds, as frontends know."""
+    in_flight: int | None = None
+    heard_seconds_ago: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything that is shown of one deployment."""
+
+    name: str
+    phase: str
+    endpoint: str
+    frontends: str
+    """Ready of wanted."""
+    exact_ratio: str
+    hit_ratio: str
+    pools: tuple[PoolRow, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
+    conditions: tuple[Mapping[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the view for machines."""
+        return asdict(self)
+
+
+# -- from a cluster ------------------------------------------------------------------------------------------------
+
+
+def of_resource(resource: Object, pods: Sequence[Object]) -> View:
+    """Return the view of a resource and its pods, as the API server has them."""
+    # The operator's view of a pod, read lazily: it is not needed for a URL.
+    from mmrouter_operator.observe import ROUTABLE, VERIFIED, pod_view
+
+    metadata, status = resource["metadata"], resource.get("status") or {}
+    routing, frontend = status.get("routing") or {}, status.get("frontend") or {}
+    pools = tuple(
+        PoolRow(p["name"], p["role"], *(p.get(key, 0) for key in ("desired", "ready", "routable", "verified")))
+        for p in status.get("pools") or []
+    )
+    views = sorted((pod_view(pod) for pod in pods), key=lambda view: (view.pool, view.name))
+    workers = tuple(
+        WorkerRow(
+            view.name,
+            view.pool,
+            view.gates.get(ROUTABLE, False),
+            "True" if view.gates.get(VERIFIED) else f"Unknown ({_trouble(view)})",
+            where=view.node,
+        )
+        for view in views
+        if view.pool and not view.deleting
+    )
+    generation = metadata.get("generation", 0)
+    notes = ["no operator has looked at it yet"] if not status else []
+    if status and status.get("observedGeneration", 0) < generation:
+        notes.append(f"the status speaks of generation {status.get('observedGeneration', 0)} of {generation}")
+    return View(
+        name=f"{metadata['namespace']}/{metadata['name']}",
+        phase=status.get("phase", "Unknown"),
+        endpoint=status.get("endpoint", ""),
+        frontends=f"{frontend.get('ready', 0)}/{frontend.get('desired', 0)}" if frontend else UNKNOWN,
+        exact_ratio=str(routing.get("exactRatio", UNKNOWN)),
+        hit_ratio=str(routing.get("hitRatio", UNKNOWN)),
+        pools=pools,
+        workers=workers,
+        conditions=tuple(
+            {key: str(item.get(key, "")) for key in ("type", "status", "reason", "message")}
+            for item in status.get("conditions") or []
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _trouble(view: Any) -> str:
+    if view.waiting is not None:
+        return str(view.waiting[1])
+    if view.unschedulable:
+        return "no node takes it"
+    return "not proved yet" if view.containers_ready else "starting"
+
+
+# -- from frontends ------------------------------------------------------------------------------------------------
+
+
+def of_states(url: str, answers: Mapping[str, State | Unread]) -> View:
+    """Return the view of what frontends say: counts of all of them, and each worker as the worst of them sees it."""
+    states = {name: answer for name, answer in answers.items() if not isinstance(answer, Unread)}
+    notes = [f"{name} cannot be asked: {a.why}" for name, a in answers.items() if isinstance(a, Unread)]
+    ready = sum(bool(state.get("ready")) for state in states.values())
+    seen: dict[str, list[Mapping[str, Any]]] = {}
+    for state in states.values():
+        for worker in state["workers"]:
+            seen.setdefault(worker["uid"], []).append(worker)
+    workers = [_worker(rows) for rows in seen.values()]
+    workers += [
+        WorkerRow(
+            r["name"], r["pool"], r["answered"], "True" if r["verified"] else f"Unknown ({r['message'] or 'asked'})"
+        )
+        for r in (next(iter(states.values())).get("renderers") or [] if states else [])
+    ]
+    workers.sort(key=lambda worker: (worker.pool, worker.name))
+    phase = "Unreachable" if not states else "Ready" if workers and ready == len(answers) else "Starting"
+    if phase == "Ready" and not all(worker.routable for worker in workers):
+        phase = "Degraded"
+    return View(
+        name=url,
+        phase=phase,
+        endpoint=url,
+        frontends=f"{ready}/{len(answers)}",
+        exact_ratio=_ratio(states.values(), "exact_decisions", "decisions"),
+        hit_ratio=_ratio(states.values(), "hit_blocks", "prompt_blocks"),
+        pools=_pools(workers, {row["pool"]: row["role"] for rows in seen.values() for row in rows}),
+        workers=tuple(workers),
+        notes=tuple(notes),
+    )
+
+
+def _worker(rows: Sequence[Mapping[str, Any]]) -> WorkerRow:
+    first = rows[0]
+    heard = [row["heard_seconds_ago"] for row in rows]
+    canary = next((row for row in rows if row["canary"] == "False"), None)
+    if canary is not None:
+        exact = f"False ({canary['canary_cause']}: {canary['canary_message']})"
+    elif all(row["canary"] == "True" for row in rows):
+        exact = "True"
+    else:
+        exact = f"Unknown ({next((row.get('message') for row in rows if row.get('message')), '') or 'not proved yet'})"
+    return WorkerRow(
+        name=first["name"],
+        pool=first["pool"],
+        routable=all(row["routable"] for row in rows),
+        exact=exact,
+        blocks=sum(first["held"].values()),
+        in_flight=sum(row["in_flight"] for row in rows),
+        heard_seconds_ago=None if None in heard else max(heard),
+    )
+
+
+def _pools(workers: Sequence[WorkerRow], roles: Mapping[str, str]) -> tuple[PoolRow, ...]:
+    count, routable, verified = Counter[str](), Counter[str](), Counter[str]()
+    for worker in workers:
+        count[worker.pool] += 1
+        routable[worker.pool] += worker.routable
+        verified[worker.pool] += worker.exact == "True"
+    return tuple(
+        PoolRow(name, roles.get(name, "renderer"), None, count[name], routable[name], verified[name])
+        for name in sorted(count)
+    )
+
+
+def _ratio(states: Any, part: str, whole: str) -> str:
+    total = sum(state.get(whole, 0) for state in states)
+    # A count may run ahead of the other between two requests.
+    return f"{min(sum(state.get(part, 0) for state in states) / total, 1.0):.3f}" if total else UNKNOWN
+
+
+# -- looking, once or again and again ------------------------------------------------------------------------------
+
+
+async def from_cluster(
+    name: str | None, namespace: str | None, kubeconfig: Path | None, *, watch: bool
+) -> AsyncIterator[list[View]]:
+    """Yield the views of a deployment, or of all of a namespace. Raises :class:`StatusError`."""
+    from mmrouter_cli.kube import ClusterError, namespace_of, reading
+    from mmrouter_operator.apply import NotFound, Unavailable
+    from mmrouter_operator.ref import KINDS, RESOURCE
+    from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+
+    namespace = namespace or namespace_of(kubeconfig)
+    try:
+        async with reading(kubeconfig) as reader:
+            views: list[View] = []
+            while True:
+                try:
+                    path = KINDS[RESOURCE].path(namespace, name or "")
+                    found = [await reader.read(path)] if name else await reader.items(path)
+                    pods = await reader.items(KINDS["Pod"].path(namespace), labelSelector=DEPLOYMENT_LABEL)
+                except NotFound as error:
+                    what = (
+                        f"MMRouterDeployment {name} in namespace {namespace}" if name else "MMRouterDeployment at all"
+                    )
+                    raise StatusError(f"there is no {what}: {error}") from error
+                except Unavailable as error:
+                    if not views:
+                        raise
+                    # Whoever watches wants to see it come back.
+                    note = f"the cluster does not answer: {error}"
+                    yield [replace(view, notes=(*view.notes, note)) for view in views]
+                    await asyncio.sleep(EVERY_SECONDS)
+                    continue
+                views = [of_resource(resource, _of(resource, pods)) for resource in found]
+                yield views
+                if not watch:
+                    return
+                await asyncio.sleep(EVERY_SECONDS)
+    except ClusterError as error:
+        raise StatusError(str(error)) from error
+
+
+def _of(resource: Object, pods: Sequence[Object]) -> list[Object]:
+    from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+
+    return [pod for pod in pods if pod["metadata"]["labels"][DEPLOYMENT_LABEL] == resource["metadata"]["name"]]
+
+
+async def from_url(reach: Reach, *, watch: bool) -> AsyncIterator[list[View]]:
+    """Yield the view of a deployment through its control APIs."""
+    frontends = [Frontend(url.removeprefix("http://"), url) for url in reach.controls]
+    async with client(reach.token) as asking:
+        while True:
+            yield [await _asked(asking, reach.url, frontends)]
+            if not watch:
+                return
+            await asyncio.sleep(EVERY_SECONDS)
+
+
+async def _asked(asking: httpx.AsyncClient, url: str, frontends: Sequence[Frontend]) -> View:
+    answers = await asyncio.gather(*(ask(asking, frontend) for frontend in frontends))
+    return of_states(url, {one.name: answer for one, answer in zip(frontends, answers, strict=True)})
+
+
+# -- for people ----------------------------------------------------------------------------------------------------
+
+
+def drawn(views: Sequence[View]) -> RenderableType:
+    """Return what a terminal shows."""
+    if not views:
+        return Text("there is no MMRouterDeployment in this namespace")
+    return Group(*(part for view in views for part in _parts(view)))
+
+
+def _parts(view: View) -> list[RenderableType]:
+    good = view.phase == "Ready"
+    head = Text.assemble(
+        (view.name, "bold"), "  ", (view.phase, "green" if good else "yellow"), f"  frontends {view.frontends}  "
+    )
+    head.append(f"exact {view.exact_ratio}  hit {view.hit_ratio}")
+    if view.endpoint and view.endpoint != view.name:
+        head.append(f"  {view.endpoint}")
+    parts: list[RenderableType] = [head]
+    if view.pools:
+        parts.append(_pool_table(view.pools))
+    if view.workers:
+        parts.append(_worker_table(view.workers))
+    if view.conditions:
+        parts.append(_condition_table(view.conditions))
+    return [*parts, *(Text(note, style="yellow") for note in view.notes), Text("")]
+
+
+def _pool_table(pools: Sequence[PoolRow]) -> Table:
+    table = Table(title="pools", title_justify="left")
+    for heading in ("pool", "role", "ready", "routable", "verified"):
+        table.add_column(heading, justify="left" if heading in ("pool", "role") else "right")
+    for pool in pools:
+        of = "" if pool.desired is None else f"/{pool.desired}"
+        table.add_row(pool.name, pool.role, f"{pool.ready}{of}", f"{pool.routable}{of}", f"{pool.verified}{of}")
+    return table
+
+
+def _worker_table(workers: Sequence[WorkerRow]) -> Table:
+    live = any(worker.blocks is not None for worker in workers)
+    table = Table(title="workers", title_justify="left")
+    more = ("blocks", "in flight", "heard") if live else ("node",)
+    for heading in ("worker", "pool", "routable", "exact", *more):
+        table.add_column(heading, justify="right" if heading in ("blocks", "in flight", "heard") else "left")
+    for worker in workers:
+        exact = Text(worker.exact, style="green" if worker.exact == "True" else "yellow")
+        last = worker.heard_seconds_ago
+        heard = UNKNOWN if last is None else f"{last:.1f} s ago"
+        rest = (_count(worker.blocks), _count(worker.in_flight), heard) if live else (worker.where or UNKNOWN,)
+        table.add_row(worker.name, worker.pool, "yes" if worker.routable else Text("no", style="yellow"), exact, *rest)
+    return table
+
+
+def _condition_table(conditions: Sequence[Mapping[str, str]]) -> Table:
+    table = Table(title="conditions", title_justify="left")
+    for heading in ("condition", "status", "reason", "message"):
+        table.add_column(heading)
+    for item in conditions:
+        table.add_row(item["type"], item["status"], item["reason"], Text(item["message"]))
+    return table
+
+
+def _count(number: int | None) -> str:
+    return UNKNOWN if number is None else str(number)

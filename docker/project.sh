@@ -1,0 +1,17 @@
+#!/bin/sh
+# Installs the project's wheel into a virtual environment, and puts its files below /build/own for a layer of their own.
+#   project.sh VENV
+set -eu
+umask 022
+venv=$1
+cd /build
+touch began
+tools/bin/pip --python "$venv/bin/python3" install --quiet --no-compile --no-deps --no-index dist/*.whl
+for package in "$venv"/lib/python*/site-packages/mmrouter*/; do
+  "$venv/bin/python3" -m compileall -q --invalidation-mode unchecked-hash "$package"
+done
+case $venv in */sim) "$venv/bin/python3" -m mmrouter_sim install "$venv/bin" ;; esac
+mkdir own
+cd /
+find "${venv#/}" -newer /build/began ! -type d -print0 | sort -z | tar --create --null --files-from=- |
+  tar --extract --directory=/build/own

@@ -1,0 +1,269 @@
+"""`mmrouter doctor` on the real API server: each trouble is made, seen and gone again; and it writes nothing."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster.commands import diagnosed, mmrouter
+from cluster.controlplane import ControlPlane, wait_for
+from cluster.hollow import Hollow
+from cluster.operators import Replica, holder, operator
+from cluster.resources import apply, condition, resource
+from cluster.test_pod_security import refused
+from unit.render.test_children import load
+from unit.render.test_pods_security import CASES, broken_by
+
+from mmrouter.api.crd import HASH_ANNOTATION, NAME
+from mmrouter_cli.doctor.resource import violated
+from mmrouter_cli.states import Unread, reached
+
+SECONDS = 30
+CRD_PATH = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
+MERGE = "application/merge-patch+json"
+ENGINES = {"mmrouter.io/role": "worker"}
+
+
+@pytest.fixture(scope="module")
+def operating(crd: ControlPlane, kubelet: Hollow) -> Iterator[Replica]:
+    with operator(crd) as replica:
+        yield replica
+
+
+@pytest.fixture
+def plane(operating: Replica) -> ControlPlane:
+    return operating.plane
+
+
+# The first two need the Lease for themselves; the operator of the others starts after them.
+
+
+def test_an_operator_that_ended_is_a_problem(crd: ControlPlane) -> None:
+    with operator(crd, "short-lived") as replica:
+        assert diagnosed(crd, "-n", "default").seen("operator") == []
+        replica.stop()
+        wait_for(lambda: holder(crd) == "", SECONDS, "the lease is released")
+        assert "nobody holds the Lease" in diagnosed(crd, "-n", "default").seen("operator")[0]
+
+
+def test_a_paused_operator_is_seen_by_its_lease(crd: ControlPlane) -> None:
+    with operator(crd, "asleep") as replica:
+        replica.pause()
+        # Its Lease lasts 3 s, and 5 more are granted to clocks.
+        wait_for(lambda: diagnosed(crd, "-n", "default").seen("operator"), SECONDS, "the old Lease is seen", every=1)
+
+
+def pool(kind: str = "nvidia", replicas: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": kind}, **fields}
+
+
+@contextmanager
+def spare(plane: ControlPlane, kubelet: Hollow, labels: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A node with two devices that no other test's pods ask for, until the block ends."""
+    kubelet.node("spare", labels, {"habana.ai/gaudi": "2"})
+    try:
+        yield
+    finally:
+        plane.request("DELETE", "/api/v1/nodes/spare")
+
+
+def settled(plane: ControlPlane, namespace: str, **spec: Any) -> None:
+    """Apply a deployment and wait until the operator has made its pods and judged it."""
+    apply(plane, namespace, resource(**spec))
+    wait_for(lambda: condition(plane, "Ready", namespace), SECONDS, "the deployment is judged")
+
+
+def test_a_deployment_whose_pods_run_has_no_problem(plane: ControlPlane, namespace: str) -> None:
+    settled(plane, namespace, pools=[pool()])
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    wait_for(lambda: _running(plane.request("GET", pods).json()["items"]) == 2, SECONDS, "both pods run")
+    told = diagnosed(plane, "demo", "-n", namespace)
+    assert told.problems == []
+    assert told.seen("definition", "ok")
+    assert told.seen("operator", "ok")[0].startswith("operator leads by the Lease mmrouter-system/mmrouter-operator")
+    assert any("node-" in seen for seen in told.seen("nodes", "ok"))
+    # Hollow pods answer nobody: what cannot be asked is said, and is no problem.
+    assert "cannot be asked" in told.seen("frontends", "warning")[0]
+
+
+def _running(pods: list[dict[str, Any]]) -> int:
+    return sum(pod["status"].get("phase") == "Running" for pod in pods)
+
+
+def test_another_definition_is_seen_until_it_is_ours_again(plane: ControlPlane) -> None:
+    def annotate(value: str) -> None:
+        body = {"metadata": {"annotations": {HASH_ANNOTATION: value}}}
+        plane.request("PATCH", CRD_PATH, body, MERGE).raise_for_status()
+
+    ours = plane.request("GET", CRD_PATH).json()["metadata"]["annotations"][HASH_ANNOTATION]
+    annotate("0123456789abcdef")
+    try:
+        assert "has the schema 0123456789abcdef" in diagnosed(plane, "-n", "default").seen("definition")[0]
+    finally:
+        annotate(ours)
+    assert diagnosed(plane, "-n", "default").seen("definition") == []
+
+
+def test_an_accelerator_that_no_node_has_is_named(plane: ControlPlane, namespace: str) -> None:
+    settled(plane, namespace, pools=[pool("amd")])
+    told = diagnosed(plane, "demo", "-n", namespace)
+    assert told.status == 1
+    assert "no node has the labels feature.node.kubernetes.io/amd-gpu=true or" in told.seen("nodes")[0]
+
+
+def test_doctors_own_advice_for_an_unlabelled_node_and_a_taint_gets_the_pod_a_node(
+    plane: ControlPlane, kubelet: Hollow, namespace: str
+) -> None:
+    with spare(plane, kubelet):
+        taints = [{"key": "team", "value": "vision", "effect": "NoSchedule"}]
+        plane.request("PATCH", "/api/v1/nodes/spare", {"spec": {"taints": taints}}, MERGE).raise_for_status()
+        wanted = pool("gaudi", image="registry.example/vllm-gaudi:1")
+        settled(plane, namespace, pools=[wanted])
+        done = mmrouter(plane, "doctor", "demo", "-n", namespace, "--json")
+        advice = [item["do"] for item in findings(done.stdout) if item["check"] == "nodes" and item["do"]]
+        command = advice[0].partition("kubectl ")[2]
+        assert command == "label node spare intel.feature.node.kubernetes.io/gaudi=true"
+        assert plane.kubectl(*command.split()).returncode == 0
+        done = mmrouter(plane, "doctor", "demo", "-n", namespace, "--json")
+        advice = [item["do"] for item in findings(done.stdout) if item["check"] == "nodes" and item["do"]]
+        toleration = yaml.safe_load(advice[0].partition(": ")[2])
+        apply(plane, namespace, resource(pools=[{**wanted, "tolerations": [toleration]}]))
+        seen = "pool worker: 1 of 1 pods have a node, on spare"
+        wait_for(lambda: seen in diagnosed(plane, "demo", "-n", namespace).seen("nodes", "ok"), SECONDS, seen, every=1)
+
+
+def findings(text: str) -> list[dict[str, str]]:
+    return [item for subject in json.loads(text)["subjects"] for item in subject["findings"]]
+
+
+def test_devices_that_others_hold_are_not_free(plane: ControlPlane, kubelet: Hollow, namespace: str) -> None:
+    with spare(plane, kubelet, {"intel.feature.node.kubernetes.io/gaudi": "true"}):
+        settled(plane, namespace, pools=[pool("gaudi", replicas=3, image="registry.example/vllm-gaudi:1")])
+
+        def told() -> list[str]:
+            return [seen for seen in diagnosed(plane, "demo", "-n", namespace).seen("nodes") if "2 of 3 pods" in seen]
+
+        seen = wait_for(told, SECONDS, "two of three have a node", every=1)[0]
+        assert "a pod asks for 1 habana.ai/gaudi, free is spare: 0 habana.ai/gaudi" in seen
+
+
+def test_an_image_that_cannot_be_pulled_is_named_until_it_can(
+    plane: ControlPlane, kubelet: Hollow, namespace: str
+) -> None:
+    rule = kubelet.hold(namespace, ENGINES, "ImagePullBackOff", "no such image", "engine")
+    settled(plane, namespace, pools=[pool()])
+    wait_for(lambda: diagnosed(plane, "demo", "-n", namespace).seen("pods"), SECONDS, "the pod waits", every=1)
+    assert "ImagePullBackOff: no such image" in diagnosed(plane, "demo", "-n", namespace).seen("pods")[0]
+    kubelet.release(rule)
+    wait_for(lambda: not diagnosed(plane, "demo", "-n", namespace).seen("pods"), SECONDS, "the pod runs", every=1)
+
+
+def test_a_secret_that_is_named_and_not_there_is_a_problem_until_it_is(plane: ControlPlane, namespace: str) -> None:
+    settled(plane, namespace, frontend={"replicas": 1, "apiKeys": {"secret": {"name": "tenants"}}}, pools=[pool()])
+    missing = "spec.frontend.apiKeys.secret.name: Secret tenants is not there"
+    assert missing in diagnosed(plane, "demo", "-n", namespace).seen("references")
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tenants"}}
+    plane.request("POST", f"/api/v1/namespaces/{namespace}/secrets", secret).raise_for_status()
+    assert diagnosed(plane, "demo", "-n", namespace).seen("references") == []
+
+
+def test_doctor_and_the_servers_admission_agree_on_a_namespace_that_refuses_pods(plane: ControlPlane) -> None:
+    with plane.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as name:
+        model = {"id": "org/model"}
+        settled(plane, name, model=model, pools=[pool(sharedMemory={"scope": "node"})])
+        told = diagnosed(plane, "demo", "-n", name)
+        assert (
+            "enforces restricted, and pods are not within it: pool worker: volume shared"
+            in (told.seen("Pod Security")[0])
+        )
+        pods = plane.request("GET", f"/api/v1/namespaces/{name}/pods").json()["items"]
+        assert {pod["metadata"]["labels"]["mmrouter.io/role"] for pod in pods} <= {"frontend"}
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_doctor_and_the_servers_admission_agree_on_every_way_to_break_a_level(crd: ControlPlane, level: str) -> None:
+    labels = {f"pod-security.kubernetes.io/{key}": value for key, value in (("enforce", level), ("warn", level))}
+    dep = load("shortest")
+    # But for two ways that are no valid pod of ours to begin with.
+    ways = [case for case in CASES if not any(key in case[1] for key in ("procMount", "windowsOptions"))]
+    with crd.namespace(**labels) as name:
+        for place, patch, _ in ways:
+            broken = broken_by(dep, place, patch)
+            by_server = set(refused(crd, name, broken))
+            by_us = {said.partition(":")[0].removeprefix("pool ") for said in violated(broken, level)}
+            assert by_us == by_server, (place, patch)
+
+
+def test_apis_that_the_spec_wants_and_nobody_serves_are_problems(plane: ControlPlane, namespace: str) -> None:
+    scaled = pool(autoscaling={"maxReplicas": 3})
+    settled(plane, namespace, pools=[scaled], observability={"podMonitor": "Enabled"})
+    told = diagnosed(plane, "demo", "-n", namespace)
+    assert len(told.seen("APIs")) == 2
+
+
+def test_who_may_read_a_namespace_only_is_told_of_it_and_writes_nothing(plane: ControlPlane, namespace: str) -> None:
+    settled(plane, namespace, pools=[pool("amd")])
+    kubeconfig = reader(plane, namespace)
+    told = diagnosed(plane, "demo", "-n", namespace, kubeconfig=kubeconfig)
+    assert "nodes cannot be read" in told.seen("nodes", "warning")[0]
+    assert "cannot be read" in told.seen("definition", "warning")[0]
+    assert told.seen("pods")
+    mine = [row for row in plane.audit() if row.user == f"system:serviceaccount:{namespace}:reader"]
+    assert len(mine) > 5
+    assert not any(row.writes for row in mine)
+
+
+def reader(plane: ControlPlane, namespace: str) -> Path:
+    """A kubeconfig with which deployments and pods of the namespace can be read, and nothing else."""
+    rbac = "rbac.authorization.k8s.io"
+    rules = [
+        {"apiGroups": ["mmrouter.io"], "resources": ["mmrouterdeployments"], "verbs": ["get", "list"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+    ]
+    subject = {"kind": "ServiceAccount", "name": "reader", "namespace": namespace}
+    role = {"apiGroup": rbac, "kind": "Role", "name": "reader"}
+    for path, body in (
+        (f"/api/v1/namespaces/{namespace}/serviceaccounts", {}),
+        (f"/apis/{rbac}/v1/namespaces/{namespace}/roles", {"rules": rules}),
+        (f"/apis/{rbac}/v1/namespaces/{namespace}/rolebindings", {"roleRef": role, "subjects": [subject]}),
+    ):
+        plane.request("POST", path, {"metadata": {"name": "reader"}, **body}).raise_for_status()
+    return plane.kubeconfig_for(namespace, "reader")
+
+
+def test_where_no_port_can_be_forwarded_kubectls_own_words_are_told(
+    plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(plane, namespace, pools=[pool()])
+    monkeypatch.setenv("PATH", str(plane.bin), prepend=":")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    # An address as pods have it, and no kubelet behind it.
+    frontend = {"metadata": {"name": "absent", "namespace": namespace}, "status": {"podIP": "10.0.0.9"}}
+
+    async def way() -> str | Unread:
+        async with reached([frontend], plane.kubeconfig) as frontends:
+            return frontends[0].url
+
+    found = asyncio.run(way())
+    assert isinstance(found, Unread)
+    assert 'pods "absent" not found' in found.why
+
+
+@pytest.mark.parametrize("command", ["doctor", "status"])
+def test_a_deployment_that_is_not_there_ends_with_status_2(crd: ControlPlane, command: str) -> None:
+    done = mmrouter(crd, command, "absent", "-n", "default")
+    assert done.returncode == 2
+    assert "there is no MMRouterDeployment absent in namespace default" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["doctor", "status"])
+def test_a_server_that_is_away_ends_with_status_2(crd: ControlPlane, tmp_path: Path, command: str) -> None:
+    config = tmp_path / "config"
+    config.write_text(crd.kubeconfig.read_text().replace(":6443", ":6444"))
+    done = mmrouter(crd, command, kubeconfig=config)
+    assert done.returncode == 2
+    assert "the cluster cannot be read" in done.stderr

@@ -1,0 +1,281 @@
+"""Build the images ``mmrouter/mmrouter`` and ``mmrouter/sim`` with docker, podman or buildah, whichever works here.
+
+    python tests/tools/images.py [--export DIR] [--storage DIR] [mmrouter] [sim]
+
+Prints one line per image: its name and, with ``--export``, the archive (as of ``docker save``), which
+``ctr -n k8s.io images import`` and ``kind load image-archive`` take. ``--storage`` keeps the layers of podman and
+buildah in a folder of its own. What decides the build, beside the sources:
+
+- ``MMROUTER_BASE_IMAGE``: the base, a name or the path of an archive as of ``docker save`` (``base_image.py`` makes
+  one). By default the one that the Dockerfile names, from its registry.
+- ``MMROUTER_BUILDER``: the builder; by default the first that works.
+- ``SOURCE_DATE_EPOCH``: the time that the layers carry, in seconds since 1970; by default that of the last commit to
+  ``requirements.lock``, so that the large layer stays what it is until its content changes.
+
+The build fetches packages as this machine's pip does: its index, proxy and authority come to the build as secrets, and
+so are in no layer and in no history. Runs on the standard library. Exit status as of ``vllm_env.py``.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_env import CANNOT, ROOT, CannotMakeError, last_line, note
+
+IMAGES = ("mmrouter", "sim")
+REGISTRY = "docker.io"  # what a name without one means to Kubernetes; podman and buildah would say localhost
+SECRETS = "/run/secrets"
+PIP_OPTIONS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "default-timeout", "retries")
+PIP_LEVELS = ("global", "user", "site", ":env:", "install")
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A file that a build step sees below ``/run/secrets`` and that no layer holds."""
+
+    name: str
+    file: Path
+
+
+@dataclass(frozen=True)
+class Build:
+    """What is built, whatever builds it."""
+
+    arguments: dict[str, str]
+    secrets: tuple[Secret, ...]
+    epoch: str
+
+
+class Builder(ABC):
+    """A program that builds images from a Dockerfile."""
+
+    def __init__(self, program: str, storage: Path | None) -> None:
+        self.program, self.storage = program, storage
+
+    @abstractmethod
+    def why_not(self) -> str:
+        """Return why it cannot build here, empty where it can."""
+
+    @abstractmethod
+    def load(self, archive: Path) -> str:
+        """Load the one image of an archive and return its name. Raises :class:`CannotMakeError`."""
+
+    @abstractmethod
+    def build(self, target: str, tag: str, build: Build) -> None:
+        """Build a stage of the Dockerfile. Raises :class:`CannotMakeError`."""
+
+    @abstractmethod
+    def export(self, tag: str, archive: Path) -> None:
+        """Write an image to an archive. Raises :class:`CannotMakeError`."""
+
+    def call(self, *arguments: str) -> str:
+        """Run the program and return what it printed. Raises :class:`CannotMakeError`."""
+        done = subprocess.run(
+            [self.program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, env=self.environment()
+        )
+        if done.returncode != 0:
+            note(done.stdout + done.stderr)
+            raise CannotMakeError(f"{self.program} {arguments[0]} failed: {last_line(done.stderr)}")
+        return done.stdout
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def common(self, target: str, tag: str, build: Build) -> list[str]:
+        """Return the options that all builders have in common."""
+        arguments = [f"--build-arg={name}={value}" for name, value in build.arguments.items()]
+        secrets = [f"--secret=id={secret.name},src={secret.file}" for secret in build.secrets]
+        # As this machine reaches the index, so does the build: on a host's loopback, through its proxy.
+        return ["--network=host", f"--target={target}", f"--tag={tag}", *arguments, *secrets]
+
+
+class Docker(Builder):
+    """Docker with BuildKit; a client without a daemon does not count."""
+
+    def why_not(self) -> str:
+        done = subprocess.run([self.program, "info"], capture_output=True, text=True, check=False)
+        return "" if done.returncode == 0 else f"docker has no daemon: {last_line(done.stderr)}"
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "DOCKER_BUILDKIT": "1"}
+
+    def load(self, archive: Path) -> str:
+        self.call("load", "--quiet", "--input", str(archive))
+        return name_in(archive)
+
+    def build(self, target: str, tag: str, build: Build) -> None:
+        epoch = f"--build-arg=SOURCE_DATE_EPOCH={build.epoch}"
+        self.call("build", *self.common(target, tag, build), epoch, ".")
+
+    def export(self, tag: str, archive: Path) -> None:
+        self.call("save", "--output", str(archive), tag)
+
+
+class Buildah(Builder):
+    """Buildah, which needs no daemon and, with chroot isolation, no container runtime."""
+
+    def why_not(self) -> str:
+        done = subprocess.run(
+            [self.program, *self.place(), "images"],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        return "" if done.returncode == 0 else f"{self.program} does not work here: {last_line(done.stderr)}"
+
+    def place(self) -> list[str]:
+        if self.storage is None:
+            return []
+        return [f"--root={self.storage / 'root'}", f"--runroot={self.storage / 'run'}", "--storage-driver=overlay"]
+
+    def load(self, archive: Path) -> str:
+        self.call(*self.place(), "pull", "--quiet", f"docker-archive:{archive}")
+        return name_in(archive)
+
+    def build(self, target: str, tag: str, build: Build) -> None:
+        isolation = ["--isolation=chroot"] if self.program.endswith("buildah") else []
+        options = [*isolation, "--layers", f"--timestamp={build.epoch}", *self.common(target, tag, build)]
+        self.call(*self.place(), "build", "--format=docker", *options, ".")
+
+    def export(self, tag: str, archive: Path) -> None:
+        self.call(*self.place(), "push", "--quiet", tag, f"docker-archive:{archive}:{tag}")
+
+
+class Podman(Buildah):
+    """Podman builds with Buildah's library and takes the same options."""
+
+
+BUILDERS: dict[str, type[Builder]] = {"docker": Docker, "podman": Podman, "buildah": Buildah}
+
+
+def builder(storage: Path | None) -> Builder:
+    """Return the first builder that works. Raises :class:`CannotMakeError` with what keeps each from it."""
+    named = os.environ.get("MMROUTER_BUILDER")
+    if named and named not in BUILDERS:
+        raise CannotMakeError(f"MMROUTER_BUILDER is {named}, not one of {', '.join(BUILDERS)}")
+    reasons = []
+    for name in [named] if named else BUILDERS:
+        program = shutil.which(name)
+        if program is None:
+            reasons.append(f"there is no {name}")
+            continue
+        found = BUILDERS[name](program, storage)
+        if not (reason := found.why_not()):
+            return found
+        reasons.append(reason)
+    raise CannotMakeError("; ".join(reasons))
+
+
+def name_in(archive: Path) -> str:
+    """Return the name of the one image in an archive. Raises :class:`CannotMakeError`."""
+    try:
+        with tarfile.open(archive) as content:
+            manifest = content.extractfile("manifest.json")
+            assert manifest is not None
+            names = json.load(manifest)[0]["RepoTags"]
+    except (tarfile.TarError, KeyError, OSError) as error:
+        raise CannotMakeError(f"{archive} is not an archive of an image: {error}") from error
+    if not names:
+        raise CannotMakeError(f"the image in {archive} has no name")
+    return str(names[0])
+
+
+@contextmanager
+def secrets() -> Iterator[tuple[Secret, ...]]:
+    """Write how this machine reaches its index to files that only this user reads, for as long as the block runs."""
+    with tempfile.TemporaryDirectory(prefix="mmrouter-build-") as folder:
+        options = pip_options()
+        found = []
+        certificates = options.pop("cert", "")
+        if certificates and Path(certificates).is_file():
+            found.append(Secret("ca", Path(folder, "ca")))
+            shutil.copyfile(certificates, found[0].file)
+            options["cert"] = f"{SECRETS}/ca"
+        pip = Secret("pip", Path(folder, "pip"))
+        # pip reads its file as a configuration that interpolates: a percent sign is written twice.
+        lines = [f"{name} = {value.replace('%', '%%')}" for name, value in options.items()]
+        pip.file.write_text("\n".join(["[global]", *lines]) + "\n")
+        yield (pip, *found)
+
+
+def pip_options() -> dict[str, str]:
+    """Return how this machine's pip reaches its index: its files and its variables, the latter first."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        note(f"pip tells nothing of its settings, the build has none: {last_line(done.stderr)}")
+        return {}
+    found: dict[str, str] = {}
+    lines = [line.partition("=") for line in done.stdout.splitlines()]
+    for level in ("global", "install", ":env:"):
+        for name, _, value in lines:
+            if name.rpartition(".")[0] == level and (option := name.rpartition(".")[2]) in (*PIP_OPTIONS, "cert"):
+                found[option] = value.strip("'")
+    return found
+
+
+def git(*arguments: str) -> str:
+    """Return what git says of this checkout, empty where it is none."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def version() -> str:
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
+
+
+def build_all(images: Sequence[str], export: Path | None, storage: Path | None) -> None:
+    """Build images and print their names. Raises :class:`CannotMakeError`."""
+    program = builder(storage)
+    arguments = {"VERSION": version(), "REVISION": git("rev-parse", "HEAD")}
+    if base := os.environ.get("MMROUTER_BASE_IMAGE"):
+        arguments["MMROUTER_BASE_IMAGE"] = program.load(Path(base)) if Path(base).is_file() else base
+    epoch = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct", "--", "requirements.lock") or "0"
+    with secrets() as files:
+        for image in images:
+            tag = f"{REGISTRY}/mmrouter/{image}:{version()}"
+            note(f"building {tag} with {program.program}")
+            program.build(image, tag, Build(arguments, files, epoch))
+            if export is None:
+                print(tag, flush=True)
+                continue
+            export.mkdir(parents=True, exist_ok=True)
+            archive = export / f"{image}.tar"
+            archive.unlink(missing_ok=True)  # an archive would be added to
+            program.export(tag, archive)
+            print(tag, archive, flush=True)
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Build the project's images.")
+    parser.add_argument("images", nargs="*", choices=[*IMAGES, []], help="by default all")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write an archive of each image into DIR")
+    parser.add_argument("--storage", type=Path, metavar="DIR", help="where podman and buildah keep layers")
+    chosen = parser.parse_args()
+    try:
+        build_all(chosen.images or IMAGES, chosen.export, chosen.storage)
+    except CannotMakeError as error:
+        note(str(error))
+        return CANNOT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

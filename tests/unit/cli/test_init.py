@@ -1,0 +1,172 @@
+"""`mmrouter init`: whatever is answered, the file is a deployment that says it, and can be rendered."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from mmrouter.api import parse_deployment
+from mmrouter_cli import init
+from mmrouter_cli.app import app
+from mmrouter_operator.render import render
+from mmrouter_operator.secrets import new_secret_data
+
+SECRETS = new_secret_data()
+FLAGS = ("--model", "--engine", "--accelerator", "--replicas", "--name", "--image")
+VALUES = ("org/Some-Model.1", "sglang", "intel-xe", "3", "mine", "registry.example/engine:1")
+
+
+def run(*arguments: str, answers: str = "") -> Result:
+    return CliRunner().invoke(app, ["init", *arguments], input=answers, catch_exceptions=False)
+
+
+def made(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(file.read_text())
+    return content
+
+
+@pytest.mark.parametrize("given_flags", list(itertools.product([False, True], repeat=len(FLAGS))))
+def test_every_combination_of_options_is_a_valid_deployment_that_says_what_was_given(
+    tmp_path: Path, given_flags: tuple[bool, ...]
+) -> None:
+    file = tmp_path / "mmrouter.yaml"
+    chosen = {flag: value for flag, value, take in zip(FLAGS, VALUES, given_flags, strict=True) if take}
+    result = run(str(file), "--yes", *itertools.chain(*chosen.items()))
+    assert result.exit_code == 0, result.output
+    content = made(file)
+    dep = parse_deployment(content)
+    render(dep, secrets=SECRETS)
+    defaults = init.Answers()
+    (pool,) = dep.spec.pools
+    model = chosen.get("--model", defaults.model)
+    assert dep.spec.model.id == model
+    assert dep.spec.engine.type == chosen.get("--engine", defaults.engine)
+    assert pool.accelerator.kind == chosen.get("--accelerator", defaults.accelerator)
+    assert pool.replicas == int(chosen.get("--replicas", defaults.replicas))
+    assert dep.metadata.name == chosen.get("--name", init.name_of(model))
+    if "--image" in chosen:
+        assert dep.spec.engine.image == chosen["--image"]
+
+
+@pytest.mark.parametrize(("engine", "kind"), list(itertools.product(init.ENGINES, init.KINDS)))
+def test_every_engine_on_every_accelerator_can_be_rendered_and_asks_for_an_image_where_none_is_published(
+    tmp_path: Path, engine: str, kind: str
+) -> None:
+    file = tmp_path / "a.yaml"
+    result = run(str(file), "--yes", "--engine", engine, "--accelerator", kind)
+    dep = parse_deployment(made(file))
+    render(dep, secrets=SECRETS)
+    placeholder = dep.spec.engine.image.startswith("registry.example/")
+    assert placeholder == ("put your own into" in result.stderr)
+    bare = made(file)
+    bare["spec"]["engine"].pop("image", None)
+    if not placeholder:
+        render(parse_deployment(bare), secrets=SECRETS)
+
+
+@given(
+    st.text(min_size=1, max_size=60),
+    st.sampled_from(init.ENGINES),
+    st.sampled_from(init.KINDS),
+    st.integers(1, init.MOST_REPLICAS),
+    st.one_of(
+        st.just(""), st.from_regex(r"[a-z][-a-z0-9]{0,38}[a-z0-9]?", fullmatch=True), st.sampled_from(["no", "y"])
+    ),
+    st.text(max_size=60),
+)
+def test_an_answer_that_is_taken_stands_in_the_file_letter_by_letter(
+    model: str, engine: str, kind: str, replicas: int, name: str, image: str
+) -> None:
+    try:
+        answers = init.Answers(init.model(model), engine, kind, replicas, str(init.name(name)), init.image(image))
+    except init.AnswerError:
+        return
+    dep = parse_deployment(init.resource(answers))
+    assert dep.spec.model.id == model.strip()
+    assert dep.metadata.name == answers.object_name
+    if answers.image:
+        assert dep.spec.engine.image == image.strip()
+    assert (dep.spec.pools[0].replicas, dep.spec.pools[0].accelerator.kind) == (replicas, kind)
+    render(dep, secrets=SECRETS)
+
+
+@given(st.text(max_size=80))
+def test_every_model_gives_a_name_that_a_deployment_can_have(model: str) -> None:
+    parse_deployment({**init.resource(init.Answers()), "metadata": {"name": init.name_of(model)}})
+
+
+def test_the_four_questions_are_asked_and_enter_takes_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    result = run(str(file), answers="org/model\nsglang\n\n4\n")
+    assert result.exit_code == 0
+    for question in init.QUESTIONS:
+        assert result.stderr.count(question.text) == 1
+    spec = made(file)["spec"]
+    assert spec["engine"] == {"type": "sglang"}
+    assert spec["pools"][0] == {"name": "worker", "role": "worker", "replicas": 4, "accelerator": {"kind": "nvidia"}}
+
+
+def test_a_bad_answer_is_asked_again_with_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    result = run(str(file), answers="a model\norg/model\nollama\nvllm\ntpu\namd\nmany\n0\n2\n")
+    assert result.exit_code == 0, result.output
+    assert "'ollama' is none of vllm, sglang" in result.stderr
+    assert "'0' is not a number from 1 to 1000" in result.stderr
+    assert parse_deployment(made(file)).spec.pools[0].accelerator.kind == "amd"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--model", "two words", "does not match"),
+        ("--model", "", "at least 1 character"),
+        ("--engine", "ollama", "is none of vllm, sglang"),
+        ("--accelerator", "tpu", "is none of nvidia"),
+        ("--replicas", "0", "is not a number from 1 to 1000"),
+        ("--replicas", "٣", "is not a number"),
+        ("--name", "Upper", "does not match"),
+        ("--name", "a" * 41, "at most 40 characters"),
+        ("--image", "two words", "does not match"),
+    ],
+)
+def test_a_bad_option_ends_with_status_2_and_a_sentence_and_writes_nothing(
+    tmp_path: Path, flag: str, value: str, says: str
+) -> None:
+    file = tmp_path / "a.yaml"
+    result = run(str(file), "--yes", flag, value)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"mmrouter: {flag}: ")
+    assert says in result.stderr
+    assert not file.exists()
+
+
+def test_a_file_that_is_there_is_written_over_with_force_only(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("mine")
+    refused = run(str(file), "--yes")
+    assert (refused.exit_code, file.read_text()) == (2, "mine")
+    assert "--force" in refused.stderr
+    assert run(str(file), "--yes", "--force").exit_code == 0
+    assert made(file)["kind"] == "MMRouterDeployment"
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    result = run(str(tmp_path / "none" / "a.yaml"), "--yes")
+    assert result.exit_code == 2
+    assert "No such file or directory" in result.stderr
+
+
+def test_nobody_to_ask_ends_with_status_2_and_the_option_that_answers(tmp_path: Path) -> None:
+    result = run(str(tmp_path / "a.yaml"), "--model", "org/model")
+    assert result.exit_code == 2
+    assert "give --engine, or --yes" in result.stderr
+
+
+def test_with_a_dash_the_file_is_printed_and_nothing_else() -> None:
+    result = run("-", "--yes")
+    assert parse_deployment(yaml.safe_load(result.stdout)).metadata.name == "qwen2-5-vl-3b-instruct"

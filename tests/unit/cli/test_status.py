@@ -1,0 +1,282 @@
+"""`mmrouter status`: what a resource or its frontends say becomes one view, and nothing is made up."""
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+from unit.cli import diagnosed as d
+
+from mmrouter_cli import states
+from mmrouter_cli.app import app
+from mmrouter_cli.states import Frontend, Unread
+from mmrouter_cli.status import UNKNOWN, View, drawn, of_resource, of_states
+
+TOKEN = "t" * 32
+POOL = {"name": "worker", "role": "worker", "desired": 3, "ready": 2, "routable": 2, "verified": 1, "updated": 2}
+
+
+def with_status(**status: Any) -> dict[str, Any]:
+    made = d.resource()
+    made["status"] |= status
+    return made
+
+
+def gated(name: str, routable: str, verified: str) -> dict[str, Any]:
+    pod = d.pod(name)
+    gates = {"mmrouter.io/routable": routable, "mmrouter.io/verified": verified}
+    pod["spec"]["readinessGates"] = [{"conditionType": gate} for gate in gates]
+    pod["status"]["conditions"] += [{"type": gate, "status": value} for gate, value in gates.items()]
+    return pod
+
+
+def text(*views: View) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(drawn(views))
+    return console.export_text()
+
+
+# -- from a resource -----------------------------------------------------------------------------------------------
+
+
+def test_a_resource_is_shown_as_its_status_says() -> None:
+    routing = {"exactRatio": "0.998", "hitRatio": "0.83"}
+    frontend = {"desired": 2, "ready": 1}
+    view = of_resource(with_status(pools=[POOL], routing=routing, frontend=frontend, endpoint="http://vl.home.svc"), [])
+    assert (view.phase, view.frontends, view.exact_ratio, view.hit_ratio) == ("Ready", "1/2", "0.998", "0.83")
+    (pool,) = view.pools
+    assert (pool.desired, pool.ready, pool.routable, pool.verified) == (3, 2, 2, 1)
+    shown = text(view)
+    for part in ("home/vl", "2/3", "1/3", "0.998", "0.83", "http://vl.home.svc", "ExactRoutingVerified"):
+        assert part in shown
+
+
+def test_an_engine_is_exact_only_where_its_gate_says_so() -> None:
+    pods = [
+        gated("a", "True", "True"),
+        gated("b", "True", "False"),
+        d.pod("c", ready=False, **d.waiting("ImagePullBackOff")),
+        d.pod("f", ""),
+    ]
+    workers = {worker.name: worker for worker in of_resource(d.resource(), pods).workers}
+    assert workers.keys() == {"a", "b", "c"}, "frontends are no workers"
+    assert (workers["a"].routable, workers["a"].exact) == (True, "True")
+    assert workers["b"].exact == "Unknown (not proved yet)"
+    assert workers["c"].exact == "Unknown (ImagePullBackOff)"
+
+
+def test_a_resource_without_status_shows_nothing_that_nobody_said() -> None:
+    made = d.resource()
+    del made["status"]
+    view = of_resource(made, [])
+    assert (view.phase, view.exact_ratio, view.hit_ratio, view.frontends) == ("Unknown", *[UNKNOWN] * 3)
+    assert "no operator has looked at it yet" in text(view)
+
+
+def test_an_older_generation_is_said() -> None:
+    made = d.resource()
+    made["metadata"]["generation"] = 9
+    assert "generation 3 of 9" in text(of_resource(made, []))
+
+
+def test_a_message_with_brackets_is_shown_as_it_is() -> None:
+    made = d.resource(conditions=[d.condition("SpecValid", "False", "Invalid", "spec.pools[0].image: [red] is none")])
+    assert "spec.pools[0].image: [red] is none" in text(of_resource(made, []))
+
+
+# -- from frontends ------------------------------------------------------------------------------------------------
+
+
+def told(**answers: Any) -> View:
+    return of_states("http://127.1.0.1:8000", answers)
+
+
+def test_counts_of_all_frontends_are_added_up() -> None:
+    one = d.state(decisions=10, exact_decisions=10, prompt_blocks=100, hit_blocks=50)
+    other = d.state(decisions=30, exact_decisions=20, prompt_blocks=100, hit_blocks=25)
+    view = told(a=one, b=other)
+    assert (view.exact_ratio, view.hit_ratio, view.frontends) == ("0.750", "0.375", "2/2")
+
+
+def test_nothing_decided_yet_is_no_ratio() -> None:
+    assert told(a=d.state()).exact_ratio == UNKNOWN
+
+
+def test_a_worker_is_as_the_worst_frontend_sees_it() -> None:
+    good = d.state(d.worker("w", in_flight=1))
+    bad = d.state(d.worker("w", routable=False, canary="Unknown", message="its sidecar is not heard", in_flight=2))
+    (worker,) = told(a=good, b=bad).workers
+    assert (worker.routable, worker.exact) == (False, "Unknown (its sidecar is not heard)")
+    assert worker.in_flight == 3
+    assert told(a=good, b=bad).phase == "Degraded"
+
+
+def test_a_failed_canary_shows_its_cause() -> None:
+    failed = d.worker(canary="False", canary_cause="template", canary_message="token 5")
+    assert told(a=d.state(failed)).workers[0].exact == "False (template: token 5)"
+
+
+def test_a_frontend_that_does_not_answer_is_told_and_the_others_are_shown() -> None:
+    view = told(a=d.state(), b=Unread("connection refused"))
+    assert (view.frontends, view.phase) == ("1/2", "Starting")
+    assert "b cannot be asked: connection refused" in text(view)
+
+
+def test_nobody_answers() -> None:
+    view = told(a=Unread("connection refused"))
+    assert (view.phase, view.workers, view.pools) == ("Unreachable", (), ())
+
+
+def test_renderers_are_shown_with_their_pool() -> None:
+    row = {"uid": "r", "name": "r", "ip": "", "pool": "rend", "ready": True, "draining": False}
+    view = told(a=d.state(renderers=[{**row, "answered": True, "verified": True, "message": ""}]))
+    assert [(pool.name, pool.role, pool.verified) for pool in view.pools] == [
+        ("rend", "renderer", 1),
+        ("worker", "worker", 1),
+    ]
+
+
+def test_every_column_is_drawn() -> None:
+    shown = text(told(a=d.state(d.worker("the-worker", held={"0": 3, "1": 4}, heard_seconds_ago=0.25, in_flight=5))))
+    row = next(line for line in shown.splitlines() if "the-worker" in line)
+    for part in ("worker", "yes", "True", "7", "5", "0.2 s ago"):
+        assert part in row
+
+
+# -- asking --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def control() -> Iterator[str]:
+    """A control API with one worker, and answers that are none."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers["authorization"] != f"Bearer {TOKEN}":
+                status, body = 401, b"{}"
+            elif self.path == "/control/state":
+                status, body = 200, json.dumps(d.state()).encode()
+            else:
+                wrong = {"/html": (200, b"<html>"), "/list": (200, b"[]"), "/broken": (503, b"")}
+                status, body = wrong[self.path.removesuffix("/control/state")]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def asked(url: str | Unread, token: str = TOKEN) -> Any:
+    async def run() -> Any:
+        async with states.client(token) as client:
+            return await states.ask(client, Frontend("f", url))
+
+    return asyncio.run(run())
+
+
+def test_a_state_is_read(control: str) -> None:
+    assert asked(control) == d.state()
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "says"),
+    [
+        ("", "wrong", "does not take the control token"),
+        ("/html", TOKEN, "no JSON"),
+        ("/list", TOKEN, "no state of a frontend"),
+        ("/broken", TOKEN, "answered 503"),
+    ],
+)
+def test_what_is_no_state_is_said(control: str, path: str, token: str, says: str) -> None:
+    assert says in asked(control + path, token).why
+
+
+def test_nobody_there_is_said() -> None:
+    assert asked("http://127.0.0.1:9").why
+    assert asked(Unread("its pod does not run")).why == "its pod does not run"
+
+
+def ways(*ips: str) -> list[str | Unread]:
+    async def run() -> list[str | Unread]:
+        pods = [d.pod(f"f-{ip}", "", podIP=ip) for ip in ips]
+        async with states.reached(pods, None) as frontends:
+            return [frontend.url for frontend in frontends]
+
+    return asyncio.run(run())
+
+
+def test_a_token_goes_to_a_pods_address_only_where_that_address_is_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    loopback, elsewhere, nowhere = ways("127.0.0.9", "10.0.0.9", "")
+    assert loopback == "http://127.0.0.9:8001"
+    assert isinstance(elsewhere, Unread)
+    assert "no kubectl" in elsewhere.why
+    assert nowhere == Unread("its pod does not run")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert ways("10.0.0.9", "fd00::9") == ["http://10.0.0.9:8001", "http://[fd00::9]:8001"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def test_status_of_a_control_api_that_is_named(control: str) -> None:
+    result = run("status", "--url", "http://example.com", "--control", control, "--token", TOKEN, "--json")
+    assert result.exit_code == 0, result.output
+    (view,) = json.loads(result.stdout)
+    assert view["workers"][0]["exact"] == "True"
+
+
+def test_doctor_of_a_control_api_that_is_named(control: str) -> None:
+    result = run("doctor", "--url", "http://example.com", "--control", control, "--token", TOKEN)
+    assert result.exit_code == 0, result.output
+    assert "0 problems" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+def test_without_any_cluster_it_says_what_it_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    result = run(command)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("mmrouter: no cluster is known")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["status", "doctor"])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("vl", "--url", "http://x"), "give one of the two"),
+        (("--url", "http://x", "-n", "home"), "give one of the two"),
+        (("--url", "http://192.0.2.1:1"), "name its control API with --control and --token"),
+        (("--control", "http://x"), "--url"),
+        (("vl", "--kubeconfig", "/nowhere/config"), "there is no file /nowhere/config"),
+    ],
+)
+def test_what_cannot_be_looked_at_ends_with_status_2_and_a_sentence(
+    command: str, arguments: tuple[str, ...], says: str
+) -> None:
+    result = run(command, *arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr

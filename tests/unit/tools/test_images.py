@@ -1,0 +1,126 @@
+"""What goes into the images: the lock's own versions, what the extras need, and nothing of this machine."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from tools.archives import write_image
+
+ROOT = Path(__file__).resolve().parents[3]
+LOCK = ROOT / "requirements.lock"
+EXTRAS = (("cli", "operator", "router", "sidecar"), ("sim",))
+SECRET = "https://someone:pass%40word@index.example/simple"
+
+
+@pytest.fixture(scope="module")
+def requirements() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("image_requirements", ROOT / "docker" / "requirements.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def images(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "tools"))
+    return importlib.import_module("images")
+
+
+def part(requirements: ModuleType, *extras: str) -> dict[str, str]:
+    """Return name -> the lines of the lock's part for extras."""
+    project = requirements.tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = requirements.closure(requirements.wanted(project, list(extras)), requirements.packages(LOCK.read_text()))
+    return {requirements.normal(line): line for line in lines}
+
+
+def needed(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]) -> set[str]:
+    """Return what an installed package needs, by its own metadata."""
+    if (name, extras) in seen:
+        return set()
+    seen.add((name, extras))
+    found = set()
+    for text in importlib.metadata.requires(name) or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            other = re.sub(r"[-_.]+", "-", requirement.name).lower()
+            found |= {other} | needed(other, frozenset(requirement.extras), seen)
+    return found
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_an_image_has_all_that_its_extras_need_and_no_tool_of_development(
+    requirements: ModuleType, extras: tuple[str, ...]
+) -> None:
+    found = part(requirements, *extras)
+    assert needed("mmrouter", frozenset(extras), set()) <= set(found)
+    assert not {"pytest", "ruff", "mypy", "hypothesis", "openai", "torch", "vllm", "pip", "hatchling"} & set(found)
+
+
+@pytest.mark.parametrize("extras", [*EXTRAS, ("build",)])
+def test_every_package_of_an_image_is_pinned_as_in_the_lock_with_its_hashes(
+    requirements: ModuleType, extras: tuple[str, ...]
+) -> None:
+    lock = LOCK.read_text()
+    for lines in part(requirements, *extras).values():
+        assert re.match(r"[a-z0-9.-]+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", lines)
+        assert lines in lock
+
+
+def test_an_unknown_extra_is_refused(requirements: ModuleType) -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        part(requirements, "nothing")
+
+
+def test_the_machines_index_comes_to_the_build_as_a_secret_that_only_its_user_reads(
+    images: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    authority = tmp_path / "authority.pem"
+    authority.write_text("CERTIFICATE")
+    monkeypatch.setenv("PIP_INDEX_URL", SECRET)
+    monkeypatch.setenv("PIP_CERT", str(authority))
+    with images.secrets() as files:
+        found = {secret.name: secret.file for secret in files}
+        content = found["pip"].read_text()
+        assert found["ca"].read_text() == "CERTIFICATE"
+        assert found["pip"].parent.stat().st_mode & 0o077 == 0
+    assert not found["pip"].exists()
+    assert f"index-url = {SECRET.replace('%', '%%')}\n" in content
+    assert "cert = /run/secrets/ca\n" in content
+
+
+def test_a_docker_without_a_daemon_is_not_taken(
+    images: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, status in (("docker", 1), ("buildah", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho no daemon >&2\nexit {status}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("MMROUTER_BUILDER", raising=False)
+    assert images.builder(None).program == str(tmp_path / "buildah")
+    (tmp_path / "buildah").unlink()
+    with pytest.raises(
+        images.CannotMakeError, match="docker has no daemon: no daemon; there is no podman; there is no b"
+    ):
+        images.builder(None)
+
+
+def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(images: ModuleType, tmp_path: Path) -> None:
+    layer = tmp_path / "layer.tar"
+    with tarfile.open(layer, "w") as out:
+        out.addfile(tarfile.TarInfo("file"))
+    made = [tmp_path / name for name in ("one.tar", "two.tar")]
+    for archive in made:
+        write_image(archive, layer, "localhost/it:1", {"Cmd": ["/bin/sh"]})
+        os.utime(layer, (1, 1))
+    assert made[0].read_bytes() == made[1].read_bytes()
+    assert images.name_in(made[0]) == "localhost/it:1"
