@@ -18,7 +18,7 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from mmrouter_operator.observe import PodView
-from mmrouter_operator.ref import KINDS, Ref
+from mmrouter_operator.ref import KINDS, OPTIONAL_CHILDREN, Ref
 from mmrouter_operator.render.capabilities import Capabilities
 
 MANAGER = "mmrouter-operator"
@@ -114,7 +114,7 @@ class Cluster(Protocol):
         """Whether the object is there; reads its metadata only."""
 
     async def capabilities(self) -> Capabilities:
-        """Return the served API versions."""
+        """Return the served API versions; one with an optional child's kind only where it has that kind."""
 
 
 _fence: contextvars.ContextVar[Callable[[], object] | None] = contextvars.ContextVar("fence", default=None)
@@ -250,6 +250,12 @@ class KubernetesCluster:
         """See :class:`Cluster`."""
         groups = await self._call("GET", "/apis")
         apis = {version["groupVersion"] for group in groups["groups"] for version in group["versions"]}
+        for kind in OPTIONAL_CHILDREN.values():
+            # Others define kinds in the same group: without ours it is of no use, and a watch would find nothing.
+            if kind.api_version in apis:
+                found = await self._call("GET", f"/apis/{kind.api_version}")
+                if kind.plural not in {resource["name"] for resource in found.get("resources") or []}:
+                    apis.discard(kind.api_version)
         return Capabilities(frozenset(apis | {"v1"}))
 
     async def _apply(self, path: str, obj: Object, manager: str) -> Object:

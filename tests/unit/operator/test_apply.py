@@ -214,6 +214,13 @@ async def test_a_deposed_leader_writes_nothing(
     assert len(served.requests) == 1
 
 
+async def test_an_api_that_is_served_without_our_kind_is_not_served(cluster: KubernetesCluster, served: Served) -> None:
+    """Some clusters have the Prometheus operator's group for its other kinds only."""
+    versions = [{"groupVersion": api} for api in ("apps/v1", "monitoring.coreos.com/v1", "keda.sh/v1alpha1")]
+    served.body = {"groups": [{"versions": versions}], "resources": [{"name": "scaledobjects"}]}
+    assert (await cluster.capabilities()).apis == {"v1", "apps/v1", "keda.sh/v1alpha1"}
+
+
 async def test_a_deposed_leader_may_still_read(cluster: KubernetesCluster, served: Served) -> None:
     assert await Fenced(cluster, lambda: 0.0).get(REF) == {}
 
