@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,9 @@ class Node(ControlPlane):
         self.runtime = folder / "containerd"
         self.socket = self.runtime / "containerd.sock"
         super().__init__(folder, programs.kube, Place(network.node, network.services, network.enter), guard)
-        self._made = [path for path in map(Path, PRIVATE) if not path.exists()]
-        for path in self._made:
-            path.mkdir()
+        # They stay, empty: with a folder that is removed, the mounts on it go from every namespace, of other nodes too.
+        for path in PRIVATE:
+            Path(path).mkdir(exist_ok=True)
         # A mount namespace without processes is gone: this one sleeps in it.
         unshare = ["unshare", "--mount", "--propagation=slave", "sh", "-c", MOUNTS, "sh", *PRIVATE]
         self._mounts = self.spawn("mounts", unshare)
@@ -68,9 +68,6 @@ class Node(ControlPlane):
         """End everything but the pods, which the block of :func:`node` ends."""
         super().close()
         end(self._mounts, signal.SIGKILL)
-        for path in self._made:
-            with suppress(OSError):
-                path.rmdir()
 
     # -- containers --------------------------------------------------------------------------------------------------
 
