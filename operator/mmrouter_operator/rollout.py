@@ -182,8 +182,9 @@ def pod_problem(pod: PodView, asks: str = "") -> Blocked | None:
             return Blocked("ContainerConfigError", said)
         return Blocked("CrashLoopBackOff", said)
     if pod.unschedulable:
-        needs = f" It needs a node with {asks}" if asks else ""
-        return Blocked("Unschedulable", f"no node takes pod {pod.name}: {pod.unschedulable}{needs}")
+        # The scheduler ends some of its sentences with a full stop, and some not.
+        needs = f". It needs a node with {asks}" if asks else ""
+        return Blocked("Unschedulable", f"no node takes pod {pod.name}: {pod.unschedulable.rstrip('. ')}{needs}")
     return None
 
 

@@ -32,6 +32,7 @@ REASONS: Final[Mapping[str, str]] = {
     "CrashLoopBackOff": "Look at the container's log: kubectl logs POD -c CONTAINER --previous",
     "SetCannotOverlap": "Set the pool's updates.maxSurge to 1 or its replicas to 2.",
     "RevisionLost": "Restore the ControllerRevision, or set the set's replicas to 0 and back.",
+    "ReconcileFailed": "Report it with the traceback in the operator's log, and undo the last change of the resource.",
     "ChildRefused": "Do what the server's message says: a quota, an admission policy or the podTemplate is in the way.",
     "ChildContested": "Find the other writer in the child's managedFields; an autoscaler belongs into the pool.",
     "SecretMalformed": "Delete the deployment's own Secret to get a new one; every pod restarts with new keys.",
