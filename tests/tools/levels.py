@@ -3,7 +3,7 @@
     .venv/bin/python tests/tools/levels.py check [e2e] [cluster] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
-of ``check`` run two at a time, and so do those of ``cluster`` and ``conformance`` where there is memory for it; each
+of ``check`` run three at a time, those of ``cluster`` and ``conformance`` two where there is memory for it; each
 one's output is shown when it ends. The end is a table of the levels, with the reason of everything that was not run,
 and one line ``N passed, N failed, N skipped`` over all of them. Exit status 1 when anything failed.
 
@@ -87,7 +87,7 @@ LARGE_ROOMS = ("tests/unit/router", "tests/unit/operator", "tests/unit/render")
 LEVELS = {
     "check": Level(
         (
-            # The longest first, so that both lanes end at about the same time.
+            # The longest first, so that all lanes end at about the same time.
             Step("unit tests of the other rooms", tests="tests/unit", without=LARGE_ROOMS),
             *(Step(f"unit tests of {folder.rpartition('/')[2]}", tests=folder) for folder in LARGE_ROOMS),
             program("ruff", "format", "--check", "."),
@@ -97,7 +97,7 @@ LEVELS = {
             program("lint-imports"),
         ),
         limit_s=300,
-        lanes=2,
+        lanes=3,  # on two CPUs: some tests wait more than they compute
     ),
     "e2e": Level((Step("tests on local processes", tests="tests/e2e"),), limit_s=1200),
     # The tests with running pods wait most of the time, for pods and for a minute in which nothing may happen.
