@@ -268,6 +268,7 @@ class Workers:
             self._queue.gone(key)
             raise
         except Exception:
+            # A bug that one deployment meets must not stop the others: it is counted as an error, and tried again.
             log.exception("reconcile failed", extra={"namespace": key[0], "object": key[1]})
         if result == "success":
             self._queue.succeeded(key, _now(), again_in)

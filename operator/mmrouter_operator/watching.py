@@ -77,6 +77,7 @@ class Watching:
         """End all of it, within so many seconds. To be called when no task but those of kopf and older ones run."""
         self._stop.set()
         ours = asyncio.all_tasks().difference(self._parts)
+        # Whatever a part ended with was told by `ended`; here nothing but the end matters.
         with contextlib.suppress(Exception):
             await asyncio.wait_for(kopf.run_tasks(self._parts, ignored=ours), seconds)
         # One part that failed leaves its watches behind. Each ends its own waiter: a watch whose waiter is cancelled

@@ -1,11 +1,9 @@
 """The operator comes and goes: what stays, and what happens without it."""
 
-import time
-
 from cluster.controlplane import ControlPlane, wait_for
 from cluster.deployed import SECONDS, Deployed, named
 from cluster.hollow import Hollow
-from cluster.operators import operator
+from cluster.operators import USER, idle, operator
 
 
 def test_deleting_collects_everything_with_the_operator_down(
@@ -28,7 +26,7 @@ def test_a_new_operator_finds_everything_in_order_and_changes_nothing(
     with operator(crd, "first"):
         deployed.apply(named("still"))
         deployed.settled("still")
-        time.sleep(1.0)  # the pods come up, and the status with them
+        idle(crd, USER, 1.0, SECONDS)  # the pods are up, and the status says so
     before = {place: item["metadata"].get("generation") for place, item in deployed.children("still").items()}
     uids = {place: item["metadata"]["uid"] for place, item in deployed.children("still").items()}
     with operator(crd, "second") as second:
