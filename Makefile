@@ -16,7 +16,7 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv demo check test e2e test-cluster images conformance bench lock clean
+.PHONY: help venv demo check test test-local test-cluster e2e images conformance bench lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,13 +45,16 @@ check: venv ## the inner loop: format, lint, types, import rules, unit tests
 	@$(PY) tests/tools/levels.py check
 
 test: venv ## every level that this machine can run, with a summary
-	@$(PY) tests/tools/levels.py check e2e cluster conformance
+	@$(PY) tests/tools/levels.py check local cluster e2e conformance
 
-e2e: venv ## only the level on local processes
-	@$(PY) tests/tools/levels.py e2e
+test-local: venv ## only the level on local processes
+	@$(PY) tests/tools/levels.py local
 
 test-cluster: venv ## only the level on a real control plane, which is built once where Go and etcd are there
 	@$(PY) tests/tools/levels.py cluster
+
+e2e: venv ## only the level with real pods: on a one-node cluster of its own, or on the one of MMROUTER_KUBECONFIG
+	@$(PY) tests/tools/levels.py e2e
 
 images: venv ## build the images with docker, podman or buildah; ARGS="--export DIR" writes archives
 	@$(PY) tests/tools/images.py $(ARGS)

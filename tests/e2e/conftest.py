@@ -1,13 +1,165 @@
-"""Deployments that tests share."""
+"""The one-node cluster and the images of the tests that run real pods. Where they cannot be made, tests say why."""
 
-from collections.abc import Iterator
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
-from e2e.rig import ROOT, Deployment, running
+import yaml
+from chart.helm import CHART, NAMESPACE, RELEASE, Helm
+from cluster.access import Access
+from cluster.controlplane import wait_for
+from cluster.resources import apply, is_done
+from e2e.existing import Existing
+from e2e.pause import write_pause
+from e2e.plane import Node, Programs, node
+from e2e.report import dump, waited
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tests" / "tools"
+MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
+CANNOT = 3  # exit status of the tools: not on this machine, reason on stderr
+CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
+FIGURES = pytest.StashKey[dict[str, Any]]()
+Record = Callable[[str, Any], None]
+READY_SECONDS = 120
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[FIGURES]:
+        terminalreporter.section("figures of the node")
+        for name, value in config.stash[FIGURES].items():
+            terminalreporter.write_line(f"{name}: {value}")
 
 
 @pytest.fixture(scope="session")
-def demo() -> Iterator[Deployment]:
-    """Three simulated engines and two frontends, shared by all tests that break nothing."""
-    with running(ROOT / "examples" / "demo.yaml") as deployment:
-        yield deployment
+def record(pytestconfig: pytest.Config) -> Record:
+    """Keep a figure, which is printed at the end."""
+    return pytestconfig.stash[FIGURES].__setitem__
+
+
+def made_by(script: str, *arguments: str, **env: str) -> str:
+    """Run one of the tools and return what it printed; a machine on which it cannot run skips the test."""
+    command = [sys.executable, str(TOOLS / script), *arguments]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
+    if made.returncode == CANNOT:
+        pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
+    assert made.returncode == 0, made.stderr
+    return made.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Programs:
+    """Kubernetes' commands, built when they are not there yet."""
+    node_bin = Path(made_by("node_env.py"))  # first: it says what the machine lacks
+    return Programs(Path(made_by("kube_env.py")), node_bin, next(path for path in CNI if (path / "bridge").is_file()))
+
+
+@pytest.fixture(scope="session")
+def images(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[list[Path]]:
+    """Archives of the project's images, built from this checkout."""
+    base = os.environ.get("MMROUTER_BASE_IMAGE") or str(Path(made_by("base_image.py"), "base.tar"))
+    cache = Path(made_by("base_image.py", "--where")).parent
+    folder = tmp_path_factory.mktemp("images")
+    began = time.monotonic()
+    options = (f"--export={folder}", f"--storage={cache / 'storage'}")
+    made = made_by("images.py", *options, MMROUTER_BASE_IMAGE=base)
+    record("images built in, s", round(time.monotonic() - began, 1))
+    archives = [Path(line.split()[1]) for line in made.splitlines()]
+    for archive in archives:
+        record(f"image {archive.stem}, MB", archive.stat().st_size // 10**6)
+    yield archives
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[Node]:
+    """A cluster of one node that runs nothing yet."""
+    folder = tmp_path_factory.mktemp("node")
+    write_pause(folder / "pause.tar")
+    began = time.monotonic()
+    with node(folder / "run", programs, folder / "pause.tar") as made:
+        record("node Ready in, s", round(time.monotonic() - began, 1))
+        yield made
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
+    """A cluster that has the project's images: the one of ``MMROUTER_KUBECONFIG``, or a node of our own."""
+    if named := os.environ.get("MMROUTER_KUBECONFIG"):
+        bin = Path(shutil.which("kubectl") or Path(made_by("kube_env.py"), "kubectl")).parent
+        existing = Existing(tmp_path_factory.mktemp("existing"), bin, Path(named))
+        yield existing
+        existing.close()
+        return
+    archives, own = request.getfixturevalue("images"), request.getfixturevalue("bare")
+    for archive in archives:
+        own.load(archive)
+    yield own
+
+
+@pytest.fixture(scope="session")
+def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[Access]:
+    """The cluster with the operator, installed by its chart."""
+    command = os.environ.get("MMROUTER_KUBECONFIG") and shutil.which("helm")
+    helm = Helm(
+        Path(command or Path(made_by("helm_env.py"), "helm")), tmp_path_factory.mktemp("helm"), cluster.kubeconfig
+    )
+    began = time.monotonic()
+    done = helm.run("install", RELEASE, CHART, f"--namespace={NAMESPACE}", "--create-namespace")
+    assert done.returncode == 0, done.stderr
+    done = cluster.kubectl("-n", NAMESPACE, "wait", "--for=condition=Available", "deploy", "--all", "--timeout=50s")
+    assert done.returncode == 0, dump(cluster, NAMESPACE)
+    record("operator available after helm install, s", round(time.monotonic() - began, 1))
+    yield cluster
+    helm.run("uninstall", RELEASE, f"--namespace={NAMESPACE}")
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A deployment ``name`` that is ready and proved."""
+
+    cluster: Access
+    namespace: str
+    name: str
+
+    def pods(self, role: str) -> list[dict[str, Any]]:
+        """Return the running pods of a role."""
+        labels = f"mmrouter.io/deployment={self.name},mmrouter.io/role={role}"
+        answer = self.cluster.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=labels)
+        items = answer.raise_for_status().json()["items"]
+        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+
+    def execute(self, pod: str, container: str, *command: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command in a container; the caller looks at ``returncode``."""
+        return self.cluster.kubectl("-n", self.namespace, "exec", pod, "-c", container, "--", *command)
+
+
+@pytest.fixture(scope="session")
+def deployed(operated: Access, record: Record) -> Iterator[Deployed]:
+    """The deployment of ``examples/kind.yaml``, in a namespace that lets only restricted pods in."""
+    with operated.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
+        done = operated.kubectl("-n", namespace, "create", "configmap", MODEL.name, f"--from-file={MODEL}")
+        assert done.returncode == 0, done.stderr
+        body = yaml.safe_load((ROOT / "examples" / "kind.yaml").read_text())
+        name = body["metadata"]["name"]
+        began = time.monotonic()
+        generation = apply(operated, namespace, body)["metadata"]["generation"]
+        try:
+            wait_for(lambda: is_done(operated, namespace, name, generation), READY_SECONDS, "Ready is True", every=0.2)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{dump(operated, namespace)}") from error
+        record("deployment Ready and proved after apply, s", round(time.monotonic() - began, 1))
+        for pod, text in waited(operated, namespace):
+            record(pod, text)
+        yield Deployed(operated, namespace, name)

@@ -1,6 +1,6 @@
 """Run the test levels of this repository and say what ran.
 
-    .venv/bin/python tests/tools/levels.py check [e2e] [cluster] [conformance]
+    .venv/bin/python tests/tools/levels.py check [local] [cluster] [e2e] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
 of ``check`` run three at a time, those of ``cluster`` and ``conformance`` two where there is memory for it; each
@@ -99,7 +99,7 @@ LEVELS = {
         limit_s=300,
         lanes=3,  # on two CPUs: some tests wait more than they compute
     ),
-    "e2e": Level((Step("tests on local processes", tests="tests/e2e"),), limit_s=1200),
+    "local": Level((Step("tests on local processes", tests="tests/local"),), limit_s=1200),
     # The tests with running pods wait most of the time, for pods and for a minute in which nothing may happen.
     "cluster": Level(
         (
@@ -111,6 +111,8 @@ LEVELS = {
         lanes=2,
         lane_gb=3,
     ),
+    # One lane: pods that run under load are what it is about.
+    "e2e": Level((Step("tests on a node with real pods", tests="tests/e2e"),), limit_s=1500),
     # An engine that starts keeps one CPU busy, so the engines' folders run side by side. What a run compares is put
     # together in the folder that its steps share.
     "conformance": Level(

@@ -30,7 +30,7 @@ from conformance.report import Cell, Cells
 from conformance.rig import BLOCK_SIZE, REPLAY_END, START_SECONDS, env_version, require_memory, sglang_args
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, said, user
-from e2e.rig import Deployment, running, wait_for
+from local.rig import Deployment, running, wait_for
 
 from mmrouter.blocks import chain, namespace_seed
 from mmrouter.engines.events import Cleared, Removed, Stored

@@ -17,7 +17,7 @@ from conformance.pictures import image_part, picture
 from conformance.rig import engine_args, require_memory
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
-from e2e.rig import Deployment, running, wait_for
+from local.rig import Deployment, running, wait_for
 
 from mmrouter.blocks import chain, namespace_seed
 from mmrouter.engines.events import Cleared, Removed, Stored

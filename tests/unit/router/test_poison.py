@@ -1,4 +1,4 @@
-"""An unresolved image never makes a request look better cached than it is (10,000 cases of it: tests/e2e)."""
+"""An unresolved image never makes a request look better cached than it is (10,000 cases of it: tests/local)."""
 
 from unit.router.poison import play
 

@@ -67,7 +67,7 @@ def test_a_command_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
 
 
 def test_the_closing_line_sums_over_the_levels() -> None:
-    outcomes = {"check": Outcome(passed=3), "e2e": Outcome(passed=1, skips=Counter({"not run: x": 2}))}
+    outcomes = {"check": Outcome(passed=3), "local": Outcome(passed=1, skips=Counter({"not run: x": 2}))}
     assert summary(outcomes).splitlines()[-1] == "4 passed, 0 failed, 2 skipped"
 
 

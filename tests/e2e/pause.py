@@ -5,7 +5,7 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from node.plane import PAUSE
+from e2e.plane import PAUSE
 from tools.archives import write_image
 
 

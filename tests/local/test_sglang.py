@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.rig import ROOT, Deployment, running, wait_for
+from local.rig import ROOT, Deployment, running, wait_for
 
 from mmrouter_cli.pictures import data_uri, picture
 

@@ -6,7 +6,7 @@ import secrets
 import threading
 
 import pytest
-from e2e.rig import wait_for
+from local.rig import wait_for
 
 from mmrouter_cli.pictures import data_uri, picture
 

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 from cluster.controlplane import ControlPlane, Place, end, wait_for
 from cluster.pki import make_certificate, make_keys
-from node.groups import make_group
-from node.network import Network, network
+from e2e.groups import make_group
+from e2e.network import Network, network
 
 from mmrouter_cli.local.process import Guard
 

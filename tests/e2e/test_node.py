@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 from cluster.controlplane import wait_for
-from node.groups import hierarchies
-from node.network import Network
-from node.pause import write_pause
-from node.plane import Node, Programs
+from e2e.groups import hierarchies
+from e2e.network import Network
+from e2e.pause import write_pause
+from e2e.plane import Node, Programs
 
 TESTS = Path(__file__).resolve().parents[1]
 RUN = """\
 import sys, time
 from pathlib import Path
-from node.plane import Programs, node
+from e2e.plane import Programs, node
 folder, kube, node_bin, cni = map(Path, sys.argv[1:])
 with node(folder / "run", Programs(kube, node_bin, cni), folder / "pause.tar") as plane:
     print(plane.network.number, flush=True)

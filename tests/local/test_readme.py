@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from e2e.rig import ROOT
+from local.rig import ROOT
 from pages import CHART_PAGE, commands, needs_a_cluster
 
 FOUND = [(page, command) for page, command in commands() if page != CHART_PAGE and not needs_a_cluster(command)]

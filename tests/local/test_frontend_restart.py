@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from e2e.rig import ROOT, running, wait_for
-from e2e.test_failures import assert_replicas_agree
+from local.rig import ROOT, running, wait_for
+from local.test_failures import assert_replicas_agree
 
 QUESTION = [{"role": "user", "content": "A question whose blocks both frontends know before and after. " * 8}]
 

@@ -5,7 +5,7 @@ import re
 import secrets
 
 import httpx
-from e2e.rig import wait_for
+from local.rig import wait_for
 from PIL import Image
 from unit.router.poison import play
 

@@ -8,7 +8,7 @@ import yaml
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply, get, is_done
-from node.conftest import MODEL, READY_SECONDS, ROOT
+from e2e.conftest import MODEL, READY_SECONDS, ROOT
 
 from mmrouter_operator.ref import RESOURCE
 

@@ -3,7 +3,7 @@
 import openai
 import pytest
 import yaml
-from e2e.rig import ROOT, running
+from local.rig import ROOT, running
 
 from mmrouter_cli.pictures import data_uri, picture
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from e2e.rig import ROOT, running, wait_for
-from e2e.test_breaks import Second, first_failure
+from local.rig import ROOT, running, wait_for
+from local.test_breaks import Second, first_failure
 
 from mmrouter_cli.pictures import data_uri, picture
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from e2e.rig import ROOT, running, wait_for
+from local.rig import ROOT, running, wait_for
 
 
 def test_the_gate_passes_and_says_what_it_saw(demo):

@@ -12,8 +12,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from node.groups import remove_group
-from node.network import remove
+from e2e.groups import remove_group
+from e2e.network import remove
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from e2e.rig import ROOT, running, wait_for
+from local.rig import ROOT, running, wait_for
 
 from mmrouter_cli.pictures import data_uri, picture
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e.rig import wait_for
+from local.rig import wait_for
 
 from mmrouter_cli.gate import Gate
 from mmrouter_cli.reach import Reach

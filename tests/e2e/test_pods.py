@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from node.conftest import Deployed
-from node.plane import Node
+from e2e.conftest import Deployed
+from e2e.plane import Node
 
 CONTROL_PORT = 8001
 SIDECAR_MIB = 60
