@@ -6,29 +6,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
-from cluster.controlplane import wait_for
-from cluster.resources import apply, is_done
+from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy, example, make_model
 from e2e.existing import Existing
 from e2e.pause import write_pause
 from e2e.plane import Node, Programs, node
 from e2e.report import dump, waited
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tests" / "tools"
-MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 CANNOT = 3  # exit status of the tools: not on this machine, reason on stderr
 CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
 FIGURES = pytest.StashKey[dict[str, Any]]()
 Record = Callable[[str, Any], None]
-READY_SECONDS = 120
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -128,41 +122,14 @@ def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: 
     helm.run("uninstall", RELEASE, f"--namespace={NAMESPACE}")
 
 
-@dataclass(frozen=True)
-class Deployed:
-    """A deployment ``name`` that is ready and proved."""
-
-    cluster: Access
-    namespace: str
-    name: str
-
-    def pods(self, role: str) -> list[dict[str, Any]]:
-        """Return the running pods of a role."""
-        labels = f"mmrouter.io/deployment={self.name},mmrouter.io/role={role}"
-        answer = self.cluster.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=labels)
-        items = answer.raise_for_status().json()["items"]
-        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
-
-    def execute(self, pod: str, container: str, *command: str) -> "subprocess.CompletedProcess[str]":
-        """Run a command in a container; the caller looks at ``returncode``."""
-        return self.cluster.kubectl("-n", self.namespace, "exec", pod, "-c", container, "--", *command)
-
-
 @pytest.fixture(scope="session")
 def deployed(operated: Access, record: Record) -> Iterator[Deployed]:
     """The deployment of ``examples/kind.yaml``, in a namespace that lets only restricted pods in."""
-    with operated.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as namespace:
-        done = operated.kubectl("-n", namespace, "create", "configmap", MODEL.name, f"--from-file={MODEL}")
-        assert done.returncode == 0, done.stderr
-        body = yaml.safe_load((ROOT / "examples" / "kind.yaml").read_text())
-        name = body["metadata"]["name"]
+    with operated.namespace(**RESTRICTED) as namespace:
+        make_model(operated, namespace)
         began = time.monotonic()
-        generation = apply(operated, namespace, body)["metadata"]["generation"]
-        try:
-            wait_for(lambda: is_done(operated, namespace, name, generation), READY_SECONDS, "Ready is True", every=0.2)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}\n{dump(operated, namespace)}") from error
+        made = deploy(operated, namespace, example())
         record("deployment Ready and proved after apply, s", round(time.monotonic() - began, 1))
         for pod, text in waited(operated, namespace):
             record(pod, text)
-        yield Deployed(operated, namespace, name)
+        yield made

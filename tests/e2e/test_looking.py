@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from e2e.conftest import Deployed
+from e2e.deploying import Deployed
 
 
 @pytest.fixture

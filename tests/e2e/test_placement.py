@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply, get, is_done
-from e2e.conftest import MODEL, READY_SECONDS, ROOT
+from e2e.deploying import READY_SECONDS, example, make_model
 
 from mmrouter_operator.ref import RESOURCE
 
@@ -53,7 +52,7 @@ def scheduled(pod: dict[str, Any]) -> str:
 def test_pods_of_a_gpu_pool_wait_for_a_node_with_gpus_and_the_conditions_say_so(
     operated: Access, bare_node: str
 ) -> None:
-    body = yaml.safe_load((ROOT / "examples" / "kind.yaml").read_text())
+    body = example()
     body["metadata"]["name"] = "gpu"
     body["spec"]["frontend"]["replicas"] = 1
     body["spec"]["pools"] = [{"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "nvidia"}}]
@@ -65,8 +64,7 @@ def test_pods_of_a_gpu_pool_wait_for_a_node_with_gpus_and_the_conditions_say_so(
             items = operated.request("GET", pods, labelSelector="mmrouter.io/role=worker").json()["items"]
             return items
 
-        done = operated.kubectl("-n", namespace, "create", "configmap", MODEL.name, f"--from-file={MODEL}")
-        assert done.returncode == 0, done.stderr
+        make_model(operated, namespace)
         generation = apply(operated, namespace, body)["metadata"]["generation"]
         wait_for(lambda: [scheduled(pod) for pod in engines()] == ["False Unschedulable"], 30, "the pod has no node")
         said = wait_for(lambda: told(operated, namespace, "Unschedulable"), 30, "a condition tells it", every=0.2)
