@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary, proves
-from mmrouter_router.chat import CHAT, FORWARDED, Chat, Receive, Scope, Send
+from mmrouter_router.chat import CHAT, FORWARDED, Chat, Message, Receive, Scope, Send
 from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.errors import RequestError
 from mmrouter_router.feeds import Feed, FeedSilentError
@@ -40,6 +40,7 @@ from mmrouter_router.upstream import Upstream
 log = logging.getLogger("mmrouter.router")
 
 CLIENT_PORT, METRICS_PORT = 8000, 9090
+MODELS, HEALTH = "/v1/models", "/health"
 READY_SECONDS = 30.0
 """Ready at the latest so long after start, with whatever is known then (DESIGN.md 4)."""
 CANARY_RETRY_SECONDS = 1.0
@@ -299,9 +300,23 @@ class Router:
             if scope["type"] == "http" and scope["path"] in hot:
                 await self.chat(scope, receive, send)
             else:
-                await fallback(scope, receive, send)
+                await fallback(scope, receive, self._counting(scope, send))
 
         return app
+
+    def _counting(self, scope: Scope, send: Send) -> Send:
+        """Return ``send`` that counts the answer. A path that nobody serves is one of many: it counts as ``other``."""
+        path = scope.get("path", "")
+        if path == HEALTH:
+            return send  # load balancers ask all the time
+
+        async def sends(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                label = path if path == MODELS else "other"
+                self.metrics.requests.labels(label, str(message["status"])).inc()
+            await send(message)
+
+        return sends
 
     def _public_app(self) -> FastAPI:
         app = FastAPI(title="mmrouter", openapi_url=None)
@@ -318,13 +333,13 @@ class Router:
         async def wrong_method(request: Request, _: Exception) -> Response:
             return await refused(request, RequestError.method_not_allowed(request.method, request.url.path))
 
-        @app.get("/v1/models")
+        @app.get(MODELS)
         async def models(request: Request) -> dict[str, Any]:
             self.tenants.authenticate(request.scope["headers"])
             model = {"id": self.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
             return {"object": "list", "data": [{**model, "root": self.settings.deployment.spec.model.id}]}
 
-        @app.get("/health")
+        @app.get(HEALTH)
         async def health() -> Response:
             return Response(status_code=200 if self.ready else 503)
 
@@ -344,6 +359,7 @@ class Router:
             peers=lambda: self.peers,
             report=self.reporter.report,
             stopping=self.leaving.stopping,
+            refusals=self.metrics.control_refusals,
         )
 
     def _metrics_app(self) -> FastAPI:

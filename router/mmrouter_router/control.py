@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import aiohttp
 from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import Counter
 
 from mmrouter.prompt import Prompter
 from mmrouter_router.chat import CHAT, Chat
@@ -43,11 +44,16 @@ def create(
     peers: Callable[[], tuple[Peer, ...]],
     report: Callable[[], dict[str, Any]],
     stopping: asyncio.Event,
+    refusals: Counter,
 ) -> FastAPI:
-    """Build the control application. ``report``: what the stream tells; its end comes with ``stopping``."""
+    """Build the control application. ``report``: what the stream tells; its end comes with ``stopping``.
+
+    ``refusals``: of whoever has no token or another one, by reason.
+    """
 
     def authorized(authorization: Annotated[str, Header()] = "") -> None:
         if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+            refusals.labels("wrong" if authorization else "missing").inc()
             raise HTTPException(401, "the control token is missing or wrong")
 
     app = FastAPI(title="mmrouter control", openapi_url=None, dependencies=[Depends(authorized)])

@@ -48,6 +48,12 @@ class Metrics:
         self.requests = Counter(
             "mmrouter_requests_total", "Client requests by path and status", ["path", "code"], registry=r
         )
+        self.control_refusals = Counter(
+            "mmrouter_control_refusals_total",
+            "Requests refused on the control port, by whether the token is missing or wrong",
+            ["reason"],
+            registry=r,
+        )
         self.decisions = Counter(
             "mmrouter_decisions_total", "Routing decisions by exactness and reason", ["exactness", "reason"], registry=r
         )

@@ -22,7 +22,7 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
     mounts = [*(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR)])]
     if dep.spec.engine.chat_template is not None:
         mounts.append(common.mount("engine-config", CONFIG_DIR, read_only=True))
-    mounts += [common.mount("shm", "/dev/shm"), common.mount("tmp", "/tmp")]  # noqa: S108 - paths in the pod
+    mounts += [shared_memory.own_mount(), common.mount("tmp", "/tmp")]  # noqa: S108 - a path in the pod
     ports = {"http": HTTP_PORT} | launch.ports
     return {
         "name": "engine",

@@ -30,6 +30,11 @@ def volumes(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> list
     return [own, {"name": "shared", "hostPath": {"path": path, "type": "DirectoryOrCreate"}}]
 
 
+def own_mount() -> dict[str, Any]:
+    """Return the mount of the pod's own memory-backed files, the same in every container that has it."""
+    return common.mount("shm", "/dev/shm")  # noqa: S108 - a path in the pod
+
+
 def shared_mount(pool: Pool) -> list[dict[str, Any]]:
     """Return the mount of the node's directory."""
     return [common.mount("shared", SHARED_DIR)] if is_shared(pool) else []

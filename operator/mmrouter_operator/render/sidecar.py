@@ -40,6 +40,8 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             common.mount("config", CONFIG_DIR, read_only=True),
             *(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR, read_only=True)]),
             common.mount("state", STATE_DIR),
+            # The engine's, so that what lies there can be looked at; the runtime's own would be another.
+            shared_memory.own_mount(),
             *shared_memory.shared_mount(pool),
         ],
     }

@@ -66,7 +66,9 @@ def test_shared_memory_of_the_pod_is_bounded_by_the_pools_size(whole: MMRouterDe
         pod = pod_of(whole, secrets, pool.name)
         volume = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
         assert volume["emptyDir"]["medium"] == "Memory"
-        assert {"name": "shm", "mountPath": "/dev/shm"} in container(pod, "engine")["volumeMounts"]
+        sharing = ["engine"] if pool.role == "renderer" else ["engine", "sidecar"]
+        for name in sharing:
+            assert {"name": "shm", "mountPath": "/dev/shm"} in container(pod, name)["volumeMounts"]
         sizes[pool.name] = volume["emptyDir"]["sizeLimit"]
     assert sizes == {"big": "16Gi", "mig": "8Gi", "dra": "8Gi", "host": "8Gi"}
 

@@ -7,6 +7,7 @@ import os
 from unit.router.test_report import Reports
 
 from mmrouter_router import control
+from mmrouter_router.metrics import Metrics
 from mmrouter_router.serving import Server
 
 PORT = 8001
@@ -21,6 +22,7 @@ class Frontend(Reports):
         self.token = token
         self.ip = ip or f"127.81.{os.getpid() % 250}.{next(_hosts)}"
         self.stopping = asyncio.Event()
+        self.refusals = Metrics().control_refusals
         app = control.create(
             token=token,
             router_id="r",
@@ -34,6 +36,7 @@ class Frontend(Reports):
             peers=tuple,
             report=self.reporter.report,
             stopping=self.stopping,
+            refusals=self.refusals,
         )
         self.server = Server(app, self.ip, PORT, drain_seconds=1)
         self._task: asyncio.Task | None = None

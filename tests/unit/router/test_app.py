@@ -4,6 +4,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import zmq
 from unit.router.test_place import BLOCK, KEYS, Rig, deployment
@@ -19,11 +20,11 @@ OWN_IP = "127.84.0.1"
 
 
 @asynccontextmanager
-async def router():
+async def router(config: Path = Path("/nowhere")):
     """A router without its ports: everything that a roster changes."""
     public, secret = zmq.curve_keypair()
     keys = CurveKeys(public, secret, public)
-    made = Router(Settings(deployment(), "r", OWN_IP, Path("/nowhere"), MODEL, bytes(32), "k", "t", keys))
+    made = Router(Settings(deployment(), "r", OWN_IP, config, MODEL, bytes(32), "k", "t", keys))
     try:
         async with made._tasks:
             yield made
@@ -138,3 +139,31 @@ async def test_pods_of_every_role_may_be_there(role):
         r.roster(Roster((replace(member("other", role=role), draining=True),)))
         rows = r.reporter.report()["workers"]
         assert [(row["role"], row["routable"]) for row in rows.values()] == [(role, False)]
+
+
+async def test_what_is_asked_beside_the_hot_routes_is_counted_and_no_path_of_a_client_becomes_a_label():
+    async with router() as r:
+        transport = httpx.ASGITransport(r._client_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            for path in ("/v1/models", "/health", "/v1/embeddings", "/admin", "/v1/models/../secrets"):
+                await client.get(path)
+            await client.post("/v1/models")
+        (family,) = r.metrics.requests.collect()
+        counts = {
+            (sample.labels["path"], sample.labels["code"]): sample.value
+            for sample in family.samples
+            if sample.name.endswith("_total")
+        }
+        assert counts == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
+
+
+async def test_a_list_of_models_for_nobody_is_a_401_that_is_counted(tmp_path):
+    (tmp_path / "api-keys").mkdir()
+    (tmp_path / "api-keys" / "tenant").write_text("key")
+    async with router(tmp_path) as r:
+        transport = httpx.ASGITransport(r._client_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            answer = await client.get("/v1/models", headers={"authorization": "Bearer other"})
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert r.metrics.requests.labels("/v1/models", "401")._value.get() == 1
