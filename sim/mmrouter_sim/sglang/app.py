@@ -21,7 +21,7 @@ from mmrouter_sim.core.sglang import VERSION
 from mmrouter_sim.engine import Engine
 from mmrouter_sim.sglang import chat, prompts
 from mmrouter_sim.sglang.schema import DetokenizeRequest, TokenizeRequest
-from mmrouter_sim.web.errors import RequestError, json_response
+from mmrouter_sim.web.errors import RequestError, json_response, note_refusal
 from mmrouter_sim.web.schema import parse
 
 OPEN = ("/health", "/ready", "/metrics")
@@ -77,6 +77,7 @@ class _ApiKey:
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and not scope["path"].startswith(OPEN):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not any(hmac.compare_digest(given, expected) for expected in self._expected):
+                note_refusal(scope)
                 await json_response({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

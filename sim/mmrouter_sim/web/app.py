@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mmrouter_sim.engine import Engine
 from mmrouter_sim.flags import VERSION
 from mmrouter_sim.web import generate, prompts
-from mmrouter_sim.web.errors import RequestError, error_response, json_response, validation_error
+from mmrouter_sim.web.errors import RequestError, error_response, json_response, note_refusal, validation_error
 from mmrouter_sim.web.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference")
@@ -82,6 +82,7 @@ class _ApiKey:
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(GUARDED):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not any(hmac.compare_digest(given, expected) for expected in self._expected):
+                note_refusal(scope)
                 await json_response({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

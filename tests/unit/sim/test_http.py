@@ -279,7 +279,8 @@ async def test_a_header_that_claims_too_many_pixels_is_a_500_as_in_the_engine(se
     assert "pixels" in reply["error"]["message"]
 
 
-async def test_the_key_guards_versioned_paths_only(serve):
+async def test_the_key_guards_versioned_paths_only(serve, caplog):
+    caplog.set_level("INFO")
     client = await serve("--api-key", "k1", "k2")
     for path in ("/health", "/ping", "/version", "/metrics", "/kv_event_sources"):
         assert (await client.get(path))[0] == 200, path
@@ -287,6 +288,9 @@ async def test_the_key_guards_versioned_paths_only(serve):
     for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "k1"}):
         assert await client.get("/v1/models", headers=headers) == (401, {"error": "Unauthorized"})
         assert (await client.post(CHAT, chat_body("x"), headers=headers))[0] == 401
+    told = [record.getMessage() for record in caplog.records if "401 Unauthorized" in record.getMessage()]
+    assert len(told) == 6, "one line for each, as the engine's own server writes them"
+    assert sum(f'"POST {CHAT} HTTP/1.1"' in line for line in told) == 3
     for key in ("k1", "k2"):
         assert (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"}))[0] == 200
 
