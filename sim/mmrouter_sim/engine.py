@@ -99,6 +99,32 @@ class Engine:
             raise ValueError(f"data_parallel_rank {header} is out of range [0, {len(self.runners)}).")
         return int(header), self.runners[int(header)]
 
+    def held(self) -> dict[str, Any]:
+        """Return the body of ``/sim/cache``: per rank the blocks that its cache holds now, and what they hang on.
+
+        A block's ``parent`` is the place of another one before it in the list; ``held`` is false of those that are told
+        only because others hang on them.
+        """
+        ranks = {}
+        for rank, runner in enumerate(self.runners):
+            places: dict[bytes, int] = {}
+            blocks: list[dict[str, Any]] = []
+            for block, held in runner.scheduler.contents.told():
+                places[block.digest] = len(blocks)
+                blocks.append(
+                    {
+                        "digest": block.digest.hex(),
+                        "parent": places[block.parent.digest] if block.parent is not None else None,
+                        "token_ids": block.ids.tolist(),
+                        "media": block.media,
+                        "salt": block.salt,
+                        "lora": block.lora,
+                        "held": held,
+                    }
+                )
+            ranks[str(rank)] = blocks
+        return {"block_size": self.settings.block_size, "ranks": ranks}
+
     def reset_prefix_cache(self) -> bool:
         """Forget every rank's prefix cache. ``False`` when a rank could not, because requests hold blocks."""
         done = [runner.scheduler.reset() for runner in self.runners]  # all of them, also after one that could not

@@ -187,6 +187,7 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
+        ("--sim-replay-steps", int, None, "batches that can be replayed, instead of the event configuration's"),
     model = args.model_tag or args.model
     if not model:
         raise ValueError("which model? vllm serve MODEL")
@@ -209,7 +210,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         ranks=args.data_parallel_size,
         prefix_caching=args.enable_prefix_caching,
         hash_algorithm=args.prefix_caching_hash_algo,
-        events=msgspec.json.decode(args.kv_events_config, type=EventsConfig),
+        events=replayed(msgspec.json.decode(args.kv_events_config, type=EventsConfig), args),
         token_details=args.enable_prompt_tokens_details,
         chat_template=template(args.chat_template),
         processor=msgspec.json.decode(args.mm_processor_kwargs, type=dict[str, Any]),
@@ -234,6 +235,12 @@ def cost_of(args: argparse.Namespace) -> Cost:
         decode_seconds=args.sim_decode_ms / 1e3,
         jitter=args.sim_jitter,
         speed=args.sim_speed,
+def replayed(config: EventsConfig, args: argparse.Namespace) -> EventsConfig:
+    """Return the event configuration with what the simulator's knobs say about it."""
+    steps = args.sim_replay_steps
+    return config if steps is None else msgspec.structs.replace(config, buffer_steps=steps)
+
+
     )
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mmrouter_sim.core.contents import Contents
 from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.dialect import Dialect, VllmDialect
 from mmrouter_sim.core.encoder import EncoderCache
@@ -99,6 +100,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._dialect = dialect or VllmDialect(limits.block_size, hash_=hash_, hash_seed=hash_seed, published=published)
         self._rng = random.Random(seed)
+        self.contents = Contents(limits.block_size)
         self._events: list[Event] = []
 
     @property
@@ -137,6 +139,7 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             request = self.running[position]
+        self.contents.clear()
             wanted = min(len(request.ids) - request.computed, budget)
             wanted, fresh = self._encode(request, wanted, visual)
             if wanted <= 0:
@@ -303,6 +306,7 @@ class Scheduler:
         if self._dialect.single and request in self.running:
             self._store(request, request.computed // self.limits.block_size)
         request.finished = reason
+            self.contents.fill(request, first, full)
         self.counters.finished[reason] += 1
         if request in self.running:
             self.running.remove(request)
@@ -310,6 +314,8 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request)
 
+        if self.pool.find(digest) is None:
+            self.contents.forget(digest)
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = []

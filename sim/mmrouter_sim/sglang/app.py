@@ -41,6 +41,7 @@ def build(engine: Engine) -> Starlette:
         ("/model_info", ["GET"], _model_info),
         ("/get_model_info", ["GET"], _model_info),
         ("/metrics", ["GET"], _metrics),
+        ("/sim/cache", ["GET"], _cache),
         ("/v1/models", ["GET"], _models),
         ("/v1/loads", ["GET"], _loads),
         ("/v1/tokenize", ["POST"], _tokenize),
@@ -149,6 +150,10 @@ async def _model_info(engine: Engine, _request: Request) -> Response:
             "architectures": list(model.architectures) or None,
         }
     )
+
+
+async def _cache(engine: Engine, _request: Request) -> Response:
+    return json_response(engine.held())
 
 
 async def _metrics(engine: Engine, _request: Request) -> Response:

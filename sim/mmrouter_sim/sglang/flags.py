@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from mmrouter_sim.core.sglang import VERSION
-from mmrouter_sim.flags import Parser, Settings, add_sim_flags, cost_of, dashed, template
+from mmrouter_sim.flags import Parser, Settings, add_sim_flags, cost_of, dashed, replayed, template
 from mmrouter_sim.publisher import EventsConfig
 
 DRAIN_SECONDS = 30 * 86_400.0
@@ -141,15 +141,18 @@ def _settings(args: argparse.Namespace) -> Settings:
         ranks=args.dp_size,
         prefix_caching=not args.disable_radix_cache,
         hash_algorithm="",
-        events=EventsConfig(
-            enable_kv_cache_events=events.publisher == "zmq",
-            publisher=events.publisher,
-            endpoint=events.endpoint,
-            replay_endpoint=events.replay_endpoint,
-            buffer_steps=events.buffer_steps,
-            hwm=events.hwm,
-            max_queue_size=events.max_queue_size,
-            topic=events.topic,
+        events=replayed(
+            EventsConfig(
+                enable_kv_cache_events=events.publisher == "zmq",
+                publisher=events.publisher,
+                endpoint=events.endpoint,
+                replay_endpoint=events.replay_endpoint,
+                buffer_steps=events.buffer_steps,
+                hwm=events.hwm,
+                max_queue_size=events.max_queue_size,
+                topic=events.topic,
+            ),
+            args,
         ),
         token_details=args.enable_cache_report,
         chat_template=template(args.chat_template),

@@ -25,8 +25,8 @@ from mmrouter_sim.web import generate, prompts
 from mmrouter_sim.web.errors import RequestError, error_response, json_response, note_refusal, validation_error
 from mmrouter_sim.web.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
-GUARDED = ("/v1", "/v2", "/inference")
-"""Paths that want the API key; the others never do (facts on vLLM 8.6)."""
+GUARDED = ("/v1", "/v2", "/inference", "/sim")
+"""Paths that want the API key; the others never do (facts on vLLM 8.6). The last one is the simulator's own."""
 
 Handler = Callable[[Engine, Request], Awaitable[Response]]
 
@@ -39,6 +39,7 @@ def build(engine: Engine) -> Starlette:
         ("/version", ["GET"], _version),
         ("/metrics", ["GET"], _metrics),
         ("/kv_event_sources", ["GET"], _sources),
+        ("/sim/cache", ["GET"], _cache),
         ("/tokenize", ["POST"], _tokenize),
         ("/detokenize", ["POST"], _detokenize),
         ("/v1/models", ["GET"], _models),
@@ -119,6 +120,10 @@ async def _metrics(engine: Engine, _request: Request) -> Response:
 
 async def _sources(engine: Engine, _request: Request) -> Response:
     return json_response(engine.sources())
+
+
+async def _cache(engine: Engine, _request: Request) -> Response:
+    return json_response(engine.held())
 
 
 async def _models(engine: Engine, _request: Request) -> Response:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.encoder import EncoderCache
 from mmrouter_sim.core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from mmrouter_sim.core.hashing import Media, published_int
+from mmrouter_sim.core.hashing import Media, block_hash, first_parent, published_int, sha256_cbor
 from mmrouter_sim.core.pool import NULL_BLOCK, BlockPool, OutOfBlocksError
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
@@ -71,6 +71,17 @@ class Mirror:
     def holds(self, rank):
         assert min(self.copies.values(), default=0) >= 0
         assert +self.copies == Counter({published_int(d): n for d, n in rank.pool.contents().items()})
+        told = list(rank.contents.told())
+        assert {block.digest for block, held in told if held} == set(rank.pool.contents())
+        assert len({block.digest for block, _ in told}) == len(told)
+        before = set()
+        for block, _ in told:  # with all that its hash covers
+            parent, salted = block.parent, block.salt and block.parent is None
+            assert parent is None or parent.digest in before
+            before.add(block.digest)
+            extras = (*(("mm", *each) for each in block.media), *((("cache_salt", block.salt),) if salted else ()))
+            prior = parent.digest if parent else first_parent(sha256_cbor, "s")
+            assert block.digest == block_hash(sha256_cbor, prior, block.ids, extras)
 
 
 prompts = st.builds(

@@ -150,8 +150,9 @@ def test_every_flag_that_we_render_is_known(tiny):
 def test_knobs_of_the_simulator_come_from_the_environment_too(monkeypatch):
     monkeypatch.setenv("MMROUTER_SIM_SPEED", "8")
     monkeypatch.setenv("MMROUTER_SIM_BLOCKS", "77")
+    monkeypatch.setenv("MMROUTER_SIM_REPLAY_STEPS", "5")
     settings = parse(["serve", "m"])
-    assert (settings.cost.speed, settings.blocks) == (8.0, 77)
+    assert (settings.cost.speed, settings.blocks, settings.events.buffer_steps) == (8.0, 77, 5)
     assert parse(["serve", "m", "--sim-speed", "2"]).cost.speed == 2.0
     assert parse(["serve", "m", "--num-gpu-blocks-override", "99"]).blocks == 99
 
