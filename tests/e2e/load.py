@@ -1,0 +1,271 @@
+"""Traffic under load: a few clients that talk about pictures until the block ends, and what became of every request.
+
+Each client is the official one. Half of them keep their connections, half make one for each request; half stream. A
+conversation opens with one of a few pictures and has three turns, so almost every prompt begins with one that came
+before: the hit ratio of a quiet deployment is high, and one that lost its caches shows it. Clients wait for an answer
+and then for a moment, so a deployment that is slow is asked less and not more.
+"""
+
+import base64
+import itertools
+import random
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+import openai
+from cluster.access import Access
+from cluster.controlplane import wait_for
+
+from mmrouter_cli.pictures import data_uri, picture
+
+TURNS = 3
+PICTURES = 4
+ANSWER_TOKENS = 16
+TIMEOUT_SECONDS = 60.0
+CONNECT_SECONDS = 1.0
+JOIN_SECONDS = 90.0
+TEXT = "The harbour lies still in the early light and the boats wait for the tide to turn. " * 3
+QUESTIONS = ("What is to be seen here?", "Which colour is the strongest, and where is it?", "And the weakest of all?")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of one request. Times are seconds since 1970, as the API server's are.
+
+    The router's headers say ``worker`` (the pod's name), ``exactness``, ``overlap`` and ``blocks`` of the prompt; they
+    are empty and 0 where no answer came. ``error``: empty for an answer that came whole.
+    """
+
+    client: int
+    streams: bool
+    keeps: bool
+    """Whether the client keeps its connections."""
+    started: float
+    first: float | None = None
+    """When the answer's first token came; of one that is not streamed, when it came whole."""
+    ended: float = 0.0
+    request_id: str = ""
+    worker: str = ""
+    exactness: str = ""
+    overlap: int = 0
+    blocks: int = 0
+    status: int | None = None
+    error: str = ""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the client had a part of the answer already when it ended."""
+        return self.streams and self.first is not None
+
+    def __str__(self) -> str:
+        how = ("streamed" if self.streams else "plain") + (", kept connection" if self.keeps else ", new connection")
+        moment = time.strftime("%H:%M:%S", time.gmtime(self.started)) + f"{self.started % 1:.3f}"[1:]
+        what = f"after {self.ended - self.started:.2f} s: {self.status or ''} {self.error or 'ok'}"
+        began = ", had begun" if self.streamed and self.error else ""
+        return f"{moment} client {self.client} ({how}{began}) {self.request_id} at {self.worker or '?'} {what}"
+
+
+@dataclass
+class Traffic:
+    """The record of a load. It may be read at any time, also while the load goes on."""
+
+    sent: list[Sent] = field(default_factory=list)
+    """Requests that have ended, in the order of their ends."""
+
+    @property
+    def failed(self) -> list[Sent]:
+        """Requests without a whole answer."""
+        return [each for each in list(self.sent) if each.error]
+
+    @property
+    def failed_before_streaming(self) -> list[Sent]:
+        """Those of which the client had nothing yet."""
+        return [each for each in self.failed if not each.streamed]
+
+    @property
+    def inexact(self) -> list[Sent]:
+        """Answered requests that were not placed exactly."""
+        return [each for each in list(self.sent) if not each.error and each.exactness != "exact"]
+
+    def between(self, since: float = 0.0, until: float = float("inf")) -> list[Sent]:
+        """Return the answered requests that started at ``since`` or later, and before ``until``."""
+        return [each for each in list(self.sent) if not each.error and since <= each.started < until]
+
+    def hit_ratio(self, since: float = 0.0, until: float = float("inf")) -> float:
+        """Return the share of prompt blocks that the chosen worker held already, of requests begun meanwhile."""
+        among = self.between(since, until)
+        return sum(each.overlap for each in among) / max(1, sum(each.blocks for each in among))
+
+    def workers(self, since: float = 0.0, until: float = float("inf")) -> set[str]:
+        """Return the names of the pods that answered."""
+        return {each.worker for each in self.between(since, until)}
+
+    def go_on(self, count: int = 20, seconds: float = 60.0) -> float:
+        """Wait until ``count`` more requests were begun and answered; return when that began. Raises ``TimeoutError``.
+
+        The last ``count`` requests are then ``between(result)``, so a state can be measured, not waited for by time.
+        """
+        since = time.time()
+        wait_for(lambda: len(self.between(since)) >= count, seconds, f"{count} more answers")
+        return since
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.sent)} requests, {len(self.failed)} failed, hit ratio {self.hit_ratio():.3f}"]
+        return "\n".join([*lines, *map(str, self.failed[:20])])
+
+
+@contextmanager
+def load(
+    cluster: Access,
+    namespace: str,
+    name: str,
+    *,
+    clients: int = 4,
+    pause: float = 0.2,
+    max_retries: int = 0,
+    long_tokens: int = 0,
+) -> Iterator[Traffic]:
+    """Send requests to the Service of a deployment until the block ends; what has been sent by then is waited for.
+
+    ``pause``: seconds that each client waits after an answer. ``max_retries``: of the official client.
+    ``long_tokens``: the length of the answers of one more client that streams all the time, 0 for none.
+    """
+    pictures = [data_uri(picture(secrets.token_hex(8))) for _ in range(PICTURES)]
+    traffic, stop, token = Traffic(), threading.Event(), _token(cluster, namespace, name)
+
+    def talk(number: int, url: str) -> None:
+        keeps, long = number % 2 == 0, number == clients
+        with openai.OpenAI(
+            base_url=f"{url}/v1",
+            api_key="any",
+            default_headers={"x-mmrouter-control": token} | ({} if keeps else {"connection": "close"}),
+            timeout=TIMEOUT_SECONDS,
+            max_retries=max_retries,
+            http_client=openai.DefaultHttpxClient(trust_env=False),
+        ) as client:
+            converse(client, number, keeps, long)
+
+    def converse(client: openai.OpenAI, number: int, keeps: bool, long: bool) -> None:
+        random_ = random.Random(number)
+        for conversation in itertools.count():
+            messages: list[dict[str, Any]] = [{"role": "system", "content": f"You see well. {TEXT}"}]
+            shown = {"type": "image_url", "image_url": {"url": random_.choice(pictures)}}
+            for turn in range(TURNS):
+                if stop.wait(0.0 if long else pause):
+                    return
+                question = {"type": "text", "text": f"{QUESTIONS[turn]} ({number}, {conversation})"}
+                messages.append({"role": "user", "content": [shown, question] if turn == 0 else [question]})
+                streams = long or (number // 2 + turn) % 2 == 0
+                length = {"max_tokens": long_tokens if long else ANSWER_TOKENS, "extra_body": {"ignore_eos": True}}
+                sent, answer = _send(client, Sent(number, streams, keeps, time.time()), name, messages, length)
+                traffic.sent.append(sent)
+                if sent.error:
+                    break
+                messages.append({"role": "assistant", "content": answer})
+
+    numbers = range(clients + bool(long_tokens))
+    with _reached(cluster, namespace, name) as url:
+        threads = [threading.Thread(target=talk, args=(number, url), name=f"client {number}") for number in numbers]
+        for thread in threads:
+            thread.start()
+        try:
+            yield traffic
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(JOIN_SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a request has no end"
+
+
+def _send(client: openai.OpenAI, sent: Sent, model: str, messages: Any, options: dict[str, Any]) -> tuple[Sent, str]:
+    """Return what became of a request, and the answer's text."""
+    seen: dict[str, Any] = {}
+    pieces: list[str] = []
+    try:
+        raw = client.chat.completions.with_raw_response.create(
+            model=model,
+            messages=messages,
+            temperature=0,
+            stream=sent.streams,
+            # In another cluster the API server would take it for a credential of its own.
+            extra_headers={"Authorization": openai.Omit()},
+            **options,
+        )
+        seen |= _placed(raw.headers)
+        answer: Any = raw.parse()
+        reason = None
+        for chunk in answer if sent.streams else [answer]:
+            for choice in chunk.choices:
+                seen.setdefault("first", time.time())
+                pieces.append((choice.delta if sent.streams else choice.message).content or "")
+                reason = choice.finish_reason or reason
+        if reason is None:  # the client takes a stream that was cut off between two chunks for a whole one
+            seen["error"] = "ended without a finish_reason"
+    except Exception as error:  # whatever it is, the client has no whole answer
+        seen["error"] = " <- ".join(repr(each) for each in _chain(error))
+        if isinstance(error, openai.APIStatusError):
+            seen["status"] = error.status_code
+            seen.setdefault("request_id", error.response.headers.get("x-mmrouter-request-id", ""))
+    return replace(sent, **seen, ended=time.time()), "".join(pieces)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _placed(headers: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "status": 200,
+        "request_id": headers["x-mmrouter-request-id"],
+        "worker": headers["x-mmrouter-worker"],
+        "exactness": headers["x-mmrouter-exactness"],
+        "overlap": int(headers["x-mmrouter-overlap-blocks"]),
+        "blocks": int(headers["x-mmrouter-prompt-blocks"]),
+    }
+
+
+def _token(cluster: Access, namespace: str, name: str) -> str:
+    answer = cluster.request("GET", f"/api/v1/namespaces/{namespace}/secrets/{name}-secrets").raise_for_status()
+    return base64.b64decode(answer.json()["data"]["control.token"]).decode()
+
+
+@contextmanager
+def _reached(cluster: Access, namespace: str, name: str) -> Iterator[str]:
+    """Return the URL of a deployment's Service for this machine.
+
+    Where the machine reaches a Service as pods do, as on a node of our own, that is the Service's address. Elsewhere
+    the API server passes each request on to a ready frontend. A port-forward would end with the frontend that it chose.
+    """
+    path = f"/api/v1/namespaces/{namespace}/services/{name}"
+    spec = cluster.request("GET", path).raise_for_status().json()["spec"]
+    port = spec["ports"][0]["port"]
+    url = f"http://{spec['clusterIP']}:{port}"
+    try:
+        httpx.get(f"{url}/health", timeout=httpx.Timeout(10, connect=CONNECT_SECONDS), trust_env=False)
+    except (httpx.ConnectError, httpx.ConnectTimeout):
+        with _api_proxy(cluster) as server:
+            yield f"{server}{path}:{port}/proxy"
+    else:
+        yield url
+
+
+@contextmanager
+def _api_proxy(cluster: Access) -> Iterator[str]:
+    """Return a URL of the API server that asks for no credentials."""
+    command = [str(cluster.bin / "kubectl"), f"--kubeconfig={cluster.kubeconfig}", "proxy", "--port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://{process.stdout.readline().split()[-1]}"
+    finally:
+        process.terminate()
+        process.communicate()
