@@ -1,0 +1,225 @@
+"""The ten scenarios by which image routing is judged, through the official client: what is sent again is a whole hit.
+
+Each is a function that raises ``AssertionError`` where a deployment falls short, and stands under a text of its own, so
+its first request finds nothing of another one. What it asks for is the same of local processes, of pods and of real
+engines: a model, the official client, every frontend's control API, and a web server that the frontends fetch from.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import httpx
+import openai
+from local.rig import wait_for
+
+from mmrouter_cli.pictures import data_uri, picture
+
+FILLER = "The harbour lies still in the early light and the boats wait for the tide to turn. " * 3
+SETTLE_SECONDS = 10.0
+Message = dict[str, Any]
+
+
+class Pictures(Protocol):
+    """A web server that the frontends reach."""
+
+    def put(self, name: str, content: bytes) -> str:
+        """Serve a file, in place of the one of that name if there is one, with any query; return its URL."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of one answer: the router's headers, the engine's usage, and the decision's trace."""
+
+    worker: str
+    exactness: str
+    overlap: int
+    """Blocks of the prompt that the router saw in the worker's cache."""
+    blocks: int
+    size: int
+    predicted_tokens: int
+    tokens: int
+    cached: int
+    """Tokens that the engine took from its cache."""
+    image_at: int | None
+    """First token of the first image."""
+
+
+@dataclass
+class Chat:
+    """Sends messages to ``model`` and returns what was seen of the answers.
+
+    ``client`` shows the control token with every request; ``controls`` are clients of every frontend's control API.
+    """
+
+    model: str
+    client: openai.OpenAI
+    controls: Sequence[httpx.Client]
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def picture(self, name: str, side: int = 224) -> bytes:
+        """Return a picture that no other conversation has."""
+        return picture(self.nonce + name, side, side)
+
+    def image(self, name: str, side: int = 224) -> str:
+        """Return such a picture as a ``data:`` URI."""
+        return data_uri(self.picture(name, side))
+
+    def messages(self, *content: str) -> list[Message]:
+        """Return one turn: this conversation's own text, then texts and the URLs of images in their order."""
+        parts: list[Message] = [{"type": "text", "text": self.nonce + " " + FILLER}]
+        for item in content:
+            if item.startswith(("data:", "http:")):
+                parts.append({"type": "image_url", "image_url": {"url": item}})
+            else:
+                parts.append({"type": "text", "text": item})
+        return [{"role": "user", "content": parts}]
+
+    def send(self, *content: str, messages: list[Message] | None = None) -> Seen:
+        """Send one request, and wait until every frontend knows its blocks.
+
+        Raises ``AssertionError`` unless the router was exact: its token count is the engine's, and the engine took from
+        its cache what the router saw there.
+        """
+        messages = messages or self.messages(*content)
+        raw = self.client.chat.completions.with_raw_response.create(
+            model=self.model, messages=cast(Any, messages), max_tokens=4, temperature=0
+        )
+        usage, headers = raw.parse().usage, raw.headers
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        seen = Seen(
+            worker=headers["x-mmrouter-worker"],
+            exactness=headers["x-mmrouter-exactness"],
+            overlap=int(headers["x-mmrouter-overlap-blocks"]),
+            blocks=int(headers["x-mmrouter-prompt-blocks"]),
+            size=int(headers["x-mmrouter-block-size"]),
+            predicted_tokens=int(headers["x-mmrouter-prompt-tokens"]),
+            tokens=usage.prompt_tokens,
+            cached=usage.prompt_tokens_details.cached_tokens or 0,
+            image_at=self._image_at(headers["x-mmrouter-request-id"]),
+        )
+        assert seen.exactness == "exact"
+        assert seen.predicted_tokens == seen.tokens
+        # An engine always computes the last token, so the last block of a prompt of whole blocks is none of its hits.
+        cached_blocks = min(seen.overlap, (seen.tokens - 1) // seen.size)
+        assert seen.cached == cached_blocks * seen.size
+        self._settle(messages, seen.blocks)
+        return seen
+
+    def _image_at(self, request_id: str) -> int | None:
+        images = self.controls[0].get(f"/control/decisions/{request_id}").raise_for_status().json()["images"]
+        return int(images[0]["offset"]) if images else None
+
+    def _settle(self, messages: list[Message], blocks: int) -> None:
+        body = {"model": self.model, "messages": messages}
+        for number, control in enumerate(self.controls):
+
+            def known(control: httpx.Client = control) -> bool:
+                dry = control.post("/control/explain", json=body).raise_for_status().json()
+                return max((int(each["overlap"]) for each in dry["candidates"]), default=0) == blocks
+
+            wait_for(known, SETTLE_SECONDS, f"frontend {number} sees the blocks of the last request")
+
+
+def assert_whole(first: Seen, again: Seen) -> None:
+    """Raise ``AssertionError`` unless ``again`` found all of itself where ``first`` went."""
+    assert again.overlap == again.blocks == first.blocks
+    assert again.worker == first.worker
+
+
+def assert_only_text(seen: Seen) -> None:
+    """Raise ``AssertionError`` unless a request found the blocks before its first image and no others."""
+    assert seen.image_at is not None
+    assert seen.overlap == seen.image_at // seen.size > 0
+
+
+def text_only_repeats_whole(chat: Chat, web: Pictures) -> None:
+    assert_whole(chat.send(), chat.send())
+
+
+def the_same_image_repeats_whole(chat: Chat, web: Pictures) -> None:
+    a = chat.image("a")
+    assert_whole(chat.send(a, "what?"), chat.send(a, "what?"))
+
+
+def a_different_image_shares_only_the_text_before_it(chat: Chat, web: Pictures) -> None:
+    chat.send(chat.image("a"), "what?")
+    assert_only_text(chat.send(chat.image("b"), "what?"))
+
+
+def several_images_repeat_whole(chat: Chat, web: Pictures) -> None:
+    a, b = chat.image("a"), chat.image("b")
+    assert_whole(chat.send(a, b, "compare"), chat.send(a, b, "compare"))
+
+
+def http_repeats_whole(chat: Chat, web: Pictures) -> None:
+    url = web.put("a.png", chat.picture("a"))
+    assert_whole(chat.send(url, "what?"), chat.send(url, "what?"))
+
+
+def a_data_uri_repeats_whole_in_a_second_turn(chat: Chat, web: Pictures) -> None:
+    turn = chat.messages(chat.image("a"), "what?")
+    first = chat.send(messages=turn)
+    longer = [
+        *turn,
+        {"role": "assistant", "content": "A pattern."},
+        {"role": "user", "content": "Which colour is the strongest of them all, and where is it?"},
+    ]
+    second = chat.send(messages=longer)
+    assert second.worker == first.worker
+    # The first turn ends where the assistant begins to speak, so the block in which it ends may differ.
+    assert second.overlap >= first.blocks - 1
+    assert_whole(second, chat.send(messages=longer))
+
+
+def a_staircase_of_images_extends_the_step_before(chat: Chat, web: Pictures) -> None:
+    images = [chat.image(str(number), 112) for number in range(4)]
+    before = chat.send(images[0])
+    for count in range(2, 5):
+        step = chat.send(*images[:count])
+        assert step.worker == before.worker
+        # The step before ends with the assistant's turn where this one goes on, so its last block may differ.
+        assert step.overlap >= before.blocks - 1
+        before = step
+
+
+def swapped_images_part_at_the_first_one(chat: Chat, web: Pictures) -> None:
+    a, b = chat.image("a"), chat.image("b")
+    chat.send(a, b, "compare")
+    assert_only_text(chat.send(b, a, "compare"))
+
+
+def http_and_data_of_the_same_bytes_are_one_image(chat: Chat, web: Pictures) -> None:
+    url = web.put("a.png", chat.picture("a"))
+    assert_whole(chat.send(chat.image("a"), "what?"), chat.send(url, "what?"))
+
+
+def a_signed_url_and_the_plain_one_are_one_image_and_changed_bytes_are_another(chat: Chat, web: Pictures) -> None:
+    url = web.put("b.png", chat.picture("b"))
+    first = chat.send(url, "what?")
+    assert_whole(first, chat.send(f"{url}?signature=1&expires=2", "what?"))
+    web.put("b.png", chat.picture("changed"))
+    assert_only_text(chat.send(f"{url}?signature=3", "what?"))
+
+
+Scenario = Callable[[Chat, Pictures], None]
+SCENARIOS: tuple[Scenario, ...] = (
+    text_only_repeats_whole,
+    the_same_image_repeats_whole,
+    a_different_image_shares_only_the_text_before_it,
+    several_images_repeat_whole,
+    http_repeats_whole,
+    a_data_uri_repeats_whole_in_a_second_turn,
+    a_staircase_of_images_extends_the_step_before,
+    swapped_images_part_at_the_first_one,
+    http_and_data_of_the_same_bytes_are_one_image,
+    a_signed_url_and_the_plain_one_are_one_image_and_changed_bytes_are_another,
+)
+
+
+def title(scenario: Scenario) -> str:
+    """Return what a scenario is called in reports: ``05_http_repeats_whole``."""
+    return f"{SCENARIOS.index(scenario) + 1:02}_{scenario.__name__}"
