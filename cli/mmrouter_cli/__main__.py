@@ -17,8 +17,7 @@ def main() -> None:
     if command == "sidecar":
         from mmrouter_sidecar.__main__ import main as run_sidecar
 
-        run_sidecar()
-        sys.exit(0)
+        sys.exit(run_sidecar())
     if command == "shared-memory":
         from mmrouter_sidecar.shared import main as open_shared_memory
 

@@ -1,34 +1,26 @@
-"""``mmrouter sidecar``: one process beside one engine; configuration comes from files and environment only."""
+"""``mmrouter sidecar``: one process beside one engine; configuration comes from files and environment only.
 
-import asyncio
-import logging
-import signal
+It must be ready in a moment and stay small beside every engine, so another process reads its settings
+(:mod:`mmrouter_sidecar.reading`) while this one imports what it serves with.
+"""
+
+import subprocess
 import sys
 
-import uvloop
-
-from mmrouter.api import SpecError
-from mmrouter_sidecar.app import Sidecar
-from mmrouter_sidecar.settings import SettingsError, load
+from mmrouter_sidecar.logs import log_to_stderr
 
 
-async def _serve() -> None:
-    sidecar = Sidecar(load())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, sidecar.stop)
-    await sidecar.run()
-
-
-def main() -> None:
+def main() -> int:
     """Run until SIGTERM. Exit status 2: the configuration is wrong, and the last line says what."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        uvloop.run(_serve())
-    except (SettingsError, SpecError) as error:
-        logging.getLogger("mmrouter.sidecar").error("configuration: %s", error)
-        sys.exit(2)
+    log_to_stderr()
+    with subprocess.Popen([sys.executable, "-m", "mmrouter_sidecar.reading"], stdout=subprocess.PIPE) as reader:
+        from mmrouter_sidecar.serving import serve  # noqa: PLC0415 - while the other process reads
+
+        told, _ = reader.communicate()
+    if reader.returncode:
+        return max(reader.returncode, 1)  # it has said why, unless it was killed
+    return serve(told)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,8 +12,8 @@ import pytest
 
 from mmrouter import metadata
 from mmrouter.blocks import namespace_seed
-from mmrouter_sidecar.__main__ import main
-from mmrouter_sidecar.settings import Settings, SettingsError, load
+from mmrouter_sidecar.reading import load
+from mmrouter_sidecar.settings import Settings, SettingsError, from_json, to_json
 
 
 @pytest.fixture
@@ -144,15 +144,32 @@ def test_a_killed_process_goes_on_and_a_terminated_one_ends_in_order(environment
     assert "stopped at seq 0" in rest
 
 
-def test_a_wrong_configuration_ends_with_status_2_and_a_sentence(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in (environment | {"POD_UID": ""}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    assert caplog.messages[-1] == "configuration: POD_UID is not set"
+def test_a_wrong_configuration_ends_with_status_2_and_a_sentence(environment: dict[str, str]) -> None:
+    process = run(environment | {"POD_UID": ""})
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert said.splitlines()[-1].endswith("configuration: POD_UID is not set")
+
+
+def test_a_resource_that_its_models_refuse_ends_with_status_2_and_a_sentence(environment: dict[str, str]) -> None:
+    (Path(environment["MMROUTER_CONFIG"]) / "deployment.json").write_text('{"spec": {}}')
+    process = run(environment)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert "configuration: " in said.splitlines()[-1]
+
+
+def test_settings_reach_the_process_that_serves_as_they_were_read(environment: dict[str, str]) -> None:
+    told = load(environment)
+    assert from_json(to_json(told)) == told
+
+
+def test_what_serves_imports_neither_the_resources_models_nor_a_terminal_library() -> None:
+    code = "import sys, mmrouter_sidecar.serving; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "aiohttp" in loaded
+    for unwanted in ("pydantic", "mmrouter.api", "rich", "typer", "kubernetes", "tokenizers", "PIL"):
+        assert unwanted not in loaded
 
 
 def test_only_files_that_decide_over_prompts_are_digested(tmp_path: Path) -> None:

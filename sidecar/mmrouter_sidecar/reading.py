@@ -1,0 +1,110 @@
+"""From the resource, secrets and downward-API values (DESIGN.md 10) to settings.
+
+    python -m mmrouter_sidecar.reading    # prints the settings, for the sidecar that started it
+
+A process of its own, because it imports the resource's models (:mod:`mmrouter_sidecar.settings`); it runs while the
+sidecar imports what it serves with.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mmrouter.api import MMRouterDeployment, Pool, SpecError, load_deployment
+from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
+from mmrouter.engines import adapter
+from mmrouter.engines.launching import LaunchError
+from mmrouter.identity import KEY_BYTES
+from mmrouter_sidecar.logs import log_to_stderr
+from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, to_json
+
+WRONG = 2  # exit status: the configuration is wrong
+
+
+def load(env: Mapping[str, str] = os.environ) -> Settings:
+    """Read files and environment. Raises :class:`SettingsError` or ``mmrouter.api.SpecError``."""
+    config = Path(env.get("MMROUTER_CONFIG", CONFIG_DIR))
+    secrets = config / "secrets"
+    try:
+        dep = load_deployment(config / "deployment.json")
+    except OSError as error:
+        raise SettingsError(f"cannot read {config / 'deployment.json'}: {error.strerror}") from error
+    spec = dep.spec
+    pool = _pool(dep, env)
+    try:
+        launch = adapter(spec.engine.type).launch(dep, pool)
+    except LaunchError as error:
+        raise SettingsError(f"pool {pool.name} is no engine of this release: {error}") from error
+    identity_key = _read(secrets / "identity.key")
+    if len(identity_key) != KEY_BYTES:
+        raise SettingsError(f"{secrets / 'identity.key'} holds {len(identity_key)} bytes, not {KEY_BYTES}")
+    pod_ip = env.get("POD_IP", "127.0.0.1")
+    return Settings(
+        pod_uid=_required(env, "POD_UID"),
+        pod_ip=pod_ip,
+        loopback=env.get("POD_LOOPBACK", "127.0.0.1"),
+        engine=spec.engine.type,
+        model=spec.model.id,
+        revision=spec.model.revision,
+        ranks=pool.parallelism.data,
+        identity_key=identity_key,
+        curve=CurveKeys(
+            public=_curve(secrets / "sidecar.curve.public"),
+            secret=_curve(secrets / "sidecar.curve.secret"),
+            client=_curve(secrets / "router.curve.public"),
+        ),
+        engine_key=_read(secrets / "engine.key").decode().strip() if (secrets / "engine.key").exists() else "",
+        buffer_events=spec.sidecar.buffer_events,
+        state_dir=Path(env.get("MMROUTER_STATE_DIR", STATE_DIR)),
+        model_dir=Path(env.get("MMROUTER_MODEL_DIR", MODEL_DIR)),
+        hub_dir=Path(env.get("HF_HUB_CACHE", HUB_CACHE_DIR)),
+        health_path=launch.health_path,
+        health_seconds=float(launch.health_seconds),
+    )
+
+
+def _pool(dep: MMRouterDeployment, env: Mapping[str, str]) -> Pool:
+    name = _required(env, "MMROUTER_POOL")
+    try:
+        return dep.pool(name)
+    except KeyError:
+        raise SettingsError(f"MMROUTER_POOL names {name!r}, which the resource does not have") from None
+
+
+def _required(env: Mapping[str, str], name: str) -> str:
+    value = env.get(name, "")
+    if not value:
+        raise SettingsError(f"{name} is not set")
+    return value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _curve(path: Path) -> bytes:
+    key = _read(path).strip()
+    if len(key) != 40:
+        raise SettingsError(f"{path} is not a Z85 key of 40 characters")
+    return key
+
+
+def main() -> int:
+    """Print the settings as JSON. Exit status 2: the configuration is wrong, and the last line on stderr says what."""
+    log_to_stderr()
+    try:
+        settings = load()
+    except (SettingsError, SpecError) as error:
+        logging.getLogger("mmrouter.sidecar").error("configuration: %s", error)
+        return WRONG
+    sys.stdout.buffer.write(to_json(settings))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
