@@ -82,23 +82,6 @@ class Engine:
             if runner.publisher is not None
         }
 
-    @cached_property
-    def fingerprint(self) -> str | None:
-        """Of the processor, where an image is named by its encoded bytes; ``None`` where by its pixels (SGLang)."""
-        settings, model = self.settings, self.model
-        if model.model_type not in WRAPPERS or not (model.model_type == "qwen3_vl" or settings.preprocess_cache_mb):
-            return None
-        process = settings.arguments.get("mm_process_config") or {}
-        return fingerprint(model.model_type, list(model.architectures) or None, settings.revision, process)
-
-    def pick(self, header: str | None) -> tuple[int, Runner]:
-        """Return the rank that a request is pinned to, else the least loaded. Raises ``ValueError``."""
-        if header is None:
-            return min(enumerate(self.runners), key=lambda pair: pair[1].load)
-        if not header.isdecimal() or int(header) >= len(self.runners):
-            raise ValueError(f"data_parallel_rank {header} is out of range [0, {len(self.runners)}).")
-        return int(header), self.runners[int(header)]
-
     def held(self) -> dict[str, Any]:
         """Return the body of ``/sim/cache``: per rank the blocks that its cache holds now, and what they hang on.
 
@@ -124,6 +107,23 @@ class Engine:
                 )
             ranks[str(rank)] = blocks
         return {"block_size": self.settings.block_size, "ranks": ranks}
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of the processor, where an image is named by its encoded bytes; ``None`` where by its pixels (SGLang)."""
+        settings, model = self.settings, self.model
+        if model.model_type not in WRAPPERS or not (model.model_type == "qwen3_vl" or settings.preprocess_cache_mb):
+            return None
+        process = settings.arguments.get("mm_process_config") or {}
+        return fingerprint(model.model_type, list(model.architectures) or None, settings.revision, process)
+
+    def pick(self, header: str | None) -> tuple[int, Runner]:
+        """Return the rank that a request is pinned to, else the least loaded. Raises ``ValueError``."""
+        if header is None:
+            return min(enumerate(self.runners), key=lambda pair: pair[1].load)
+        if not header.isdecimal() or int(header) >= len(self.runners):
+            raise ValueError(f"data_parallel_rank {header} is out of range [0, {len(self.runners)}).")
+        return int(header), self.runners[int(header)]
 
     def reset_prefix_cache(self) -> bool:
         """Forget every rank's prefix cache. ``False`` when a rank could not, because requests hold blocks."""

@@ -180,6 +180,7 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
         ("--sim-jitter", float, defaults.jitter, "half-width of the random factor on each step's time"),
         ("--sim-seed", int, 0, "of times and answers"),
         ("--sim-blocks", int, None, "blocks of the KV cache, the reserved one included"),
+        ("--sim-replay-steps", int, None, "batches that can be replayed, instead of the event configuration's"),
         ("--sim-answer-tokens", int, 24, "mean length of an answer that is not cut off"),
     ):
         variable = name[2:].upper().replace("-", "_").replace("SIM_", "MMROUTER_SIM_", 1)
@@ -187,7 +188,6 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-        ("--sim-replay-steps", int, None, "batches that can be replayed, instead of the event configuration's"),
     model = args.model_tag or args.model
     if not model:
         raise ValueError("which model? vllm serve MODEL")
@@ -227,6 +227,12 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
+def replayed(config: EventsConfig, args: argparse.Namespace) -> EventsConfig:
+    """Return the event configuration with what the simulator's knobs say about it."""
+    steps = args.sim_replay_steps
+    return config if steps is None else msgspec.structs.replace(config, buffer_steps=steps)
+
+
 def cost_of(args: argparse.Namespace) -> Cost:
     """Return what the simulator's knobs say about time."""
     return Cost(
@@ -235,12 +241,6 @@ def cost_of(args: argparse.Namespace) -> Cost:
         decode_seconds=args.sim_decode_ms / 1e3,
         jitter=args.sim_jitter,
         speed=args.sim_speed,
-def replayed(config: EventsConfig, args: argparse.Namespace) -> EventsConfig:
-    """Return the event configuration with what the simulator's knobs say about it."""
-    steps = args.sim_replay_steps
-    return config if steps is None else msgspec.structs.replace(config, buffer_steps=steps)
-
-
     )
 
 

@@ -95,12 +95,12 @@ class Scheduler:
         self.cost = cost or Cost()
         self.counters = Counters()
         self.pool = BlockPool(limits.blocks, self._evicted)
+        self.contents = Contents(limits.block_size)
         self.encoder = EncoderCache(max(limits.max_batched_tokens, limits.largest_image))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._dialect = dialect or VllmDialect(limits.block_size, hash_=hash_, hash_seed=hash_seed, published=published)
         self._rng = random.Random(seed)
-        self.contents = Contents(limits.block_size)
         self._events: list[Event] = []
 
     @property
@@ -128,6 +128,7 @@ class Scheduler:
         """Forget the prefix cache. ``False`` while requests hold blocks. The event goes out with the next step."""
         if not self.pool.clear():
             return False
+        self.contents.clear()
         self._events.append(self._dialect.cleared())
         return True
 
@@ -139,7 +140,6 @@ class Scheduler:
         position = 0
         while position < len(self.running) and budget > 0:
             request = self.running[position]
-        self.contents.clear()
             wanted = min(len(request.ids) - request.computed, budget)
             wanted, fresh = self._encode(request, wanted, visual)
             if wanted <= 0:
@@ -286,6 +286,7 @@ class Scheduler:
             full = next((n for n in range(first, full) if self.pool.find(request.digests[n]) is not None), full)
         if first < full:
             self.pool.fill(request.blocks[first:full], request.digests[first:full])
+            self.contents.fill(request, first, full)
             self._announce(request, first, full)
         request.stored = full
 
@@ -293,6 +294,8 @@ class Scheduler:
         self._events.append(self._dialect.stored(request, first, last))
 
     def _evicted(self, digest: bytes) -> None:
+        if self.pool.find(digest) is None:
+            self.contents.forget(digest)
         self._events.append(self._dialect.removed(digest))
 
     def _preempt(self, request: Request) -> None:
@@ -306,7 +309,6 @@ class Scheduler:
         if self._dialect.single and request in self.running:
             self._store(request, request.computed // self.limits.block_size)
         request.finished = reason
-            self.contents.fill(request, first, full)
         self.counters.finished[reason] += 1
         if request in self.running:
             self.running.remove(request)
@@ -314,8 +316,6 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request)
 
-        if self.pool.find(digest) is None:
-            self.contents.forget(digest)
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = []
