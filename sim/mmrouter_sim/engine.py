@@ -12,7 +12,9 @@ from mmrouter_sim.answers import Speaker, Vocabulary
 from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.core.sglang import WRAPPERS, SglangDialect, fingerprint
+from mmrouter_sim.encoding import Encoder
 from mmrouter_sim.flags import Settings
+from mmrouter_sim.handover import Handover
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.metrics import Metrics
 from mmrouter_sim.model import Model
@@ -35,11 +37,25 @@ class Engine:
             Vocabulary(model.tokenizer), model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
         )
         sglang = settings.engine == "sglang"
-        self.runners = [
-            Runner(self._scheduler(rank), self._publisher(rank), tells_when_idle=sglang)
-            for rank in range(settings.ranks)
-        ]
-        self.metrics = (SglangMetrics if sglang else Metrics)(settings, self.runners, self.images)
+        self.handover = Handover(settings.handover, settings.cost)
+        self.encoder: Encoder | None = None
+        if settings.handover.encodes and settings.handover.ec is not None:
+            self.encoder = Encoder(settings.handover.ec, settings.cost, settings.seed)
+            self.handover.keeps(self.encoder.kept)
+        # What only encodes has no cache of keys and values, and so no ranks.
+        self.runners = (
+            []
+            if self.encoder
+            else [
+                Runner(self._scheduler(rank), self._publisher(rank), tells_when_idle=sglang)
+                for rank in range(settings.ranks)
+            ]
+        )
+        self.metrics: Metrics | SglangMetrics
+        if sglang:
+            self.metrics = SglangMetrics(settings, self.runners, self.images)
+        else:
+            self.metrics = Metrics(settings, self.runners, self.images, self.handover, self.encoder)
         # One thread, as templates, tokenizing and decoding images must not stall the steps; the engine has a process.
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
         self.draining = False
@@ -67,6 +83,7 @@ class Engine:
             seed=settings.seed + rank,
             hash_=ALGORITHMS[settings.hash_algorithm],
             published=published_int if settings.int_hashes else published_bytes,
+            embedded=self.handover.arrived,
         )
 
     def _publisher(self, rank: int) -> Publisher | None:
@@ -136,7 +153,11 @@ class Engine:
             for runner in self.runners:
                 if runner.publisher is not None:
                     runner.publisher.start()
-            await asyncio.gather(*(runner.run() for runner in self.runners))
+            async with asyncio.TaskGroup() as tasks:
+                for runner in self.runners:
+                    tasks.create_task(runner.run())
+                tasks.create_task(self.handover.serve())
+                tasks.create_task(asyncio.Event().wait())  # an encoder has nothing to step
         finally:
             for runner in self.runners:
                 if runner.publisher is not None:

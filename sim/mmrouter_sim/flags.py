@@ -17,6 +17,7 @@ import msgspec
 
 from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.hashing import ALGORITHMS
+from mmrouter_sim.handover import Configured, configured
 from mmrouter_sim.publisher import EventsConfig
 
 VERSION = "0.32.0"
@@ -59,6 +60,7 @@ _NO_EFFECT_SWITCHES = (
     "--disable-sliding-window",
     "--enable-server-load-tracking",
     "--disable-hybrid-kv-cache-manager",
+    "--mm-encoder-only",
 )
 
 
@@ -93,6 +95,7 @@ class Settings:
     cost: Cost
     seed: int
     answer_tokens: int
+    handover: Configured = field(default_factory=Configured)
     renders: bool = False  # only preprocess: ``vllm launch render``
     engine: Literal["vllm", "sglang"] = "vllm"
     bind: bool | None = None  # of the event socket; None: as its address says
@@ -153,6 +156,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--prefix-caching-hash-algo", choices=sorted(ALGORITHMS), default="sha256")
     add("--kv-events-config", default="{}", metavar="JSON")
+    add("--kv-transfer-config", default="", metavar="JSON")
+    add("--ec-transfer-config", default="", metavar="JSON")
     add("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
     add("--chat-template", metavar="FILE|TEMPLATE")
     add("--mm-processor-kwargs", default="{}", metavar="JSON")
@@ -177,6 +182,8 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
         ("--sim-prefill-rate", float, defaults.prefill_rate, "prompt tokens per second"),
         ("--sim-encode-seconds", float, defaults.encode_seconds, "encoder seconds per visual token"),
         ("--sim-decode-ms", float, defaults.decode_seconds * 1e3, "milliseconds per decoding step"),
+        ("--sim-kv-seconds", float, defaults.kv, "seconds per token whose KV blocks another engine hands over"),
+        ("--sim-embedding-seconds", float, defaults.embedding, "seconds per visual token handed over"),
         ("--sim-jitter", float, defaults.jitter, "half-width of the random factor on each step's time"),
         ("--sim-seed", int, 0, "of times and answers"),
         ("--sim-blocks", int, None, "blocks of the KV cache, the reserved one included"),
@@ -223,6 +230,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         cost=cost_of(args),
         seed=args.sim_seed,
         answer_tokens=args.sim_answer_tokens,
+        handover=configured(args.kv_transfer_config, args.ec_transfer_config),
         renders=args.command == "launch",
     )
 
@@ -239,6 +247,8 @@ def cost_of(args: argparse.Namespace) -> Cost:
         prefill_rate=args.sim_prefill_rate,
         encode_seconds=args.sim_encode_seconds,
         decode_seconds=args.sim_decode_ms / 1e3,
+        kv=args.sim_kv_seconds,
+        embedding=args.sim_embedding_seconds,
         jitter=args.sim_jitter,
         speed=args.sim_speed,
     )

@@ -10,7 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mmrouter_sim.core.request import Request
+from mmrouter_sim.encoding import Encoder
 from mmrouter_sim.flags import Settings
+from mmrouter_sim.handover import Handover
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.runner import Runner
 
@@ -21,11 +23,19 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.
 class Metrics(Collector):
     """The metrics of one process, one set of samples per data-parallel rank."""
 
-    def __init__(self, settings: Settings, runners: Sequence[Runner], images: ProcessorCache) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        runners: Sequence[Runner],
+        images: ProcessorCache,
+        handover: Handover,
+        encoder: Encoder | None = None,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._settings = settings
         self._runners = runners
         self._images = images
+        self._handover, self._encoder = handover, encoder
         self._model = settings.served_names[0]
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to the first token")
         self._between = self._histogram("inter_token_latency_seconds", "Time between two tokens of an answer")
@@ -59,7 +69,9 @@ class Metrics(Collector):
         yield from self._load()
         yield from self._caches()
         yield from self._totals()
-        yield self._geometry()
+        yield from self._handovers()
+        if self._runners:
+            yield self._geometry()
 
     def _load(self) -> Iterator[Metric]:
         running = self._gauge("num_requests_running", "Requests in the running batch")
@@ -75,6 +87,9 @@ class Metrics(Collector):
             reasons.add_metric([*labels, "capacity"], len(scheduler.waiting))
             reasons.add_metric([*labels, "deferred"], 0)
             usage.add_metric(labels, scheduler.pool.usage)
+        if self._encoder is not None:
+            running.add_metric([self._model, "0"], self._encoder.running)
+            waiting.add_metric([self._model, "0"], self._encoder.waiting)
         yield from (running, waiting, reasons, usage)
 
     def _caches(self) -> Iterator[Metric]:
@@ -106,10 +121,28 @@ class Metrics(Collector):
             generated.add_metric(labels, counters.generation_tokens)
             preemptions.add_metric(labels, counters.preemptions)
             sources.add_metric([*labels, "local_cache_hit"], counters.prefix_hits)
-            sources.add_metric([*labels, "local_compute"], counters.prefix_queries - counters.prefix_hits)
+            computed = counters.prefix_queries - counters.prefix_hits - counters.external_hits
+            sources.add_metric([*labels, "local_compute"], computed)
+            sources.add_metric([*labels, "external_kv_transfer"], counters.external_hits)
             for reason, count in counters.finished.items():
                 ended.add_metric([*labels, reason], count)
         yield from (prompt, generated, preemptions, sources, ended)
+
+    def _handovers(self) -> Iterator[Metric]:
+        """What engines got from each other; the last one is the simulator's own, no engine counts it."""
+        hits = self._counter("external_prefix_cache_hits", "Prompt tokens whose blocks another engine computed")
+        expired = self._counter("nixl_num_kv_expired_reqs", "Requests whose blocks nobody fetched in time")
+        failed = self._counter("nixl_num_failed_transfers", "Hand-overs that did not come")
+        encoded = CounterMetricFamily("mmrouter_sim_visual_tokens", "Visual tokens encoded here", labels=_LABELS)
+        for rank, runner in enumerate(self._runners):
+            labels = [self._model, str(rank)]
+            hits.add_metric(labels, runner.scheduler.counters.external_hits)
+            encoded.add_metric(labels, runner.scheduler.counters.visual_tokens)
+        expired.add_metric([self._model, "0"], self._handover.expired)
+        failed.add_metric([self._model, "0"], self._handover.failed)
+        if self._encoder is not None:
+            encoded.add_metric([self._model, "0"], self._encoder.visual_tokens)
+        yield from (hits, expired, failed, encoded)
 
     def _geometry(self) -> Metric:
         settings = self._settings

@@ -29,6 +29,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     report_hits: bool = False  # kv_cache_report_mode=full: announce reused blocks again
     arrived: float = 0.0
+    external: int = 0  # prompt tokens whose keys and values came from another engine
+    hold: bool = False  # its blocks stay when it ends, until another engine has them
 
     prompt_length: int = field(init=False)
     computed: int = field(default=0, init=False)  # tokens whose keys and values are in blocks

@@ -70,6 +70,8 @@ class Counters:
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    external_hits: int = 0  # computed elsewhere and received
+    visual_tokens: int = 0  # encoded here
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0  # requests
@@ -89,8 +91,11 @@ class Scheduler:
         hash_seed: str | None = None,
         published: Callable[[bytes], PublishedHash] = published_int,
         dialect: Dialect | None = None,
+        embedded: Callable[[str], bool] = lambda identifier: False,
     ) -> None:
-        """``hash_``, ``hash_seed`` and ``published`` are vLLM's options; another engine comes as its ``dialect``."""
+        """``hash_``, ``hash_seed`` and ``published`` are vLLM's options; another engine comes as its ``dialect``.
+        ``embedded`` says of an image's identifier that its embedding came from an encoder.
+        """
         self.limits = limits
         self.cost = cost or Cost()
         self.counters = Counters()
@@ -99,6 +104,8 @@ class Scheduler:
         self.encoder = EncoderCache(max(limits.max_batched_tokens, limits.largest_image))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.held: dict[str, list[int]] = {}  # request -> blocks that wait for the engine that fetches them
+        self._embedded = embedded
         self._dialect = dialect or VllmDialect(limits.block_size, hash_=hash_, hash_seed=hash_seed, published=published)
         self._rng = random.Random(seed)
         self._events: list[Event] = []
@@ -123,6 +130,10 @@ class Scheduler:
         """End a request from outside: its client is gone, or has all it asked for. Does nothing for one that ended."""
         if request.finished is None:
             self._end(request, reason)
+
+    def give(self, name: str) -> None:
+        """Release the blocks that a request held for another engine."""
+        self.pool.release(self.held.pop(name))
 
     def reset(self) -> bool:
         """Forget the prefix cache. ``False`` while requests hold blocks. The event goes out with the next step."""
@@ -215,7 +226,8 @@ class Scheduler:
     def _admit(self, request: Request, budget: int, visual: int, now: float) -> tuple[int, int] | None:
         """Give a waiting request its first blocks. Returns (tokens, visual tokens), ``None`` when it has to wait."""
         hits = self._hits(request)
-        request.computed = len(hits) * self.limits.block_size
+        hit = len(hits) * self.limits.block_size
+        request.computed = received = max(hit, min(request.external, len(request.ids) - 1))
         wanted = min(len(request.ids) - request.computed, budget)
         wanted, fresh = self._encode(request, wanted, visual)
         size = self.limits.block_size
@@ -230,13 +242,19 @@ class Scheduler:
         request.stored = len(hits)
         if hits and request.report_hits:
             self._announce(request, 0, len(hits))
+        request.computed = hit
+        # What came from elsewhere lies in blocks of its own, at once and computed by nobody.
+        if not self._allocate(request, received - hit):
+            raise AssertionError("a prompt that fits whole does not fit in part")
+        request.computed = received
         if not self._allocate(request, wanted):
             raise AssertionError("a prompt that fits whole does not fit in part")
         if request.cached_tokens is None:
-            request.cached_tokens = request.computed
+            request.cached_tokens = hit
+            self.counters.external_hits += received - hit
             request.started = now
             self.counters.prefix_queries += len(request.ids)
-            self.counters.prefix_hits += request.computed
+            self.counters.prefix_hits += hit
         return wanted, self._encoded(request, fresh)
 
     def _hits(self, request: Request) -> list[int]:
@@ -261,7 +279,9 @@ class Scheduler:
     def _encoded(self, request: Request, fresh: list[Media]) -> int:
         for item in fresh:
             self.encoder.add(request.id, item)
-        return sum(item.length for item in fresh)
+        encoded = sum(item.length for item in fresh if not self._embedded(item.identifier))
+        self.counters.visual_tokens += encoded
+        return encoded
 
     def _allocate(self, request: Request, count: int) -> bool:
         """Take the blocks for ``count`` more tokens and make those that get full findable. ``False``: no room."""
@@ -300,7 +320,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        request.computed = 0
+        request.computed = request.external = 0  # what came from elsewhere is gone, too
         request.preemptions += 1
         self.counters.preemptions += 1
         self.waiting.appendleft(request)
@@ -314,6 +334,8 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        if request.hold and reason != "abort":
+            self.held[request.id], request.blocks = request.blocks, []
         self._release(request)
 
     def _release(self, request: Request) -> None:

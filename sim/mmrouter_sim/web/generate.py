@@ -16,8 +16,9 @@ from tokenizers.decoders import DecodeStream
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.engine import Engine
 from mmrouter_sim.flags import Settings
+from mmrouter_sim.handover import TransferError
 from mmrouter_sim.runner import Aborted, Runner
-from mmrouter_sim.web import prompts
+from mmrouter_sim.web import encode, prompts
 from mmrouter_sim.web.errors import RequestError, error_response, json_response, parameter_error
 from mmrouter_sim.web.prompts import Prompt
 from mmrouter_sim.web.schema import (
@@ -60,6 +61,7 @@ class Job:
     id: str
     created: int
     model: str
+    received: int = 0  # prompt tokens that another engine computed
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far, in the engine's order of keys."""
@@ -74,7 +76,18 @@ class Job:
 
     def _details(self) -> dict[str, Any] | None:
         settings = self.engine.settings
-        return prompt_details(settings, self.request, self.prompt) if settings.token_details else None
+        if not settings.token_details:
+            return None
+        details = prompt_details(settings, self.request, self.prompt)
+        if self.received:
+            # What was received counts as neither; what the prefill had cached is passed on (facts on vLLM 7.1).
+            reported = (self.body.kv_transfer_params or {}).get("remote_prefill_cached_tokens", 0)
+            details |= {"cached_tokens": reported, "created_cache_tokens": 0}
+        return details
+
+    def transfer_params(self) -> dict[str, Any] | None:
+        """Return what the engine that goes on with this request has to know, after its end."""
+        return self.engine.handover.offer(self.runner.scheduler, self.request)
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -100,7 +113,10 @@ async def chat(engine: Engine, http: HttpRequest) -> Response:
     prompt = await _render(
         engine, lambda: prompts.from_messages(engine, body, body.messages, special=body.add_special_tokens)
     )
-    job = _job(engine, http, body, prompt, wanted, "chatcmpl")
+    if engine.encoder is not None:
+        return await encode.answer(engine, engine.encoder, body, prompt)
+    received = await _received(engine, body, prompt)
+    job = _job(engine, http, body, prompt, wanted, "chatcmpl", received)
     if body.stream:
         return _stream(job, _chat_chunks(job))
     return await _whole(http, job, _chat_answer)
@@ -115,7 +131,8 @@ async def complete(engine: Engine, http: HttpRequest) -> Response:
     wanted = body.max_tokens if body.max_tokens is not None else 16
     check_generation(body, wanted)
     prompt = await _render(engine, lambda: prompts.from_text(engine, body.prompt, special=body.add_special_tokens))
-    job = _job(engine, http, body, prompt, wanted, "cmpl")
+    received = await _received(engine, body, prompt)
+    job = _job(engine, http, body, prompt, wanted, "cmpl", received)
     if body.stream:
         return _stream(job, _text_chunks(job))
     return await _whole(http, job, _text_answer)
@@ -133,7 +150,28 @@ async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
     return await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
 
 
-def _job(engine: Engine, http: HttpRequest, body: Generation, prompt: Prompt, wanted: int | None, prefix: str) -> Job:
+async def _received(engine: Engine, body: Generation, prompt: Prompt) -> int:
+    """Fetch what the request says that others computed; returns the prompt tokens that came.
+
+    Raises :class:`RequestError` (500) when blocks do not come and the flags do not say to compute them here.
+    """
+    config = engine.settings.handover
+    if body.ec_transfer_params and config.ec is not None:
+        await engine.handover.receive(body.ec_transfer_params, prompt.media)
+    params = body.kv_transfer_params
+    if config.kv is None or not params or not params.get("do_remote_prefill"):
+        return 0
+    try:
+        return await engine.handover.take(params)
+    except TransferError as error:
+        if config.kv.kv_load_failure_policy == "recompute":
+            return 0
+        raise RequestError("Internal server error", status=500) from error
+
+
+def _job(
+    engine: Engine, http: HttpRequest, body: Generation, prompt: Prompt, wanted: int | None, prefix: str, received: int
+) -> Job:
     length, room = len(prompt.ids), engine.context
     if length == 0:
         raise RequestError("The decoder prompt cannot be empty", param="prompt")
@@ -164,9 +202,11 @@ def _job(engine: Engine, http: HttpRequest, body: Generation, prompt: Prompt, wa
         salt=body.cache_salt,
         stop_ids=stop_ids,
         report_hits=(body.vllm_xargs or {}).get("kv_cache_report_mode") == "full",
+        external=received,
+        hold=engine.settings.handover.kv is not None and bool((body.kv_transfer_params or {}).get("do_remote_decode")),
     )
     model = body.model or engine.settings.served_names[0]
-    return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model)
+    return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model, received)
 
 
 async def pieces(job: Job) -> AsyncIterator[Piece]:
@@ -251,7 +291,7 @@ def _chat_answer(job: Job, pieces: list[Piece]) -> dict[str, Any]:
         "usage": job.usage(),
         "prompt_logprobs": None,
         "prompt_token_ids": _prompt_ids(job),
-        "kv_transfer_params": None,
+        "kv_transfer_params": job.transfer_params(),
     }
 
 
@@ -269,7 +309,7 @@ def _text_answer(job: Job, pieces: list[Piece]) -> dict[str, Any]:
         "service_tier": None,
         "system_fingerprint": None,
         "usage": job.usage(),
-        "kv_transfer_params": None,
+        "kv_transfer_params": job.transfer_params(),
     }
 
 

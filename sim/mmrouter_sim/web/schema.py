@@ -50,6 +50,8 @@ class Generation(Common, kw_only=True):
     logprobs: bool | int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
     suffix: str | None = None
 
     @property

@@ -1,0 +1,79 @@
+"""An engine that only encodes: images one after the other, and what it keeps of them for the engines that read it."""
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+
+from mmrouter_sim.core.cost import Cost
+from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.handover import EcTransfer, write_embedding
+
+ROOM = 65_536
+"""Visual tokens that are kept unless the connector's flags say otherwise."""
+
+
+class Kept(Mapping[str, int]):
+    """Embeddings by identifier, in visual tokens; at most ``room``, least recently used out first."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._held = room, 0
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+
+    def __getitem__(self, identifier: str) -> int:
+        return self._sizes[identifier]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def use(self, identifier: str) -> bool:
+        """Note that an image was asked for again. ``False``: it is not there."""
+        if identifier not in self._sizes:
+            return False
+        self._sizes.move_to_end(identifier)
+        return True
+
+    def put(self, identifier: str, tokens: int) -> None:
+        """Keep an image; the oldest go, and in the end itself when it alone is too large."""
+        self._held += tokens - self._sizes.pop(identifier, 0)
+        self._sizes[identifier] = tokens
+        while self._held > self._room:
+            self._held -= self._sizes.popitem(last=False)[1]
+
+
+class Encoder:
+    """The encoder of one process."""
+
+    def __init__(self, config: EcTransfer, cost: Cost, seed: int) -> None:
+        self.kept = Kept(config.room or ROOM)
+        self.waiting = 0  # requests
+        self.running = 0
+        self.visual_tokens = 0  # encoded since the start
+        self._folder = config.folder
+        self._cost, self._rng = cost, random.Random(seed)
+        self._turn = asyncio.Lock()
+
+    async def encode(self, media: Sequence[Media]) -> None:
+        """Have the embeddings of these images. Raises ``OSError`` when a file cannot be written."""
+        self.waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            for item in media:
+                if self.kept.use(item.identifier):
+                    continue
+                seconds = self._cost.seconds(prefill=0, visual=item.length, decoding=False, rng=self._rng)
+                await asyncio.sleep(seconds)
+                self.visual_tokens += item.length
+                if self._folder is not None:
+                    write_embedding(self._folder, item.identifier, item.length)
+                self.kept.put(item.identifier, item.length)
+        finally:
+            self.running -= 1
+            self._turn.release()

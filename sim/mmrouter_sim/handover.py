@@ -1,0 +1,275 @@
+"""How simulated engines hand KV blocks and embeddings to each other: vLLM's connector flags, and a side channel.
+
+What a real connector moves is memory that nobody but the two engines sees, so the wire between two simulators is their
+own: one JSON line asks, one answers, and a third says that the copy is done. What the outside sees is vLLM's
+(facts on vLLM 6, 7): parameters in answers and requests, held blocks with a lease, files of ECExampleConnector, events
+of the engine that received, and its failures.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import msgspec
+
+from mmrouter_sim.core.cost import Cost
+from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.scheduler import Scheduler
+
+log = logging.getLogger("mmrouter_sim.handover")
+
+CONNECT_SECONDS = 5.0
+EMBEDDING_BYTES = 3072
+"""What the embedding of one visual token weighs: 1536 numbers of 2 bytes, as of Qwen2-VL-2B."""
+_RECEIVED = 65_536  # embeddings that are remembered as received
+_LINE = 1 << 16
+
+
+class TransferError(ConnectionError):
+    """What another engine should have handed over did not come."""
+
+
+class KvTransfer(msgspec.Struct, frozen=True):
+    """``--kv-transfer-config``, as far as it means anything here."""
+
+    kv_connector: Literal["NixlConnector"]
+    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
+    engine_id: str | None = None
+    kv_buffer_device: str = "cuda"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
+    kv_connector_extra_config: dict[str, Any] = {}
+
+    @property
+    def lease_seconds(self) -> float:
+        """For how long blocks wait for their reader."""
+        return float(self.kv_connector_extra_config.get("kv_lease_duration", 30))
+
+
+class EcTransfer(msgspec.Struct, frozen=True):
+    """``--ec-transfer-config``, as far as it means anything here."""
+
+    ec_connector: Literal["ECExampleConnector", "ECCPUConnector"]
+    ec_role: Literal["ec_producer", "ec_consumer", "ec_both"]
+    ec_connector_extra_config: dict[str, Any] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        """Where ECExampleConnector keeps its files; ``None`` for a connector without any."""
+        if self.ec_connector != "ECExampleConnector":
+            return None
+        return Path(self.ec_connector_extra_config.get("shared_storage_path", "/tmp"))  # noqa: S108 - vLLM's default
+
+    @property
+    def room(self) -> int | None:
+        """Visual tokens that an encoder keeps for its readers; ``None``: as many as come."""
+        size = self.ec_connector_extra_config.get("ec_cpu_bytes")
+        return None if size is None else int(size) // EMBEDDING_BYTES
+
+
+class Configured(msgspec.Struct, frozen=True):
+    """What the launch flags and the environment say about hand-overs. Addresses are (host, port)."""
+
+    kv: KvTransfer | None = None
+    ec: EcTransfer | None = None
+    kv_address: tuple[str, int] = ("localhost", 5600)
+    ec_address: tuple[str, int] = ("localhost", 5600)
+
+    @property
+    def encodes(self) -> bool:
+        """An engine that only produces embeddings has no language model (facts on vLLM 6.1)."""
+        return self.ec is not None and self.ec.ec_role == "ec_producer"
+
+    @property
+    def listens(self) -> tuple[str, int] | None:
+        """Where other engines ask this one, ``None`` when they have nothing to ask."""
+        if self.kv is not None and self.kv.kv_role != "kv_consumer":
+            return self.kv_address
+        return self.ec_address if self.encodes and self.ec is not None and self.ec.folder is None else None
+
+
+def configured(kv: str, ec: str) -> Configured:
+    """Return what two flags and the environment say. Raises ``ValueError`` for what is no such JSON."""
+
+    def address(prefix: str) -> tuple[str, int]:
+        host = os.environ.get(f"{prefix}_SIDE_CHANNEL_HOST", "localhost")
+        return host, int(os.environ.get(f"{prefix}_SIDE_CHANNEL_PORT", "5600"))
+
+    return Configured(
+        kv=msgspec.json.decode(kv, type=KvTransfer) if kv else None,
+        ec=msgspec.json.decode(ec, type=EcTransfer) if ec else None,
+        kv_address=address("VLLM_NIXL"),
+        ec_address=address("VLLM_EC"),
+    )
+
+
+class Ask(msgspec.Struct, omit_defaults=True):
+    """A line of a reader: what it wants, or what it has copied."""
+
+    kv: str = ""
+    ec: str = ""
+    copied: str = ""
+
+
+class Answer(msgspec.Struct):
+    """A line of an owner: the tokens that it holds, 0 when it does not."""
+
+    tokens: int
+
+
+class Handover:
+    """What one engine holds for others and has received from them."""
+
+    def __init__(self, config: Configured, cost: Cost) -> None:
+        self.config = config
+        self.engine_id = (config.kv.engine_id if config.kv else None) or str(uuid4())
+        self.expired = 0  # requests whose blocks nobody fetched in time
+        self.failed = 0  # hand-overs that did not come
+        self._cost = cost
+        self._held: dict[str, tuple[Scheduler, Request, asyncio.TimerHandle]] = {}
+        self._received: OrderedDict[str, None] = OrderedDict()
+        self._embeddings: Mapping[str, int] = {}
+
+    def keeps(self, embeddings: Mapping[str, int]) -> None:
+        """Serve these embeddings to others: identifier -> visual tokens."""
+        self._embeddings = embeddings
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def offer(self, scheduler: Scheduler, request: Request) -> dict[str, Any] | None:
+        """Return the ``kv_transfer_params`` of a prefill that ended, ``None`` when it holds nothing for a reader."""
+        config = self.config.kv
+        if config is None or request.id not in scheduler.held:
+            return None
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(config.lease_seconds, self._expire, request.id)
+        self._held[request.id] = (scheduler, request, timer)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [scheduler.held[request.id]],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request.id,
+            "remote_host": self.config.kv_address[0],
+            "remote_port": self.config.kv_address[1],
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": request.prompt_length,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": request.cached_tokens or 0,
+        }
+
+    async def take(self, params: Mapping[str, Any]) -> int:
+        """Fetch the blocks of a prefill and return its tokens. Raises :class:`TransferError`."""
+        name = str(params.get("remote_request_id", ""))
+        return await self._fetch(params.get("remote_host"), params.get("remote_port"), Ask(kv=name), self._cost.kv)
+
+    def _expire(self, name: str) -> None:
+        self.expired += 1
+        self._give(name)
+
+    def _give(self, name: str) -> None:
+        scheduler, _, timer = self._held.pop(name)
+        timer.cancel()
+        scheduler.give(name)
+
+    # -- embeddings --------------------------------------------------------------------------------------------------
+
+    async def receive(self, params: Mapping[str, Any], media: Sequence[Media]) -> None:
+        """Fetch the embeddings that ``ec_transfer_params`` name; one that does not come is encoded here."""
+        peers = {item.identifier: params.get(item.identifier) for item in media}
+        for name, peer in peers.items():
+            if not isinstance(peer, dict) or "peer_host" not in peer or self.arrived(name):
+                continue
+            try:
+                await self._fetch(peer["peer_host"], peer.get("peer_port"), Ask(ec=name), self._cost.embedding)
+            except TransferError as error:
+                log.warning("embedding %s: %s", name, error)
+                continue
+            self._received[name] = None
+            if len(self._received) > _RECEIVED:
+                self._received.popitem(last=False)
+
+    def arrived(self, identifier: str) -> bool:
+        """Whether an image's embedding need not be computed here."""
+        config = self.config.ec
+        if config is None or config.ec_role == "ec_producer":
+            return False
+        if config.folder is None:
+            return identifier in self._received
+        return embedding_file(config.folder, identifier).is_file()
+
+    # -- the side channel --------------------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Answer readers until cancelled. Raises ``OSError`` when the address is taken."""
+        if self.config.listens is None:
+            return
+        host, port = self.config.listens
+        server = await asyncio.start_server(self._answer, host, port, limit=_LINE)
+        async with server:
+            await server.serve_forever()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, ValueError):
+            while line := await reader.readline():
+                ask = msgspec.json.decode(line, type=Ask)
+                if ask.copied:
+                    if ask.copied in self._held:
+                        self._give(ask.copied)
+                    continue
+                held = self._held.get(ask.kv)
+                tokens = held[1].prompt_length if held is not None else self._embeddings.get(ask.ec, 0)
+                writer.write(msgspec.json.encode(Answer(tokens)) + b"\n")
+                await writer.drain()
+
+    async def _fetch(self, host: object, port: object, ask: Ask, seconds_per_token: float) -> int:
+        """Ask an owner, take the time that the copy takes, and tell it. Raises :class:`TransferError`."""
+        if not isinstance(host, str) or not isinstance(port, int):
+            self.failed += 1
+            raise TransferError("the parameters name no address")
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
+            with contextlib.closing(writer):
+                writer.write(msgspec.json.encode(ask) + b"\n")
+                answer = msgspec.json.decode(await reader.readline(), type=Answer)
+                if not answer.tokens:
+                    raise TransferError(f"{host}:{port} holds it no more")
+                await asyncio.sleep(answer.tokens * seconds_per_token / self._cost.speed)
+                writer.write(msgspec.json.encode(Ask(copied=ask.kv or ask.ec)) + b"\n")
+                await writer.drain()
+                return answer.tokens
+        except TransferError:
+            self.failed += 1
+            raise
+        except (OSError, ValueError, TimeoutError) as error:
+            self.failed += 1
+            raise TransferError(f"{host}:{port}: {error or type(error).__name__}") from error
+
+
+def embedding_file(folder: Path, identifier: str) -> Path:
+    """Return where ECExampleConnector keeps an image's embedding."""
+    return folder / identifier / "encoder_cache.safetensors"
+
+
+def write_embedding(folder: Path, identifier: str, tokens: int) -> None:
+    """Write a file as ECExampleConnector does: of the right form and size, and without content. Raises ``OSError``."""
+    size = tokens * EMBEDDING_BYTES
+    entry = {"dtype": "BF16", "shape": [tokens, EMBEDDING_BYTES // 2], "data_offsets": [0, size]}
+    header = msgspec.json.encode({"ec_cache": entry})
+    path = embedding_file(folder, identifier)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{uuid4().hex[:8]}")
+    with partial.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    partial.rename(path)  # a reader sees all of it or nothing
