@@ -84,6 +84,7 @@ class View:
 def of_resource(resource: Object, pods: Sequence[Object]) -> View:
     """Return the view of a resource and its pods, as the API server has them."""
     # The operator's view of a pod, read lazily: it is not needed for a URL.
+    from mmrouter_cli.boot import waits_for
     from mmrouter_operator.observe import ROUTABLE, VERIFIED, pod_view
 
     metadata, status = resource["metadata"], resource.get("status") or {}
@@ -93,12 +94,15 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
         for p in status.get("pools") or []
     )
     views = sorted((pod_view(pod) for pod in pods), key=lambda view: (view.pool, view.name))
+    waiting = {pod["metadata"]["name"]: waits_for(pod) for pod in pods}
     workers = tuple(
         WorkerRow(
             view.name,
             view.pool,
             view.gates.get(ROUTABLE, False),
-            "True" if view.gates.get(VERIFIED) else f"Unknown ({_trouble(view)})",
+            "True"
+            if view.gates.get(VERIFIED)
+            else f"Unknown ({_trouble(view) or waiting[view.name] or 'not proved yet'})",
             where=view.node,
         )
         for view in views
@@ -126,11 +130,8 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
 
 
 def _trouble(view: Any) -> str:
-    if view.waiting is not None:
-        return str(view.waiting[1])
-    if view.unschedulable:
-        return "no node takes it"
-    return "not proved yet" if view.containers_ready else "starting"
+    """Return in a word what does not pass by itself."""
+    return str(view.waiting[1]) if view.waiting is not None else ""
 
 
 # -- from frontends ------------------------------------------------------------------------------------------------

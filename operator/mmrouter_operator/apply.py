@@ -198,8 +198,10 @@ class KubernetesCluster:
 
     async def apply_gates(self, pod: PodView, gates: Mapping[str, tuple[bool, str, str]]) -> None:
         """See :class:`Cluster`. The uid keeps the patch from a pod of the same name."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         conditions = [
             {"type": gate, "status": str(value), "reason": reason, "message": message}
+            | {"lastTransitionTime": pod.gate_times.get(gate, now) if pod.gates.get(gate) == value else now}
             for gate, (value, reason, message) in sorted(gates.items())
         ]
         metadata = {"name": pod.name, "namespace": pod.namespace, "uid": pod.uid}

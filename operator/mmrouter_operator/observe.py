@@ -90,6 +90,8 @@ class PodView:
     compatibility: str = ""
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates of the spec -> whether the condition is True now."""
+    gate_times: Mapping[str, str] = field(default_factory=dict)
+    """Readiness gates that have a condition -> when it became what it is, as the API writes it."""
     unschedulable: str = ""
     """The scheduler's message, while it finds no node."""
     waiting: tuple[str, str, str] | None = None
@@ -246,6 +248,7 @@ def pod_view(obj: Mapping[str, Any]) -> PodView:
         template_hash=marks["annotations"].get(RENDERING_HASH, ""),
         compatibility=marks["labels"].get(COMPATIBILITY, ""),
         gates={gate: _is_true(conditions.get(gate)) for gate in gates},
+        gate_times={gate: time for gate in gates if (time := conditions.get(gate, {}).get("lastTransitionTime"))},
         unschedulable=scheduled.get("message", "") if stuck else "",
         waiting=_waiting(status),
     )

@@ -1,10 +1,11 @@
 """Checks of one deployment's pods: what keeps them from running, and their shared memory. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mmrouter.api import MMRouterDeployment, quantity_bytes
+from mmrouter_cli.boot import longest, steps, waits_for
 from mmrouter_cli.doctor.advice import REASONS
-from mmrouter_cli.doctor.facts import DeploymentFacts
+from mmrouter_cli.doctor.facts import DeploymentFacts, Object
 from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
 from mmrouter_cli.states import Unread
 from mmrouter_operator.observe import PodView, pod_view
@@ -37,9 +38,10 @@ def pod_check(facts: DeploymentFacts) -> Iterator[Finding]:
             yield problem(check, f"{view.name} has no node: {view.unschedulable}", "See nodes: which says what lacks.")
     ready = sum(view.ready for view in views)
     if ready == len(views):
-        yield ok(check, f"all {ready} pods are Ready" if views else "there are none")
+        yield ok(check, f"all {ready} pods are Ready{_slowest(facts.pods)}" if views else "there are none")
     elif not told:
-        waiting = [f"{view.name} ({_state(view)})" for view in views if not view.ready]
+        pods = {pod["metadata"]["name"]: pod for pod in facts.pods}
+        waiting = [f"{view.name} ({waits_for(pods[view.name])})" for view in views if not view.ready]
         shown = ", ".join(waiting[:4]) + (f" and {len(waiting) - 4} more" if len(waiting) > 4 else "")
         do = "Wait; an engine takes minutes to load its weights. Its log: kubectl logs POD -c engine"
         yield warning(check, f"{ready} of {len(views)} pods are Ready; not: {shown}", do)
@@ -66,7 +68,14 @@ def memory_check(facts: DeploymentFacts, dep: MMRouterDeployment) -> Iterator[Fi
             "Look into a pod: kubectl exec POD -c engine -- df -h /dev/shm",
         )
         return
+    pools = _engines(facts, dep)
     for pod, (used, size) in sorted(facts.shared_memory.items()):
+        asked = dep.pool(pools[pod]).shared_memory.size if pod in pools else "0"
+        if size < quantity_bytes(asked):
+            seen = f"{pod}: its /dev/shm has {size / 2**20:.0f} MiB, the pool's sharedMemory.size is {asked}"
+            yield warning(
+                check, seen, "A memory limit of the pod or the node's own memory is below it: raise or lower one."
+            )
         share = used / size if size else 0.0
         if share >= TIGHT:
             seen = f"{pod}: {used / 2**20:.0f} of {size / 2**20:.0f} MiB of /dev/shm are in use"
@@ -74,9 +83,22 @@ def memory_check(facts: DeploymentFacts, dep: MMRouterDeployment) -> Iterator[Fi
             yield problem(check, seen, do) if share >= FULL else warning(check, seen, do)
     known = facts.shared_memory.values()
     most = max((used / size for used, size in known if size), default=0.0)
-    if most < TIGHT:
-        use = f"at most {most:.0%} of /dev/shm is in use" if facts.shared_memory else "no engine runs"
+    young = sorted(pools.keys() - facts.shared_memory.keys())
+    if young:
+        seen = f"sizes are {_sizes(dep)}; how full they are is not known yet of {', '.join(young)}"
+        yield warning(check, seen, "Look again: a node's kubelet measures the volumes of new pods once a minute.")
+    elif most < TIGHT:
+        use = f"at most {most:.0%} of /dev/shm is in use" if known else "no engine runs"
         yield ok(check, f"sizes are {_sizes(dep)}; {use}")
+
+
+def _engines(facts: DeploymentFacts, dep: MMRouterDeployment) -> dict[str, str]:
+    """Return the engine pods that run, and their pools; without those of a pool that the spec has no more."""
+    views = [pod_view(pod) for pod in facts.pods] if not isinstance(facts.pods, Unread) else []
+    pools = {pool.name for pool in dep.spec.pools}
+    return {
+        view.name: view.pool for view in views if view.pool in pools and view.phase == "Running" and not view.deleting
+    }
 
 
 def _sizes(dep: MMRouterDeployment) -> str:
@@ -96,8 +118,10 @@ def _others(views: list[PodView], first: PodView, reason: str) -> str:
     return f" and {len(same) - 1} more of its pool" if len(same) > 1 else ""
 
 
-def _state(view: PodView) -> str:
-    if view.containers_ready:
-        closed = [gate.rpartition("/")[2] for gate, value in view.gates.items() if not value]
-        return f"not yet {' and '.join(closed)}" if closed else "starting"
-    return view.phase
+def _slowest(pods: Sequence[Object]) -> str:
+    """Return which pod took longest from its creation to Ready, and what for."""
+    took = [(done[-1].at, pod["metadata"]["name"], longest(done)) for pod in pods if (done := steps(pod))]
+    seconds, name, most = max(took, key=lambda row: row[0], default=(0.0, "", None))
+    if most is None:
+        return ""
+    return f"; the slowest, {name}, took {seconds:.0f} s, {most.took:.0f} of them until {most.until}"

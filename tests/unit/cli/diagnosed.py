@@ -68,7 +68,13 @@ def pod(name: str, pool: str = "worker", on: str = "node-a", *, ready: bool = Tr
     if on:
         spec["nodeName"] = on
     return {
-        "metadata": {"name": name, "namespace": "home", "uid": name, "labels": labels},
+        "metadata": {
+            "name": name,
+            "namespace": "home",
+            "uid": name,
+            "labels": labels,
+            "creationTimestamp": timestamp(NOW - 60),
+        },
         "spec": spec,
         "status": {"phase": "Running", "podIP": "127.0.0.9", "conditions": conditions, **status},
     }
@@ -113,7 +119,8 @@ def running(engines: int = 2, frontends: int = 2) -> tuple[Object, ...]:
 def deployed(made: Object | None = None, **changes: Any) -> DeploymentFacts:
     made = made or resource()
     home = {"metadata": {"name": "home", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
-    healthy = DeploymentFacts(resource=made, dep=read_spec(made), namespace=home, pods=running())
+    memory = {f"vl-worker-{number}": (0, 8 << 30) for number in range(2)}
+    healthy = DeploymentFacts(resource=made, dep=read_spec(made), namespace=home, pods=running(), shared_memory=memory)
     return replace(healthy, **changes)
 
 

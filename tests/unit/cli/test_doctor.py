@@ -294,16 +294,34 @@ def test_pods_that_are_starting_are_a_warning_with_their_names() -> None:
 # -- shared memory -------------------------------------------------------------------------------------------------
 
 
-def remembered(use: Any, **pool: Any) -> list[Finding]:
+def remembered(use: Any, pods: Any = None, **pool: Any) -> list[Finding]:
+    """``use``: pod -> bytes used and size; ``pods``: those that run, by default the same."""
     shape = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "nvidia"}} | pool
-    facts = d.deployed(d.resource(pools=[shape]), shared_memory=use)
+    known = use if isinstance(use, dict) else {}
+    there = [d.pod(name) for name in known] if pods is None else pods
+    facts = d.deployed(d.resource(pools=[shape]), shared_memory=use, pods=tuple(there))
     return list(memory_check(facts, facts.dep))
 
 
 @pytest.mark.parametrize(("used", "level"), [(0, "ok"), (74, "ok"), (75, "warning"), (89, "warning"), (90, "problem")])
 def test_a_full_shared_memory_is_told_before_it_is_full(used: int, level: str) -> None:
-    (finding,) = remembered({"a": (used << 20, 100 << 20)})
+    (finding,) = remembered({"a": (used << 20, 100 << 20)}, sharedMemory={"size": "100Mi"})
     assert finding.level == level
+
+
+def test_an_engine_that_runs_and_was_not_measured_yet_is_said_to_be_so_and_not_taken_for_none() -> None:
+    told = d.the(remembered({"a": (0, 8 << 30)}, pods=[d.pod("a"), d.pod("young")]), "warning")
+    assert told.seen.endswith("not known yet of young")
+    assert "once a minute" in told.do
+    assert "no engine runs" in d.the(remembered({}, pods=[d.pod("front", "")]), "ok").seen
+    pending = d.pod("a", ready=False, phase="Pending")
+    assert "no engine runs" in d.the(remembered({}, pods=[pending]), "ok").seen
+
+
+def test_a_shared_memory_that_is_smaller_than_asked_for_is_told() -> None:
+    told = d.the(remembered({"a": (0, 4 << 30)}), "warning")
+    assert "4096 MiB" in told.seen
+    assert "8Gi" in told.seen
 
 
 def test_a_shared_memory_larger_than_the_containers_memory_is_a_problem() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -92,13 +93,37 @@ async def test_gates_are_conditions_of_exactly_that_pod_under_a_name_of_their_ow
     cluster: KubernetesCluster, served: Served
 ) -> None:
     pod = PodView(name="p", namespace="n", uid="u", deployment="d", pool="w", role="worker")
+    before = datetime.now(UTC).replace(microsecond=0)
     await cluster.apply_gates(pod, {"mmrouter.io/routable": (True, "Held", "by both")})
     request, body = served.last
     assert request.path == "/api/v1/namespaces/n/pods/p/status"
     assert request.query["fieldManager"] == "mmrouter-operator-gates"
     assert body["metadata"]["uid"] == "u"
-    condition = {"type": "mmrouter.io/routable", "status": "True", "reason": "Held", "message": "by both"}
-    assert body["status"] == {"conditions": [condition]}
+    (condition,) = body["status"]["conditions"]
+    assert before <= datetime.fromisoformat(condition.pop("lastTransitionTime")) <= datetime.now(UTC)
+    assert condition == {"type": "mmrouter.io/routable", "status": "True", "reason": "Held", "message": "by both"}
+
+
+async def test_a_gate_that_stays_as_it_is_keeps_the_time_of_its_last_change(
+    cluster: KubernetesCluster, served: Served
+) -> None:
+    first = "2026-11-21T10:00:00Z"
+    names = ("mmrouter.io/routable", "mmrouter.io/verified")
+    pod = PodView(
+        name="p",
+        namespace="n",
+        uid="u",
+        deployment="d",
+        pool="w",
+        role="worker",
+        gates=dict(zip(names, (True, False), strict=True)),
+        gate_times=dict.fromkeys(names, first),
+    )
+    await cluster.apply_gates(pod, dict.fromkeys(names, (True, "Held", "")))
+    _, body = served.last
+    times = {item["type"]: item["lastTransitionTime"] for item in body["status"]["conditions"]}
+    assert times[names[0]] == first
+    assert times[names[1]] > first
 
 
 async def test_delete_names_the_uid_and_is_content_with_what_is_gone(

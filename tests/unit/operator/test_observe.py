@@ -161,6 +161,7 @@ def test_other_children_are_seen_by_name_and_owner() -> None:
 def test_a_pod_is_seen_with_its_gates_and_the_time_when_its_containers_were_ready() -> None:
     view = pod_view(POD)
     assert view.gates == {ROUTABLE: True, VERIFIED: False}
+    assert view.gate_times == {ROUTABLE: "2026-11-21T10:05:00Z"}, "nobody has spoken of the other one"
     assert (view.ready, view.containers_ready, view.node, view.ip) == (False, True, "gpu-1", "10.1.2.3")
     assert view.started is not None
     assert view.started - view.created == 240

@@ -1,0 +1,170 @@
+"""What a pod waits for until it is Ready, and how long it waited for what. Pure: objects as the API server has them.
+
+Kubernetes writes these times in whole seconds, so a step may be told a second too long or too short.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+Object = Mapping[str, Any]
+
+_GATES = {
+    "mmrouter.io/routable": "every frontend held its index",
+    "mmrouter.io/verified": "a frontend had proved it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that happened on the way. ``at``: seconds since the pod was made; ``took``: since the step before."""
+
+    until: str
+    """What it waited for: a clause that goes on after "until"."""
+    at: float
+    took: float
+
+
+def steps(pod: Object, events: Iterable[Object] = ()) -> list[Step]:
+    """Return the steps that a pod has behind it, in their order. ``events``: of its namespace, where they are known.
+
+    Without events the time for an image is part of its container's start.
+    """
+    made = _time(pod["metadata"]["creationTimestamp"])
+    found, last = [], 0.0
+    for until, moment in _moments(pod, [event for event in events if _is_about(event, pod)]):
+        at = max(last, moment - made)
+        found.append(Step(until, at, at - last))
+        last = at
+    return found
+
+
+def longest(done: Sequence[Step]) -> Step | None:
+    """Return the step that took longest; ``None`` where none took a second."""
+    return max((step for step in done if step.took >= 1), key=lambda step: step.took, default=None)
+
+
+def summary(pod: Object, events: Iterable[Object] = ()) -> str:
+    """Return in a sentence how long a pod took to Ready and what for, or what it still waits for."""
+    done = steps(pod, events)
+    most = longest(done)
+    seconds = f"{done[-1].at:.0f} s" if done else "0 s"
+    said = f", {most.took:.0f} of them until {most.until}" if most is not None else ""
+    waiting = waits_for(pod)
+    if waiting:
+        return f"not Ready: {waiting}; so far {seconds}{said}" if done else f"not Ready: {waiting}"
+    return f"Ready after {seconds}{said}"
+
+
+def waits_for(pod: Object) -> str:
+    """Return what keeps a pod from being Ready now, empty for one that is."""
+    status = pod.get("status") or {}
+    conditions = _conditions(pod)
+    if _holds(conditions.get("Ready", {})):
+        return ""
+    scheduled = conditions.get("PodScheduled", {})
+    if not (pod.get("spec") or {}).get("nodeName") and not _holds(scheduled):
+        return "no node takes it" if scheduled.get("reason") == "Unschedulable" else "it waits for the scheduler"
+    if not _holds(conditions.get("ContainersReady", {})):
+        return _of_containers(pod) or f"starting ({status.get('phase', 'Pending')})"
+    for gate in _gates(pod):
+        if not _holds(found := conditions.get(gate, {})):
+            return f"not yet {gate.rpartition('/')[2]}: {found.get('message') or 'nobody has looked at it yet'}"
+    return "starting"
+
+
+def _moments(pod: Object, events: Sequence[Object]) -> Iterator[tuple[str, float]]:
+    conditions = _conditions(pod)
+    scheduled = conditions.get("PodScheduled", {})
+    if not _holds(scheduled):
+        return
+    yield "a node took it", _time(scheduled["lastTransitionTime"])
+    spec, states = pod.get("spec") or {}, _states(pod)
+    native = {c["name"] for c in spec.get("initContainers") or [] if c.get("restartPolicy") == "Always"}
+    before = ""  # the native sidecar that must have started up before anything else begins
+    for name, state in states.items():
+        pulls = [_at(event) for event in events if event.get("reason") == "Pulling" and _container(event) == name]
+        pulled = [_at(event) for event in events if event.get("reason") == "Pulled" and _container(event) == name]
+        began = (pulls or pulled)[:1]
+        if before and began:
+            yield f"{before} had started up", began[0]
+            before = ""
+        if pulls and pulled:
+            yield f"the image of {name} was pulled", pulled[0]
+        run = (state.get("state") or {}).get("running") or (state.get("state") or {}).get("terminated") or {}
+        if not run.get("startedAt"):
+            return
+        yield f"{before} had started up and {name} ran" if before else f"{name} ran", _time(run["startedAt"])
+        if run.get("finishedAt"):
+            yield f"{name} was done", _time(run["finishedAt"])
+        before = name if name in native else ""
+    later = [
+        (words, _time(condition["lastTransitionTime"]), number)
+        for number, (kind, words) in enumerate(_conditions_of_a_start(pod))
+        if _holds(condition := conditions.get(kind, {})) and condition.get("lastTransitionTime")
+    ]
+    yield from ((words, at) for words, at, _ in sorted(later, key=lambda item: (item[1], item[2])))
+
+
+def _conditions_of_a_start(pod: Object) -> Iterator[tuple[str, str]]:
+    names = [container["name"] for container in (pod.get("spec") or {}).get("containers") or []]
+    yield "ContainersReady", f"{' and '.join(names)} answered"
+    yield from ((gate, _GATES.get(gate, f"{gate} held")) for gate in _gates(pod))
+    yield "Ready", "the kubelet had seen it"
+
+
+def _of_containers(pod: Object) -> str:
+    for name, found in _states(pod).items():
+        state = found.get("state") or {}
+        if waiting := state.get("waiting"):
+            reason = waiting.get("reason", "")
+            if reason in ("", "ContainerCreating", "PodInitializing"):
+                return f"{name} is being made: its image, volumes and network"
+            return f"{name}: {reason}"
+        if "running" not in state:
+            if (state.get("terminated") or {}).get("exitCode"):
+                return f"{name} ended with {state['terminated']['exitCode']}"
+            continue
+        if found.get("started") is False:
+            return f"{name} is starting up"
+        if not found.get("ready"):
+            return f"{name} is not ready"
+    return ""
+
+
+def _states(pod: Object) -> dict[str, Object]:
+    """Return the containers' states in the order in which they start."""
+    status = pod.get("status") or {}
+    kinds = ("initContainerStatuses", "containerStatuses")
+    return {item["name"]: item for kind in kinds for item in status.get(kind) or []}
+
+
+def _conditions(pod: Object) -> dict[str, Any]:
+    return {item["type"]: item for item in (pod.get("status") or {}).get("conditions") or []}
+
+
+def _gates(pod: Object) -> list[str]:
+    return [gate["conditionType"] for gate in (pod.get("spec") or {}).get("readinessGates") or []]
+
+
+def _holds(condition: Object) -> bool:
+    return bool(condition.get("status") == "True")
+
+
+def _is_about(event: Object, pod: Object) -> bool:
+    return bool((event.get("involvedObject") or {}).get("uid") == pod["metadata"].get("uid"))
+
+
+def _container(event: Object) -> str:
+    """Return the container of an event: its field is ``spec.containers{engine}``."""
+    field: str = event["involvedObject"].get("fieldPath", "")
+    return field.partition("{")[2].rstrip("}")
+
+
+def _at(event: Object) -> float:
+    return _time(event.get("firstTimestamp") or event["eventTime"])
+
+
+def _time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
