@@ -1,0 +1,116 @@
+"""The workflow of continuous integration and its cluster: read by the programs that will read them, and complete.
+
+The workflow has never run where it is meant to run; these tests are what is known of it.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chart.conftest import made_by
+from chart.helm import ROOT
+from tools import levels
+
+from mmrouter_operator.render.accelerators import ACCELERATORS
+
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
+KIND_CONFIG = ROOT / ".github" / "kind-config.yaml"
+
+
+@pytest.fixture(scope="module")
+def tools() -> Path:
+    """The folder with actionlint and kind."""
+    return made_by("workflow_env.py")
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    return found
+
+
+def lint(tools: Path, text: str) -> "subprocess.CompletedProcess[str]":
+    # Not the linters of other languages that it would call where they happen to be installed.
+    command = [tools / "actionlint", "-shellcheck=", "-pyflakes=", "-no-color", "-"]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def started(tools: Path, config: Path) -> str:
+    """Return why kind makes no cluster: where it finds no container runtime, it has read its configuration before."""
+    command = [tools / "kind", "create", "cluster", f"--config={config}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "/nowhere"})
+    assert done.returncode != 0
+    return done.stderr
+
+
+def steps(jobs: dict[str, Any], field: str) -> list[str]:
+    return [step[field] for job in jobs.values() for step in job["steps"] if field in step]
+
+
+def by_tag(text: str) -> str:
+    """Return the workflow with tags for commits: only of tags does actionlint know which inputs an action has."""
+    return re.sub(r"@[0-9a-f]{40} # (v\d+)\S*", r"@\1", text)
+
+
+@pytest.mark.parametrize("change", [str, by_tag])
+def test_actionlint_accepts_the_workflow(tools: Path, change: Callable[[str], str]) -> None:
+    done = lint(tools, change(WORKFLOW.read_text()))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("persist-credentials:", "persist-credential:"), ("github.workspace", "github.workplace")]
+)
+def test_actionlint_names_what_an_action_or_a_context_does_not_have(tools: Path, right: str, wrong: str) -> None:
+    assert wrong.strip(":").rpartition(".")[2] in lint(tools, by_tag(WORKFLOW.read_text().replace(right, wrong))).stdout
+
+
+def test_every_action_is_pinned_by_commit_and_says_its_version() -> None:
+    used = re.findall(r"uses: (\S+)(.*)", WORKFLOW.read_text())
+    assert used
+    for action, comment in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+(/[\w-]+)*@[0-9a-f]{40}", action)
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), action
+    assert len({action.partition("@")[0] for action, _ in used}) == len({action for action, _ in used})
+
+
+def test_the_jobs_run_every_level(jobs: dict[str, Any]) -> None:
+    targets = {
+        name for run in steps(jobs, "run") for line in re.findall(r"make ([a-z0-9 -]+)", run) for name in line.split()
+    }
+    assert {name.removeprefix("test-") for name in targets} >= set(levels.LEVELS)
+
+
+def test_every_job_has_a_time_limit_and_no_right_to_write(jobs: dict[str, Any]) -> None:
+    assert yaml.safe_load(WORKFLOW.read_text())["permissions"] == {"contents": "read"}
+    assert all(job["timeout-minutes"] <= 120 and "permissions" not in job for job in jobs.values())
+
+
+def test_kind_accepts_its_configuration(tools: Path) -> None:
+    assert "failed to get docker info" in started(tools, KIND_CONFIG)
+
+
+def test_kind_refuses_a_field_that_it_does_not_know(tools: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "kind-config.yaml"
+    broken.write_text(KIND_CONFIG.read_text().replace("labels:", "label:"))
+    assert "unable to decode config" in started(tools, broken)
+
+
+def test_the_workflow_makes_the_cluster_with_the_kind_that_read_its_configuration(
+    jobs: dict[str, Any], tools: Path
+) -> None:
+    version = subprocess.run([tools / "kind", "version"], capture_output=True, text=True, check=True).stdout.split()[1]
+    asked = [step["with"] for step in jobs["e2e"]["steps"] if "kind-action" in step.get("uses", "")]
+    assert [(each["version"], each["config"]) for each in asked] == [(version, str(KIND_CONFIG.relative_to(ROOT)))]
+
+
+def test_kinds_workers_have_the_labels_by_which_pods_find_gpus_and_xpus() -> None:
+    nodes = yaml.safe_load(KIND_CONFIG.read_text())["nodes"]
+    labels = [set(node["labels"].items()) for node in nodes if node["role"] == "worker"]
+    for kind in ("nvidia", "intel-i915", "intel-xe"):
+        assert any(found & set(ACCELERATORS[kind].node_labels) for found in labels), kind
+    assert all(re.search(r"@sha256:[0-9a-f]{64}$", node["image"]) for node in nodes)
