@@ -35,6 +35,7 @@ from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.serving import OTHERS_SECONDS, Leaving, Server, serve
 from mmrouter_router.settings import Settings
 from mmrouter_router.tenants import Tenants
+from mmrouter_router.tracing import tracing_to
 from mmrouter_router.upstream import Upstream
 
 log = logging.getLogger("mmrouter.router")
@@ -97,6 +98,7 @@ class Router:
             engine=spec.engine.type,
             sent=self.learning.sent if self.learning is not None else _not_learned,
         )
+        self.tracing = tracing_to(spec.observability.otlp_endpoint, self.metrics.spans)
         self.chat = Chat(
             router_id=settings.router_id,
             served_model=self.served_model,
@@ -110,6 +112,7 @@ class Router:
             control_token=settings.control_token,
             debug_headers=spec.observability.debug_headers,
             answered=self._answered,
+            tracing=self.tracing,
         )
         self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
         self.reporter = Reporter(
@@ -218,6 +221,7 @@ class Router:
             self.upstream.close()
             await self.media.close()
             self._context.destroy(linger=0)
+            self.tracing.close()
 
     async def _discover(self) -> None:
         settings = self.settings

@@ -25,6 +25,7 @@ from mmrouter_router.metrics import Metrics
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.schedule import Policy
 from mmrouter_router.tenants import Tenant, Tenants
+from mmrouter_router.tracing import NO_TRACING, Tracing, enter, failure_of, outcome, passed_on, stage
 from mmrouter_router.upstream import UpstreamError
 
 log = logging.getLogger("mmrouter.chat")
@@ -41,7 +42,6 @@ CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"
 """With the control token: route this one request by another policy, to compare policies on the same engines."""
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
-_PASSED_ON = (b"traceparent", b"tracestate")
 
 
 class ClientGoneError(Exception):
@@ -66,12 +66,14 @@ class Chat:
         control_token: str,
         debug_headers: bool,
         answered: Callable[[Trace, Prepared, bytes], None],
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait."""
         self._router_id, self._served_model, self._engine, self._limits = router_id, served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._adapter = adapter(engine)
         self._decisions, self._metrics, self._answered = decisions, metrics, answered
+        self._tracing = tracing
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
         self.counts = Counts()
 
@@ -81,6 +83,8 @@ class Chat:
         request_id = f"{self._router_id}-{ULID()}"
         received = time.perf_counter()
         self._metrics.in_flight.inc()
+        span = self._tracing.request(scope["method"], path, scope["headers"])
+        enter(span)
         code = "499"
         try:
             code = str(await self._answer(path, request_id, received, scope, receive, send))
@@ -97,6 +101,12 @@ class Chat:
         finally:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(path, code).inc()
+            if span:
+                told, failure = outcome(code)
+                span.tell({"mmrouter.request_id": request_id, **told})
+                if failure:
+                    span.fail(failure)
+                span.end()
 
     def tenant(self, api_key: str) -> Tenant:
         """Whose key this is. Raises :class:`RequestError` (401)."""
@@ -104,7 +114,7 @@ class Chat:
 
     async def prepare(self, path: str, raw: bytes, tenant: Tenant) -> Prepared:
         """Stages intake to blocks, without placing: what a dry run explains. Raises :class:`RequestError`."""
-        with self._metrics.stage.labels("intake").time():
+        with self._metrics.stage.labels("intake").time(), stage("intake"):
             if path == CHAT:
                 request = parse_chat(raw, self._limits, self._served_model, self._engine)
             else:
@@ -119,7 +129,10 @@ class Chat:
         if scope["method"] != "POST":
             raise RequestError.method_not_allowed(scope["method"], path)
         tenant = self._tenants.authenticate(headers)
-        raw = await _read_body(headers, receive, self._limits.max_request_bytes)
+        with stage("receive") as span:
+            raw = await _read_body(headers, receive, self._limits.max_request_bytes)
+            if span:
+                span.tell({"http.request.body.size": len(raw)})
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         work = asyncio.create_task(self._serve(path, request_id, received, headers, raw, tenant, send))
         try:
@@ -145,10 +158,9 @@ class Chat:
         prepared = await self.prepare(path, raw, tenant)
         body = self._body(path, prepared)
         fingerprint = blake3(raw).digest()
-        passed = {n.decode("latin-1"): v.decode("latin-1") for n, v in headers if n in _PASSED_ON}
         trusted = self._trusted(headers)
         policy = _policy(headers) if trusted else None
-        reply = await self._forwarder.send(request_id, prepared, path, body, fingerprint, passed, policy)
+        reply = await self._forwarder.send(request_id, prepared, path, body, fingerprint, passed_on(headers), policy)
         try:
             self._decisions.add(request_id, reply.trace)
             self._count(prepared, reply)
@@ -160,6 +172,9 @@ class Chat:
                 await _pass_answer(send, reply, extra)
                 self._answered(reply.trace, prepared, body)
             return reply.answer.status
+        except BaseException as error:
+            reply.span.fail(failure_of(error))
+            raise
         finally:
             reply.close()
 

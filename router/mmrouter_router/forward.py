@@ -14,6 +14,7 @@ from mmrouter_router.metrics import Metrics
 from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Policy
+from mmrouter_router.tracing import Span, failure_of, scheduled, stage
 from mmrouter_router.upstream import Answer, Upstream, UpstreamError
 
 ENGINE_PORT = 8000
@@ -52,11 +53,13 @@ class Reply:
     answer: Answer
     first: bytes
     rest: AsyncIterator[bytes]
+    span: Span
 
     def close(self) -> None:
         """End the booking and give the connection back (or drop it: the engine then aborts)."""
         self.booking.end()
         self.answer.close()
+        self.span.end()
 
 
 class Forwarder:
@@ -100,42 +103,60 @@ class Forwarder:
         deaths = 0
         trace: Trace | None = None
         while True:
-            try:
-                decision = self._placer.place(prepared, exclude=tried, policy=policy)
-            except NoWorkerError as error:
-                raise RequestError.no_worker(str(error)) from error
+            with stage("schedule") as told:
+                try:
+                    decision = self._placer.place(prepared, exclude=tried, policy=policy)
+                except NoWorkerError as error:
+                    raise RequestError.no_worker(str(error)) from error
+                if told:
+                    told.tell(scheduled(decision))
             fresh = trace_of(request_id, prepared, decision)
             fresh.attempts = trace.attempts if trace else []
             trace = fresh
             tried.add(decision.target.worker.member.uid)
             booking = self._placer.begin(decision)
             self._sent(decision, prepared)
+            span = stage("engine", client=True)
+            if span:
+                span.tell({"mmrouter.worker": decision.target.worker.member.name, "mmrouter.attempt": len(tried)})
             try:
-                reply = await self._exchange(decision, trace, booking, path, body, headers)
+                reply = await self._exchange(decision, trace, booking, path, body, headers, span)
                 retry = await self._refused(reply)
             except UpstreamError as error:
                 booking.end()
                 cause = "engine_lost" if error.sent else "connect"
                 trace.tried(decision, f"{cause}: {error}")
                 self._metrics.retries.labels(cause).inc()
+                span.fail(cause)
+                span.end()
                 deaths += error.sent
                 if deaths >= DEATHS:
                     self.quarantine.add(fingerprint)
                     self._metrics.quarantined.inc()
                     raise RequestError.quarantined() from error
                 continue
-            except BaseException:
+            except BaseException as error:
                 booking.end()
+                span.fail(failure_of(error))
+                span.end()
                 raise
             if retry is None:
                 trace.tried(decision, f"answered {reply.answer.status}")
                 return reply
+            span.fail(retry)
             reply.close()
             trace.tried(decision, retry)
             self._metrics.retries.labels(retry).inc()
 
     async def _exchange(
-        self, decision: Decision, trace: Trace, booking: Booking, path: str, body: bytes, headers: Mapping[str, str]
+        self,
+        decision: Decision,
+        trace: Trace,
+        booking: Booking,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        span: Span,
     ) -> Reply:
         target = decision.target
         own = {
@@ -147,7 +168,7 @@ class Forwarder:
         if target.worker.ranks > 1:
             own["x-data-parallel-rank"] = str(target.rank)
         answer = await self._upstream.request(
-            target.worker.member.ip, ENGINE_PORT, "POST", path, {**headers, **own}, body
+            target.worker.member.ip, ENGINE_PORT, "POST", path, {**span.passed_on(headers), **own}, body
         )
         rest = answer.body()
         try:
@@ -157,7 +178,10 @@ class Forwarder:
             answer.close()
             raise
         booking.answered()
-        return Reply(decision, trace, booking, answer, first, rest)
+        if span:
+            span.event("first byte")
+            span.tell({"http.response.status_code": answer.status})
+        return Reply(decision, trace, booking, answer, first, rest, span)
 
     @staticmethod
     async def _refused(reply: Reply) -> str | None:

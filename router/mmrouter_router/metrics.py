@@ -113,6 +113,9 @@ class Metrics:
             ["source"],
             registry=r,
         )
+        self.spans = Counter(
+            "mmrouter_spans_total", "Spans of traces by what became of them, where they are on", ["result"], registry=r
+        )
         self.parity = Parity(r)
         self.parity_dropped = Counter(
             "mmrouter_parity_dropped_total",

@@ -28,6 +28,7 @@ from mmrouter_router.renderer import Renderer, RendererError
 from mmrouter_router.schedule import Exactness
 from mmrouter_router.sentinels import Filled, Scope, Sentinels, Values, fill, sha256_of
 from mmrouter_router.settings import Settings
+from mmrouter_router.tracing import stage
 
 PROBE_CACHE = 4096
 IN_THREAD = 256 * 1024
@@ -165,18 +166,21 @@ class Preparer:
         if any(reason.reason not in _SPOIL_IMAGES for reason in request.inexact):
             exactness = "affinity"
         ids, spans = array("I"), tuple[Span, ...]()
-        if self.prompter is None:
-            rendered = await self._rendered(request, images, reasons) if exactness == "exact" else None
-            if rendered is None:
-                exactness = "affinity"
-                reasons.append(f"family:{self.unknown_family}")
-            else:
-                ids, spans = rendered
-                images = _counted(images, spans)
-        elif exactness != "affinity":
-            ids, spans = self._predict(request, images)
-        elif self.family is not None and self.family.fragile:
-            self._protect(request, images)
+        with stage("prompt") as told:
+            if self.prompter is None:
+                rendered = await self._rendered(request, images, reasons) if exactness == "exact" else None
+                if rendered is None:
+                    exactness = "affinity"
+                    reasons.append(f"family:{self.unknown_family}")
+                else:
+                    ids, spans = rendered
+                    images = _counted(images, spans)
+            elif exactness != "affinity":
+                ids, spans = self._predict(request, images)
+            elif self.family is not None and self.family.fragile:
+                self._protect(request, images)
+            if told:
+                told.tell({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
         fingerprint = self._fingerprint(request, images)
         reason = tuple(reasons)
         seed = self.seed(salt)

@@ -95,6 +95,7 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
             common.value_env("MMROUTER_DISCOVERY", "kubernetes"),
             common.value_env("MMROUTER_BIND", "all"),
             common.value_env("MMROUTER_DRAIN_SECONDS", str(STREAM_SECONDS)),
+            *_tracing_env(dep),
         ],
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
@@ -108,6 +109,29 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         "securityContext": common.container_security(),
         "volumeMounts": [*mounts, common.mount("tmp", "/tmp")],  # noqa: S108 - a path in the pod
     }
+
+
+def _tracing_env(dep: MMRouterDeployment) -> list[dict[str, Any]]:
+    """Return what OpenTelemetry's SDK reads, where traces are wanted; names of ``common.downward_env`` are expanded.
+
+    A ``podTemplate`` can change any of it and add the rest, a sampler for one.
+    """
+    endpoint = dep.spec.observability.otlp_endpoint
+    if not endpoint:
+        return []
+    about = {
+        "k8s.namespace.name": dep.metadata.namespace,
+        "k8s.deployment.name": common.frontend_name(dep),
+        "k8s.pod.name": "$(POD_NAME)",
+        "k8s.pod.uid": "$(POD_UID)",
+        "k8s.node.name": "$(NODE_NAME)",
+        "service.instance.id": "$(POD_UID)",
+    }
+    return [
+        common.value_env("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint),
+        common.value_env("OTEL_SERVICE_NAME", common.frontend_name(dep)),
+        common.value_env("OTEL_RESOURCE_ATTRIBUTES", ",".join(f"{key}={value}" for key, value in about.items())),
+    ]
 
 
 def _model_metadata(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from mmrouter_router.media.cache import Key, MediaCache, Stored
 from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModified
 from mmrouter_router.media.guard import Guard
 from mmrouter_router.media.types import Media, MediaError, MediaMetrics
+from mmrouter_router.tracing import stage
 
 CACHE_BYTES = 256 * 1024**2
 PARALLEL = 4
@@ -97,7 +98,10 @@ class MediaResolver:
         async def fetch(same: list[int]) -> None:
             first = parts[same[0]]
             async with slots:
-                media = await self.resolve(first.url, param=first.param, tenant=tenant, deadline=deadline)
+                with stage("fetch image") as told:
+                    media = await self.resolve(first.url, param=first.param, tenant=tenant, deadline=deadline)
+                    if told:
+                        told.tell({"mmrouter.media.source": media.source, "mmrouter.media.bytes": len(media.data)})
             for place in same:
                 self._charge(budget, parts[place], media)
                 found[place] = media

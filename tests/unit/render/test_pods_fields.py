@@ -187,3 +187,27 @@ def test_a_field_that_is_written_with_its_default_changes_no_pod(
     assert defaulted.spec.pools[0].resources.model_fields_set == {"requests", "limits"}
     for component in ("worker", "frontend"):
         assert pod_of(defaulted, secrets, component) == pod_of(shortest, secrets, component)
+
+
+def test_an_otlp_endpoint_reaches_the_router_and_nobody_else(shortest: MMRouterDeployment, secrets: SecretData) -> None:
+    def told(dep: MMRouterDeployment) -> dict[str, dict[str, Any]]:
+        pods = {name: pod_of(dep, secrets, name) for name in ("frontend", "worker")}
+        found = {one["name"]: variables(one) for pod in pods.values() for one in pod["containers"]}
+        return {
+            name: {key: value for key, value in values.items() if key.startswith("OTEL_")}
+            for name, values in found.items()
+        }
+
+    assert not any(told(shortest).values())
+    endpoint = "http://otel-collector.monitoring.svc:4318"
+    traced = told(change(shortest, observability={"otlpEndpoint": endpoint}))
+    assert [name for name, values in traced.items() if values] == ["router"]
+    assert traced["router"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
+    about = dict(item.split("=") for item in traced["router"]["OTEL_RESOURCE_ATTRIBUTES"].split(","))
+    assert about["k8s.namespace.name"] == shortest.metadata.namespace
+    assert about["k8s.deployment.name"] == traced["router"]["OTEL_SERVICE_NAME"] == f"{shortest.metadata.name}-frontend"
+    # A reference is expanded only where its variable stands before it.
+    names = [row["name"] for row in container(pod_of(shortest, secrets, "frontend"), "router")["env"]]
+    for key, source in {"pod.name": "POD_NAME", "pod.uid": "POD_UID", "node.name": "NODE_NAME"}.items():
+        assert about[f"k8s.{key}"] == f"$({source})"
+        assert source in names

@@ -10,14 +10,19 @@ from array import array
 import pytest
 import pytest_asyncio
 
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from mmrouter import feed
 from mmrouter.api import parse_deployment
 from mmrouter_router.errors import RequestError
 from mmrouter_router.fleet import Fleet, Member
 from mmrouter_router.forward import ENGINE_PORT, Forwarder, Quarantine
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.otlp import Otlp
 from mmrouter_router.place import Placer
 from mmrouter_router.prepare import Prepared
+from mmrouter_router.tracing import enter
 from mmrouter_router.upstream import Upstream
 
 _hosts = itertools.count(1)
@@ -125,6 +130,26 @@ async def test_before_the_first_byte_another_worker_is_asked(rig, says, dies, ca
     assert rig.metrics.retries.labels(cause)._value.get() == 1
     reply.close()
     assert all(usage.requests == 0 for worker in rig.fleet for usage in worker.usage.values())
+
+
+@pytest.mark.parametrize(("says", "dies", "cause"), [(None, False, "connect"), (BUSY, False, "busy")])
+async def test_each_attempt_is_a_span_of_its_own_that_says_how_it_failed(rig, says, dies, cause):
+    await rig.engine(says, dies=dies)
+    await rig.engine(OK)
+    collected = InMemorySpanExporter()
+    tracer = Otlp(collected, Resource({}), lambda what, count: None)
+    request = tracer.request("POST", "/v1/x", [])
+    enter(request)
+    reply = await rig.send()
+    reply.close()
+    request.end()
+    tracer.close()
+    told = [s for s in collected.get_finished_spans() if s.name == "engine"]
+    assert [span.attributes["mmrouter.worker"] for span in told] == ["a", "b"]
+    assert [span.attributes.get("error.type") for span in told] == [cause, None]
+    assert [span.attributes["mmrouter.attempt"] for span in told] == [1, 2]
+    assert [event.name for event in told[1].events] == ["first byte"]
+    assert len([s for s in collected.get_finished_spans() if s.name == "schedule"]) == 2
 
 
 async def test_an_engines_own_500_is_not_tried_elsewhere(rig):

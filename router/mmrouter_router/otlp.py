@@ -1,0 +1,146 @@
+"""Spans by OpenTelemetry's SDK, sent to a collector by OTLP over HTTP (``observability.otlpEndpoint``).
+
+What the SDK reads from its environment holds here too: ``OTEL_TRACES_SAMPLER`` (parent-based, all of them, unless it
+says otherwise), ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_EXPORTER_OTLP_*``.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.trace import Span as OtelSpan
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import mmrouter
+from mmrouter_router.spanqueue import QUEUE, Count, SpanQueue
+from mmrouter_router.tracing import Headers, Span, Tracing, Value, failure_of, passed_on
+
+log = logging.getLogger("mmrouter.tracing")
+
+CLOSE_SECONDS = 2.0
+"""How long the end of the process waits for the collector."""
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_NO_CONTEXT = Context()
+
+
+def traces_url(endpoint: str, env: Mapping[str, str]) -> str | None:
+    """Return where spans go to; ``None`` where the environment says it, which the exporter reads itself."""
+    if any(env.get(name) for name in ENDPOINTS):
+        return None
+    return f"{endpoint.rstrip('/')}/v1/traces"
+
+
+def resource(env: Mapping[str, str]) -> Resource:
+    """Return what the spans are of; the environment adds the pod (``OTEL_RESOURCE_ATTRIBUTES``)."""
+    named = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "mmrouter"}
+    return Resource.create({"service.version": mmrouter.__version__, **named})
+
+
+class Otlp(Tracing):
+    """Spans of one router, for an exporter."""
+
+    def __init__(self, exporter: SpanExporter, about: Resource, count: Count, *, queue: int = QUEUE) -> None:
+        self._queue = SpanQueue(exporter, count, queue)
+        provider = TracerProvider(resource=about, shutdown_on_exit=False)
+        provider.add_span_processor(self._queue)
+        self._tracer = provider.get_tracer("mmrouter", mmrouter.__version__)
+
+    @classmethod
+    def to(cls, endpoint: str, env: Mapping[str, str], count: Count) -> "Otlp":
+        """Return spans to a collector's base URL, ``http://HOST:4318``."""
+        return cls(OTLPSpanExporter(endpoint=traces_url(endpoint, env)), resource(env), count)
+
+    def request(self, method: str, path: str, headers: Headers) -> Span:
+        """See the base class."""
+        context = _PROPAGATOR.extract(passed_on(headers), context=_NO_CONTEXT)
+        span = self._tracer.start_span(f"{method} {path}", context=context, kind=SpanKind.SERVER)
+        if not span.is_recording():
+            return Unsampled(span)
+        span.set_attributes({"http.request.method": method, "http.route": path})
+        return Recorded(self._tracer, span)
+
+    def close(self) -> None:
+        """See the base class. Afterwards spans are lost."""
+        # A thread of its own: with a collector that hangs, the SDK waits for half a minute.
+        closing = threading.Thread(target=self._queue.shutdown, name="tracing close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            log.warning("the collector did not take the last spans within %g s", CLOSE_SECONDS)
+
+
+class Unsampled(Span):
+    """A request that the sampler left out: only its context travels, so that all processes leave it out."""
+
+    __slots__ = ("_headers",)
+
+    def __init__(self, span: OtelSpan) -> None:
+        self._headers = _headers(span)
+
+    def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """See the base class."""
+        return self._headers
+
+
+class Recorded(Span):
+    """A span of the SDK."""
+
+    __slots__ = ("_ended", "_span", "_tracer")
+
+    def __init__(self, tracer: Tracer, span: OtelSpan) -> None:
+        self._tracer, self._span, self._ended = tracer, span, False
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(failure_of(error))
+        self.end()
+
+    def tell(self, attributes: Mapping[str, Value]) -> None:
+        """See the base class."""
+        self._span.set_attributes(attributes)
+
+    def event(self, name: str) -> None:
+        """See the base class."""
+        self._span.add_event(name)
+
+    def fail(self, kind: str) -> None:
+        """See the base class."""
+        if not self._ended:
+            self._span.set_attribute("error.type", kind)
+            self._span.set_status(Status(StatusCode.ERROR))
+
+    def end(self) -> None:
+        """See the base class."""
+        if not self._ended:
+            self._ended = True
+            self._span.end()
+
+    def part(self, name: str, *, client: bool = False) -> Span:
+        """See the base class."""
+        kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
+        context = set_span_in_context(self._span, _NO_CONTEXT)
+        return Recorded(self._tracer, self._tracer.start_span(name, context=context, kind=kind))
+
+    def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """See the base class."""
+        return _headers(self._span)
+
+
+def _headers(span: OtelSpan) -> dict[str, str]:
+    found: dict[str, str] = {}
+    _PROPAGATOR.inject(found, context=set_span_in_context(span, _NO_CONTEXT))
+    return found

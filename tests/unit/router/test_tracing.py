@@ -1,0 +1,295 @@
+"""Spans of a request: whose trace they are in, what they tell, and what becomes of them without a collector."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import StatusCode
+
+from mmrouter_router import otlp, spanqueue, tracing
+from mmrouter_router.errors import RequestError
+from mmrouter_router.otlp import Otlp
+from mmrouter_router.tracing import NOBODY, enter, failure_of, outcome, passed_on, scheduled, stage
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, LEFT_OUT = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+
+
+class Collected(SpanExporter):
+    """Keeps spans; ``down`` refuses them, ``hold`` keeps the exporting thread waiting."""
+
+    def __init__(self) -> None:
+        self.spans = []
+        self.down = False
+        self.free = threading.Event()
+        self.free.set()
+
+    def export(self, spans):
+        self.free.wait()
+        if self.down:
+            logging.getLogger(spanqueue.EXPORTER_LOG).error("nobody listens")
+            return SpanExportResult.FAILURE
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self):
+        self.free.set()
+
+
+@pytest.fixture
+def collected():
+    return Collected()
+
+
+@pytest.fixture
+def counts():
+    return Counter()
+
+
+@pytest.fixture
+def traced(collected, counts):
+    """Makes tracers, and closes them."""
+    made = []
+
+    def make(**options):
+        made.append(Otlp(collected, Resource({}), lambda what, number: counts.update({what: number}), **options))
+        return made[-1]
+
+    yield make
+    collected.free.set()
+    for tracer in made:
+        tracer.close()
+
+
+def request(tracer, *headers):
+    return tracer.request("POST", "/v1/chat/completions", [(n.encode(), v.encode()) for n, v in headers])
+
+
+def ended(tracer, collected):
+    """Everything that was told until now, by name."""
+    tracer._queue.force_flush()
+    return {span.name: span for span in collected.spans}
+
+
+def test_a_request_continues_the_clients_trace_and_the_engine_continues_the_requests(traced, collected, counts):
+    tracer = traced()
+    span = request(tracer, ("traceparent", SAMPLED), ("tracestate", "vendor=1"), ("cookie", "secret"))
+    part = span.part("engine", client=True)
+    headers = part.passed_on({"traceparent": SAMPLED, "tracestate": "vendor=1"})
+    part.end()
+    span.end()
+    told = ended(tracer, collected)
+    server, engine = told["POST /v1/chat/completions"], told["engine"]
+    assert f"{server.context.trace_id:032x}" == TRACE
+    assert f"{server.parent.span_id:016x}" == PARENT
+    assert engine.parent.span_id == server.context.span_id
+    assert headers == {"traceparent": f"00-{TRACE}-{engine.context.span_id:016x}-01", "tracestate": "vendor=1"}
+    assert (server.kind.name, engine.kind.name) == ("SERVER", "CLIENT")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("traceparent", "00-zz-1-01"), ("tracestate", "vendor=1")],
+        [("traceparent", SAMPLED), ("traceparent", SAMPLED)],
+        [("traceparent", f"00-{'0' * 32}-{PARENT}-01")],
+    ],
+    ids=["none", "malformed", "twice", "zero"],
+)
+def test_without_a_valid_trace_of_the_client_a_request_begins_one(traced, collected, counts, headers):
+    tracer = traced()
+    span = request(tracer, *headers)
+    outgoing = span.passed_on({})
+    span.end()
+    (server,) = ended(tracer, collected).values()
+    assert server.parent is None
+    assert server.context.trace_id not in (0, int(TRACE, 16))
+    assert outgoing.keys() == {"traceparent"}
+    assert outgoing["traceparent"].startswith(f"00-{server.context.trace_id:032x}-{server.context.span_id:016x}-")
+
+
+def test_a_request_that_its_client_left_out_is_told_nowhere_and_left_out_by_the_engine_too(traced, collected, counts):
+    tracer = traced()
+    with request(tracer, ("traceparent", LEFT_OUT)) as span, span.part("engine", client=True) as part:
+        assert not span
+        assert not part
+        _, trace, _, flags = part.passed_on({"traceparent": LEFT_OUT})["traceparent"].split("-")
+    assert (trace, flags) == (TRACE, "00")
+    assert ended(tracer, collected) == {}
+
+
+def test_the_samplers_variable_holds(traced, collected, counts, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    tracer = traced()
+    request(tracer).end()
+    request(tracer, ("traceparent", SAMPLED)).end()
+    assert len(ended(tracer, collected)) == 1
+
+
+async def test_stages_belong_to_the_request_of_their_task(traced, collected, counts):
+    tracer = traced()
+    import asyncio
+
+    async def serve(name):
+        span = request(tracer)
+        enter(span)
+        with stage(name):
+            await asyncio.sleep(0)
+            await asyncio.create_task(inner(f"{name} inner"))
+        span.end()
+        return span._span.context.span_id
+
+    async def inner(name):
+        with stage(name):
+            pass
+
+    first, second = await asyncio.gather(serve("a"), serve("b"))
+    told = ended(tracer, collected)
+    assert [told[n].parent.span_id for n in ("a", "a inner", "b", "b inner")] == [first, first, second, second]
+    assert stage("after") is NOBODY
+
+
+def test_what_fails_is_told_by_its_kind_and_never_by_its_words(traced, collected, counts):
+    tracer = traced()
+    span = request(tracer)
+    with pytest.raises(RequestError), span.part("fetch image"):
+        raise RequestError.invalid("no image at https://host/secret?key=1", param="messages[0]", code="media_timeout")
+    with pytest.raises(ValueError, match="secret"), span.part("prompt"):
+        raise ValueError("secret")
+    span.end()
+    told = ended(tracer, collected)
+    assert told["fetch image"].attributes == {"error.type": "media_timeout"}
+    assert told["prompt"].attributes == {"error.type": "ValueError"}
+    assert told["prompt"].status.status_code is StatusCode.ERROR
+    assert not told["prompt"].events
+    assert "secret" not in "".join(one.to_json() for one in told.values())
+
+
+def test_a_decision_is_told_without_the_clients_words():
+    winner = SimpleNamespace(name="w-0", pool="worker", overlap=3, blocks=5)
+    choice = SimpleNamespace(winner=winner, candidates=(winner, winner), reason="cost 2")
+    decision = SimpleNamespace(
+        choice=choice,
+        policy="kv",
+        exactness="partial",
+        reasons=("processor_options:messages[0].secret", "unknown:x", "unknown:y"),
+    )
+    told = scheduled(decision)
+    assert told["mmrouter.causes"] == ["processor_options", "unknown"]
+    assert (told["mmrouter.overlap_blocks"], told["mmrouter.prompt_blocks"], told["mmrouter.candidates"]) == (3, 5, 2)
+    assert "secret" not in repr(told)
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "failure"),
+    [
+        ("200", {"http.response.status_code": 200}, ""),
+        ("429", {"http.response.status_code": 429}, ""),
+        ("503", {"http.response.status_code": 503}, "503"),
+        ("499", {}, "client_gone"),
+        ("broken_off", {}, "broken_off"),
+    ],
+)
+def test_a_request_fails_where_we_did(code, told, failure):
+    assert outcome(code) == (told, failure)
+
+
+def test_an_error_without_a_code_is_told_by_its_class():
+    assert failure_of(RequestError(400, "x")) == "RequestError"
+    assert failure_of(OSError(2, "path")) == "FileNotFoundError"
+
+
+def test_of_the_clients_headers_only_the_trace_context_is_passed_on():
+    headers = [(b"traceparent", b"a"), (b"authorization", b"k"), (b"tracestate", b"b"), (b"tracestate", b"c")]
+    assert passed_on(headers) == {"traceparent": "a", "tracestate": "b,c"}
+    assert NOBODY.passed_on({"traceparent": "a"}) == {"traceparent": "a"}
+
+
+def test_a_collector_that_hangs_costs_memory_for_the_queue_and_counts_the_rest(traced, collected, counts):
+    collected.free.clear()
+    tracer = traced(queue=8)
+    for _ in range(20):
+        request(tracer).end()
+    assert counts == {"queue_full": 12}
+    collected.free.set()
+    assert tracer._queue.force_flush()
+    assert counts == {"queue_full": 12, "exported": 8}
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_collector_that_hangs(traced, collected, counts, monkeypatch):
+    monkeypatch.setattr(otlp, "CLOSE_SECONDS", 0.05)
+    collected.free.clear()
+    tracer = traced()
+    request(tracer).end()
+    began = time.monotonic()
+    tracer.close()
+    assert time.monotonic() - began < 5
+    request(tracer).end()  # lost, and no error
+    assert counts["queue_full"] == 1
+    collected.free.set()
+
+
+def test_the_end_of_the_process_sends_what_waits(traced, collected, counts):
+    tracer = traced()
+    request(tracer).end()
+    tracer.close()
+    assert len(collected.spans) == counts["exported"] == 1
+
+
+def test_lost_spans_are_counted_each_and_logged_once(traced, collected, counts, caplog):
+    caplog.set_level(logging.INFO)
+    tracer = traced()
+    collected.down = True
+    for _ in range(3):
+        request(tracer).end()
+        tracer._queue.force_flush()
+    collected.down = False
+    request(tracer).end()
+    tracer._queue.force_flush()
+    assert counts == {"failed": 3, "exported": 1}
+    lost, again = [record.getMessage() for record in caplog.records]
+    assert lost.startswith("spans are lost, after ")
+    assert lost.endswith(": nobody listens")
+    assert again == "spans are exported again; 3 were lost"
+
+
+def test_the_environment_says_where_spans_go_else_the_resource_does():
+    assert otlp.traces_url("http://collector:4318/", {}) == "http://collector:4318/v1/traces"
+    assert otlp.traces_url("http://collector:4318", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://other:4318"}) is None
+
+
+def test_spans_are_of_the_service_that_the_environment_names(monkeypatch):
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=p")
+    assert otlp.resource({}).attributes["service.name"] == "mmrouter"
+    assert otlp.resource({}).attributes["k8s.pod.name"] == "p"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "qwen-vl-frontend")
+    assert otlp.resource({"OTEL_SERVICE_NAME": "x"}).attributes["service.name"] == "qwen-vl-frontend"
+
+
+def test_without_an_endpoint_neither_sdk_nor_exporter_is_loaded():
+    program = (
+        "import sys, mmrouter_router.app as app\n"
+        "assert app.tracing_to('', None) is app.tracing_to.__globals__['NO_TRACING']\n"
+        "found = [m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter', 'google'))]\n"
+        "assert not found, found\n"
+        "assert type(app.tracing_to('http://127.0.0.1:4318', None)).__name__ == 'Otlp'\n"
+        "assert 'opentelemetry.sdk.trace' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nobody_is_told_nothing():
+    assert tracing.NO_TRACING.request("POST", "/", []) is NOBODY
+    enter(NOBODY)
+    assert stage("prompt") is NOBODY
+    with stage("prompt", client=True) as span:
+        assert not span
