@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ class Access:
     def __init__(self, folder: Path, bin: Path, kubeconfig: Path, prefix: str = "test") -> None:
         self.folder, self.bin, self.kubeconfig = folder, bin, kubeconfig
         self.numbers = itertools.count(1)
+        self.namespaces: list[str] = []
+        """Those that are in use now."""
+        self.leaving: Callable[[str, BaseException | None], None] = lambda namespace, error: None
+        """Told of a namespace and of what went wrong in its block, before it is deleted."""
         self._prefix = prefix
 
     def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -45,8 +49,17 @@ class Access:
         name = f"{self._prefix}-{next(self.numbers)}"
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
         self.request("POST", "/api/v1/namespaces", body).raise_for_status()
+        self.namespaces.append(name)
+        wrong: BaseException | None = None
         try:
             yield name
+        except BaseException as error:
+            wrong = error
+            raise
         finally:
-            with suppress(httpx.TransportError):  # a test may have left the API server ended
-                self.request("DELETE", f"/api/v1/namespaces/{name}")
+            self.namespaces.remove(name)
+            try:
+                self.leaving(name, wrong)
+            finally:
+                with suppress(httpx.TransportError):  # a test may have left the API server ended
+                    self.request("DELETE", f"/api/v1/namespaces/{name}")

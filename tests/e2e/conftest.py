@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy, example, make_mode
 from e2e.existing import Existing
 from e2e.pause import write_pause
 from e2e.plane import Node, Programs, node
-from e2e.report import dump, waited
+from e2e.report import OPERATOR, Dumps, dump
 
 TOOLS = ROOT / "tests" / "tools"
 CANNOT = 3  # exit status of the tools: not on this machine, reason on stderr
 CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
 FIGURES = pytest.StashKey[dict[str, Any]]()
+DUMPS = pytest.StashKey[Dumps]()
 Record = Callable[[str, Any], None]
 
 
@@ -30,10 +31,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash[FIGURES]:
-        terminalreporter.section("figures of the node")
-        for name, value in config.stash[FIGURES].items():
-            terminalreporter.write_line(f"{name}: {value}")
+    def section(title: str, lines: Iterable[str]) -> None:
+        if told := list(lines):
+            terminalreporter.section(title)
+            for line in told:
+                terminalreporter.write_line(line)
+
+    section("figures of the node", (f"{name}: {value}" for name, value in config.stash[FIGURES].items()))
+    if (dumps := config.stash.get(DUMPS, None)) is not None:
+        section("what each pod waited for", dumps.booted)
+        section("what is known of failures", (f"{test}: {folder}" for test, folder in dumps.folders.items()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: "pytest.CallInfo[None]"
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Write what is known while it is there: namespaces that a fixture holds, and the operator's own."""
+    report = yield
+    dumps = item.config.stash.get(DUMPS, None)
+    if report.failed and dumps is not None:
+        folder = dumps.write(item.nodeid, [*dumps.cluster.namespaces, OPERATOR])
+        report.sections.append(("what is known of it", str(folder)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +109,19 @@ def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: R
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
-    """A cluster that has the project's images: the one of ``MMROUTER_KUBECONFIG``, or a node of our own."""
+    """A cluster that has the project's images: the one of ``MMROUTER_KUBECONFIG``, or a node of our own.
+
+    When a test fails, everything that is known of it goes into a folder of its own in ``MMROUTER_DUMP_DIR``.
+    """
+    for made in _cluster(request, tmp_path_factory):
+        named = os.environ.get("MMROUTER_DUMP_DIR")
+        dumps = Dumps(made, Path(named).resolve() if named else tmp_path_factory.mktemp("dumps"))
+        request.config.stash[DUMPS] = dumps
+        made.leaving = dumps.leaving
+        yield made
+
+
+def _cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
     if named := os.environ.get("MMROUTER_KUBECONFIG"):
         bin = Path(shutil.which("kubectl") or Path(made_by("kube_env.py"), "kubectl")).parent
         existing = Existing(tmp_path_factory.mktemp("existing"), bin, Path(named))
@@ -130,6 +162,4 @@ def deployed(operated: Access, record: Record) -> Iterator[Deployed]:
         began = time.monotonic()
         made = deploy(operated, namespace, example())
         record("deployment Ready and proved after apply, s", round(time.monotonic() - began, 1))
-        for pod, text in waited(operated, namespace):
-            record(pod, text)
         yield made

@@ -1,51 +1,175 @@
-"""What a run tells: how long each pod waited and for what, and everything that is known when something failed."""
+"""What a run tells: how long each pod waited and for what, and everything that is known when something failed.
 
-from datetime import datetime
+What is known goes into one folder per failed test, a folder per namespace in it; secrets are not among it.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
+import yaml
 from cluster.access import Access
+from cluster.resources import path
 
-STEPS = ("PodScheduled", "PodReadyToStartContainers", "Initialized", "ContainersReady", "Ready")
-LINES = 40
+from mmrouter_cli.boot import steps, summary, waits_for
+from mmrouter_operator.ref import RESOURCE
+
+Object = dict[str, Any]
+
+LOG_LINES = 5000
+"""Lines of a container's log that are kept: its end."""
+OPERATOR = "mmrouter-system"
+KINDS = ("deployments.apps", "replicasets.apps", "services", "networkpolicies", "poddisruptionbudgets", "configmaps")
+LOOK = """\
+import sys, urllib.request
+token = open("/etc/mmrouter/secrets/control.token").read().strip()
+asked = urllib.request.Request("http://127.0.0.1:8001" + sys.argv[1], headers={"authorization": "Bearer " + token})
+print(urllib.request.urlopen(asked, timeout=10).read().decode())
+"""
+"""Asks a frontend's control API from within: that works on any cluster, and the token stays where it is."""
+LOOKED_AT = {"decisions": "/control/decisions?count=1000", "state": "/control/state"}
 
 
 def waited(cluster: Access, namespace: str) -> list[tuple[str, str]]:
-    """Return pod -> the seconds from its creation to each step that took it any."""
-    found = []
-    for pod in cluster.request("GET", f"/api/v1/namespaces/{namespace}/pods").raise_for_status().json()["items"]:
-        created = _time(pod["metadata"]["creationTimestamp"])
-        steps = {
-            each["type"]: (_time(each["lastTransitionTime"]) - created).total_seconds()
-            for each in pod["status"]["conditions"]
-            if each["status"] == "True" and each.get("lastTransitionTime")
-        }
-        started = {
-            each["name"]: (_time(each["state"]["running"]["startedAt"]) - created).total_seconds()
-            for each in _containers(pod)
-            if "running" in each["state"]
-        }
-        gates = [gate["conditionType"] for gate in pod["spec"].get("readinessGates") or []]
-        rows = [(name, steps[name]) for name in (*STEPS[:3], *gates, *STEPS[3:]) if name in steps]
-        rows += [(f"container {name}", seconds) for name, seconds in started.items()]
-        text = ", ".join(f"{name} {seconds:.0f}" for name, seconds in sorted(rows, key=lambda row: row[1]))
-        found.append((pod["metadata"]["name"], f"seconds to: {text}"))
-    return found
+    """Return pod -> how long it took to Ready and what for, with every step's seconds since its creation."""
+    events = _events(cluster, namespace)
+    return [(pod["metadata"]["name"], _waited(pod, events)) for pod in _pods(cluster, namespace)]
 
 
-def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    status = pod["status"]
-    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
+def _waited(pod: Object, events: list[Object]) -> str:
+    each = ", ".join(f"{step.until} {step.at:.0f}" for step in steps(pod, events))
+    return f"{summary(pod, events)} ({each})" if each else summary(pod, events)
 
 
 def dump(cluster: Access, namespace: str) -> str:
-    """Return the resources, pods, events and the end of every container's log of a namespace."""
-    asked = [("get", "mmrouterdeployments", "-o", "yaml"), ("describe", "pods"), ("get", "events")]
-    parts = [cluster.kubectl("-n", namespace, *arguments).stdout for arguments in asked]
-    names = cluster.kubectl("-n", namespace, "get", "pods", "-o", "name").stdout.split()
-    options = ("--all-containers", "--prefix", f"--tail={LINES}")
-    parts += [cluster.kubectl("-n", namespace, "logs", name, *options).stdout for name in names]
-    return "\n".join(parts)
+    """Return in short what is wrong in a namespace: conditions, pods that wait, warnings. The folder has everything."""
+    try:
+        pods = [f"{pod['metadata']['name']}: {waits_for(pod) or 'Ready'}" for pod in _pods(cluster, namespace)]
+        return "\n".join([*_conditions(cluster, namespace), *pods, *_warnings(_events(cluster, namespace))])
+    except httpx.HTTPError as error:
+        return f"nothing can be read of {namespace}: {error!r}"
+
+
+class Dumps:
+    """Writes the folders. ``root``: where they are made."""
+
+    def __init__(self, cluster: Access, root: Path) -> None:
+        self.cluster, self._root = cluster, root
+        self.folders: dict[str, Path] = {}
+        """Test that failed -> its folder."""
+        self.booted: list[str] = []
+        """A line for every pod of every namespace that was left."""
+
+    def leaving(self, namespace: str, error: BaseException | None) -> None:
+        """Keep what is to be known of a namespace, of one in which something failed everything."""
+        try:
+            self.booted += [f"{namespace} {pod}: {text}" for pod, text in waited(self.cluster, namespace)]
+        except httpx.HTTPError as unread:
+            self.booted.append(f"{namespace} cannot be read: {unread!r}")
+        # Other exceptions (a skip, ctrl-C) are no failures.
+        if isinstance(error, Exception):
+            self.write(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0], [namespace])
+
+    def write(self, test: str, namespaces: list[str]) -> Path:
+        """Write what is known now, for a test; what its folder holds already stays. Returns the folder."""
+        folder = self.folders.setdefault(test, self._root / re.sub(r"[^\w.-]+", "_", test).strip("_")[-150:])
+        for namespace in namespaces:
+            if not (folder / namespace).exists():
+                write_namespace(self.cluster, namespace, folder / namespace)
+        return folder
+
+
+def write_namespace(cluster: Access, namespace: str, folder: Path) -> None:
+    """Write everything that is known of a namespace into a folder; what cannot be read has its reason in its file."""
+    for name, text in _files(cluster, namespace):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.write_text(text())
+        except (httpx.HTTPError, subprocess.SubprocessError, OSError) as error:
+            file.write_text(f"cannot be read: {error!r}\n")
+
+
+def _files(cluster: Access, namespace: str) -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "summary.txt", lambda: dump(cluster, namespace)
+    yield "conditions.txt", lambda: "\n".join(_conditions(cluster, namespace))
+    yield "events.txt", lambda: "\n".join(map(_of_event, _events(cluster, namespace)))
+    yield "boot.txt", lambda: "\n".join(f"{pod}: {text}" for pod, text in waited(cluster, namespace))
+    yield "resources.yaml", lambda: yaml.safe_dump_all(_resources(cluster, namespace))
+    yield "pods.yaml", lambda: yaml.safe_dump_all(_pods(cluster, namespace))
+    yield "pods.txt", lambda: _kubectl(cluster, namespace, "describe", "pods")
+    yield "objects.yaml", lambda: _kubectl(cluster, namespace, "get", ",".join(KINDS), "--output=yaml")
+    try:
+        pods = _pods(cluster, namespace)
+    except httpx.HTTPError:
+        return  # pods.yaml says why
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        for container in _containers(pod):
+            yield f"logs/{name}.{container['name']}.log", _log(cluster, namespace, name, container["name"])
+            if container["restartCount"]:
+                before = _log(cluster, namespace, name, container["name"], previous="true")
+                yield f"logs/{name}.{container['name']}.previous.log", before
+        if pod["metadata"].get("labels", {}).get("mmrouter.io/role") == "frontend":
+            for what, where in LOOKED_AT.items():
+                yield f"{what}/{name}.json", _asked(cluster, namespace, name, where)
+
+
+def _log(cluster: Access, namespace: str, pod: str, container: str, **options: str) -> Callable[[], str]:
+    where = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
+    return lambda: cluster.request("GET", where, container=container, tailLines=str(LOG_LINES), **options).text
+
+
+def _asked(cluster: Access, namespace: str, pod: str, where: str) -> Callable[[], str]:
+    return lambda: _kubectl(cluster, namespace, "exec", pod, "-c", "router", "--", "python3", "-c", LOOK, where)
+
+
+def _kubectl(cluster: Access, namespace: str, *arguments: str) -> str:
+    done = cluster.kubectl("-n", namespace, *arguments)
+    return done.stdout if done.returncode == 0 else f"{done.stdout}kubectl: {done.returncode}\n{done.stderr}"
+
+
+def _pods(cluster: Access, namespace: str) -> list[Object]:
+    return _items(cluster, f"/api/v1/namespaces/{namespace}/pods")
+
+
+def _resources(cluster: Access, namespace: str) -> list[Object]:
+    return _items(cluster, path(RESOURCE, namespace))
+
+
+def _events(cluster: Access, namespace: str) -> list[Object]:
+    found = _items(cluster, f"/api/v1/namespaces/{namespace}/events")
+    return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))
+
+
+def _items(cluster: Access, where: str) -> list[Object]:
+    items: list[Object] = cluster.request("GET", where).raise_for_status().json()["items"]
+    return items
+
+
+def _conditions(cluster: Access, namespace: str) -> list[str]:
+    return [
+        f"{resource['metadata']['name']}: {each['type']} is {each['status']}, {each['reason']}: {each['message']}"
+        for resource in _resources(cluster, namespace)
+        for each in (resource.get("status") or {}).get("conditions") or []
+    ]
+
+
+def _warnings(events: list[Object]) -> list[str]:
+    return [_of_event(event) for event in events if event["type"] == "Warning"]
+
+
+def _of_event(event: Object) -> str:
+    about = event["involvedObject"]
+    times = f" x{event['count']}" if (event.get("count") or 1) > 1 else ""
+    when = event.get("lastTimestamp") or event.get("eventTime")
+    return f"{when} {event['type']} {event['reason']}{times} {about['kind']}/{about['name']}: {event['message']}"
+
+
+def _containers(pod: Object) -> list[Object]:
+    status = pod["status"]
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
