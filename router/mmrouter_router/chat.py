@@ -207,8 +207,15 @@ class Chat:
         )
 
     def _trusted(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether the control token came along: then a request may see overlap and choose its policy."""
-        return any(name == CONTROL and hmac.compare_digest(value, self._control_token) for name, value in headers)
+        """Whether the control token came along: then a request may see overlap and choose its policy.
+
+        With another one it is answered as without any, and counted.
+        """
+        given = [value for name, value in headers if name == CONTROL]
+        trusted = any(hmac.compare_digest(value, self._control_token) for value in given)
+        if given and not trusted:
+            self._metrics.control_refusals.labels("header").inc()
+        return trusted
 
     @staticmethod
     def _headers(request_id: str, reply: Reply, *, debug: bool) -> list[tuple[bytes, bytes]]:

@@ -50,7 +50,8 @@ class Metrics:
         )
         self.control_refusals = Counter(
             "mmrouter_control_refusals_total",
-            "Requests refused on the control port, by whether the token is missing or wrong",
+            "Requests refused on the control port, by whether the token is missing or wrong, and client requests whose "
+            "header has a wrong one",
             ["reason"],
             registry=r,
         )

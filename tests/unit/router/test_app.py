@@ -167,3 +167,15 @@ async def test_a_list_of_models_for_nobody_is_a_401_that_is_counted(tmp_path):
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert r.metrics.requests.labels("/v1/models", "401")._value.get() == 1
+
+
+@pytest.mark.parametrize(("given", "counted"), [("wrong", 1), ("t", 0), (None, 0)])
+async def test_a_request_with_another_control_token_is_counted(given, counted):
+    headers = {} if given is None else {"x-mmrouter-control": given}
+    async with router() as r:
+        body = {"model": r.served_model, "messages": [{"role": "user", "content": "hello"}]}
+        transport = httpx.ASGITransport(r._client_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 503, "there is no engine, whatever the header says"
+        assert r.metrics.control_refusals.labels("header")._value.get() == counted
