@@ -20,8 +20,8 @@ def deployment(*, replicas: int, policy: str = "kv") -> MMRouterDeployment:
     return parse_deployment(resource(replicas=replicas, policy=policy))
 
 
-def resource(*, replicas: int, policy: str = "kv") -> dict[str, object]:
-    """Return the resource as JSON values."""
+def resource(*, replicas: int, policy: str = "kv", otlp: str = "") -> dict[str, object]:
+    """Return the resource as JSON values; ``otlp`` is the URL of a collector."""
     return {
         "apiVersion": "mmrouter.io/v1alpha1",
         "kind": "MMRouterDeployment",
@@ -30,6 +30,7 @@ def resource(*, replicas: int, policy: str = "kv") -> dict[str, object]:
             "model": {"id": "bench/model"},
             "engine": {"type": "vllm", "blockSize": BLOCK_SIZE},
             "routing": {"policy": policy},
+            "observability": {"otlpEndpoint": otlp},
             "pools": [{"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": "cpu"}}],
         },
     }

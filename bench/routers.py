@@ -62,6 +62,10 @@ class Process(AbstractContextManager["Process"]):
         times = [process.cpu_times() for process in (self._usage, *self._usage.children(recursive=True))]
         return float(sum(t.user + t.system for t in times))
 
+    def memory(self) -> float:
+        """Return the resident memory, in MiB."""
+        return float(self._usage.memory_info().rss / 2**20)
+
     def wait(self) -> None:
         """Wait until a chat request is answered with 200. Raises :class:`RouterFailedError`."""
         end = time.monotonic() + START_SECONDS
@@ -96,11 +100,11 @@ class Process(AbstractContextManager["Process"]):
 
 
 class Ours(Process):
-    """``mmrouter router`` with a configuration folder as in a pod, policy and workers as given."""
+    """``mmrouter router`` with a configuration folder as in a pod, policy, workers and collector as given."""
 
-    def __init__(self, host: str, workers: Sequence[str], curve: Curve, *, policy: str) -> None:
+    def __init__(self, host: str, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str = "") -> None:
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
-        configure(self._config, workers, curve, policy=policy)
+        configure(self._config, workers, curve, policy=policy, otlp=otlp)
         environment = {
             "MMROUTER_CONFIG": str(self._config),
             "MMROUTER_MODEL_DIR": str(MODEL),
@@ -125,11 +129,11 @@ class Ours(Process):
             raise RouterFailedError(f"{self.name} answers before it is ready ({status})")
 
 
-def configure(folder: Path, workers: Sequence[str], curve: Curve, *, policy: str) -> None:
+def configure(folder: Path, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str = "") -> None:
     """Write the files of DESIGN.md 10 that a router reads."""
     secrets = folder / "secrets"
     secrets.mkdir(parents=True)
-    (folder / "deployment.json").write_text(json.dumps(resource(replicas=len(workers), policy=policy)))
+    (folder / "deployment.json").write_text(json.dumps(resource(replicas=len(workers), policy=policy, otlp=otlp)))
     members = [
         {"uid": f"uid-{n}", "name": f"worker-{n}", "ip": ip, "node": "local", "pool": "worker", "role": "worker"}
         for n, ip in enumerate(workers)

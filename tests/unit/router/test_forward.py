@@ -9,7 +9,6 @@ from array import array
 
 import pytest
 import pytest_asyncio
-
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -20,6 +19,7 @@ from mmrouter_router.fleet import Fleet, Member
 from mmrouter_router.forward import ENGINE_PORT, Forwarder, Quarantine
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.otlp import Otlp
+from mmrouter_router.outgoing import Outgoing
 from mmrouter_router.place import Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.tracing import enter
@@ -93,7 +93,7 @@ class Rig:
 
     async def send(self, fingerprint: bytes = b"f"):
         prepared = Prepared(None, None, (), array("I", range(40)), (), "exact", (), 1, 1)
-        return await self.forwarder.send("r-1", prepared, "/v1/x", b"{}", fingerprint, {})
+        return await self.forwarder.send("r-1", prepared, Outgoing("/v1/x", {}), fingerprint, {})
 
 
 @pytest_asyncio.fixture
