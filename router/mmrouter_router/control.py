@@ -79,6 +79,7 @@ def create(
             "worker": worker.id,
             "epoch": worker.follower.epoch,
             "seq": worker.follower.seq,
+            "synced": worker.follower.synced,
             "keys": {rank: sorted(f"{k:016x}" for k in fleet.index.keys(slot)) for rank, slot in worker.slots.items()},
         }
 

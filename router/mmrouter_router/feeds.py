@@ -166,7 +166,7 @@ class Feed:
         socket: zmq.asyncio.Socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)  # while a sidecar restarts; a pod that is gone is not dialled
         socket.setsockopt(zmq.RCVHWM, 100_000)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)

@@ -79,14 +79,19 @@ class Follower:
         return [self._ask_snapshot()]
 
     def on_heartbeat(self, beat: Heartbeat) -> list[Step]:
-        """Note who speaks; a newer ``seq`` than ours shows that the newest delta was lost."""
+        """Note who speaks; a newer ``seq`` than ours shows that the newest delta was lost.
+
+        A sidecar that was silent for too long is asked for a snapshot as soon as it is heard again.
+        """
         if (beat.worker, beat.epoch) != (self.worker, self.epoch):
             if beat.epoch < self.epoch:
                 return []  # a late frame of an epoch that has ended
             return self._begin(beat.worker, beat.epoch)
-        if self.synced and beat.seq > self.seq and not self._asked:
-            return [self._ask_replay()]
-        return []
+        if self._asked:
+            return []
+        if not self.synced:
+            return [self._ask_snapshot()]
+        return [self._ask_replay()] if beat.seq > self.seq else []
 
     def on_delta(self, delta: Delta) -> list[Step]:
         """Apply in order, keep for later, or ignore as already applied."""

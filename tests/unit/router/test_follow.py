@@ -159,6 +159,18 @@ def test_a_heartbeat_shows_that_the_newest_delta_was_lost():
     assert view.held == {5}
 
 
+def test_a_sidecar_that_is_heard_again_is_asked_for_a_snapshot_at_once_and_only_once():
+    sidecar = Sidecar()
+    view = synced_view(sidecar)
+    view.follower.synced = False  # it was silent for too long
+    sidecar.change({5}, set())
+    for _ in range(3):
+        deliver(view, sidecar.heartbeat())
+    assert view.asked == [AskSnapshot(2)]
+    view.reply(sidecar.answer(view.asked.pop()))
+    assert (view.follower.synced, view.held) == (True, {5})
+
+
 def test_case_48_a_gap_ends_in_one_snapshot_whose_number_is_where_the_stream_goes_on():
     sidecar, view = Sidecar(), View()
     view.reply(sidecar.answer(view.asked.pop()))
