@@ -6,73 +6,117 @@ from typing import Any
 import pytest
 from cluster.access import Access
 from cluster.controlplane import wait_for
-from cluster.resources import apply, get, is_done
-from e2e.deploying import READY_SECONDS, example, make_model
+from cluster.resources import apply, condition
+from e2e.deploying import Deployed, deploy, example, make_model
 
-from mmrouter_operator.ref import RESOURCE
+from mmrouter_operator.render.accelerators import ACCELERATORS
 
-LABEL = "nvidia.com/gpu.present"
-DEVICE = "nvidia.com/gpu"
+POOLS = {"gpu": "nvidia", "xe": "intel-xe", "i915": "intel-i915", "host": "cpu"}
+"""Pool -> what it runs on."""
+RACK = "example.com/rack"
 MERGE = "application/merge-patch+json"
+SECONDS = 60
+Patch = dict[str, str | None]
+
+
+def label(pool: str) -> str:
+    """Return the label by which a node says that it has a pool's devices."""
+    return ACCELERATORS[POOLS[pool]].node_labels[0][0]  # type: ignore[index]
+
+
+def device(pool: str) -> str:
+    """Return the extended resource of a pool."""
+    found = ACCELERATORS[POOLS[pool]].resource  # type: ignore[index]
+    assert found is not None
+    return found
+
+
+DEVICES = [device(pool) for pool in POOLS if pool != "host"]
+LABELS = [key for row in ACCELERATORS.values() for key, _ in row.node_labels] + [RACK]
 
 
 @pytest.fixture
 def bare_node(operated: Access) -> Iterator[str]:
-    """The name of a node that takes pods and has no GPU, before the test and after it."""
+    """A node that takes pods, in a cluster without devices; what was there is there again afterwards."""
     items = operated.request("GET", "/api/v1/nodes").raise_for_status().json()["items"]
-    name = next(item["metadata"]["name"] for item in items if not item["spec"].get("taints"))
-    equip(operated, name, None)
-    yield name
-    equip(operated, name, None)
+    try:
+        for item in items:
+            equip(operated, item["metadata"]["name"], dict.fromkeys(LABELS), dict.fromkeys(DEVICES))
+        yield next(item["metadata"]["name"] for item in items if not item["spec"].get("taints"))
+    finally:
+        for item in items:
+            had, offered = item["metadata"]["labels"], item["status"]["capacity"]
+            labels, devices = {key: had.get(key) for key in LABELS}, {key: offered.get(key) for key in DEVICES}
+            equip(operated, item["metadata"]["name"], labels, devices)
 
 
-def equip(cluster: Access, name: str, devices: str | None) -> None:
-    """Give a node GPUs as a device plugin and a labeller would, or take them away."""
+def equip(cluster: Access, name: str, labels: Patch, devices: Patch) -> None:
+    """Label a node as discovery would, and offer devices as a device plugin would; ``None`` takes away."""
     path = f"/api/v1/nodes/{name}"
-    label = {"metadata": {"labels": {LABEL: "true" if devices else None}}}
-    cluster.request("PATCH", path, label, MERGE).raise_for_status()
-    status = {"status": {"capacity": {DEVICE: devices}, "allocatable": {DEVICE: devices}}}
+    cluster.request("PATCH", path, {"metadata": {"labels": labels}}, MERGE).raise_for_status()
+    status = {"status": {"capacity": devices, "allocatable": devices}}
     cluster.request("PATCH", f"{path}/status", status, MERGE).raise_for_status()
 
 
-def told(cluster: Access, namespace: str, reason: str) -> str:
-    """Return what the deployment's conditions of a reason say."""
-    found = get(cluster, RESOURCE, namespace, "gpu") or {}
-    conditions = found.get("status", {}).get("conditions", [])
-    return "\n".join(each["message"] for each in conditions if each["reason"] == reason)
+def body() -> dict[str, Any]:
+    """One engine on each kind; that of the pool i915 must stand in a certain rack, too."""
+    made = example()
+    made["metadata"]["name"] = "mixed"
+    made["spec"]["frontend"]["replicas"] = 1
+    made["spec"]["pools"] = [
+        {"name": name, "role": "worker", "replicas": 1, "accelerator": {"kind": kind}} for name, kind in POOLS.items()
+    ]
+    made["spec"]["pools"][2]["nodeSelector"] = {RACK: "7"}
+    return made
 
 
-def scheduled(pod: dict[str, Any]) -> str:
-    """Return whether a pod has a node: ``True``, or ``False`` with the scheduler's reason."""
-    conditions = {each["type"]: each for each in pod["status"].get("conditions") or []}
-    found = conditions.get("PodScheduled", {})
-    return f"{found.get('status')} {found.get('reason', '')}".strip()
+def where(mixed: Deployed) -> dict[str, str]:
+    """Return pool -> the node of its pod, empty where the scheduler said that there is none."""
+    found = {}
+    for pod in mixed.pods("worker"):
+        conditions = {each["type"]: each for each in pod["status"].get("conditions") or []}
+        scheduled = conditions.get("PodScheduled", {})
+        if pod["spec"].get("nodeName") or scheduled.get("reason") == "Unschedulable":
+            found[pod["metadata"]["labels"]["mmrouter.io/pool"]] = pod["spec"].get("nodeName", "")
+    return found
 
 
-def test_pods_of_a_gpu_pool_wait_for_a_node_with_gpus_and_the_conditions_say_so(
+def test_each_pool_waits_for_a_node_of_its_kind_the_condition_says_so_and_it_goes_nowhere_else(
     operated: Access, bare_node: str
 ) -> None:
-    body = example()
-    body["metadata"]["name"] = "gpu"
-    body["spec"]["frontend"]["replicas"] = 1
-    body["spec"]["pools"] = [{"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "nvidia"}}]
     with operated.namespace() as namespace:
-        pods = f"/api/v1/namespaces/{namespace}/pods"
-
-        def engines() -> list[dict[str, Any]]:
-            items: list[dict[str, Any]]
-            items = operated.request("GET", pods, labelSelector="mmrouter.io/role=worker").json()["items"]
-            return items
-
         make_model(operated, namespace)
-        generation = apply(operated, namespace, body)["metadata"]["generation"]
-        wait_for(lambda: [scheduled(pod) for pod in engines()] == ["False Unschedulable"], 30, "the pod has no node")
-        said = wait_for(lambda: told(operated, namespace, "Unschedulable"), 30, "a condition tells it", every=0.2)
-        assert LABEL in said or DEVICE in said
+        mixed = Deployed(operated, namespace, "mixed")
 
-        equip(operated, bare_node, "4")
-        wait_for(lambda: is_done(operated, namespace, "gpu", generation), READY_SECONDS, "Ready is True", every=0.2)
-        (engine,) = engines()
-        assert engine["spec"]["nodeName"] == bare_node
-        (container,) = engine["spec"]["containers"]
-        assert container["resources"]["limits"][DEVICE] == "1"
+        def placed(*pools: str) -> None:
+            """Wait until exactly these pools have a node and the condition tells of the others, and of no more."""
+            expected = {name: bare_node if name in pools else "" for name in POOLS}
+            wait_for(lambda: where(mixed) == expected, SECONDS, f"only {pools} have a node", every=0.2)
+            others = [name for name in POOLS if name not in pools]
+
+            def told() -> bool:
+                degraded = condition(operated, "Degraded", namespace, "mixed")
+                said = degraded.get("message", "") if degraded.get("reason") == "Unschedulable" else ""
+                return [name for name in POOLS if f"pod mixed-{name}-" in said] == others and all(
+                    label(name) in said or device(name) in said for name in others
+                )
+
+            wait_for(told, SECONDS, f"the condition tells of {others}", every=0.2)
+
+        apply(operated, namespace, body())
+        placed("host")
+        assert condition(operated, "WorkersReady", namespace, "mixed")["status"] == "False"
+        # A label without a device, then the device: as where discovery runs and the device plugin does not yet.
+        equip(operated, bare_node, {label("gpu"): "true"}, {})
+        placed("host")
+        equip(operated, bare_node, {}, {device("gpu"): "4"})
+        placed("host", "gpu")
+        equip(operated, bare_node, {label("xe"): "true"}, {device("xe"): "1", device("i915"): "1"})
+        placed("host", "gpu", "xe")
+        equip(operated, bare_node, {RACK: "7"}, {})
+        deploy(operated, namespace, body())  # waits until it is Ready
+        for pod in mixed.pods("worker"):
+            pool = pod["metadata"]["labels"]["mmrouter.io/pool"]
+            assert pod["spec"]["nodeName"] == bare_node
+            (engine,) = pod["spec"]["containers"]
+            assert engine["resources"].get("limits", {}) == ({} if pool == "host" else {device(pool): "1"})
