@@ -4,11 +4,16 @@ A container's command (``mmrouter router``, ``mmrouter sidecar``, ``mmrouter ope
 else is imported: a sidecar has no use for a terminal library and must be ready in a moment.
 """
 
+import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
     """Run a deployable, or the command line tool."""
+    # Linux drops a signal without a handler to the first process of a container: a pod that is to end while this one
+    # still imports and loads would stand there until its grace period is over. Deployables put their own in its place.
+    signal.signal(signal.SIGTERM, end)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command == "router":
         from mmrouter_router.__main__ import main as run_router
@@ -33,6 +38,11 @@ def main() -> None:
     from mmrouter_cli.app import app
 
     app(prog_name="mmrouter")
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by leaving with the status that shells give to its default."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

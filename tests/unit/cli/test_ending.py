@@ -1,0 +1,46 @@
+"""How a container ends whose command has not come to serve yet."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster.controlplane import wait_for
+
+UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+@pytest.fixture
+def first() -> tuple[str, ...]:
+    """What a command line begins with to be the first process of its namespace, as a container's command is."""
+    if not shutil.which("unshare") or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("not run: this user makes no namespace of processes")
+    return UNSHARE
+
+
+def test_a_container_that_is_still_starting_ends_at_sigterm(first: tuple[str, ...], tmp_path: Path) -> None:
+    # Who reads the configuration waits for who writes it, and is in the midst of its start meanwhile.
+    os.mkfifo(tmp_path / "deployment.json")
+    env = {**os.environ, "MMROUTER_CONFIG": str(tmp_path), "POD_UID": "1"}
+    process = subprocess.Popen([*first, sys.executable, "-m", "mmrouter_cli", "router"], env=env)
+    try:
+        writer = wait_for(lambda: opened(tmp_path / "deployment.json"), 30, "the router reads its configuration")
+        (child,) = psutil.Process(process.pid).children()
+        child.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+        os.close(writer)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def opened(fifo: Path) -> int | None:
+    """Open a FIFO for writing, once somebody reads it."""
+    try:
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
