@@ -1,0 +1,251 @@
+"""What must not work does not, is said, and is counted: wrong images, wrong keys, and a pod that has no business here.
+
+The deployment has no NetworkPolicies. Whether a cluster enforces them depends on its network plugin (the one of our own
+node does not), so all that refuses here are the keys: what these tests show holds on any cluster.
+"""
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from cluster.access import Access
+from cluster.controlplane import wait_for
+from cluster.resources import apply, condition, is_done, status
+from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model
+from e2e.plane import Node
+from e2e.reach import address, forwarded, service_url
+from e2e.report import LOOK, dump
+from e2e.web import manifest
+
+KEY = "a-key-of-the-tenant"
+INTRUDER = Path(__file__).with_name("intruder.py")
+ABSENT = "mmrouter/absent:0.0.0"
+NEVER = {"spec": {"containers": [{"name": "engine", "imagePullPolicy": "Never"}]}}
+TROUBLE_SECONDS = 90
+
+
+def body(**second: Any) -> dict[str, Any]:
+    """The deployment, with two pools of one engine each; ``second``: over the second one's fields."""
+    made = example()
+    (pool,) = made["spec"]["pools"]
+    made["spec"]["pools"] = [
+        {**pool, "name": "first", "replicas": 1},
+        {**pool, "name": "second", "replicas": 1, **second},
+    ]
+    made["spec"]["frontend"] = {"replicas": 1, "apiKeys": {"secret": {"name": "tenants"}}}
+    made["spec"]["networkPolicy"] = {"enabled": False}
+    return made
+
+
+@pytest.fixture(scope="module")
+def guarded(operated: Access) -> Iterator[Deployed]:
+    """A deployment that asks clients for a key."""
+    with operated.namespace(**RESTRICTED) as namespace:
+        make_model(operated, namespace)
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tenants"}, "stringData": {"tenant": KEY}}
+        operated.request("POST", f"/api/v1/namespaces/{namespace}/secrets", secret).raise_for_status()
+        yield deploy(operated, namespace, body())
+
+
+@pytest.fixture
+def client(guarded: Deployed) -> Iterator[openai.OpenAI]:
+    """The official client, with the tenant's key."""
+    if isinstance(guarded.cluster, Node):
+        yield made_client(service_url(guarded))
+        return
+    with forwarded(guarded, f"service/{guarded.name}", 80) as url:
+        yield made_client(url)
+
+
+def made_client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def answers(client: openai.OpenAI, name: str) -> bool:
+    """Whether a request is served. Raises ``openai.OpenAIError``."""
+    told = client.chat.completions.create(
+        model=name, messages=[{"role": "user", "content": "hello"}], max_tokens=2, temperature=0
+    )
+    return told.choices[0].finish_reason in ("length", "stop")
+
+
+# -- images --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reasons"),
+    [
+        ({"image": ABSENT}, ("ErrImagePull", "ImagePullBackOff")),
+        ({"image": ABSENT, "podTemplate": NEVER}, ("ErrImageNeverPull",)),
+    ],
+)
+def test_an_image_that_is_nowhere_is_named_with_its_pool_while_the_rest_serves_and_the_right_one_recovers(
+    guarded: Deployed, client: openai.OpenAI, change: dict[str, Any], reasons: tuple[str, ...]
+) -> None:
+    cluster, namespace, name = guarded.cluster, guarded.namespace, guarded.name
+    apply(cluster, namespace, body(**change))
+
+    def told() -> str:
+        assert answers(client, name), "requests go on"
+        found = condition(cluster, "Degraded", namespace, name)
+        return str(found["message"]) if found.get("reason") == "ImagePullFailed" else ""
+
+    try:
+        message = wait_for(told, TROUBLE_SECONDS, "Degraded says ImagePullFailed", every=0.5)
+        (stuck,) = [pod for pod in guarded.pods("worker") if waiting(pod)]
+        assert waiting(stuck) in reasons
+        for word in (stuck["metadata"]["name"], "engine", ABSENT):
+            assert word in message
+        counts = {pool["name"]: pool["ready"] for pool in status(cluster, namespace, name)["pools"]}
+        assert counts == {"first": 1, "second": 1}, "the engine of the old image stays until there is another"
+        ready = condition(cluster, "Ready", namespace, name)["status"]
+        assert ready == "False", "old pods are no success of the new spec"
+    finally:
+        generation = apply(cluster, namespace, body())["metadata"]["generation"]
+    try:
+        wait_for(lambda: is_done(cluster, namespace, name, generation), READY_SECONDS, "Ready is True", every=0.2)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}\n{dump(cluster, namespace)}") from error
+    assert condition(cluster, "Degraded", namespace, name)["status"] == "False"
+    assert answers(client, name)
+
+
+def waiting(pod: dict[str, Any]) -> str:
+    """Return why the engine of a pod does not start, empty where it does."""
+    (engine,) = pod["status"].get("containerStatuses") or [{"state": {}}]
+    reason: str = engine["state"].get("waiting", {}).get("reason", "")
+    return reason if reason.startswith(("Err", "Image")) else ""
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+def metrics(deployed: Deployed, pod: dict[str, Any]) -> dict[str, float]:
+    """Return what a pod of ours counts: name and labels -> value."""
+    path = f"/api/v1/namespaces/{deployed.namespace}/pods/{pod['metadata']['name']}:9090/proxy/metrics"
+    lines = deployed.cluster.request("GET", path).raise_for_status().text.splitlines()
+    rows = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in rows}
+
+
+def test_a_wrong_key_of_a_client_is_a_401_in_openais_shape_that_is_counted(
+    guarded: Deployed, client: openai.OpenAI
+) -> None:
+    (frontend,) = guarded.pods("frontend")
+    before = metrics(guarded, frontend)
+    for key in ("wrong", f"{KEY}x"):
+        with pytest.raises(openai.AuthenticationError) as refused:
+            answers(client.with_options(api_key=key), guarded.name)
+        assert refused.value.status_code == 401
+        assert refused.value.code == "invalid_api_key"
+        assert KEY not in str(refused.value)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key=key).models.list()
+    told = client.with_options(default_headers={"x-mmrouter-control": "wrong"}).chat.completions.with_raw_response
+    answer = told.create(model=guarded.name, messages=[{"role": "user", "content": "hello"}], max_tokens=1)
+    assert "x-mmrouter-worker" not in answer.headers, "a key of a client shows nothing of the routing"
+    after = metrics(guarded, frontend)
+    assert risen(before, after, 'mmrouter_requests_total{code="401",path="/v1/chat/completions"}') == 2
+    assert risen(before, after, 'mmrouter_requests_total{code="401",path="/v1/models"}') == 2
+    assert risen(before, after, 'mmrouter_control_refusals_total{reason="header"}') == 1
+
+
+def risen(before: dict[str, float], after: dict[str, float], *names: str) -> float:
+    return sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names)
+
+
+# -- a pod on the pod network --------------------------------------------------------------------------------------
+
+
+SIDECAR = 'mmrouter_sidecar_refusals_total{{reason="{}"}}'
+CONTROL = 'mmrouter_control_refusals_total{{reason="{}"}}'
+REQUESTS = 'mmrouter_requests_total{{code="401",path="{}"}}'
+
+
+def counted(deployed: Deployed, engine: dict[str, Any], frontend: dict[str, Any]) -> Counter[str]:
+    """Return what is known of refusals now, under names for what was refused."""
+    name = engine["metadata"]["name"]
+    sidecar, router = metrics(deployed, engine), metrics(deployed, frontend)
+    rows = deployed.execute(name, "sidecar", "cat", "/proc/net/snmp").stdout.splitlines()
+    names, values = (row.split() for row in rows if row.startswith("Tcp:"))
+    found = {
+        "feed: a key of its own": sidecar.get(SIDECAR.format("key"), 0),
+        # Without CURVE whichever side notices first hangs up.
+        "feed: no key": sum(sidecar.get(SIDECAR.format(reason), 0) for reason in ("protocol", "handshake")),
+        # vLLM has no metric of them: its HTTP metrics are taken behind the check of the key.
+        "engine": deployed.cluster.kubectl("-n", deployed.namespace, "logs", name, "-c", "engine").stdout.count(
+            "401 Un"
+        ),
+        # Nothing listens there, so nobody but the kernel can count.
+        "closed ports": int(values[names.index("OutRsts")]),
+        "control: no token": router.get(CONTROL.format("missing"), 0),
+        "control: a wrong token": router.get(CONTROL.format("wrong"), 0),
+        "clients": router.get(REQUESTS.format("/v1/chat/completions"), 0),
+        "models": router.get(REQUESTS.format("/v1/models"), 0),
+    }
+    return Counter({what: int(count) for what, count in found.items()})
+
+
+@pytest.fixture(scope="module")
+def intruder(guarded: Deployed) -> Iterator[Deployed]:
+    """A namespace of somebody else, with a pod that has Python and ZeroMQ: a frontend's image."""
+    (frontend,) = guarded.pods("frontend")
+    pod = manifest(frontend["spec"]["containers"][0]["image"])
+    (container,) = pod["spec"]["containers"]
+    container["command"] = ["python3", "-c", "import signal; signal.pause()"]
+    del container["readinessProbe"]
+    cluster = guarded.cluster
+    with cluster.namespace() as namespace:
+        account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+        wait_for(lambda: cluster.request("GET", account).is_success, 10, "the namespace has its account")
+        path = f"/api/v1/namespaces/{namespace}/pods"
+        cluster.request("POST", path, pod).raise_for_status()
+        here = f"{path}/{pod['metadata']['name']}"
+        wait_for(lambda: cluster.request("GET", here).json()["status"]["phase"] == "Running", 60, "it runs", every=0.1)
+        yield Deployed(cluster, namespace, pod["metadata"]["name"])
+
+
+def known(deployed: Deployed, frontend: dict[str, Any]) -> Any:
+    """Return what a frontend knows of every engine: what an injected event or verdict would change."""
+    look = ("python3", "-c", LOOK, "/control/state")
+    done = deployed.execute(frontend["metadata"]["name"], "router", *look)
+    workers = json.loads(done.stdout)["workers"]
+    facts = ("name", "epoch", "seq", "held", "canary", "standing", "draining", "engine_state")
+    return sorted(([worker[fact] for fact in facts] for worker in workers), key=str)
+
+
+def test_a_pod_of_somebody_else_is_refused_everywhere_changes_nothing_and_every_attempt_is_counted(
+    guarded: Deployed, intruder: Deployed
+) -> None:
+    (frontend,) = guarded.pods("frontend")
+    engine = next(pod for pod in guarded.pods("worker") if pod["metadata"]["labels"]["mmrouter.io/pool"] == "first")
+    secret = guarded.cluster.request(
+        "GET", f"/api/v1/namespaces/{guarded.namespace}/secrets/{guarded.name}-secrets"
+    ).raise_for_status()
+    key = base64.b64decode(secret.json()["data"]["sidecar.curve.public"]).decode().strip()
+    targets = {"engine": address(engine), "frontend": address(frontend), "sidecar_key": key}
+
+    before, knew = counted(guarded, engine, frontend), known(guarded, frontend)
+    done = intruder.execute(intruder.name, "web", "python3", "-c", INTRUDER.read_text(), stdin=json.dumps(targets))
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+
+    asked = {what: found for what, found in outcome.items() if isinstance(found, list)}
+    assert len(asked) == 16
+    assert {what: found for what, found in asked.items() if found[0] != 401} == {}
+    spoken = {what: found for what, found in outcome.items() if what not in asked}
+    closed = {what for what in spoken if what.startswith("connect")}
+    assert {what: spoken[what] for what in closed} == dict.fromkeys(closed, "ConnectionRefusedError")
+    assert {what: found for what, found in spoken.items() if what not in closed and found != "refused"} == {}
+    assert (len(closed), len(spoken)) == (3, 9)
+    assert known(guarded, frontend) == knew
+
+    attempts = {"feed: a key of its own": 3, "feed: no key": 3, "engine": 4, "closed ports": 3}
+    attempts |= {"control: no token": 4, "control: a wrong token": 4, "clients": 2, "models": 2}
+    # A line of a log and an event of a socket may come after the answer that they are about.
+    wait_for(lambda: counted(guarded, engine, frontend) - before >= Counter(attempts), 30, f"counted are {attempts}")
