@@ -1,15 +1,17 @@
 # Two images, made by `make images` (tests/tools/images.py): `mmrouter`, which is operator, router and sidecar behind one
 # command, and `sim`, the simulated engines. Both run as user 65532 and write nothing to their root.
 #
-# A release pins the base by digest (`--build-arg MMROUTER_BASE_IMAGE=...@sha256:...`), as the same tag names other bytes
-# next month. Any base will do that has Python 3.11 or newer as python3, with the module venv.
-ARG MMROUTER_BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
+# The base is pinned by the digest of its index, which has every architecture: a tag names other bytes next month.
+# `--build-arg MMROUTER_BASE_IMAGE=...` takes another one: any that has Python 3.11 or newer as python3, with venv.
+ARG MMROUTER_BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${MMROUTER_BASE_IMAGE} AS tools
 # What the machine's pip is set up with comes as a secret: it is in no layer and in no history.
 ENV PIP_CONFIG_FILE=/run/secrets/pip PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /build
 COPY pyproject.toml requirements.lock LICENSE README.md ./
+COPY docker/library.sh docker/
+RUN docker/library.sh /build/library
 COPY docker/requirements.py docker/packages.sh docker/
 RUN python3 -m venv /build/tools
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
@@ -38,6 +40,7 @@ COPY --from=wheel /build/dist dist
 RUN docker/project.sh /opt/sim
 
 FROM ${MMROUTER_BASE_IMAGE} AS sim
+COPY --from=tools /build/library /
 COPY --from=sim-tools /opt/sim /opt/sim
 COPY --from=sim-wheel /build/own /
 ENV PATH=/opt/sim/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
@@ -54,6 +57,7 @@ LABEL org.opencontainers.image.title="mmrouter-sim" \
 CMD ["vllm", "--help"]
 
 FROM ${MMROUTER_BASE_IMAGE} AS mmrouter
+COPY --from=tools /build/library /
 COPY --from=tools /opt/mmrouter /opt/mmrouter
 COPY --from=wheel /build/own /
 ENV PATH=/opt/mmrouter/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \

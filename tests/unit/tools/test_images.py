@@ -114,6 +114,39 @@ def test_a_docker_without_a_daemon_is_not_taken(
         images.builder(None)
 
 
+@pytest.mark.parametrize("program", ["docker", "podman", "buildah"])
+def test_each_builder_is_told_the_stage_the_name_the_time_and_the_secrets(
+    images: ModuleType, tmp_path: Path, program: str
+) -> None:
+    said = tmp_path / "said"
+    (tmp_path / program).write_text(f'#!/bin/sh\nprintf "%s\\n" "$DOCKER_BUILDKIT" "$@" >{said}\n')
+    (tmp_path / program).chmod(0o755)
+    found = images.BUILDERS[program](str(tmp_path / program), tmp_path / "layers")
+    secret = images.Secret("pip", tmp_path / "pip")
+    found.build("sim", "docker.io/mmrouter/sim:1", images.Build({"VERSION": "1"}, (secret,), "1700000000"))
+    buildkit, *argv = said.read_text().splitlines()
+    assert argv[-1] == "."
+    assert {
+        "build",
+        "--target=sim",
+        "--tag=docker.io/mmrouter/sim:1",
+        "--build-arg=VERSION=1",
+        f"--secret=id=pip,src={secret.file}",
+    } <= set(argv)
+    if program == "docker":  # by BuildKit, which takes the time as an argument and has layers of its own
+        assert buildkit == "1"
+        assert "--build-arg=SOURCE_DATE_EPOCH=1700000000" in argv
+    else:
+        assert {"--timestamp=1700000000", "--layers", f"--root={tmp_path / 'layers' / 'root'}"} <= set(argv)
+    assert ("--isolation=chroot" in argv) == (program == "buildah")
+
+
+def test_the_base_is_pinned_by_digest() -> None:
+    found = re.findall(r"^ARG MMROUTER_BASE_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert len(found) == 1
+    assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64}", found[0])
+
+
 def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(images: ModuleType, tmp_path: Path) -> None:
     layer = tmp_path / "layer.tar"
     with tarfile.open(layer, "w") as out:
