@@ -1,16 +1,21 @@
 """Where a deployment's control ports are, and their token.
 
-A running ``mmrouter up`` leaves a ``run.json`` in its run folder; a URL that stands in one needs no further option. Any
-other deployment is reached by ``--control`` and ``--token`` (or ``MMROUTER_CONTROL_TOKEN``).
+A running ``mmrouter up`` leaves a ``run.json`` in its run folder; a URL that stands in one needs no further option. Nor
+does any in a frontend's own pod, which has a control port and its token. Elsewhere ``--control`` and ``--token`` (or
+``MMROUTER_CONTROL_TOKEN``) name them.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from mmrouter.api.paths import CONFIG_DIR
 from mmrouter_cli.local import run_root
+
+CONTROL_PORT = 8001
 
 
 class UnreachableError(Exception):
@@ -41,9 +46,21 @@ def reach(url: str, control: str | None, token: str | None) -> Reach:
         found = _from_run_file(folder, url)
         if found is not None:
             return found
+    own = _from_own_pod(url, os.environ)
+    if own is not None:
+        return own
     raise UnreachableError(
-        f"{url} is not an endpoint of a running `mmrouter up`: name its control API with --control and --token"
+        f"{url} is not an endpoint of a running `mmrouter up`: name its control API with --control and --token, "
+        "or ask in a frontend's pod, with kubectl exec deploy/NAME-frontend -- mmrouter ..."
     )
+
+
+def _from_own_pod(url: str, env: Mapping[str, str]) -> Reach | None:
+    token = Path(env.get("MMROUTER_CONFIG", CONFIG_DIR), "secrets", "control.token")
+    host = env.get("POD_IP", "")
+    if not host or not token.is_file():
+        return None
+    return Reach(url, (f"http://{f'[{host}]' if ':' in host else host}:{CONTROL_PORT}",), token.read_text().strip())
 
 
 def _from_run_file(path: Path, url: str) -> Reach | None:

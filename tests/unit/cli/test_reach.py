@@ -1,0 +1,38 @@
+"""Where a command finds a deployment's control API."""
+
+from pathlib import Path
+
+import pytest
+
+from mmrouter_cli.reach import Reach, UnreachableError, reach
+
+URL = "http://demo"
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the configuration in a frontend's pod."""
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "control.token").write_text("secret\n")
+    monkeypatch.setenv("MMROUTER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("POD_IP", "10.1.2.3")
+    monkeypatch.delenv("MMROUTER_CONTROL_TOKEN", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("ip", "host"), [("10.1.2.3", "10.1.2.3"), ("fd00::7", "[fd00::7]")])
+def test_in_a_frontends_pod_its_own_control_port_is_taken(
+    pod: Path, monkeypatch: pytest.MonkeyPatch, ip: str, host: str
+) -> None:
+    monkeypatch.setenv("POD_IP", ip)
+    assert reach(f"{URL}/v1", None, None) == Reach(URL, (f"http://{host}:8001",), "secret")
+
+
+def test_what_is_named_counts_more_than_the_own_pod(pod: Path) -> None:
+    assert reach(URL, "http://10.9.9.9:8001/", "other") == Reach(URL, ("http://10.9.9.9:8001",), "other")
+
+
+def test_elsewhere_the_error_says_what_to_give(pod: Path) -> None:
+    (pod / "secrets" / "control.token").unlink()
+    with pytest.raises(UnreachableError, match="--control and --token"):
+        reach(URL, None, None)
