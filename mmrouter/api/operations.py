@@ -38,7 +38,7 @@ class Observability(Resource):
     pod_monitor: Literal["Auto", "Enabled", "Disabled"] = "Auto"
     """PodMonitor objects for Prometheus; Auto where the cluster has that API."""
     otlp_endpoint: Annotated[str, Field(max_length=500, pattern=r"^(https?://[^\x00-\x20\x7f]+)?$")] = ""
-    """OTLP endpoint for traces; empty for none."""
+    """Base URL of a collector that takes OTLP over HTTP, for traces (`http://HOST:4318`); empty for none."""
     debug_headers: bool = False
     """Add worker, exactness and overlap headers to every response. They tell a tenant what others asked: for test
     installations only."""

@@ -76,10 +76,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
                 "qwen-vl": {"spec": MINIMAL},
                 "traced": {
                     "namespace": "inference",
-                    "spec": {**MINIMAL, "observability": {"otlpEndpoint": "http://own.example:4317"}},
+                    "spec": {**MINIMAL, "observability": {"otlpEndpoint": "http://own.example:4318"}},
                 },
             },
-            "observability": {"otlpEndpoint": "http://otel.example:4317"},
+            "observability": {"otlpEndpoint": "http://otel.example:4318"},
         },
         (),
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from chart.cases import MINIMAL
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.controlplane import ControlPlane, wait_for
@@ -202,6 +203,50 @@ def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]
     plane.request("POST", f"/apis/{group}/v1/namespaces/{namespace}/rolebindings", binding).raise_for_status()
 
 
+def test_the_api_servers_addresses_are_asked_of_the_cluster_unless_the_values_tell_them(
+    admin: Helm, empty: ControlPlane
+) -> None:
+    # A server on a loopback address does not publish it, so this is what one elsewhere writes.
+    slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
+    slice_ = {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": "kubernetes", "labels": {"kubernetes.io/service-name": "kubernetes"}},
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": ["192.0.2.12"]}, {"addresses": ["192.0.2.11"]}],
+        "ports": [{"name": "https", "port": 6443, "protocol": "TCP"}],
+    }
+    there = ["192.0.2.11/32", "192.0.2.12/32"]
+    empty.request("POST", slices, slice_).raise_for_status()
+
+    def opened(**values: Any) -> tuple[list[str], list[str]]:
+        """What the policy and the operator's file have."""
+        install(admin, values=values)
+        policy = get_child(empty, "apis/networking.k8s.io/v1", "networkpolicies", "mmrouter-operator")
+        (rule,) = (row for row in policy["spec"]["egress"] if {"protocol": "TCP", "port": 6443} in row["ports"])
+        config = get_child(empty, "api/v1", "configmaps", "mmrouter-operator-config")["data"]["operator.yaml"]
+        return [peer["ipBlock"]["cidr"] for peer in rule.get("to", [])], yaml.safe_load(config).get(
+            "apiServerCidrs", []
+        )
+
+    try:
+        asking = {"lookupApiServer": True}
+        assert opened() == ([], [])
+        assert opened(networkPolicy=asking) == (there, there)
+        told = ["198.51.100.1/32"]
+        assert opened(networkPolicy=asking, operatorConfig={"apiServerCidrs": told}) == (told, told)
+    finally:
+        empty.request("DELETE", f"{slices}/kubernetes")
+    assert opened(networkPolicy=asking) == ([], [])
+
+
+def get_child(plane: ControlPlane, api: str, plural: str, name: str) -> dict[str, Any]:
+    """Return an object of the release."""
+    answer = plane.request("GET", f"/{api}/namespaces/{NAMESPACE}/{plural}/{name}").raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
 def test_users_may_do_with_models_what_they_may_do_with_deployments(admin: Helm, empty: ControlPlane) -> None:
     install(admin)
     with empty.namespace() as space:
@@ -223,6 +268,7 @@ def test_users_may_do_with_models_what_they_may_do_with_deployments(admin: Helm,
 
 
 def test_the_notes_name_what_is_missing(admin: Helm, empty: ControlPlane) -> None:
+    assert "`mmrouter doctor qwen-vl --namespace default` what is wrong with a model" in install(admin)
     said = install(admin, values={"crds": {"install": False}, "rbac": {"create": False}})
     assert "crds.install is false: the operator waits" in said
     assert "rbac.create is false: the operator can do nothing" in said

@@ -115,7 +115,7 @@ def test_every_deployment_of_the_values_is_one_that_the_crd_accepts(helm: Helm) 
     found = {obj["metadata"]["name"]: parse_deployment(obj) for obj in made}
     assert {dep.metadata.namespace for dep in found.values()} == {NAMESPACE, "inference"}
     endpoints = {name: dep.spec.observability.otlp_endpoint for name, dep in found.items()}
-    assert endpoints == {"qwen-vl": "http://otel.example:4317", "traced": "http://own.example:4317"}
+    assert endpoints == {"qwen-vl": "http://otel.example:4318", "traced": "http://own.example:4318"}
     assert found["qwen-vl"].spec.routing.media.max_pixels == 64_000_000
     assert all(obj["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for obj in made)
 
@@ -163,6 +163,17 @@ def test_the_policy_opens_the_api_server_only_where_the_site_says_it_is(helm: He
 
     assert peers({}) is None
     assert peers({"apiServerCidrs": ["10.1.2.3/32"]}) == [{"ipBlock": {"cidr": "10.1.2.3/32"}}]
+
+
+def test_where_there_is_no_cluster_to_ask_the_api_server_is_everywhere(helm: Helm) -> None:
+    asked = helm.render({"networkPolicy": {"lookupApiServer": True}})
+    assert asked.one("NetworkPolicy")["spec"] == helm.render().one("NetworkPolicy")["spec"]
+    told = helm.render(
+        {"networkPolicy": {"lookupApiServer": True}, "operatorConfig": {"apiServerCidrs": ["fd00::1/128"]}}
+    )
+    assert {"ipBlock": {"cidr": "fd00::1/128"}} in [
+        peer for row in told.one("NetworkPolicy")["spec"]["egress"] for peer in row.get("to", [])
+    ]
 
 
 def test_the_policy_lets_the_operator_follow_every_frontend_and_prometheus_scrape_it(helm: Helm) -> None:

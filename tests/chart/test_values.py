@@ -47,6 +47,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"operatorConfig": {"apiServerCidrs": ["10.0.0.1"]}},
         "at '/operatorConfig/apiServerCidrs/0': '10.0.0.1' does not match pattern",
     ),
+    "word for a truth": (
+        {"networkPolicy": {"lookupApiServer": "Auto"}},
+        "at '/networkPolicy/lookupApiServer': got string, want boolean",
+    ),
+    "endpoint that is none": (
+        {"observability": {"otlpEndpoint": "otel:4318"}},
+        "at '/observability/otlpEndpoint': 'otel:4318' does not match pattern",
+    ),
     "key of an engine image": (
         {"operatorConfig": {"engineImages": {"vllm": "x"}}},
         "at '/operatorConfig/engineImages': additional properties 'vllm' not allowed",

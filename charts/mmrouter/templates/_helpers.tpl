@@ -20,12 +20,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
+{{/* Ranges of the API server: the site's word, else what the cluster says where it is asked, as a JSON list. */}}
+{{- define "mmrouter.apiServerCidrs" -}}
+{{- $cidrs := .Values.operatorConfig.apiServerCidrs | default list }}
+{{- if and (not $cidrs) .Values.networkPolicy.lookupApiServer }}
+{{- /* Nothing is found where there is no cluster, as with `helm template`. */}}
+{{- range (lookup "discovery.k8s.io/v1" "EndpointSlice" "default" "kubernetes").endpoints }}
+{{- range .addresses }}{{ $cidrs = append $cidrs (printf "%s/%s" . (ternary "128" "32" (contains ":" .))) }}{{ end }}
+{{- end }}
+{{- $cidrs = $cidrs | uniq | sortAlpha }}
+{{- end }}
+{{- $cidrs | toJson }}
+{{- end }}
+
 {{/* The operator's file. Empty values are left out, so that its own defaults hold. */}}
 {{- define "mmrouter.config" -}}
 {{- $config := dict "image" (include "mmrouter.image" .) }}
 {{- range $key, $value := .Values.operatorConfig }}
 {{- if $value }}{{ $_ := set $config $key $value }}{{ end }}
 {{- end }}
+{{- with include "mmrouter.apiServerCidrs" . | fromJsonArray }}{{ $_ := set $config "apiServerCidrs" . }}{{ end }}
 {{- toYaml $config }}
 {{- end }}
 
