@@ -10,6 +10,7 @@ import httpx
 import openai
 from e2e.deploying import Deployed
 from e2e.plane import Node
+from scenarios import Chat
 
 CONTROL_PORT = 8001
 
@@ -31,6 +32,13 @@ class Reached:
         """Return a client of a frontend's control API."""
         headers = {"authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=self.controls[number], headers=headers, timeout=10, trust_env=False)
+
+    @contextmanager
+    def chat(self, model: str) -> Iterator[Chat]:
+        """Return a conversation of its own, which sees all frontends."""
+        with ExitStack() as stack:
+            controls = [stack.enter_context(self.control(number)) for number in range(len(self.controls))]
+            yield Chat(model, stack.enter_context(self.client()), controls)
 
 
 @contextmanager

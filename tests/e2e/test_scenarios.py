@@ -1,7 +1,6 @@
 """The ten scenarios of the field's gate in real pods, with the official client through the Service's address."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -36,10 +35,8 @@ def fetching(operated: Access) -> Iterator[Fetching]:
 
 @pytest.fixture
 def chat(fetching: Fetching) -> Iterator[Chat]:
-    where = fetching.reached
-    with ExitStack() as stack:
-        controls = [stack.enter_context(where.control(number)) for number in range(len(where.controls))]
-        yield Chat(fetching.name, stack.enter_context(where.client()), controls)
+    with fetching.reached.chat(fetching.name) as made:
+        yield made
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
