@@ -1,0 +1,125 @@
+"""The router's end of the feed with real sockets: what a sidecar of every accepted version says ends up in the index.
+
+The sidecar here is a player of the golden frames, byte for byte as that version wrote them. Only numbers that a real
+one would set are set: an answer carries the number of its question, and a second delta follows the first.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from mmrouter import feed
+from mmrouter_router.feeds import PUB_PORT, ROUTER_PORT, Feed
+from mmrouter_router.fleet import Fleet, Member, Worker
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.settings import CurveKeys
+
+GOLDEN = Path(__file__).parents[1] / "feed" / "golden"
+SECONDS = 10
+KEY = {number: int.from_bytes(bytes([number]) * 8, "little") for number in range(6)}
+"""The golden frames' keys: one byte, eight times."""
+
+
+class Player:
+    """A sidecar of one version. ``published``: frames that it repeats all the time, as heartbeats are repeated."""
+
+    def __init__(self, version: int, ip: str, context: zmq.asyncio.Context) -> None:
+        self.folder = GOLDEN / f"v{version}"
+        self.public, secret = zmq.curve_keypair()
+        self.pub, self.router = self._bound(context, zmq.PUB, secret), self._bound(context, zmq.ROUTER, secret)
+        self.pub.bind(f"tcp://{ip}:{PUB_PORT}")
+        self.router.bind(f"tcp://{ip}:{ROUTER_PORT}")
+        self.published = [self.payload("heartbeat")]
+        self.asked: list[type] = []
+
+    def _bound(self, context: zmq.asyncio.Context, kind: int, secret: bytes) -> zmq.asyncio.Socket:
+        socket: zmq.asyncio.Socket = context.socket(kind)
+        socket.curve_server, socket.curve_secretkey, socket.linger = True, secret, 0
+        return socket
+
+    def payload(self, name: str, **numbers: int) -> bytes:
+        """Return a golden frame, with numbers at places of its array (``_1=5``: the second item is 5)."""
+        payload = (self.folder / f"{name}.bin").read_bytes()
+        if not numbers:
+            return payload
+        items = msgspec.msgpack.decode(payload[1:])
+        for place, number in numbers.items():
+            items[int(place[1:])] = number
+        return payload[:1] + msgspec.msgpack.encode(items)
+
+    async def speak(self) -> None:
+        while True:
+            for payload in self.published:
+                await self.pub.send(payload)
+            await asyncio.sleep(0.02)
+
+    async def answer(self) -> None:
+        answers = {feed.Snapshot: "snapshot_part", feed.Replay: "replay_part", feed.CanaryClaim: "claim_answer"}
+        while True:
+            *way, question = await self.router.recv_multipart()
+            asked = feed.decode_request(question)
+            self.asked.append(type(asked))
+            await self.router.send_multipart([*way, self.payload(answers[type(asked)], _1=asked.id)])
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def followed(version: int, ip: str) -> None:
+    context = zmq.asyncio.Context()
+    player = Player(version, ip, context)
+    public, secret = zmq.curve_keypair()
+    fleet = Fleet(Metrics())
+    worker = fleet.join(Member("pod-1", "pod-1", ip, "worker", "worker"))
+    seen: list[feed.Sighting] = []
+    fleet.on_sighting(lambda _, sighting: seen.append(sighting))
+    reader = Feed(worker, fleet, CurveKeys(public, secret, player.public), context, Metrics())
+    tasks = [asyncio.create_task(each) for each in (player.speak(), player.answer(), reader.run())]
+    try:
+        await listened(player, reader, fleet, worker, seen)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        context.destroy(linger=0)
+
+
+async def listened(player: Player, reader: Feed, fleet: Fleet, worker: Worker, seen: list[feed.Sighting]) -> None:
+    """Heartbeat and snapshot, then load, sighting and deltas with one missing, then a question of the router's own."""
+    await until(lambda: worker.follower.synced and worker.beat is not None)
+    assert (worker.id, worker.follower.epoch, worker.follower.seq) == ("pod-1/0a1b2c3d", 7, 3)
+    assert worker.routable
+    assert fleet.index.holds(worker.slots[0], KEY[4])
+
+    # Number 4 is missing: it is replayed, and 5, which has waited, is applied after it.
+    player.published += [player.payload("delta", _2=5), player.payload("load"), player.payload("sighting")]
+    await until(lambda: worker.follower.seq == 5)
+    assert feed.Replay in player.asked
+    assert fleet.index.holds(worker.slots[0], KEY[5])
+    assert fleet.index.holds(worker.slots[1], KEY[1])
+    await until(lambda: worker.loads and seen)
+    assert worker.loads[1].waiting == 2.0
+    assert seen[0].identity == b"\3" * 32
+
+    player.published.append(player.payload("heartbeat_canary"))
+    await until(lambda: worker.canary == "False")
+    answers = await reader.question(lambda number: feed.CanaryClaim(number, 7, "router-a", 30.0))
+    assert answers == [feed.ClaimAnswer(answers[0].id, False, "router-b")]
+
+
+@pytest.mark.parametrize("version", feed.ACCEPTED)
+def test_a_router_of_this_version_follows_a_sidecar_of_every_accepted_version(version: int) -> None:
+    asyncio.run(followed(version, f"127.97.{os.getpid() // 250 % 250 + 1}.{os.getpid() % 250 + 1}"))
