@@ -11,6 +11,8 @@ from mmrouter_cli.reach import Reach
 
 STEP_SECONDS = 0.1
 SETTLED = frozenset({"verified", "degraded", "refused"})
+PROVABLE = {"vllm": frozenset({"worker", "prefill", "decode", "encoder"}), "sglang": frozenset({"worker"})}
+"""Roles of which a router proves every pod. Of SGLang the others answer no request that comes to them alone."""
 
 
 class NotReadyError(Exception):
@@ -19,7 +21,8 @@ class NotReadyError(Exception):
 
 async def wait_verified(reach: Reach, deployment: MMRouterDeployment, console: Console, seconds: float) -> None:
     """Print each worker's standing as it comes. Raises :class:`NotReadyError` with what is missing."""
-    wanted = sum(pool.replicas for pool in deployment.spec.pools if pool.role == "worker")
+    provable = PROVABLE[deployment.spec.engine.type]
+    wanted = sum(pool.replicas for pool in deployment.spec.pools if pool.role in provable)
     shown: dict[tuple[str, str], str] = {}
     missing = "no frontend answered"
     async with httpx.AsyncClient(timeout=5, headers=reach.authorization) as client:

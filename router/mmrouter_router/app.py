@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import zmq.asyncio
@@ -13,16 +14,20 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary, proves
-from mmrouter_router.chat import CHAT, FORWARDED, Chat, Message, Receive, Scope, Send
+from mmrouter_router.chat import FORWARDED, Chat, Message, Receive, Scope, Send
 from mmrouter_router.decisions import Decisions, Trace
+from mmrouter_router.encode import Encoders
+from mmrouter_router.encoders import EncoderPods
+from mmrouter_router.encoding import Encoding
 from mmrouter_router.errors import RequestError
 from mmrouter_router.feeds import Feed, FeedSilentError
-from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.fleet import Fleet, Target, Worker
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.intake import Limits
 from mmrouter_router.learning import Learning
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.outgoing import CHAT
 from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
 from mmrouter_router.place import Decision, Placer
 from mmrouter_router.prepare import Prepared, Preparer
@@ -34,6 +39,7 @@ from mmrouter_router.sampling import RenderSampler, Sampler
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.serving import OTHERS_SECONDS, Leaving, Server, serve
 from mmrouter_router.settings import Settings
+from mmrouter_router.stages import Stages
 from mmrouter_router.tenants import Tenants
 from mmrouter_router.tracing import tracing_to
 from mmrouter_router.upstream import Upstream
@@ -90,12 +96,23 @@ class Router:
         self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
         if self.preparer.sentinels is not None:
             self.learning = Learning(self.preparer.sentinels, self.fleet, self.canary, self._feeder, self.metrics)
+        self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
+        roles = {pool.role for pool in spec.pools}
+        self.encoding: Encoding | None = None
+        if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
+            pods = EncoderPods(settings.deployment, self.fleet, self.probes, self.upstream, settings.engine_key)
+            self.encoding = encoding = Encoding(Encoders(spec.routing.encoder_scheduling), pods.post, self.served_model)
+            self.fleet.on_change(lambda: encoding.update(pods.encoders()))
+        self.stages = Stages(
+            spec.engine.type, roles, self.fleet, self.placer, self.metrics, self._ask, encoding=self.encoding
+        )
         self.forwarder = Forwarder(
             self.placer,
             self.upstream,
             settings.engine_key,
             self.metrics,
             engine=spec.engine.type,
+            stages=self.stages,
             sent=self.learning.sent if self.learning is not None else _not_learned,
         )
         self.tracing = tracing_to(spec.observability.otlp_endpoint, self.metrics.spans)
@@ -114,7 +131,6 @@ class Router:
             answered=self._answered,
             tracing=self.tracing,
         )
-        self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
         self.reporter = Reporter(
             router_id=settings.router_id,
             engine=spec.engine.type,
@@ -211,6 +227,7 @@ class Router:
                     tasks.create_task(self.renderer.run(), name="renderers"),
                     tasks.create_task(self.probes.run(), name="probes"),
                     tasks.create_task(self._compare_renderings(self.render_sampler), name="renderings"),
+                    tasks.create_task(self._encode(self.encoding), name="encoders"),
                     tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
@@ -277,6 +294,13 @@ class Router:
     async def _compare_renderings(self, sampler: RenderSampler | None) -> None:
         if sampler is not None:
             await sampler.run()
+
+    async def _encode(self, encoding: Encoding | None) -> None:
+        if encoding is not None:
+            await encoding.run()
+
+    async def _ask(self, target: Target, request_id: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        return await self.forwarder.ask(target, request_id, CHAT, body, headers)
 
     async def _learn(self, learning: Learning | None) -> None:
         if learning is not None:
@@ -355,6 +379,7 @@ class Router:
             router_id=self.settings.router_id,
             fleet=self.fleet,
             placer=self.placer,
+            stages=self.stages,
             chat=self.chat,
             decisions=self.decisions,
             sampler=self.sampler,

@@ -30,9 +30,9 @@ LOOK_SECONDS = 0.25
 def proves(engine: str, role: str) -> bool:
     """Whether a canary can prove pods of a role: they answer a plain request and publish its blocks.
 
-    A prefill engine of SGLang answers nobody who brings no decoder along.
+    Engines of SGLang that only prefill or only decode answer nobody who brings no partner along.
     """
-    return role == "worker" or (role == "prefill" and engine == "vllm")
+    return role == "worker" or (role in ("prefill", "decode") and engine == "vllm")
 
 
 class Canary:

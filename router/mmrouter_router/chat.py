@@ -19,9 +19,10 @@ from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
 from mmrouter_router.decisions import Counts, Decisions, Trace
 from mmrouter_router.errors import RequestError
-from mmrouter_router.forward import ERROR_LIMIT, Forwarder, Reply, encode_body
+from mmrouter_router.forward import ERROR_LIMIT, Forwarder, Reply
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.schedule import Policy
 from mmrouter_router.tenants import Tenant, Tenants
@@ -35,7 +36,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-CHAT = "/v1/chat/completions"
 FORWARDED = ("/v1/completions", "/v1/responses")
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
@@ -156,11 +156,11 @@ class Chat:
         send: Send,
     ) -> int:
         prepared = await self.prepare(path, raw, tenant)
-        body = self._body(path, prepared)
+        outgoing = self._outgoing(path, prepared)
         fingerprint = blake3(raw).digest()
         trusted = self._trusted(headers)
         policy = _policy(headers) if trusted else None
-        reply = await self._forwarder.send(request_id, prepared, path, body, fingerprint, passed_on(headers), policy)
+        reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, passed_on(headers), policy)
         try:
             self._decisions.add(request_id, reply.trace)
             self._count(prepared, reply)
@@ -170,7 +170,7 @@ class Chat:
                 await _pass_error(send, reply, extra, self._adapter.prompt_error_field)
             else:
                 await _pass_answer(send, reply, extra)
-                self._answered(reply.trace, prepared, body)
+                self._answered(reply.trace, prepared, outgoing.plain)
             return reply.answer.status
         except BaseException as error:
             reply.span.fail(failure_of(error))
@@ -178,7 +178,7 @@ class Chat:
         finally:
             reply.close()
 
-    def _body(self, path: str, prepared: Prepared) -> bytes:
+    def _outgoing(self, path: str, prepared: Prepared) -> Outgoing:
         images = [
             self._adapter.ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity))
             for i in (prepared.images if path == CHAT else ())
@@ -188,7 +188,7 @@ class Chat:
         )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
-        return encode_body(rewritten.body)
+        return Outgoing(path, rewritten.body, tuple(images))
 
     def _count(self, prepared: Prepared, reply: Reply) -> None:
         decision = reply.decision
@@ -226,6 +226,7 @@ class Chat:
             winner = decision.choice.winner
             ours += [
                 (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
+                (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
                 (b"x-mmrouter-exactness", decision.exactness.encode()),
                 (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
                 (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),

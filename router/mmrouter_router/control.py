@@ -11,16 +11,18 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import Counter
 
 from mmrouter.prompt import Prompter
-from mmrouter_router.chat import CHAT, Chat
+from mmrouter_router.chat import Chat
 from mmrouter_router.decisions import Decisions, Trace, trace_of
 from mmrouter_router.discovery import Peer
 from mmrouter_router.errors import RequestError
 from mmrouter_router.evidence import verdict_json
 from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.outgoing import CHAT
 from mmrouter_router.place import NoWorkerError, Placer
 from mmrouter_router.rendered import rendering_json
 from mmrouter_router.renderer import Renderer
 from mmrouter_router.sampling import Sampler
+from mmrouter_router.stages import Stages
 from mmrouter_router.stream import events
 from mmrouter_router.tenants import DEFAULT
 
@@ -36,6 +38,7 @@ def create(
     router_id: str,
     fleet: Fleet,
     placer: Placer,
+    stages: Stages,
     chat: Chat,
     decisions: Decisions,
     sampler: Sampler,
@@ -108,10 +111,13 @@ def create(
         tenant = chat.tenant(x_mmrouter_api_key) if x_mmrouter_api_key else DEFAULT
         prepared = await chat.prepare(CHAT, await request.body(), tenant)
         try:
-            chosen = placer.place(prepared, dry_run=True)
+            form = stages.form()
+            chosen = placer.place(prepared, dry_run=True, roles=form.answers)
         except NoWorkerError as error:
             raise RequestError.no_worker(str(error)) from error
-        return _with_holders(trace_of("dry-run", prepared, chosen).as_json(), fleet)
+        trace = trace_of("dry-run", prepared, chosen)
+        trace.form, trace.degraded = form.name, form.degraded
+        return _with_holders(trace.as_json(), fleet)
 
     return app
 
@@ -123,13 +129,18 @@ def state_of(report: dict[str, Any], fleet: Fleet, placer: Placer) -> dict[str, 
         **report,
         "index_keys": len(fleet.index),
         "workers": [
-            {**worker_of(worker, fleet, placer), **_verdict(rows.get(worker.member.uid, {}))} for worker in fleet
+            {**worker_of(worker, fleet, placer), **_verdict(worker, rows.get(worker.member.uid, {}))}
+            for worker in fleet
         ],
     }
 
 
-def _verdict(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("routable", "verified", "cause", "message") if name in row}
+def _verdict(worker: Worker, row: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: row[name] for name in ("routable", "verified", "cause", "message") if name in row}
+    if worker.member.role == "encoder" and found:  # no canary proves it, and nothing of it is in the index
+        proved = {"True": "verified", "False": "degraded"}.get(found["verified"], "pending")
+        found["standing"] = proved if found["routable"] else "unsynced"
+    return found
 
 
 def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:

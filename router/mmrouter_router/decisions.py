@@ -33,6 +33,14 @@ class Trace:
     identity: tuple[str, str] = ("uuid", "the engine names images as we do")
     """Where the images' identities come from for the chosen worker, and why."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    chain: list[dict[str, Any]] = field(default_factory=list)
+    """What was done before the answer, or gone without: one entry per stage and attempt."""
+    answers: str = ""
+    """The engine that answers, where stages came before it."""
+    form: str = "whole"
+    """The stages that the pods could serve when it was placed (``mmrouter_router.chain``)."""
+    degraded: tuple[str, ...] = ()
+    """Pools that it was served without, because none of their pods could take work."""
 
     def tried(self, decision: Decision, outcome: str) -> None:
         """Note where the request was sent and what came of it."""
@@ -73,6 +81,10 @@ class Trace:
             "images": self.images,
             "keys": [f"{key:016x}" for key in self.keys[:KEYS_SHOWN]],
             "attempts": self.attempts,
+            "form": self.form,
+            "chain": self.chain,
+            "answers": self.answers or winner.name,
+            "degraded": list(self.degraded),
         }
 
 

@@ -2,18 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
-
-import orjson
+from dataclasses import dataclass, replace
 
 from mmrouter.api import EngineType
 from mmrouter.engines import adapter
+from mmrouter_router.chain import WHOLE
 from mmrouter_router.decisions import Trace, trace_of
 from mmrouter_router.errors import RequestError
+from mmrouter_router.fleet import Target
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Policy
+from mmrouter_router.stages import Staged, Stages
 from mmrouter_router.tracing import Span, failure_of, scheduled, stage
 from mmrouter_router.upstream import Answer, Upstream, UpstreamError
 
@@ -21,6 +23,8 @@ ENGINE_PORT = 8000
 DRAINING = b"cannot schedule new futures after shutdown"
 """What vLLM answers with status 500 while it drains (facts on vLLM 8.5)."""
 ERROR_LIMIT = 256 * 1024
+STAGE_LIMIT = 4 << 20
+"""Of an answer that is for another engine: it lists the blocks of a prompt, and holds no text."""
 DEATHS = 2
 """Engines that may end under one request before it is quarantined."""
 QUARANTINE = 1024
@@ -45,7 +49,10 @@ class Quarantine:
 
 @dataclass
 class Reply:
-    """An engine's answer whose first bytes are there. Call ``close`` in every case."""
+    """An engine's answer whose first bytes are there. Call ``close`` in every case.
+
+    ``decision``: on the engine that computed the prompt, which is the one that answers unless another prefilled it.
+    """
 
     decision: Decision
     trace: Trace
@@ -73,10 +80,15 @@ class Forwarder:
         metrics: Metrics,
         *,
         engine: EngineType = "vllm",
+        stages: Stages | None = None,
         sent: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
     ) -> None:
-        """``sent`` is called with every request right before it goes to an engine."""
+        """``sent`` is called with every request right before it goes to an engine.
+
+        ``stages``: what is done before an engine answers; ``None``: nothing.
+        """
         self._placer, self._upstream, self._metrics, self._sent = placer, upstream, metrics, sent
+        self._stages = stages
         self._request_id_header: str = getattr(adapter(engine), "REQUEST_ID_HEADER", "x-request-id")
         self._authorization = f"Bearer {engine_key}"
         self.quarantine = Quarantine()
@@ -85,8 +97,7 @@ class Forwarder:
         self,
         request_id: str,
         prepared: Prepared,
-        path: str,
-        body: bytes,
+        outgoing: Outgoing,
         fingerprint: bytes,
         headers: Mapping[str, str],
         policy: Policy | None = None,
@@ -101,26 +112,51 @@ class Forwarder:
             raise RequestError.quarantined()
         tried: set[str] = set()
         deaths = 0
+        alone = False
         trace: Trace | None = None
         while True:
+            shape = self._stages.form() if self._stages is not None else WHOLE
             with stage("schedule") as told:
                 try:
-                    decision = self._placer.place(prepared, exclude=tried, policy=policy)
+                    decision = self._placer.place(prepared, exclude=tried, policy=policy, roles=shape.answers)
                 except NoWorkerError as error:
                     raise RequestError.no_worker(str(error)) from error
                 if told:
                     told.tell(scheduled(decision))
-            fresh = trace_of(request_id, prepared, decision)
-            fresh.attempts = trace.attempts if trace else []
-            trace = fresh
             tried.add(decision.target.worker.member.uid)
             booking = self._placer.begin(decision)
-            self._sent(decision, prepared)
+            staged: Staged | None = None
+            if self._stages is not None and shape.staged and outgoing.path == CHAT:
+                try:
+                    staged = await self._stages.before(
+                        request_id, prepared, outgoing, shape, decision, headers, alone=alone
+                    )
+                except BaseException:
+                    booking.end()
+                    raise
+                if staged.prefilled is not None:
+                    booking.answered()
+                deaths += staged.lost
+            computed = (staged.prefilled if staged else None) or decision
+            fresh = trace_of(request_id, prepared, computed)
+            fresh.attempts = trace.attempts if trace else []
+            if staged is not None:
+                fresh.chain = (trace.chain if trace else []) + [note.as_json() for note in staged.notes]
+                fresh.answers = decision.target.worker.member.name
+            fresh.form, fresh.degraded = shape.name, shape.degraded
+            trace = fresh
+            self._sent(computed, prepared)
+            if deaths >= DEATHS:
+                booking.end()
+                self.quarantine.add(fingerprint)
+                self._metrics.quarantined.inc()
+                raise RequestError.quarantined()
             span = stage("engine", client=True)
             if span:
                 span.tell({"mmrouter.worker": decision.target.worker.member.name, "mmrouter.attempt": len(tried)})
             try:
-                reply = await self._exchange(decision, trace, booking, path, body, headers, span)
+                body = staged.body if staged is not None else outgoing.plain
+                reply = await self._exchange(decision, trace, booking, outgoing.path, body, headers, span)
                 retry = await self._refused(reply)
             except UpstreamError as error:
                 booking.end()
@@ -140,9 +176,15 @@ class Forwarder:
                 span.fail(failure_of(error))
                 span.end()
                 raise
+            if retry is None and staged is not None and staged.prefilled is not None and reply.answer.status >= 500:
+                # What the prefill held may be gone: the same engine computes the prompt, or another does.
+                retry, alone = "transfer", True
+                tried.discard(decision.target.worker.member.uid)
             if retry is None:
                 trace.tried(decision, f"answered {reply.answer.status}")
-                return reply
+                if self._stages is not None and staged is not None and reply.answer.status < 400:
+                    self._stages.answered(staged)
+                return replace(reply, decision=computed)
             span.fail(retry)
             reply.close()
             trace.tried(decision, retry)
@@ -159,14 +201,7 @@ class Forwarder:
         span: Span,
     ) -> Reply:
         target = decision.target
-        own = {
-            "content-type": "application/json",
-            "authorization": self._authorization,
-            self._request_id_header: trace.request_id,
-            "accept-encoding": "identity",
-        }
-        if target.worker.ranks > 1:
-            own["x-data-parallel-rank"] = str(target.rank)
+        own = self._own(target, trace.request_id)
         answer = await self._upstream.request(
             target.worker.member.ip, ENGINE_PORT, "POST", path, {**span.passed_on(headers), **own}, body
         )
@@ -182,6 +217,31 @@ class Forwarder:
             span.event("first byte")
             span.tell({"http.response.status_code": answer.status})
         return Reply(decision, trace, booking, answer, first, rest, span)
+
+    async def ask(
+        self, target: Target, request_id: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """Send a stage of a request to an engine; returns status and whole answer. Raises :class:`UpstreamError`."""
+        own = self._own(target, request_id)
+        answer = await self._upstream.request(
+            target.worker.member.ip, ENGINE_PORT, "POST", path, {**headers, **own}, body
+        )
+        try:
+            return answer.status, await answer.read(STAGE_LIMIT)
+        finally:
+            answer.close()
+
+    def _own(self, target: Target, request_id: str) -> dict[str, str]:
+        """Headers of ours, over which a client has no say."""
+        own = {
+            "content-type": "application/json",
+            "authorization": self._authorization,
+            self._request_id_header: request_id,
+            "accept-encoding": "identity",
+        }
+        if target.worker.ranks > 1:
+            own["x-data-parallel-rank"] = str(target.rank)
+        return own
 
     @staticmethod
     async def _refused(reply: Reply) -> str | None:
@@ -202,8 +262,3 @@ class Forwarder:
             if DRAINING in body:
                 return "draining"
         return None
-
-
-def encode_body(body: object) -> bytes:
-    """JSON for an engine."""
-    return orjson.dumps(body)

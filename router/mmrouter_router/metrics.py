@@ -76,6 +76,18 @@ class Metrics:
         self.first_byte = Histogram(
             "mmrouter_first_byte_seconds", "Request received to first answer byte", buckets=_FIRST_BYTE, registry=r
         )
+        self.chain = Counter(
+            "mmrouter_chain_total",
+            "Stages before an answer (encode, prefill), done or gone without, by why",
+            ["stage", "outcome"],
+            registry=r,
+        )
+        self.chain_seconds = Histogram(
+            "mmrouter_chain_seconds", "Seconds that a stage took", ["stage"], buckets=_FIRST_BYTE, registry=r
+        )
+        self.degraded = Counter(
+            "mmrouter_degraded_total", "Requests served without a pool that has no pod", ["missing"], registry=r
+        )
         self.retries = Counter(
             "mmrouter_retries_total", "Requests sent to another worker, by cause", ["cause"], registry=r
         )

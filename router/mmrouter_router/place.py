@@ -14,7 +14,8 @@ from mmrouter_router.sentinels import Scope
 Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
 """What a worker may be used for: with its overlap, without it, only where nobody else is, or not at all."""
 
-SERVING_ROLES = frozenset({"worker"})
+WORKERS = frozenset({"worker"})
+"""The role of engines that serve a request whole; other roles are placed where a chain of engines asks for them."""
 _IDLE = Usage()
 
 
@@ -62,10 +63,19 @@ class Placer:
         return said or self._block_sizes.get(worker.member.pool, 0)
 
     def place(
-        self, prepared: Prepared, *, exclude: Collection[str] = (), policy: Policy | None = None, dry_run: bool = False
+        self,
+        prepared: Prepared,
+        *,
+        exclude: Collection[str] = (),
+        policy: Policy | None = None,
+        dry_run: bool = False,
+        roles: Collection[str] = WORKERS,
     ) -> Decision:
-        """Choose among the workers that may serve, pod uids in ``exclude`` left out. Raises :class:`NoWorkerError`."""
-        targets = self._targets(exclude)
+        """Choose among the engines of these roles that may serve, pod uids in ``exclude`` left out.
+
+        Raises :class:`NoWorkerError`.
+        """
+        targets = self._targets(exclude, roles)
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
@@ -96,13 +106,20 @@ class Placer:
         usage = target.worker.usage.setdefault(target.rank, Usage())
         return Booking(usage, float(winner.blocks - (winner.overlap if winner.scored else 0)), float(winner.blocks))
 
-    def _targets(self, exclude: Collection[str]) -> dict[tuple[int, Scope | None], list[tuple[Target, Standing]]]:
+    def able(self, worker: Worker) -> bool:
+        """Whether a request may go there at all."""
+        standing = self.standing(worker)
+        return standing in ("verified", "degraded", "pending") or (standing == "unsynced" and worker.serving)
+
+    def _targets(
+        self, exclude: Collection[str], roles: Collection[str]
+    ) -> dict[tuple[int, Scope | None], list[tuple[Target, Standing]]]:
         """Return (block size, scope) -> what may serve at it; one pass, because it is once per request and worker."""
         usable: list[tuple[Worker, Standing]] = []
         pending: list[tuple[Worker, Standing]] = []
         others: list[tuple[Worker, Standing]] = []
         for worker in self._fleet:
-            if worker.member.role in SERVING_ROLES and worker.member.uid not in exclude:
+            if worker.member.role in roles and worker.member.uid not in exclude:
                 standing = self.standing(worker)
                 if standing in ("verified", "degraded"):
                     usable.append((worker, standing))
@@ -153,7 +170,7 @@ class Booking:
         self._open = True
 
     def answered(self) -> None:
-        """The first byte came: nothing is left to prefill."""
+        """The first byte came, or another engine has computed the prompt: nothing is left to prefill."""
         self._usage.prefill -= self._prefill
         self._prefill = 0.0
 

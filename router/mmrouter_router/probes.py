@@ -1,19 +1,20 @@
-"""Pods that no canary proves: encoders are asked for their health, decoders for one token (DESIGN.md 5.3).
+"""Encoders, which no canary proves: each is asked for its health, and once to encode an image (DESIGN.md 5.3).
 
-Every router asks for itself, because the question is whether *this* frontend reaches the pod. The answers are for the
-readiness gates alone; no client's request is placed by them.
+Every router asks for itself, because the question is whether *this* frontend reaches the pod.
 """
 
 import asyncio
+import base64
 import logging
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import orjson
 
 from mmrouter.engines.launching import HTTP_PORT
+from mmrouter.engines.vllm_request import ImageRewrite
+from mmrouter.engines.vllm_stages import StageError, encode_request, read_encoded
 from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.own import new_nonce
+from mmrouter_router.own import new_nonce, small_pictures
 from mmrouter_router.upstream import Upstream, UpstreamError
 
 log = logging.getLogger("mmrouter.probes")
@@ -21,8 +22,8 @@ log = logging.getLogger("mmrouter.probes")
 STEP_SECONDS = 1.0
 """How often is looked who is to be asked, and how soon an encoder that did not answer is asked again."""
 AGAIN_SECONDS = 10.0
-"""When an encoder that answered, or a decoder that failed, is asked again."""
-HEALTH_SECONDS, GENERATE_SECONDS = 5.0, 30.0
+"""When an encoder that answered is asked again."""
+HEALTH_SECONDS, ENCODE_SECONDS = 5.0, 30.0
 MAX_ANSWER = 64 << 10
 
 
@@ -39,15 +40,16 @@ class Standing(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """The last question to a pod: to which start of its engine, when, and what was wrong (empty: nothing)."""
+    """What one start of an encoder said when. ``encoded``: what was wrong with its image, ``None``: not asked."""
 
     boot: str
     at: float
     error: str
+    encoded: str | None = None
 
 
 class Probes:
-    """Asks encoders and decoders, and knows what they said."""
+    """Asks encoders, and knows what they said."""
 
     def __init__(self, fleet: Fleet, upstream: Upstream, engine: str, engine_key: str, served_model: str) -> None:
         self._fleet, self._upstream, self._engine = fleet, upstream, engine
@@ -56,22 +58,17 @@ class Probes:
         self._running: set[str] = set()
 
     def encoder(self, worker: Worker) -> Standing:
-        """Routable once its health answers. Nothing proves an image yet: no request uses an encoder."""
+        """Routable once its health answers, verified once it encoded an image of ours."""
         asked = self._asked.get(worker.member.uid)
         if worker.member.draining:
             return Standing(False, "Unknown", "draining", "it lets its last requests finish")
-        if asked is None or asked.error:
+        if asked is None or asked.error or asked.boot != worker.id:
             return Standing(False, "Unknown", "not_answered", asked.error if asked else "it has not answered yet")
-        return Standing(True, "Unknown", "not_probed", "no image of ours is encoded to prove it")
-
-    def decode(self, worker: Worker) -> Standing:
-        """A decoder whose heartbeat is seen: verified once one generation through it worked, per engine start."""
         if self._engine != "vllm":
-            return Standing(True, "Unknown", "not_probed", f"a decoder of {self._engine} answers no plain request")
-        asked = self._asked.get(worker.member.uid)
-        if asked is None or asked.boot != worker.id:
-            return Standing(True, "Unknown", "pending", "nothing has been generated through it yet")
-        return Standing(True, "False", "generation", asked.error) if asked.error else Standing(True, "True")
+            return Standing(True, "Unknown", "not_probed", f"an encoder of {self._engine} answers no plain request")
+        if asked.encoded is None:
+            return Standing(True, "Unknown", "pending", "no image has been encoded yet")
+        return Standing(True, "False", "encoding", asked.encoded) if asked.encoded else Standing(True, "True")
 
     async def run(self) -> None:
         """Ask whoever is due; ends only by cancellation."""
@@ -86,47 +83,57 @@ class Probes:
                 await asyncio.sleep(STEP_SECONDS)
 
     def _due(self, worker: Worker) -> bool:
-        asked = self._asked.get(worker.member.uid)
-        age = self._fleet.now() - asked.at if asked else float("inf")
-        if worker.member.role == "encoder":
-            return age >= (STEP_SECONDS if asked and asked.error else AGAIN_SECONDS)
-        if worker.member.role != "decode" or self._engine != "vllm" or not worker.serving:
+        if worker.member.role != "encoder":
             return False
+        asked = self._asked.get(worker.member.uid)
         if asked is None or asked.boot != worker.id:
             return True
-        return bool(asked.error) and age >= AGAIN_SECONDS
+        settled = not asked.error and not asked.encoded
+        return self._fleet.now() - asked.at >= (AGAIN_SECONDS if settled else STEP_SECONDS)
 
     async def _ask(self, worker: Worker) -> None:
-        boot = worker.id
+        boot, before = worker.id, self._asked.get(worker.member.uid)
+        encoded = before.encoded if before is not None and before.boot == boot else None
         try:
-            if worker.member.role == "encoder":
-                error = await self._question(worker, "GET", "/health", HEALTH_SECONDS)
-            else:
-                messages = [{"role": "user", "content": new_nonce()}]
-                body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
-                error = await self._question(worker, "POST", "/v1/chat/completions", GENERATE_SECONDS, body)
+            error, _ = await self._question(worker, "GET", "/health", HEALTH_SECONDS)
+            if not error and self._engine == "vllm" and encoded != "":
+                encoded = await self._encode(worker)
         finally:
             self._running.discard(worker.member.uid)
-        before = self._asked.get(worker.member.uid)
-        if before is None or before.error != error:
-            log.info("%s: %s", worker.member.name, error or "answered")
-        self._asked[worker.member.uid] = _Asked(boot, self._fleet.now(), error)
+        now = _Asked(boot, self._fleet.now(), error, encoded)
+        self._asked[worker.member.uid] = now
+        if before is None or before[2:] != now[2:] or before.boot != boot:
+            log.info("%s: %s", worker.member.name, error or encoded or "encodes")
+            self._fleet.changed()
+
+    async def _encode(self, worker: Worker) -> str:
+        """Return what was wrong with encoding a small image under a name that nobody else has; empty: nothing."""
+        uri = f"data:image/png;base64,{base64.b64encode(small_pictures()[0]).decode()}"
+        image = ImageRewrite(0, 0, uri, new_nonce())
+        body = orjson.dumps(encode_request([image], model=self._model))
+        error, raw = await self._question(worker, "POST", "/v1/chat/completions", ENCODE_SECONDS, body)
+        if error:
+            return error
+        try:
+            read_encoded(raw, [image.uuid])
+        except StageError as unusable:
+            return str(unusable)
+        return ""
 
     async def _question(
-        self, worker: Worker, method: str, path: str, seconds: float, body: Mapping[str, object] | None = None
-    ) -> str:
-        """Return what was wrong with the answer; empty for a whole 200."""
+        self, worker: Worker, method: str, path: str, seconds: float, body: bytes = b""
+    ) -> tuple[str, bytes]:
+        """Return what was wrong with the answer, empty for a whole 200, and the answer."""
         headers = {"authorization": f"Bearer {self._key}", "content-type": "application/json"}
-        raw = orjson.dumps(body) if body is not None else b""
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._upstream.request(worker.member.ip, HTTP_PORT, method, path, headers, raw)
+                answer = await self._upstream.request(worker.member.ip, HTTP_PORT, method, path, headers, body)
                 try:
                     said = await answer.read(MAX_ANSWER)
                 finally:
                     answer.close()
         except TimeoutError:
-            return f"no answer within {seconds:g} s"
+            return f"no answer within {seconds:g} s", b""
         except UpstreamError as error:
-            return str(error)
-        return "" if answer.status == 200 else f"answered {answer.status}: {said[:200].decode(errors='replace')}"
+            return str(error), b""
+        return "" if answer.status == 200 else f"answered {answer.status}: {said[:200].decode(errors='replace')}", said

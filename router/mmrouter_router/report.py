@@ -55,8 +55,6 @@ class Reporter:
         if worker.member.role == "encoder":
             return self.probes.encoder(worker)
         unheard = self._unheard(worker)
-        if worker.member.role == "decode":
-            return Standing(False, "Unknown", *unheard) if unheard else self.probes.decode(worker)
         if not unheard and not worker.follower.synced:
             unheard = "no_snapshot", "the snapshot of its cache has not come yet"
         verified = worker.canary

@@ -88,18 +88,13 @@ def run(settings: Settings) -> int:
     except (ValueError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1
-    limits = engine.runners[0].scheduler.limits
-    log.info(
-        "simulated %s: %s, context %d, %d rank(s) of %d blocks of %d tokens, on %s:%d",
-        settings.engine,
-        settings.model,
-        engine.context,
-        settings.ranks,
-        limits.blocks,
-        limits.block_size,
-        settings.host,
-        settings.port,
-    )
+    where = f"on {settings.host}:{settings.port}"
+    if engine.runners:
+        limits = engine.runners[0].scheduler.limits
+        what = f"{settings.ranks} rank(s) of {limits.blocks} blocks of {limits.block_size} tokens"
+    else:
+        what = "encodes only"
+    log.info("simulated %s: %s, context %d, %s, %s", settings.engine, settings.model, engine.context, what, where)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             uvloop.run(serve(engine))

@@ -106,7 +106,7 @@ class Deployment:
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if path == "/control/state":
-            return httpx.Response(200, json={"workers": [{"role": "worker", "standing": "verified"}]})
+            return httpx.Response(200, json={"workers": [{"role": "worker", "standing": "verified", "cause": ""}]})
         if path.startswith("/control/decisions/"):
             offset = self.decisions[path.rpartition("/")[2]]
             return httpx.Response(200, json={"images": [{"offset": offset}]})

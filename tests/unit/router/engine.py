@@ -12,9 +12,13 @@ _hosts = itertools.count(1)
 
 
 class Engine:
-    """Answers everything with one status; ``seen`` has path, body and authorization of each request."""
+    """Answers everything with one status; ``seen`` has path, body and authorization of each request.
 
-    def __init__(self, status: int = 200) -> None:
+    ``encodes``: a chat's answer says where the embeddings of its images are.
+    """
+
+    def __init__(self, status: int = 200, *, encodes: bool = False) -> None:
+        self.encodes = encodes
         self.ip = f"127.80.{os.getpid() % 250}.{next(_hosts)}"
         self.status = status
         self.seen: list[tuple[str, dict, str]] = []
@@ -32,6 +36,13 @@ class Engine:
                 first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
                 headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
                 raw = await reader.readexactly(int(headers["content-length"]))
-                self.seen.append((first.split()[1], json.loads(raw or b"{}"), headers["authorization"]))
-                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\n{}" % self.status)
+                body = json.loads(raw or b"{}")
+                self.seen.append((first.split()[1], body, headers["authorization"]))
+                answer = json.dumps(_embeddings(body) if self.encodes else {}).encode()
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(answer), answer))
                 await writer.drain()
+
+
+def _embeddings(body: dict) -> dict:
+    parts = [part for message in body.get("messages", ()) for part in message["content"]]
+    return {"ec_transfer_params": {part["uuid"]: {"item_indices": [0]} for part in parts}}

@@ -16,8 +16,8 @@ from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
 from mmrouter.identity import to_wire
 from mmrouter_router.decisions import Trace
 from mmrouter_router.fleet import Member
-from mmrouter_router.forward import encode_body
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.outgoing import encode_body
 from mmrouter_router.renderer import Renderer
 from mmrouter_router.sampling import RenderSampler
 from mmrouter_router.upstream import Upstream

@@ -48,7 +48,7 @@ class Reports(Rig):
         return worker
 
 
-@pytest.mark.parametrize("role", ["worker", "prefill"])
+@pytest.mark.parametrize("role", ["worker", "prefill", "decode"])
 def test_a_worker_with_its_snapshot_is_routable_and_its_canary_says_the_rest(role):
     rig = Reports()
     assert rig.row(rig.of_role(role, "a")) == (True, "True", "")
@@ -89,7 +89,7 @@ def test_a_model_that_nobody_predicts_says_so_instead_of_waiting():
 def test_an_engine_that_answers_no_plain_request_is_not_probed():
     rig = Reports("sglang")
     assert rig.row(rig.of_role("prefill", "p", canary="")) == (True, "Unknown", "not_probed")
-    assert rig.row(rig.of_role("decode", "d")) == (True, "Unknown", "not_probed")
+    assert rig.row(rig.of_role("decode", "d", canary="")) == (True, "Unknown", "not_probed")
 
 
 async def probing(rig, condition, seconds: float = 5.0) -> None:
@@ -105,41 +105,40 @@ async def probing(rig, condition, seconds: float = 5.0) -> None:
         rig.upstream.close()
 
 
-async def test_a_decoder_is_verified_by_one_generation_through_it():
-    async with Engine() as engine:
-        rig = Reports()
-        worker = rig.of_role("decode", ip=engine.ip)
-        assert rig.row(worker) == (True, "Unknown", "pending")
-        await probing(rig, lambda: rig.row(worker) == (True, "True", ""))
-        assert [(path, body["max_tokens"], key) for path, body, key in engine.seen] == [
-            ("/v1/chat/completions", 1, "Bearer secret")
-        ]
-
-
-async def test_a_decoder_that_refuses_is_not_verified_and_says_what_it_answered():
-    async with Engine(status=500) as engine:
-        rig = Reports()
-        worker = rig.of_role("decode", ip=engine.ip)
-        await probing(rig, lambda: rig.row(worker) == (True, "False", "generation"))
-        assert "answered 500" in rig.reporter.report()["workers"][worker.member.uid]["message"]
-
-
-async def test_a_decoder_whose_engine_started_anew_has_proved_nothing():
-    async with Engine() as engine:
-        rig = Reports()
-        worker = rig.of_role("decode", ip=engine.ip)
-        await probing(rig, lambda: rig.row(worker)[1] == "True")
-        rig.beat(worker, epoch=2)
-        assert rig.row(worker) == (True, "Unknown", "pending")
-
-
-async def test_an_encoder_is_routable_once_its_health_answers_and_nobody_claims_that_it_encodes():
-    async with Engine() as engine:
+async def test_an_encoder_is_routable_once_its_health_answers_and_verified_once_it_encoded_an_image():
+    async with Engine(encodes=True) as engine:
         rig = Reports()
         worker = rig.of_role("encoder", ip=engine.ip)
         assert rig.row(worker) == (False, "Unknown", "not_answered")
+        await probing(rig, lambda: rig.row(worker) == (True, "True", ""))
+    (health, _, _), (path, body, key) = engine.seen
+    assert (health, path, key) == ("/health", "/v1/chat/completions", "Bearer secret")
+    assert (body["max_tokens"], len(body["messages"][0]["content"])) == (1, 1)
+
+
+async def test_an_encoder_that_does_not_say_where_an_embedding_is_is_not_verified():
+    async with Engine() as engine:
+        rig = Reports()
+        worker = rig.of_role("encoder", ip=engine.ip)
+        await probing(rig, lambda: rig.row(worker) == (True, "False", "encoding"))
+    assert "does not have image" in rig.reporter.report()["workers"][worker.member.uid]["message"]
+
+
+async def test_an_encoder_whose_engine_started_anew_has_proved_nothing():
+    async with Engine(encodes=True) as engine:
+        rig = Reports()
+        worker = rig.of_role("encoder", ip=engine.ip)
+        await probing(rig, lambda: rig.row(worker)[1] == "True")
+        rig.beat(worker, epoch=2)
+        assert rig.row(worker) == (False, "Unknown", "not_answered")
+
+
+async def test_nobody_claims_that_an_encoder_of_sglang_encodes():
+    async with Engine() as engine:
+        rig = Reports("sglang")
+        worker = rig.of_role("encoder", ip=engine.ip)
         await probing(rig, lambda: rig.row(worker) == (True, "Unknown", "not_probed"))
-        assert engine.seen[0][0] == "/health"
+    assert {path for path, _, _ in engine.seen} == {"/health"}
 
 
 @pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])

@@ -1,0 +1,98 @@
+"""How long an encoder takes for an image: seconds = overhead + tokens / rate, both learned from what it did.
+
+The line is fitted to the last images by the Theil-Sen estimator (the median of the slopes of all pairs), which a
+quarter of wild values does not move. Where all images are of one size, a slope cannot be told from an overhead: the
+line known so far is scaled by the median ratio instead.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Final
+
+from mmrouter.engines.devices import DEVICES
+
+WINDOW: Final = 32
+"""Images that a fit looks at: a change of rate is known after half of them."""
+EAGER: Final = 8
+"""Up to so many images every one changes the fit; after that every fourth, because a fit compares all pairs."""
+GUESSED_TOKENS_PER_SECOND: Final = 1000.0
+GUESSED_OVERHEAD: Final = 0.005
+"""A first guess at the slowest kind, wrong on any real machine; it decides the first images only."""
+_SPREAD: Final = 0.2
+"""A pair says something of the slope where its sizes differ by this share of the largest size."""
+_PAIRS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds for an image by its visual tokens."""
+
+    overhead: float  # seconds per image
+    per_token: float  # seconds per visual token
+
+    def seconds(self, tokens: int, images: int = 1) -> float:
+        """Return the time for ``images`` images of ``tokens`` visual tokens together."""
+        return images * self.overhead + tokens * self.per_token
+
+    def scaled(self, factor: float) -> "Line":
+        """Return the line of an encoder that is ``factor`` times as slow."""
+        return Line(self.overhead * factor, self.per_token * factor)
+
+
+def guess(kind: str) -> Line:
+    """Return the line to begin with, by accelerator kind; an unknown kind counts as the slowest."""
+    device = DEVICES.get(kind)
+    speed = device.encoder_speed if device else 1.0
+    return Line(GUESSED_OVERHEAD, 1.0 / (GUESSED_TOKENS_PER_SECOND * speed))
+
+
+class Rate:
+    """One encoder's line. ``first`` is believed until there is a measurement."""
+
+    def __init__(self, first: Line) -> None:
+        self.line = first
+        self.measured = 0
+        self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # tokens and seconds, per image
+        self._batch = (0, 0, 0.0)  # images, tokens, seconds of the newest entry
+
+    def observe(self, tokens: int, seconds: float, at_once: int = 1) -> None:
+        """Take in that an image took ``seconds`` of the encoder.
+
+        ``at_once``: how many it may have had together. What it did as one batch comes back at one time, the first with
+        all the seconds and the others with none, so those are counted as one measurement.
+        """
+        if seconds < 0:
+            raise ValueError(f"an image took {seconds} s")
+        images, total, spent = self._batch
+        if 0 < images < at_once and seconds < self.line.seconds(tokens) / 10:
+            self._last.pop()
+            self._batch = (images + 1, total + tokens, spent + seconds)
+        else:
+            self._batch = (1, tokens, seconds)
+        self.measured += 1
+        images, total, spent = self._batch
+        self._last.append((total / images, spent / images))
+        if len(self._last) <= EAGER or self.measured % 4 == 0:
+            self._fit()
+
+    def forget(self) -> None:
+        """What comes next may be unlike what was: the line stays until there is a new measurement."""
+        self._last.clear()
+        self._batch = (0, 0, 0.0)
+
+    def _fit(self) -> None:
+        if all(seconds == 0 for _, seconds in self._last):
+            return  # a clock that stood still says nothing
+        least = _SPREAD * max(tokens for tokens, _ in self._last)
+        slopes = [(d2 - d1) / (t2 - t1) for (t1, d1), (t2, d2) in combinations(self._last, 2) if abs(t2 - t1) > least]
+        if len(slopes) >= _PAIRS and (slope := median(slopes)) > 0:
+            overhead = max(0.0, median(d - slope * t for t, d in self._last))
+            if overhead == 0.0:
+                slope = median(d / max(t, 1) for t, d in self._last)
+            self.line = Line(overhead, slope)
+            return
+        ratio = median(d / max(self.line.overhead + t * self.line.per_token, 1e-9) for t, d in self._last)
+        if ratio > 0:
+            self.line = self.line.scaled(ratio)

@@ -1,0 +1,53 @@
+"""The encoder pods of a deployment: who of them takes images, and how one is sent a request."""
+
+from mmrouter.api import MMRouterDeployment
+from mmrouter.engines.launching import HTTP_PORT
+from mmrouter_router.encode import Encoder
+from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.probes import Probes
+from mmrouter_router.upstream import Upstream, UpstreamError
+
+MAX_ANSWER = 1 << 20
+
+
+class EncoderPods:
+    """What the scheduler of images knows of the fleet. An encoder is known by its engine's start: then it is empty."""
+
+    def __init__(
+        self, deployment: MMRouterDeployment, fleet: Fleet, probes: Probes, upstream: Upstream, engine_key: str
+    ) -> None:
+        self._pools = {pool.name: pool for pool in deployment.spec.pools}
+        self._refuses = deployment.spec.verification.on_failure == "Refuse"
+        self._fleet, self._probes, self._upstream = fleet, probes, upstream
+        self._headers = {
+            "authorization": f"Bearer {engine_key}",
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+        }
+
+    def encoders(self) -> list[Encoder]:
+        """Return the encoders that take images now (DESIGN.md 5.3)."""
+        return [
+            Encoder(worker.id, pool.accelerator.kind, weight=pool.weight)
+            for worker in self._fleet
+            if worker.member.role == "encoder"
+            and (pool := self._pools.get(worker.member.pool)) is not None
+            and self._takes(worker)
+        ]
+
+    async def post(self, encoder: str, body: bytes) -> tuple[int, bytes]:
+        """Send an encoder a chat; returns status and answer. Raises :class:`UpstreamError`."""
+        worker = next((worker for worker in self._fleet if worker.id == encoder), None)
+        if worker is None:
+            raise UpstreamError(f"encoder {encoder} has left", sent=False)
+        answer = await self._upstream.request(
+            worker.member.ip, HTTP_PORT, "POST", "/v1/chat/completions", self._headers, body
+        )
+        try:
+            return answer.status, await answer.read(MAX_ANSWER)
+        finally:
+            answer.close()
+
+    def _takes(self, worker: Worker) -> bool:
+        standing = self._probes.encoder(worker)
+        return standing.routable and not (self._refuses and standing.verified != "True")

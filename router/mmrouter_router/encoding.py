@@ -1,0 +1,166 @@
+"""Images to encoders, as the scheduler says: the sending, and nothing of the choosing (facts on vLLM 6.2).
+
+Each image goes to its encoder alone, so an image that many requests show is encoded for all of them at once. The
+encoder's answer is opaque: it comes back as it was, for the engine that needs the embedding.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrouter.engines.vllm_request import ImageRewrite
+from mmrouter.engines.vllm_stages import StageError, encode_request, read_encoded
+from mmrouter_router.encode import Answer, Encoder, Encoders, Image, Outcome, Placed
+from mmrouter_router.outgoing import encode_body
+from mmrouter_router.upstream import UpstreamError
+
+log = logging.getLogger("mmrouter.encoding")
+
+REFUSED = range(400, 500)
+"""What an encoder answers to an image that no other one would take either."""
+BUSY = frozenset({408, 429})
+"""Of these, what is about the encoder and not about the image."""
+
+Post = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
+"""Encoder id and body -> status and answer. Raises :class:`UpstreamError`."""
+
+
+class EncodeError(Exception):
+    """No encoder encodes a request's images; ``reason`` is one of few words."""
+
+    def __init__(self, reason: str, retry_after: float | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One image of a request: what the scheduler weighs, and what an encoder is sent."""
+
+    image: Image
+    rewrite: ImageRewrite
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What encoders said of a request's images, by identity, and how it came about, in the order of the images."""
+
+    params: dict[str, dict[str, Any]]
+    placed: tuple[Placed, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request whose images are being encoded."""
+
+    shown: tuple[Shown, ...]
+    done: "asyncio.Future[tuple[Answer, ...]]" = field(default_factory=asyncio.Future)
+
+
+class Encoding:
+    """The encoders of this router's fleet. All methods are called from one event loop."""
+
+    def __init__(self, machine: Encoders, post: Post, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.machine = machine
+        self._post, self._model, self._clock = post, model, clock
+        self._waiting: dict[str, _Waiting] = {}
+        self._sending: dict[int, asyncio.Task[None]] = {}
+        self._joined: dict[str, Encoder] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def able(self) -> bool:
+        """Whether there is an encoder at all."""
+        return bool(self._joined)
+
+    def update(self, encoders: Collection[Encoder]) -> None:
+        """Work with these encoders from now on. What one that is gone had goes to the others."""
+        wanted = {encoder.id: encoder for encoder in encoders}
+        for name in self._joined.keys() - wanted.keys():
+            self._carry_out(self.machine.leave(name, self._clock()))
+        for name, encoder in wanted.items():
+            if self._joined.get(name) != encoder:
+                self._carry_out(self.machine.join(encoder, self._clock()))
+        self._joined = wanted
+
+    async def encode(self, request_id: str, shown: Sequence[Shown]) -> Encoded:
+        """Have every image encoded; a call that is cancelled takes back what only it wanted.
+
+        Raises :class:`EncodeError` when no encoder does it.
+        """
+        began = self._clock()
+        waiting = self._waiting[request_id] = _Waiting(tuple(shown))
+        try:
+            outcome = self.machine.place(request_id, [one.image for one in shown], began)
+            if outcome.full is not None:
+                raise EncodeError("encoders_full", outcome.full.retry_after)
+            self._carry_out(outcome)
+            answers = await waiting.done
+        finally:
+            del self._waiting[request_id]
+            self._carry_out(self.machine.cancel(request_id, self._clock()))
+        params = {one.rewrite.uuid: answer.value for one, answer in zip(shown, answers, strict=True)}
+        return Encoded(params, outcome.placed, self._clock() - began)
+
+    async def run(self) -> None:
+        """Take work away from encoders that stall; ends only by cancellation, and ends what is being sent."""
+        try:
+            while True:
+                now = self._clock()
+                due = self.machine.next_tick(now)
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(None if due == float("inf") else max(0.0, due - now)):
+                        await self._changed.wait()
+                except TimeoutError:
+                    self._carry_out(self.machine.tick(self._clock()))
+        finally:
+            for task in self._sending.values():
+                task.cancel()
+
+    # -- what the scheduler says ------------------------------------------------------------------------------------
+
+    def _carry_out(self, outcome: Outcome) -> None:
+        for abort in outcome.aborts:
+            if task := self._sending.pop(abort.run, None):
+                task.cancel()
+        for start in outcome.starts:
+            task = asyncio.create_task(self._send(start.run, start.encoder, start.image), name=f"encode {start.run}")
+            self._sending[start.run] = task
+        for ready in outcome.ready:
+            if (waiting := self._waiting.get(ready.request)) and not waiting.done.done():
+                waiting.done.set_result(ready.answers)
+        for lost in outcome.lost:
+            if (waiting := self._waiting.get(lost.request)) and not waiting.done.done():
+                waiting.done.set_exception(EncodeError(lost.reason))
+        self._changed.set()
+
+    async def _send(self, job: int, encoder: str, image: Image) -> None:
+        rewrite = self._rewrite(image)
+        refused = False
+        try:
+            status, raw = await self._post(encoder, encode_body(encode_request([rewrite], model=self._model)))
+            refused = status in REFUSED and status not in BUSY
+            if status != 200:
+                raise StageError(f"answered {status}: {raw[:200].decode(errors='replace')}")
+            params = read_encoded(raw, [rewrite.uuid])[rewrite.uuid]
+        except (StageError, UpstreamError) as error:
+            log.warning("encoder %s: %s", encoder, error)
+            self._sending.pop(job, None)
+            self._carry_out(self.machine.failed(job, self._clock(), refused=refused))
+            return
+        self._sending.pop(job, None)
+        self._carry_out(self.machine.finished(job, self._clock(), params))
+
+    def _rewrite(self, image: Image) -> ImageRewrite:
+        """What is sent for an image: any request's that shows it, as equal keys are equal bytes."""
+        for waiting in self._waiting.values():
+            for shown in waiting.shown:
+                if shown.image.key == image.key:
+                    return shown.rewrite
+        raise AssertionError("an image that nobody waits for was started")

@@ -1,0 +1,262 @@
+"""What is done before an engine answers a chat: images to encoders, the prompt to a prefill engine (DESIGN.md 6).
+
+Every stage may fail, and none of them fails a request: the engine that comes next has the bytes and does the work
+itself. What was gone without, and why, stands in the request's trace and in a metric.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from mmrouter.api import EngineType
+from mmrouter.engines.vllm_stages import (
+    StageError,
+    decode_request,
+    prefill_request,
+    read_prefilled,
+    why_whole,
+    with_embeddings,
+)
+from mmrouter_router.chain import Form, Worth, form
+from mmrouter_router.encode import Image
+from mmrouter_router.encoding import EncodeError, Encoding, Shown
+from mmrouter_router.fleet import Fleet, Target
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.outgoing import Outgoing, encode_body
+from mmrouter_router.place import Decision, NoWorkerError, Placer
+from mmrouter_router.prepare import Prepared
+from mmrouter_router.tracing import failure_of, stage
+from mmrouter_router.upstream import UpstreamError
+
+PREFILL_SECONDS = 120.0
+"""A prefill that takes longer is given up: its engine hangs, and the decoder computes the prompt."""
+ENCODE_SECONDS = 120.0
+
+Ask = Callable[[Target, str, bytes, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
+"""Target, request id, body, headers -> status and whole answer. Raises :class:`UpstreamError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One stage of a request: which engines had it, how it went (``done``, or why without it), and its seconds."""
+
+    stage: Literal["encode", "prefill"]
+    outcome: str
+    workers: tuple[str, ...] = ()
+    seconds: float = 0.0
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "stage": self.stage,
+            "outcome": self.outcome,
+            "workers": list(self.workers),
+            "seconds": round(self.seconds, 6),
+            **self.detail,
+        }
+
+
+@dataclass(slots=True)
+class Staged:
+    """What the answering engine is sent, and who computed the prompt where that was another one."""
+
+    body: bytes
+    notes: list[Note]
+    prefilled: Decision | None = None
+    began: float = 0.0  # seconds of a monotonic clock, before the first stage
+    remaining: int = 0  # prompt tokens that the answering engine did not hold
+    lost: bool = False  # an engine ended under a stage
+
+
+class Stages:
+    """Runs the stages that a deployment's pools make possible. ``encoding`` is ``None`` without encoder pools."""
+
+    def __init__(
+        self,
+        engine: EngineType,
+        pools: Iterable[str],
+        fleet: Fleet,
+        placer: Placer,
+        metrics: Metrics,
+        ask: Ask,
+        encoding: Encoding | None = None,
+        worth: Worth | None = None,
+    ) -> None:
+        """``pools``: the roles of the resource's pools."""
+        self._engine, self._pools = engine, frozenset(pools)
+        self._fleet, self._placer, self._metrics, self._ask = fleet, placer, metrics, ask
+        self._encoding = encoding
+        self.worth = worth or Worth()
+        self._plain = self._pools <= {"worker", "renderer"}  # whatever pods there are
+        self._answering = (self._pools & {"worker", "prefill", "decode"}) or frozenset({"worker"})
+
+    def form(self) -> Form:
+        """Return the stages that the pods can serve now. Roles that answer are in it even when no pod of theirs can."""
+        if self._plain:
+            return Form(self._answering)
+        able = {
+            worker.member.role
+            for worker in self._fleet
+            if worker.member.role != "encoder" and self._placer.able(worker)
+        }
+        if self._encoding is not None and self._encoding.able:
+            able.add("encoder")
+        found = form(self._engine, self._pools, able)
+        for missing in found.degraded:
+            self._metrics.degraded.labels(missing).inc()
+        return found if found.answers else replace(found, answers=self._answering)
+
+    async def before(
+        self,
+        request_id: str,
+        prepared: Prepared,
+        outgoing: Outgoing,
+        shape: Form,
+        decision: Decision,
+        headers: Mapping[str, str],
+        *,
+        alone: bool = False,
+    ) -> Staged:
+        """Do what comes before the answer; ``decision`` says who will give it. Fails only by cancellation.
+
+        ``alone``: that engine computes the prompt itself, because it could not fetch it.
+        """
+        staged = Staged(b"", [], began=time.monotonic(), remaining=_remaining(prepared, decision))
+        computes = decision
+        if shape.prefills and decision.target.worker.member.role == "decode":
+            why = "transfer" if alone else why_whole(outgoing.fields) or self.worth.why_here(staged.remaining)
+            if not why:
+                try:
+                    computes = self._placer.place(prepared, roles=("prefill",), policy=decision.policy)
+                except NoWorkerError:
+                    why = "no_prefill"
+            if why:
+                self._note(staged, Note("prefill", why, detail={"remaining_tokens": staged.remaining}))
+        fields: Mapping[str, Any] = outgoing.fields
+        if shape.encodes and computes.target.worker.member.role != "decode":
+            fields = await self._encode(request_id, prepared, outgoing, computes, staged)
+        if computes is not decision:
+            fields = await self._prefill(request_id, prepared, outgoing, fields, computes, headers, staged)
+        staged.body = outgoing.plain if fields is outgoing.fields else encode_body(fields)
+        return staged
+
+    def answered(self, staged: Staged) -> None:
+        """The first byte of the answer is there: learn from how long it took."""
+        if any(note.stage == "prefill" for note in staged.notes):
+            apart = staged.prefilled is not None
+            self.worth.observe(staged.remaining, time.monotonic() - staged.began, apart=apart)
+
+    # -- the stages --------------------------------------------------------------------------------------------------
+
+    async def _encode(
+        self, request_id: str, prepared: Prepared, outgoing: Outgoing, computes: Decision, staged: Staged
+    ) -> Mapping[str, Any]:
+        """Have the images encoded that the computing engine's blocks do not hold. Returns the fields to go on with."""
+        assert self._encoding is not None
+        shown = _uncovered(prepared, outgoing, computes)
+        if not shown:
+            if outgoing.images:
+                self._note(staged, Note("encode", "held"))
+            return outgoing.fields
+        began = time.monotonic()
+        with stage("encode") as span:
+            try:
+                async with asyncio.timeout(ENCODE_SECONDS):
+                    done = await self._encoding.encode(request_id, shown)
+            except (EncodeError, TimeoutError) as error:
+                reason = error.reason if isinstance(error, EncodeError) else "timeout"
+                span.fail(failure_of(error))
+                self._note(staged, Note("encode", reason, seconds=time.monotonic() - began))
+                return outgoing.fields
+        detail = {
+            "images": len(shown),
+            "tokens": sum(one.image.tokens for one in shown),
+            "placed": [
+                {
+                    "identity": one.rewrite.uuid,
+                    "how": placed.how,
+                    "encoder": placed.encoder,
+                    "weighed": dict(placed.weighed),
+                }
+                for one, placed in zip(shown, done.placed, strict=True)
+            ],
+        }
+        workers = tuple(sorted({placed.encoder for placed in done.placed}))
+        self._note(staged, Note("encode", "done", workers, done.seconds, detail))
+        return with_embeddings(outgoing.fields, done.params, [image.uuid for image in outgoing.images])
+
+    async def _prefill(
+        self,
+        request_id: str,
+        prepared: Prepared,
+        outgoing: Outgoing,
+        fields: Mapping[str, Any],
+        computes: Decision,
+        headers: Mapping[str, str],
+        staged: Staged,
+    ) -> Mapping[str, Any]:
+        """Have a prompt computed by another engine than the answering one. Returns the fields for that one."""
+        target, winner = computes.target, computes.choice.winner
+        began = time.monotonic()
+        outcome, params = "done", None
+        booking = self._placer.begin(computes)
+        body = encode_body(prefill_request(fields))
+        with stage("prefill", client=True) as span:
+            span.tell({"mmrouter.worker": target.worker.member.name})
+            try:
+                async with asyncio.timeout(PREFILL_SECONDS):
+                    status, raw = await self._ask(target, request_id, body, span.passed_on(headers))
+                if status == 200:
+                    params = read_prefilled(raw)
+                else:
+                    outcome = f"answered_{status}"
+            except StageError:
+                outcome = "unusable"
+            except TimeoutError:
+                outcome = "timeout"
+            except UpstreamError as error:
+                outcome, staged.lost = ("engine_lost" if error.sent else "connect"), error.sent
+            finally:
+                booking.end()
+            if outcome != "done":
+                span.fail(outcome)
+        detail = {
+            "overlap": winner.overlap,
+            "blocks": winner.blocks,
+            "remaining_tokens": staged.remaining,
+            "why": computes.choice.reason,
+        }
+        self._note(staged, Note("prefill", outcome, (winner.name,), time.monotonic() - began, detail))
+        if params is None:
+            # The bytes are in the request: the decoder computes what the prefill did not.
+            return outgoing.fields
+        staged.prefilled = computes
+        return decode_request(outgoing.fields, params)
+
+    def _note(self, staged: Staged, note: Note) -> None:
+        staged.notes.append(note)
+        outcome = "answered" if note.outcome.startswith("answered_") else note.outcome
+        self._metrics.chain.labels(note.stage, outcome).inc()
+        if note.outcome == "done":
+            self._metrics.chain_seconds.labels(note.stage).observe(note.seconds)
+
+
+def _remaining(prepared: Prepared, decision: Decision) -> int:
+    """Tokens of the prompt that the chosen engine has to compute or be given."""
+    winner = decision.choice.winner
+    held = winner.overlap * decision.target.block_size if winner.scored else 0
+    return max(0, len(prepared.ids) - held)
+
+
+def _uncovered(prepared: Prepared, outgoing: Outgoing, computes: Decision) -> list[Shown]:
+    """Return the images, each once, of which the computing engine lacks a block."""
+    held = len(prepared.ids) - _remaining(prepared, computes)
+    found: dict[str, Shown] = {}
+    spans = prepared.spans or (None,) * len(prepared.images)  # none where the prompt could not be predicted
+    for image, span, rewrite in zip(prepared.images, spans, outgoing.images, strict=True):
+        if span is None or span.end > held:
+            found.setdefault(rewrite.uuid, Shown(Image(image.identity, image.tokens), rewrite))
+    return list(found.values())

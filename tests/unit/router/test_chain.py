@@ -1,0 +1,98 @@
+"""Which stages a request goes through: the fullest form that the pods can serve, and whether it is worth it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter_router.chain import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form
+
+ROLES = ("encoder", "prefill", "decode", "worker")
+subsets = st.frozensets(st.sampled_from(ROLES))
+PAIR = frozenset({"prefill", "decode"})
+resources = subsets.map(lambda pools: pools | PAIR if pools & PAIR else pools)
+"""Roles of a resource: one of a pair is refused without the other."""
+
+
+@given(st.sampled_from(["vllm", "sglang"]), resources, subsets)
+def test_a_form_uses_only_pods_that_can_work_and_names_every_pool_that_it_goes_without(engine, pools, up):
+    able = pools & up
+    found = form(engine, pools, able)
+    assert found.answers <= able
+    if found.prefills:
+        assert {"prefill", "decode"} <= able
+    if found.encodes:
+        assert "encoder" in able
+    wanted = pools - {"worker"} if engine == "vllm" else pools & PAIR
+    assert (not found.degraded) == (able >= wanted)
+
+
+@given(resources, subsets)
+def test_a_vllm_deployment_answers_while_any_engine_with_a_language_model_is_up(pools, up):
+    able = pools & up
+    assert bool(form("vllm", pools, able).answers) == bool(able - {"encoder"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "pools", "able", "name", "degraded"),
+    [
+        ("vllm", "worker", "worker", "whole", ()),
+        ("vllm", "encoder worker", "encoder worker", "encode-whole", ()),
+        ("vllm", "encoder worker", "worker", "whole", ("no_encoder",)),
+        ("vllm", "prefill decode", "prefill decode", "prefill-decode", ()),
+        ("vllm", "prefill decode", "decode", "whole", ("no_prefill",)),
+        ("vllm", "prefill decode", "prefill", "whole", ("no_decode",)),
+        ("vllm", "encoder prefill decode", "encoder prefill decode", "encode-prefill-decode", ()),
+        ("vllm", "encoder prefill decode", "prefill decode", "prefill-decode", ("no_encoder",)),
+        ("sglang", "prefill decode", "prefill decode", "prefill-decode", ()),
+        ("sglang", "prefill decode worker", "decode worker", "whole", ("no_pair",)),
+    ],
+)
+def test_a_pool_that_is_down_leaves_the_next_simpler_form(engine, pools, able, name, degraded):
+    found = form(engine, pools.split(), able.split())
+    assert (found.name, found.degraded) == (name, degraded)
+    assert found.answers
+
+
+@pytest.mark.parametrize("able", ["prefill", "decode", "encoder", ""])
+def test_half_a_pair_of_sglang_answers_nobody(able):
+    assert not form("sglang", ("encoder", "prefill", "decode"), able.split()).answers
+
+
+def test_case_57_a_well_cached_or_short_prompt_is_computed_where_it_is_decoded():
+    worth = Worth()
+    assert worth.why_here(104) == "short"  # 104 of 1000 tokens remain
+    assert worth.why_here(2048) == ""
+    assert worth.why_here(1000) == ""  # all of 1000 remain
+
+
+def learn(worth, *, here, apart):
+    """Ask until both ways are known, each taking ``seconds(tokens)``."""
+    for number in range(4 * ENOUGH):
+        tokens = SHORT_TOKENS + 300 * (number % 7)
+        goes_here = bool(worth.why_here(tokens))
+        worth.observe(tokens, here(tokens) if goes_here else apart(tokens), apart=not goes_here)
+    return worth
+
+
+def share_here(worth, tokens):
+    return sum(bool(worth.why_here(tokens)) for _ in range(4 * EXPLORE)) / (4 * EXPLORE)
+
+
+def test_the_way_that_was_measured_faster_is_taken_and_the_other_still_tried():
+    slow_transfer = learn(Worth(), here=lambda n: n * 1e-4, apart=lambda n: 0.5 + n * 1e-4)
+    assert share_here(slow_transfer, 1500) == 1 - 1 / EXPLORE
+    busy_decoder = learn(Worth(), here=lambda n: n * 1e-3, apart=lambda n: 0.01 + n * 1e-4)
+    assert share_here(busy_decoder, 1500) == 1 / EXPLORE
+
+
+def test_a_transfer_with_a_fixed_price_is_worth_it_for_long_prompts_only():
+    worth = learn(Worth(), here=lambda n: n * 1e-3, apart=lambda n: 1.5 + n * 1e-4)
+    assert share_here(worth, 600) > 0.9
+    assert share_here(worth, 6000) < 0.1
+
+
+def test_short_prompts_do_not_teach():
+    worth = Worth()
+    for _ in range(100):
+        worth.observe(SHORT_TOKENS - 1, 9.0, apart=True)
+    assert worth.apart.measured == 0

@@ -1,0 +1,163 @@
+"""Images on their way to encoders: sent once, moved where an encoder fails, taken back when nobody waits."""
+
+import asyncio
+import json
+
+import pytest
+
+from mmrouter.engines.vllm_request import ImageRewrite
+from mmrouter_router.encode import Encoder, Encoders, Image
+from mmrouter_router.encoding import EncodeError, Encoding, Shown
+from mmrouter_router.upstream import UpstreamError
+
+
+def shown(name, tokens=100):
+    return Shown(Image(name.encode(), tokens), ImageRewrite(0, 0, f"data:{name}", name))
+
+
+class Pool:
+    """Encoders that answer when they are let, and what each was sent."""
+
+    def __init__(self):
+        self.sent = []  # (encoder, image)
+        self.gates = {}  # image -> Event, for images that are held up
+        self.answers = {}  # encoder -> status, or an error to raise
+        self.cancelled = []
+
+    async def post(self, encoder, body):
+        (part,) = json.loads(body)["messages"][0]["content"]
+        name = part["uuid"]
+        assert part["image_url"]["url"] == f"data:{name}"
+        self.sent.append((encoder, name))
+        try:
+            if gate := self.gates.get(name):
+                await gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        answer = self.answers.get(encoder, 200)
+        if isinstance(answer, Exception):
+            raise answer
+        params = {name: {"item_indices": [0], "peer_host": encoder}}
+        return answer, json.dumps({"ec_transfer_params": params} if answer == 200 else {"error": "x"}).encode()
+
+    def hold(self, *names):
+        self.gates |= {name: asyncio.Event() for name in names}
+
+
+@pytest.fixture
+async def pool():
+    return Pool()
+
+
+@pytest.fixture
+async def encoding(pool):
+    made = Encoding(Encoders(), pool.post, "m")
+    made.update([Encoder("a", "cpu", queue=4), Encoder("b", "cpu", queue=4)])
+    task = asyncio.create_task(made.run())
+    yield made
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_answers_come_back_untouched_under_their_images_identities(encoding, pool):
+    done = await encoding.encode("r1", [shown("x"), shown("y"), shown("x")])
+    where = {name: encoder for encoder, name in pool.sent}
+    assert done.params == {name: {"item_indices": [0], "peer_host": where[name]} for name in ("x", "y")}
+    assert len(pool.sent) == 2
+    assert len(done.placed) == 3
+    assert done.seconds >= 0
+
+
+async def test_an_image_of_many_requests_is_sent_once_while_it_is_on_its_way_and_while_it_is_held(encoding, pool):
+    pool.hold("x")
+    waiting = [asyncio.create_task(encoding.encode(f"r{n}", [shown("x")])) for n in range(5)]
+    await until(lambda: pool.sent)
+    pool.gates["x"].set()
+    await asyncio.gather(*waiting)
+    await encoding.encode("later", [shown("x")])
+    assert [name for _, name in pool.sent] == ["x"]
+
+
+async def test_an_image_that_nobody_waits_for_any_more_is_aborted_and_one_that_somebody_does_is_not(encoding, pool):
+    pool.hold("x", "y")
+    first = asyncio.create_task(encoding.encode("r1", [shown("x"), shown("y")]))
+    second = asyncio.create_task(encoding.encode("r2", [shown("y")]))
+    await until(lambda: len(pool.sent) == 2)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await until(lambda: pool.cancelled)
+    pool.gates["y"].set()
+    await second
+    assert pool.cancelled == ["x"]
+
+
+@pytest.mark.parametrize("answer", [500, 503, 429, UpstreamError("gone", sent=True)])
+async def test_an_image_goes_to_another_encoder_when_one_fails(encoding, pool, answer):
+    pool.answers["a"] = answer
+    for number in range(4):
+        done = await encoding.encode(f"r{number}", [shown(f"x{number}")])
+        assert done.params[f"x{number}"]["peer_host"] == "b"
+
+
+async def test_an_answer_without_the_embedding_is_a_failure(encoding, pool):
+    pool.answers["a"] = pool.answers["b"] = 204
+    with pytest.raises(EncodeError) as error:
+        await encoding.encode("r1", [shown("x")])
+    assert error.value.reason == "attempts"
+
+
+async def test_an_image_that_an_encoder_refuses_is_tried_nowhere_else(encoding, pool):
+    pool.answers["a"] = pool.answers["b"] = 400
+    with pytest.raises(EncodeError) as error:
+        await encoding.encode("r1", [shown("x")])
+    assert error.value.reason == "image_refused"
+    assert len(pool.sent) == 1
+
+
+async def test_what_an_encoder_had_that_left_goes_to_the_others(encoding, pool):
+    pool.hold("x", "y", "z", "v")
+    asked = asyncio.create_task(encoding.encode("r1", [shown(name) for name in "xyzv"]))
+    await until(lambda: len(pool.sent) == 2)
+    encoding.update([Encoder("b", "cpu", queue=4)])
+    for gate in pool.gates.values():
+        gate.set()
+    await asked
+    assert {name for _, name in pool.sent} == set("xyzv")
+    assert sum(encoder == "a" for encoder, _ in pool.sent) <= 1
+
+
+async def test_without_an_encoder_or_room_it_is_said_at_once(encoding, pool):
+    pool.hold("x")
+    with pytest.raises(EncodeError) as error:
+        await encoding.encode("r1", [shown(f"i{number}") for number in range(50)])
+    assert error.value.reason == "encoders_full"
+    assert pool.sent == []
+    encoding.update([])
+    assert not encoding.able
+    with pytest.raises(EncodeError):
+        await encoding.encode("r2", [shown("x")])
+
+
+async def test_a_stalled_encoders_work_moves_without_anybody_calling(pool):
+    stalls = Encoding(Encoders(), pool.post, "m")
+    stalls.update([Encoder("a", "nvidia"), Encoder("b", "cpu")])
+    task = asyncio.create_task(stalls.run())
+    for number in range(10):  # both become known to be quick
+        await stalls.encode(f"warm{number}", [shown(f"w{number}a"), shown(f"w{number}b")])
+    held = pool.gates.setdefault("x", asyncio.Event())
+    asked = asyncio.create_task(stalls.encode("r1", [shown("x")]))
+    await until(lambda: ("a", "x") in pool.sent or ("b", "x") in pool.sent)
+    del pool.gates["x"]  # the next encoder answers at once
+    async with asyncio.timeout(30):
+        await asked
+    held.set()
+    assert pool.cancelled == ["x"]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
