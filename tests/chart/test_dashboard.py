@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 from chart.helm import CHART, Helm
-from prometheus_client import CollectorRegistry
+from tools.metrics_page import registries
 
-from mmrouter.engines.vllm_metrics import Load
-from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, ROLE_TARGET_LABEL
-from mmrouter_router.media.types import MediaMetrics
-from mmrouter_router.metrics import Metrics as RouterMetrics
-from mmrouter_sidecar.metrics import Counted
-from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
 
 DASHBOARD = json.loads((CHART / "dashboards" / "mmrouter.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -25,21 +19,10 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 SERIES = re.compile(r"\b(mmrouter_[a-z_]+)\b(?:\{([^}]*)\})?")
 
 
-def registries() -> Iterator[CollectorRegistry]:
-    yield OperatorMetrics().registry
-    router = RouterMetrics()
-    MediaMetrics(router.registry)
-    yield router.registry
-    sidecar = SidecarMetrics()
-    sidecar.watch(lambda: Counted(batches=1, events={"stored": 1}, held=1, aside=1))
-    sidecar.load.saw("", {0: Load(0, 0, 0.5)})
-    yield sidecar.registry
-
-
 def exposed() -> dict[str, set[str]]:
     """Return every series that operator, router and sidecar expose, with its own labels."""
     found: dict[str, set[str]] = {}
-    for registry in registries():
+    for registry in registries().values():
         own = {
             name: set(getattr(collector, "_labelnames", ()))
             for collector, names in registry._collector_to_names.items()

@@ -22,6 +22,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from mmrouter_cli.pictures import data_uri, picture
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+UNSAID = {"http.request.method", "http.route"}
+"""Attributes that the page leaves out: the span's name has them."""
 SECRET = "xyzzy-nobody-may-see-this"
 
 ENGINE = """#!{python}
@@ -215,6 +217,9 @@ def test_the_clients_trace_goes_through_the_router_into_the_engine(
     assert engine.attributes["mmrouter.worker"] == decided["worker"]
     assert engine.events == ["first byte"]
     assert not [span.raw for span in collector.spans if SECRET in span.raw or "a.png" in span.raw]
+
+    page = (ROOT / "docs" / "observability.md").read_text()
+    assert {key for span in collector.spans for key in span.attributes if f"`{key}`" not in page} <= UNSAID
 
     # The pod that it was, by what the operator renders and the downward API fills in.
     (router,) = deployment.processes("router")
