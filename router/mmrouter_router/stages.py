@@ -92,11 +92,12 @@ class Stages:
         self.worth = worth or Worth()
         self._plain = self._pools <= {"worker", "renderer"}  # whatever pods there are
         self._answering = (self._pools & {"worker", "prefill", "decode"}) or frozenset({"worker"})
+        self._whole = Form(self._answering)
 
     def form(self) -> Form:
         """Return the stages that the pods can serve now. Roles that answer are in it even when no pod of theirs can."""
         if self._plain:
-            return Form(self._answering)
+            return self._whole
         able = {
             worker.member.role
             for worker in self._fleet

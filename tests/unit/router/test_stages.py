@@ -1,0 +1,249 @@
+"""What is done before an answer: what is encoded and prefilled, what is not, and that no failure of it is fatal."""
+
+import asyncio
+import json
+from array import array
+from dataclasses import dataclass, replace
+
+import pytest
+from unit.router.test_place import BLOCK, SEED, Rig
+
+from mmrouter.blocks import Span, block_keys
+from mmrouter.engines.vllm_request import ImageRewrite
+from mmrouter_router.chain import SHORT_TOKENS
+from mmrouter_router.encode import Encoder, Encoders
+from mmrouter_router.encoding import Encoding
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.outgoing import Outgoing
+from mmrouter_router.prepare import Prepared
+from mmrouter_router.stages import Stages
+from mmrouter_router.upstream import UpstreamError
+
+LENGTH = 2 * SHORT_TOKENS
+IDS = array("I", range(LENGTH))
+SPANS = (Span(100, 64, b"a" * 32), Span(600, 64, b"b" * 32))
+KEYS = block_keys(IDS, BLOCK, SPANS, SEED)
+PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """As much of a resolved image as stages look at."""
+
+    identity: bytes
+    tokens: int = 64
+    resolved: bool = True
+
+
+def prepared(spans=SPANS) -> Prepared:
+    images = tuple(Picture(span.identity) for span in SPANS)
+    return Prepared(None, None, images, IDS, spans, "exact", (), SEED, 77)
+
+
+class Staging(Rig):
+    """A deployment with pools of these roles, its engines and encoders answering as they are told."""
+
+    def __init__(self, *roles: str) -> None:
+        super().__init__()
+        self.roles, self.metrics = roles, Metrics()
+        self.prefills: list[dict] = []
+        self.encoded: list[str] = []
+        self.prefill_answer: tuple[int, dict] | Exception = (200, {"kv_transfer_params": PARAMS})
+        self.encode_status = 200
+        self.encoding = Encoding(Encoders(), self.encode, "m") if "encoder" in roles else None
+        if self.encoding is not None:
+            self.encoding.update([Encoder("e1", "cpu")])
+        self.stages = Stages("vllm", roles, self.fleet, self.placer, self.metrics, self.ask, self.encoding)
+
+    def engine(self, role: str, name: str, keys=(), **beat):
+        worker = self.worker(name, keys, **beat)
+        worker.member = replace(worker.member, role=role)
+        return worker
+
+    async def ask(self, target, request_id, body, headers):
+        self.prefills.append(json.loads(body) | {"at": target.worker.member.name})
+        if isinstance(self.prefill_answer, Exception):
+            raise self.prefill_answer
+        status, answer = self.prefill_answer
+        return status, json.dumps(answer).encode()
+
+    async def encode(self, encoder, body):
+        parts = json.loads(body)["messages"][0]["content"]
+        self.encoded += [part["uuid"] for part in parts]
+        params = {part["uuid"]: {"item_indices": [0], "by": encoder} for part in parts}
+        return self.encode_status, json.dumps({"ec_transfer_params": params}).encode()
+
+    async def before(self, wanted=None, fields=(), **options):
+        wanted = wanted or prepared()
+        shape = self.stages.form()
+        decision = self.placer.place(wanted, roles=shape.answers)
+        images = tuple(
+            ImageRewrite(0, n, f"data:{n}", f"m1-{span.identity[:1].decode()}") for n, span in enumerate(SPANS)
+        )
+        outgoing = Outgoing("/v1/chat/completions", {"model": "m", "messages": [], **dict(fields)}, images)
+        staged = await self.stages.before("r", wanted, outgoing, shape, decision, {}, **options)
+        return staged, json.loads(staged.body), [(note.stage, note.outcome) for note in staged.notes]
+
+
+async def test_a_prompt_is_computed_where_most_of_it_is_held_and_fetched_by_the_decoder():
+    rig = Staging("prefill", "decode")
+    rig.engine("prefill", "p1")
+    rig.engine("prefill", "p2", KEYS[:30])
+    rig.engine("decode", "d1")
+    staged, body, notes = await rig.before()
+    assert notes == [("prefill", "done")]
+    assert body["kv_transfer_params"] == PARAMS
+    (sent,) = rig.prefills
+    assert (sent["at"], sent["max_tokens"]) == ("p2", 1)
+    assert staged.prefilled.choice.winner.overlap == 30
+    assert "kv_transfer_params" not in json.loads(Outgoing("/", {"model": "m"}).plain)
+
+
+async def test_a_prompt_that_the_decoder_holds_goes_there_alone():
+    rig = Staging("prefill", "decode")
+    rig.engine("prefill", "p1")
+    rig.engine("decode", "d1", KEYS[: (LENGTH - 100) // BLOCK])
+    staged, body, notes = await rig.before()
+    assert notes == [("prefill", "short")]
+    assert rig.prefills == []
+    assert staged.prefilled is None
+    assert "kv_transfer_params" not in body
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome", "lost"),
+    [
+        ((500, {}), "answered_500", False),
+        ((400, {}), "answered_400", False),
+        ((503, {}), "answered_503", False),
+        ((200, {}), "unusable", False),
+        ((200, {"kv_transfer_params": None}), "unusable", False),
+        (UpstreamError("x", sent=False), "connect", False),
+        (UpstreamError("x", sent=True), "engine_lost", True),
+        (TimeoutError(), "timeout", False),
+    ],
+)
+async def test_a_failed_prefill_leaves_the_prompt_to_the_decoder(answer, outcome, lost):
+    rig = Staging("prefill", "decode")
+    rig.engine("prefill", "p1")
+    rig.engine("decode", "d1")
+    rig.prefill_answer = answer
+    staged, body, notes = await rig.before()
+    assert notes == [("prefill", outcome)]
+    assert "kv_transfer_params" not in body
+    assert (staged.prefilled, staged.lost) == (None, lost)
+    usage = [usage for worker in rig.fleet if worker.member.role == "prefill" for usage in worker.usage.values()]
+    assert [(each.requests, each.prefill, each.active) for each in usage] == [(0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "outcome"),
+    [
+        ({"n": 2}, {}, "several_answers"),
+        ({"prompt_logprobs": 1}, {}, "prompt_logprobs"),
+        ({}, {"alone": True}, "transfer"),
+    ],
+)
+async def test_what_one_engine_has_to_do_is_not_split(fields, options, outcome):
+    rig = Staging("prefill", "decode")
+    rig.engine("prefill", "p1")
+    rig.engine("decode", "d1")
+    _, _, notes = await rig.before(fields=fields.items(), **options)
+    assert notes == [("prefill", outcome)]
+    assert rig.prefills == []
+
+
+async def test_every_image_of_which_a_block_is_missing_is_encoded_and_named_to_the_worker():
+    rig = Staging("encoder", "worker")
+    rig.engine("worker", "w1")
+    _, body, notes = await rig.before()
+    assert notes == [("encode", "done")]
+    assert rig.encoded == ["m1-a", "m1-b"]
+    assert {name: said["item_indices"] for name, said in body["ec_transfer_params"].items()} == {
+        "m1-a": [0],
+        "m1-b": [1],
+    }
+
+
+@pytest.mark.parametrize(("blocks", "encoded"), [(10, ["m1-a", "m1-b"]), (11, ["m1-b"]), (41, ["m1-b"]), (42, [])])
+async def test_an_image_whose_blocks_are_held_is_not_encoded_again(blocks, encoded):
+    rig = Staging("encoder", "worker")
+    rig.engine("worker", "w1", KEYS[:blocks])
+    _, _, notes = await rig.before()
+    assert rig.encoded == encoded
+    assert notes == [("encode", "done" if encoded else "held")]
+
+
+async def test_an_unproved_workers_blocks_do_not_spare_the_encoding():
+    rig = Staging("encoder", "worker")
+    rig.engine("worker", "w1", KEYS, canary="")
+    await rig.before()
+    assert rig.encoded == ["m1-a", "m1-b"]
+
+
+async def test_images_of_a_prompt_that_nobody_can_predict_are_encoded():
+    rig = Staging("encoder", "worker")
+    rig.engine("worker", "w1")
+    await rig.before(replace(prepared(), spans=(), ids=array("I")))
+    assert rig.encoded == ["m1-a", "m1-b"]
+
+
+async def test_images_that_no_encoder_encodes_are_the_workers():
+    rig = Staging("encoder", "worker")
+    rig.engine("worker", "w1")
+    rig.encode_status = 500
+    _, body, ((stage, outcome),) = await rig.before()
+    assert (stage, outcome) == ("encode", "attempts")
+    assert "ec_transfer_params" not in body
+
+
+async def test_in_a_whole_chain_the_prefill_engine_gets_the_embeddings_and_the_decoder_the_blocks():
+    rig = Staging("encoder", "prefill", "decode")
+    rig.engine("prefill", "p1")
+    rig.engine("decode", "d1")
+    _, body, notes = await rig.before()
+    assert notes == [("encode", "done"), ("prefill", "done")]
+    assert set(rig.prefills[0]["ec_transfer_params"]) == {"m1-a", "m1-b"}
+    assert "ec_transfer_params" not in body
+    assert body["kv_transfer_params"] == PARAMS
+
+
+async def test_a_pool_without_a_pod_is_gone_without_and_counted():
+    rig = Staging("encoder", "prefill", "decode")
+    rig.encoding.update([])
+    rig.engine("decode", "d1")
+    shape = rig.stages.form()
+    assert (shape.name, shape.degraded) == ("whole", ("no_prefill", "no_encoder"))
+    for missing in shape.degraded:
+        assert rig.metrics.degraded.labels(missing)._value.get() == 1
+
+
+async def test_a_request_that_is_given_up_leaves_nothing_booked():
+    rig = Staging("prefill", "decode")
+    prefill = rig.engine("prefill", "p1")
+    rig.engine("decode", "d1")
+    hangs = asyncio.Event()
+
+    async def ask(*_):
+        hangs.set()
+        await asyncio.Event().wait()
+
+    rig.stages._ask = ask
+    work = asyncio.create_task(rig.before())
+    await hangs.wait()
+    assert prefill.usage[0].requests == 1
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    assert (prefill.usage[0].requests, prefill.usage[0].active) == (0, 0)
+
+
+async def test_how_long_answers_took_is_learned_for_both_ways():
+    rig = Staging("prefill", "decode")
+    rig.engine("prefill", "p1")
+    rig.engine("decode", "d1")
+    staged, _, _ = await rig.before()
+    rig.stages.answered(staged)
+    rig.prefill_answer = (500, {})
+    staged, _, _ = await rig.before()
+    rig.stages.answered(staged)
+    assert (rig.stages.worth.apart.measured, rig.stages.worth.here.measured) == (1, 1)
