@@ -16,6 +16,10 @@ NOTICE_SECONDS = 5
 """How long before SIGTERM a pod is announced as leaving: Services and routers stop sending to it meanwhile."""
 STOP_SECONDS = 30
 """Time to stop once the requests are done."""
+STARTUP_SECONDS = 300
+"""How long router and sidecar may take to open their sockets. They take seconds, and many where engines that start leave
+a node no CPU: to begin anew would only make that worse.
+"""
 DRAIN_PORT = 8002
 """The sidecar's hook, on the pod's loopback."""
 
@@ -45,7 +49,7 @@ def engine_probes(launch: Launch, startup_seconds: int) -> dict[str, Any]:
 def our_probes(readiness_period: int) -> dict[str, Any]:
     """Return the probes of router and sidecar. Started means that sockets are open, not that the engine is up."""
     return {
-        "startupProbe": probe("/healthz", "metrics", period=1, failures=60),
+        "startupProbe": probe("/healthz", "metrics", period=1, failures=STARTUP_SECONDS),
         "readinessProbe": probe("/readyz", "metrics", period=readiness_period, failures=2),
         "livenessProbe": probe("/healthz", "metrics", period=10, failures=6),
     }
