@@ -139,6 +139,9 @@ class Routing(Resource):
     """Weight of cached blocks against load in policy kv; "0" ignores the cache."""
     encoder_scheduling: Literal["auto", "perImage", "perRequest"] = "auto"
     """auto: earliest estimated finish by measured rates. perImage, perRequest: by the pools' weights."""
+    min_prefill_tokens: int = Field(default=512, ge=0, le=1 << 20)
+    """Tokens that must remain to be computed for a prompt to go through a prefill pool; a shorter or well cached one is
+    computed where it is decoded, and above it what both ways are measured to take decides. 0: all of them go."""
     transfer: Literal["none", "shm", "nixl"] = "none"
     """Hand processed tensors to engines: shm on one node, nixl across nodes; none: engines process images."""
     media: Media = Media()

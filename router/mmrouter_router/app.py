@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary, proves
+from mmrouter_router.chain import Worth
 from mmrouter_router.chat import FORWARDED, Chat, Message, Receive, Scope, Send
 from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.encode import Encoders
@@ -104,7 +105,14 @@ class Router:
             self.encoding = encoding = Encoding(Encoders(spec.routing.encoder_scheduling), pods.post, self.served_model)
             self.fleet.on_change(lambda: encoding.update(pods.encoders()))
         self.stages = Stages(
-            spec.engine.type, roles, self.fleet, self.placer, self.metrics, self._ask, encoding=self.encoding
+            spec.engine.type,
+            roles,
+            self.fleet,
+            self.placer,
+            self.metrics,
+            self._ask,
+            encoding=self.encoding,
+            worth=Worth(spec.routing.min_prefill_tokens),
         )
         self.forwarder = Forwarder(
             self.placer,

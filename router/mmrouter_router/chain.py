@@ -98,8 +98,11 @@ class Worth:
     def why_here(self, remaining: int) -> str:
         """Return why a prompt is computed where it is decoded: ``short``, ``slower``, or empty when it is not.
 
-        ``remaining``: tokens of the prompt that the decoder does not hold.
+        ``remaining``: tokens of the prompt that the decoder does not hold. With a bound of 0 nothing is short and
+        nothing is compared.
         """
+        if self.short_tokens == 0:
+            return ""
         if remaining < self.short_tokens:
             return "short"
         if min(self.here.measured, self.apart.measured) < ENOUGH:

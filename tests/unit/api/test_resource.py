@@ -42,6 +42,7 @@ WHOLE: dict[str, Any] = {
         "routing": {
             "policy": "kv",
             "overlapWeight": "1.0",
+            "minPrefillTokens": 512,
             "encoderScheduling": "auto",
             "transfer": "none",
             "media": {

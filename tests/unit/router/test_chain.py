@@ -91,6 +91,11 @@ def test_a_transfer_with_a_fixed_price_is_worth_it_for_long_prompts_only():
     assert share_here(worth, 6000) < 0.1
 
 
+def test_with_a_bound_of_0_every_prompt_goes_to_a_prefill_engine():
+    worth = learn(Worth(0), here=lambda n: 0.0, apart=lambda n: 9.0)
+    assert share_here(worth, 0) == share_here(worth, 6000) == 0
+
+
 def test_short_prompts_do_not_teach():
     worth = Worth()
     for _ in range(100):
