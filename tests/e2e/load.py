@@ -108,12 +108,16 @@ class Traffic:
         return {each.worker for each in self.between(since, until)}
 
     def go_on(self, count: int = 20, seconds: float = 60.0) -> float:
-        """Wait until ``count`` more requests were begun and answered; return when that began. Raises ``TimeoutError``.
+        """Wait until ``count`` more requests were begun and answered; return when that began.
 
-        The last ``count`` requests are then ``between(result)``, so a state can be measured, not waited for by time.
+        They are ``between(result)`` then, so a state is measured by requests and not by time. Raises
+        ``AssertionError``, which tells what failed.
         """
         since = time.time()
-        wait_for(lambda: len(self.between(since)) >= count, seconds, f"{count} more answers")
+        try:
+            wait_for(lambda: len(self.between(since)) >= count, seconds, f"{count} more answers")
+        except TimeoutError as error:
+            raise AssertionError(f"{error}, but {len(self.between(since))}: {self}") from error
         return since
 
     def __str__(self) -> str:
@@ -131,17 +135,18 @@ def load(
     pause: float = 0.2,
     max_retries: int = 0,
     long_tokens: int = 0,
+    long_clients: int = 1,
 ) -> Iterator[Traffic]:
     """Send requests to the Service of a deployment until the block ends; what has been sent by then is waited for.
 
     ``pause``: seconds that each client waits after an answer. ``max_retries``: of the official client.
-    ``long_tokens``: the length of the answers of one more client that streams all the time, 0 for none.
+    ``long_tokens``: the length of the answers of ``long_clients`` more that stream all the time; 0: there are none.
     """
     pictures = [data_uri(picture(secrets.token_hex(8))) for _ in range(PICTURES)]
     traffic, stop, token = Traffic(), threading.Event(), _token(cluster, namespace, name)
 
     def talk(number: int, url: str) -> None:
-        keeps, long = number % 2 == 0, number == clients
+        keeps, long = number % 2 == 0, number >= clients
         with openai.OpenAI(
             base_url=f"{url}/v1",
             api_key="any",
@@ -158,7 +163,7 @@ def load(
             messages: list[dict[str, Any]] = [{"role": "system", "content": f"You see well. {TEXT}"}]
             shown = {"type": "image_url", "image_url": {"url": random_.choice(pictures)}}
             for turn in range(TURNS):
-                if stop.wait(0.0 if long else pause):
+                if stop.wait(pause):
                     return
                 question = {"type": "text", "text": f"{QUESTIONS[turn]} ({number}, {conversation})"}
                 messages.append({"role": "user", "content": [shown, question] if turn == 0 else [question]})
@@ -170,7 +175,7 @@ def load(
                     break
                 messages.append({"role": "assistant", "content": answer})
 
-    numbers = range(clients + bool(long_tokens))
+    numbers = range(clients + (long_clients if long_tokens else 0))
     with _reached(cluster, namespace, name) as url:
         threads = [threading.Thread(target=talk, args=(number, url), name=f"client {number}") for number in numbers]
         for thread in threads:

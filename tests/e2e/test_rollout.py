@@ -1,0 +1,173 @@
+"""Rolling updates in real pods under load: of a pool, then of the frontends. Nobody's request is lost."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+from cluster.access import Access
+from cluster.controlplane import wait_for
+from cluster.resources import apply, condition, is_done
+from e2e.conftest import Record
+from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model
+from e2e.load import Sent, Traffic, load
+from e2e.report import dump
+
+GATES = ("mmrouter.io/routable", "mmrouter.io/verified")
+NOTICE_SECONDS = 5.0
+"""From the deletion of a pod to its SIGTERM."""
+STAMP_SECONDS = 1.0
+"""The API server's times are whole seconds, cut off."""
+STEP_MS = 20
+"""Of an engine: slow enough that answers are under way when a pod goes."""
+CLIENTS: dict[str, Any] = {"clients": 6, "pause": 0.1, "long_tokens": 500, "long_clients": 4}
+"""A long answer takes 10 s."""
+SAME = 0.05
+"""Hit ratios as near as that are the same."""
+MEASURED = 40
+"""Requests of which a hit ratio is taken, and before which as many go by."""
+
+
+@pytest.fixture(scope="module")
+def mine(operated: Access) -> Iterator[Deployed]:
+    """A deployment that these tests change: two engines and two frontends."""
+    with operated.namespace(**RESTRICTED) as namespace:
+        make_model(operated, namespace)
+        yield deploy(operated, namespace, body())
+
+
+def body(engine: str = "1", frontend: str = "1") -> dict[str, Any]:
+    """Return the resource; other words are another environment of engines or frontends, so other pods."""
+    made = example()
+    made["spec"]["engine"]["args"] = [f"--sim-decode-ms={STEP_MS}"]
+    made["spec"]["pools"][0]["podTemplate"] = environment("engine", engine)
+    made["spec"]["frontend"]["podTemplate"] = environment("router", frontend)
+    return made
+
+
+def environment(container: str, word: str) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": container, "env": [{"name": "EXAMPLE", "value": word}]}]}}
+
+
+class Replaced:
+    """The pods of a role while others take their place. Times are seconds since 1970."""
+
+    def __init__(self, deployed: Deployed, role: str) -> None:
+        self.deployed, self.role = deployed, role
+        self.old = {pod["metadata"]["name"]: pod for pod in deployed.pods(role)}
+        self.deleted: dict[str, float] = {}
+        """When an old pod was told to go."""
+        self.gone: dict[str, float] = {}
+        """When one was seen to be away."""
+
+    def over(self) -> bool:
+        """Look; whether all old pods are gone."""
+        path = f"/api/v1/namespaces/{self.deployed.namespace}/pods"
+        items = self.deployed.cluster.request("GET", path).raise_for_status().json()["items"]
+        there = {pod["metadata"]["name"]: pod["metadata"] for pod in items}
+        for name in self.old:
+            if name not in there:
+                self.gone.setdefault(name, time.time())
+            elif "deletionTimestamp" in there[name]:
+                end = datetime.fromisoformat(there[name]["deletionTimestamp"]).timestamp()
+                self.deleted.setdefault(name, end - there[name]["deletionGracePeriodSeconds"])
+        return self.gone.keys() == self.old.keys()
+
+    def new(self) -> dict[str, dict[str, Any]]:
+        """Return the pods that came."""
+        pods = {pod["metadata"]["name"]: pod for pod in self.deployed.pods(self.role)}
+        assert pods.keys().isdisjoint(self.old)
+        return pods
+
+
+def rolled(mine: Deployed, changed: dict[str, Any], role: str, traffic: Traffic) -> tuple[Replaced, dict[str, float]]:
+    """Apply a change under load and wait until new pods have taken the old ones' place.
+
+    Return the pods, and the hit ratios ``before``, ``during`` and ``after``, with the ``seconds`` that it took.
+    """
+    pods = Replaced(mine, role)
+    traffic.go_on(MEASURED)
+    before = traffic.hit_ratio(traffic.go_on(MEASURED))
+    began = time.time()
+    generation = apply(mine.cluster, mine.namespace, changed)["metadata"]["generation"]
+
+    def settled() -> bool:
+        return pods.over() and is_done(mine.cluster, mine.namespace, mine.name, generation)
+
+    try:
+        wait_for(settled, READY_SECONDS, f"every {role} is replaced", every=0.2)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}\n{dump(mine.cluster, mine.namespace)}") from error
+    ended = time.time()
+    traffic.go_on(MEASURED)
+    after = traffic.hit_ratio(traffic.go_on(MEASURED))
+    during = traffic.hit_ratio(began, ended)
+    return pods, {"seconds": ended - began, "before": before, "during": during, "after": after}
+
+
+def router(sent: Sent, pods: dict[str, dict[str, Any]]) -> str:
+    """Return the name of the frontend among ``pods`` that took a request, empty for another one."""
+    ids = {hashlib.sha256(pod["metadata"]["uid"].encode()).hexdigest()[:8]: name for name, pod in pods.items()}
+    return ids.get(sent.request_id.partition("-")[0], "")
+
+
+def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str]) -> int:
+    """Nobody was sent to an old pod that was about to end, and what was under way there has ended well.
+
+    Return how many requests were under way at an old pod when it got its SIGTERM. ``where``: the pod of a request.
+    """
+    outlived, under_way = 0, 0
+    for sent in traffic.between():
+        deleted = pods.deleted.get(where(sent))
+        if deleted is None:
+            continue
+        assert sent.started < deleted + NOTICE_SECONDS + STAMP_SECONDS, sent
+        under_way += sent.started < deleted < sent.ended
+        outlived += sent.ended > deleted + NOTICE_SECONDS + STAMP_SECONDS
+    assert pods.deleted.keys() == pods.old.keys()
+    assert under_way
+    return outlived
+
+
+def figures(traffic: Traffic, measured: dict[str, float], outlived: int) -> str:
+    ratios = ", ".join(f"{name} {measured[name]:.3f}" for name in ("before", "during", "after"))
+    return (
+        f"{len(traffic.sent)} requests, {len(traffic.failed)} failed, {outlived} outlived a SIGTERM; "
+        f"hit ratio {ratios}; {measured['seconds']:.1f} s"
+    )
+
+
+def test_a_pool_is_replaced_under_load_and_nothing_is_lost(mine: Deployed, record: Record) -> None:
+    with load(mine.cluster, mine.namespace, mine.name, **CLIENTS) as traffic:
+        pods, measured = rolled(mine, body(engine="2"), "worker", traffic)
+    record("pool replaced under load", figures(traffic, measured, assert_drained(pods, traffic, lambda s: s.worker)))
+    assert not traffic.failed, traffic
+    assert measured["after"] > measured["before"] - SAME
+
+    for name, pod in pods.new().items():
+        first = min(sent.started for sent in traffic.between() if sent.worker == name)
+        since = {each["type"]: each for each in pod["status"]["conditions"]}
+        for gate in GATES:
+            assert (since[gate]["status"], since[gate]["reason"] in ("Held", "Proved")) == ("True", True)
+            opened = datetime.fromisoformat(since[gate]["lastTransitionTime"]).timestamp()
+            assert first >= opened - STAMP_SECONDS, (name, gate, first - opened)
+    # To the request itself it is said at once, not in whole seconds: a worker that is not proved is never ``exact``.
+    assert not traffic.inexact, traffic.inexact[:5]
+    assert condition(mine.cluster, "ExactRoutingVerified", mine.namespace, mine.name)["status"] == "True"
+
+
+def test_the_frontends_are_replaced_under_load_and_forget_nothing(mine: Deployed, record: Record) -> None:
+    engines = {pod["metadata"]["uid"] for pod in mine.pods("worker")}
+    with load(mine.cluster, mine.namespace, mine.name, **CLIENTS) as traffic:
+        pods, measured = rolled(mine, body(engine="2", frontend="2"), "frontend", traffic)
+    outlived = assert_drained(pods, traffic, lambda sent: router(sent, pods.old))
+    record("frontends replaced under load", figures(traffic, measured, outlived))
+    assert not traffic.failed, traffic
+    assert not traffic.inexact, traffic.inexact[:5]
+    assert {router(sent, pods.new()) for sent in traffic.sent} >= pods.new().keys()
+    # A new frontend has the whole index before it is Ready, so not even the first requests are placed worse.
+    assert measured["during"] > measured["before"] - SAME
+    assert measured["after"] > measured["before"] - SAME
+    assert {pod["metadata"]["uid"] for pod in mine.pods("worker")} == engines
