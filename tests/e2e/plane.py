@@ -194,6 +194,8 @@ class Node(ControlPlane):
                 **dict.fromkeys(("nodefs.available", "nodefs.inodesFree", "imagefs.available"), "1%"),
             },
             "imageGCHighThresholdPercent": 100,
+            # Volumes are looked at once a minute by default, for which a test would have to wait.
+            "volumeStatsAggPeriod": "5s",
             "serializeImagePulls": False,
             "registryPullQPS": 0,
             "eventRecordQPS": 0,
