@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.controlplane import APPLY, ControlPlane
+from cluster.access import Access
+from cluster.controlplane import APPLY
 
 from mmrouter.api import parse_deployment
 from mmrouter_operator.ref import CHILDREN, KINDS, RESOURCE, Ref
@@ -48,7 +49,7 @@ def path(kind: str, namespace: str, name: str = "", subresource: str = "") -> st
     return KINDS[kind].path(namespace, name, subresource)
 
 
-def apply(plane: ControlPlane, namespace: str, body: Object) -> Object:
+def apply(plane: Access, namespace: str, body: Object) -> Object:
     """Apply as a user does, server-side, and return the object. Raises ``httpx.HTTPStatusError``."""
     where = path(body["kind"], namespace, body["metadata"]["name"])
     answer = plane.request("PATCH", where, body, APPLY, fieldManager=MANAGER, force="true")
@@ -57,7 +58,7 @@ def apply(plane: ControlPlane, namespace: str, body: Object) -> Object:
     return made
 
 
-def get(plane: ControlPlane, kind: str, namespace: str, name: str) -> Object | None:
+def get(plane: Access, kind: str, namespace: str, name: str) -> Object | None:
     """Return an object, ``None`` where there is none."""
     answer = plane.request("GET", path(kind, namespace, name))
     if answer.status_code == 404:
@@ -66,12 +67,12 @@ def get(plane: ControlPlane, kind: str, namespace: str, name: str) -> Object | N
     return found
 
 
-def delete(plane: ControlPlane, kind: str, namespace: str, name: str) -> None:
+def delete(plane: Access, kind: str, namespace: str, name: str) -> None:
     """Delete an object as kubectl does. Raises ``httpx.HTTPStatusError``."""
     plane.request("DELETE", path(kind, namespace, name), propagationPolicy="Background").raise_for_status()
 
 
-def children(plane: ControlPlane, namespace: str) -> dict[tuple[str, str], Object]:
+def children(plane: Access, namespace: str) -> dict[tuple[str, str], Object]:
     """Return every child of every deployment of a namespace: (kind, name) -> object."""
     found = {}
     for kind in CHILDREN:
@@ -90,30 +91,30 @@ def expected(body: Mapping[str, Any], namespace: str) -> set[tuple[str, str]]:
     return {(ref.kind, ref.name) for ref in map(Ref.of, rendered)}
 
 
-def complete(plane: ControlPlane, body: Mapping[str, Any], namespace: str) -> bool:
+def complete(plane: Access, body: Mapping[str, Any], namespace: str) -> bool:
     """Whether all children of a deployment are there now."""
     return all_there(plane, expected(body, namespace), namespace)
 
 
-def all_there(plane: ControlPlane, wanted: Iterable[tuple[str, str]], namespace: str) -> bool:
+def all_there(plane: Access, wanted: Iterable[tuple[str, str]], namespace: str) -> bool:
     """Whether there is an object of every (kind, name)."""
     return all(plane.request("GET", path(kind, namespace, name)).is_success for kind, name in wanted)
 
 
-def status(plane: ControlPlane, namespace: str, name: str = "demo") -> Object:
+def status(plane: Access, namespace: str, name: str = "demo") -> Object:
     """Return the status of a deployment, empty while there is none."""
     found = get(plane, RESOURCE, namespace, name)
     assert found is not None
     return dict(found.get("status") or {})
 
 
-def condition(plane: ControlPlane, type: str, namespace: str, name: str = "demo") -> Object:
+def condition(plane: Access, type: str, namespace: str, name: str = "demo") -> Object:
     """Return a condition of a deployment, empty while there is none."""
     conditions = status(plane, namespace, name).get("conditions") or []
     return next((dict(found) for found in conditions if found["type"] == type), {})
 
 
-def is_done(plane: ControlPlane, namespace: str, name: str, generation: int) -> bool:
+def is_done(plane: Access, namespace: str, name: str, generation: int) -> bool:
     """Whether a deployment is Ready at a generation."""
     ready = condition(plane, "Ready", namespace, name)
     return ready.get("status") == "True" and ready.get("observedGeneration") == generation
