@@ -357,7 +357,8 @@ def test_a_deployment_without_engines_is_a_problem() -> None:
     [
         ({"heard_seconds_ago": None}, "problem", "never heard it"),
         ({"heard_seconds_ago": 9.4}, "problem", "heard it last 9 s ago"),
-        ({"engine_state": "starting"}, "problem", "its engine is starting"),
+        ({"engine_state": "starting"}, "warning", "its engine is starting"),
+        ({"engine_state": "down"}, "problem", "its engine is down"),
         ({"engine_state": ""}, "problem", "its engine is not known yet"),
         ({"synced": False}, "warning", "waits for the snapshot"),
     ],
@@ -391,6 +392,12 @@ def test_who_publishes_nothing_or_goes_is_not_listened_for(change: dict[str, Any
 
 def test_silence_means_here_what_it_means_to_a_frontend() -> None:
     assert STALE_SECONDS == feeds.STALE_SECONDS
+
+
+def test_who_is_proved_is_told_also_beside_one_that_is_not() -> None:
+    facts = d.heard(d.state(d.worker("good"), d.worker("young", canary="Unknown", standing="pending")))
+    assert "young" in d.the(exactness_check(facts), "warning").seen
+    assert d.the(exactness_check(facts), "ok").seen == "proved: good"
 
 
 @pytest.mark.parametrize("cause", get_args(Cause))
