@@ -7,7 +7,20 @@ import sys
 from typing import Any
 
 import pytest
-from e2e.deploying import Deployed
+from cluster.access import Access
+from cluster.controlplane import wait_for
+from cluster.resources import apply
+from cluster.resources import status as resource_status
+from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, example, make_model
+
+from mmrouter_cli.boot import waits_for
+
+MEASURED_SECONDS = 150
+CHECKS = (
+    *("definition", "operator", "APIs", "spec", "conditions", "references", "nodes", "Pod Security", "pods"),
+    *("shared memory", "frontends", "events", "exactness"),
+)
+NEVER = {"name": "engine", "imagePullPolicy": "Never"}
 
 
 @pytest.fixture
@@ -26,16 +39,100 @@ def told(deployed: Deployed, command: str) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_doctor_finds_no_problem_on_a_node_with_a_kubelet(outside: Deployed) -> None:
+def measured(deployed: Deployed) -> bool:
+    """Whether the kubelets know how full the engines' volumes are, which they look at about once a minute."""
+    for pod in deployed.pods("worker"):
+        path = f"/api/v1/nodes/{pod['spec']['nodeName']}/proxy/stats/summary"
+        rows = deployed.cluster.request("GET", path).raise_for_status().json()["pods"]
+        (row,) = [row for row in rows if row["podRef"]["uid"] == pod["metadata"]["uid"]]
+        if not any(volume["name"] == "shm" for volume in row.get("volume") or []):
+            return False
+    return True
+
+
+def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked_at(outside: Deployed) -> None:
+    wait_for(lambda: measured(outside), MEASURED_SECONDS, "the kubelet has measured the volumes", every=1)
     status, said = told(outside, "doctor")
     findings = [item for subject in said["subjects"] for item in subject["findings"]]
     assert [item for item in findings if item["level"] == "problem"] == []
     assert status == 0
-    fine = {item["check"]: item["seen"] for item in findings if item["level"] == "ok"}
-    for check in ("definition", "operator", "nodes", "Pod Security", "pods"):
-        assert check in fine, [item for item in findings if item["level"] != "ok"]
+    fine: dict[str, str] = {}
+    for item in findings:
+        if item["level"] == "ok":
+            fine[item["check"]] = f"{fine.get(item['check'], '')} {item['seen']}"
+    assert set(CHECKS) - set(fine) == set(), [item for item in findings if item["level"] != "ok"]
+    engines = sorted(pod["metadata"]["name"] for pod in outside.pods("worker"))
+    for frontend in outside.pods("frontend"):
+        assert frontend["metadata"]["name"] in fine["frontends"]
+    assert f"{len(engines)} engines known" in fine["frontends"]
+    for engine in engines:
+        assert f"{engine} at " in fine["events"], "its sequence number"
+    assert f"proved: {', '.join(engines)}" in fine["exactness"]
     # What the kubelet says of the pods' own /dev/shm.
     assert "of /dev/shm is in use" in fine["shared memory"]
+    assert "the slowest, " in fine["pods"]
+
+
+BROKEN = (
+    # pool, what is wrong with it, and check -> what doctor says of it and what to do
+    (
+        {"name": "nowhere", "accelerator": {"kind": "amd"}},
+        {"nodes": ("no node has the labels", "device plugin"), "pods": ("has no node", "See nodes")},
+    ),
+    (
+        {"name": "absent", "image": "mmrouter/absent:0.0.0", "podTemplate": {"spec": {"containers": [NEVER]}}},
+        {"pods": ("container engine waits, ErrImageNeverPull", "Correct the image")},
+    ),
+)
+
+
+def test_doctor_and_status_name_what_is_broken_beside_what_works(
+    operated: Access, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{operated.bin}:{os.environ['PATH']}")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    body = example()
+    (pool,) = body["spec"]["pools"]
+    body["spec"]["frontend"]["replicas"] = 1
+    body["spec"]["pools"] = [{**pool, "replicas": 1, **change} for change in ({}, *(change for change, _ in BROKEN))]
+    with operated.namespace(**RESTRICTED) as namespace:
+        make_model(operated, namespace)
+        apply(operated, namespace, body)
+        broken = Deployed(operated, namespace, body["metadata"]["name"])
+
+        def settled() -> bool:
+            pools = {
+                pool["name"]: pool["verified"]
+                for pool in resource_status(operated, namespace, broken.name).get("pools") or []
+            }
+            waits = {pod["metadata"]["labels"]["mmrouter.io/pool"]: waits_for(pod) for pod in broken.pods("worker")}
+            return pools.get("worker") == 1 and waits == {
+                "worker": "",
+                "nowhere": "no node takes it",
+                "absent": "engine: ErrImageNeverPull",
+            }
+
+        wait_for(settled, READY_SECONDS, "one engine is proved and two cannot run", every=0.2)
+        status, said = told(broken, "doctor")
+        assert status == 1
+        findings = [item for subject in said["subjects"] for item in subject["findings"]]
+        problems = [item for item in findings if item["level"] == "problem"]
+        for change, checks in BROKEN:
+            for check, (seen, do) in checks.items():
+                about = [item for item in problems if item["check"] == check and seen in item["seen"]]
+                assert [item for item in about if change["name"] in item["seen"] and do in item["do"]], problems
+        assert all(item["do"] for item in findings if item["level"] != "ok")
+        (proved,) = [item["seen"] for item in findings if (item["level"], item["check"]) == ("ok", "exactness")]
+        assert proved.startswith(f"proved: {broken.name}-worker-")
+        assert {item["check"] for item in problems} == {"conditions", "nodes", "pods"}, "nothing else is wrong"
+
+        _, (view,) = told(broken, "status")
+        exact = {worker["pool"]: worker["exact"] for worker in view["workers"]}
+        assert exact == {
+            "worker": "True",
+            "nowhere": "Unknown (no node takes it)",
+            "absent": "Unknown (ErrImageNeverPull)",
+        }
 
 
 def test_no_forwarded_port_stays_open(outside: Deployed) -> None:

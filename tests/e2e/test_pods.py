@@ -1,17 +1,49 @@
 """A deployment in real pods: it is exact, from outside and from inside, and its pods have only what they need."""
 
+import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from cluster.resources import get
 from e2e.deploying import Deployed
 from e2e.reach import CONTROL_PORT, address, reached
 
+from mmrouter.api import quantity_bytes
+from mmrouter_operator.ref import RESOURCE
+from mmrouter_operator.render.podsecurity import violations
+
 SIDECAR_MIB = 60
-STATUS = """\
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print(status["CapEff"].strip(), status["NoNewPrivs"].strip(), status["Seccomp"].strip(), status["Uid"].split()[0])
+CONTAINER = """\
+import json, os
+told = dict(line.split(":", 1) for line in open("/proc/self/status"))
+found = {name: told[name].split()[0] for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp", "Uid", "Gid")}
+try:
+    os.mkdir("/written")
+except OSError as error:
+    found["root"] = error.strerror
+found["token"] = str(os.path.exists("/var/run/secrets/kubernetes.io/serviceaccount/token"))
+print(json.dumps(found))
+"""
+NOTHING = "0" * 16
+RESTRAINED = {
+    **dict.fromkeys(("CapEff", "CapPrm", "CapBnd"), NOTHING),
+    "NoNewPrivs": "1",  # no privilege escalation
+    "Seccomp": "2",  # a filter
+    **dict.fromkeys(("Uid", "Gid"), "65532"),
+    "root": "Read-only file system",
+}
+"""What :data:`CONTAINER` finds out about the process that it runs in."""
+SHARED = """\
+import os, sys
+print(open(sys.argv[1]).read().strip())
+print(next(row.split()[2] for row in open("/proc/mounts") if row.split()[1] == "/dev/shm"))
+told = os.statvfs("/dev/shm")
+print(told.f_frsize * told.f_blocks)
+os.remove(sys.argv[1])
 """
 
 
@@ -31,19 +63,57 @@ def test_verify_is_green_from_inside_by_the_services_name(deployed: Deployed) ->
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_containers_run_without_capabilities_and_cannot_write_their_root(deployed: Deployed) -> None:
-    for role, container in (("frontend", "router"), ("worker", "sidecar"), ("worker", "engine")):
-        pod = deployed.pods(role)[0]["metadata"]["name"]
-        told = deployed.execute(pod, container, "python3", "-c", STATUS)
-        assert told.stdout.split() == ["0000000000000000", "1", "2", "65532"], told.stderr
-        written = deployed.execute(pod, container, "touch", "/written")
-        assert "Read-only file system" in written.stderr
+@pytest.fixture(scope="module")
+def inside(deployed: Deployed) -> dict[tuple[str, str], dict[str, str]]:
+    """What every container of every pod finds out about itself: (pod, container) -> :data:`CONTAINER`'s words."""
+    found = {}
+    for pod in [*deployed.pods("frontend"), *deployed.pods("worker")]:
+        for container in containers(pod):
+            where = (pod["metadata"]["name"], container["name"])
+            done = deployed.execute(*where, "python3", "-c", CONTAINER)
+            assert done.returncode == 0, done.stderr
+            found[where] = json.loads(done.stdout)
+    assert len(found) == 6
+    return found
 
 
-def test_engine_pods_hold_no_token_of_the_api_server(deployed: Deployed) -> None:
-    pod = deployed.pods("worker")[0]["metadata"]["name"]
-    for container in ("sidecar", "engine"):
-        assert deployed.execute(pod, container, "ls", "/var/run/secrets/kubernetes.io").returncode != 0
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"]]
+
+
+def test_every_container_is_restricted_by_its_spec_and_by_its_kernel(
+    deployed: Deployed, inside: dict[tuple[str, str], dict[str, str]]
+) -> None:
+    for pod in [*deployed.pods("frontend"), *deployed.pods("worker")]:
+        assert list(violations(pod["spec"])) == []
+        for container in containers(pod):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            told = inside[pod["metadata"]["name"], container["name"]]
+            assert {name: told[name] for name in RESTRAINED} == RESTRAINED
+
+
+def test_only_a_frontend_holds_a_token_of_the_api_server(inside: dict[tuple[str, str], dict[str, str]]) -> None:
+    holding = {container for (_, container), told in inside.items() if told["token"] == "True"}
+    without = {container for (_, container), told in inside.items() if told["token"] == "False"}
+    assert (holding, without) == ({"router"}, {"engine", "sidecar"})
+
+
+def test_engine_and_sidecar_share_a_shared_memory_of_the_pools_size(deployed: Deployed) -> None:
+    resource = get(deployed.cluster, RESOURCE, deployed.namespace, deployed.name)
+    assert resource is not None
+    (pool,) = resource["spec"]["pools"]
+    for pod in deployed.pods("worker"):
+        name, word = pod["metadata"]["name"], secrets.token_hex(8)
+        node = deployed.cluster.request("GET", f"/api/v1/nodes/{pod['spec']['nodeName']}").raise_for_status().json()
+        # No memory-backed volume is larger than the memory that its node gives to pods.
+        most = int(quantity_bytes(node["status"]["allocatable"]["memory"]))
+        size = min(int(quantity_bytes(pool["sharedMemory"]["size"])), most)
+        for writer, reader in (("engine", "sidecar"), ("sidecar", "engine")):
+            file = f"/dev/shm/{writer}-{word}"
+            assert deployed.execute(name, writer, "sh", "-c", f"echo {word} >{file}").returncode == 0
+            seen = deployed.execute(name, reader, "python3", "-c", SHARED, file)
+            assert seen.returncode == 0, seen.stderr
+            assert seen.stdout.split() == [word, "tmpfs", str(size)]
 
 
 def test_an_idle_sidecar_is_small(deployed: Deployed, record: Callable[[str, Any], None]) -> None:
