@@ -28,7 +28,7 @@ class EncoderPods:
     def encoders(self) -> list[Encoder]:
         """Return the encoders that take images now (DESIGN.md 5.3)."""
         return [
-            Encoder(worker.id, pool.accelerator.kind, weight=pool.weight)
+            Encoder(_id(worker), pool.accelerator.kind, weight=pool.weight)
             for worker in self._fleet
             if worker.member.role == "encoder"
             and (pool := self._pools.get(worker.member.pool)) is not None
@@ -37,7 +37,7 @@ class EncoderPods:
 
     async def post(self, encoder: str, body: bytes) -> tuple[int, bytes]:
         """Send an encoder a chat; returns status and answer. Raises :class:`UpstreamError`."""
-        worker = next((worker for worker in self._fleet if worker.id == encoder), None)
+        worker = next((worker for worker in self._fleet if _id(worker) == encoder), None)
         if worker is None:
             raise UpstreamError(f"encoder {encoder} has left", sent=False)
         answer = await self._upstream.request(
@@ -50,4 +50,10 @@ class EncoderPods:
 
     def _takes(self, worker: Worker) -> bool:
         standing = self._probes.encoder(worker)
-        return standing.routable and not (self._refuses and standing.verified != "True")
+        down = worker.beat is not None and not worker.serving  # its sidecar knows sooner than the next probe
+        return standing.routable and not down and not (self._refuses and standing.verified != "True")
+
+
+def _id(worker: Worker) -> str:
+    """Return ``<pod name>/<boot id>``: people read it in decisions."""
+    return f"{worker.member.name}/{worker.id.rpartition('/')[2]}"

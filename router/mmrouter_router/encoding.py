@@ -7,8 +7,9 @@ encoder's answer is opaque: it comes back as it was, for the engine that needs t
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrouter.engines.vllm_request import ImageRewrite
@@ -70,7 +71,8 @@ class Encoding:
         self._post, self._model, self._clock = post, model, clock
         self._waiting: dict[str, _Waiting] = {}
         self._sending: dict[int, asyncio.Task[None]] = {}
-        self._joined: dict[str, Encoder] = {}
+        self._joined: dict[str, Encoder] = {}  # by the id that the fleet knows
+        self._times: Counter[str] = Counter()  # how often one came back
         self._changed = asyncio.Event()
 
     @property
@@ -81,12 +83,17 @@ class Encoding:
     def update(self, encoders: Collection[Encoder]) -> None:
         """Work with these encoders from now on. What one that is gone had goes to the others."""
         wanted = {encoder.id: encoder for encoder in encoders}
-        for name in self._joined.keys() - wanted.keys():
-            self._carry_out(self.machine.leave(name, self._clock()))
+        before, self._joined = self._joined, wanted
+        for name in before.keys() - wanted.keys():
+            self._carry_out(self.machine.leave(self._known_as(name), self._clock()))
+            self._times[name] += 1
         for name, encoder in wanted.items():
-            if self._joined.get(name) != encoder:
-                self._carry_out(self.machine.join(encoder, self._clock()))
-        self._joined = wanted
+            if before.get(name) != encoder:
+                self._carry_out(self.machine.join(replace(encoder, id=self._known_as(name)), self._clock()))
+
+    def _known_as(self, name: str) -> str:
+        """What the scheduler calls an encoder: one that comes back is another one to it, as it may have forgotten."""
+        return f"{name}~{self._times[name]}" if self._times[name] else name
 
     async def encode(self, request_id: str, shown: Sequence[Shown]) -> Encoded:
         """Have every image encoded; a call that is cancelled takes back what only it wanted.
@@ -144,7 +151,9 @@ class Encoding:
         rewrite = self._rewrite(image)
         refused = False
         try:
-            status, raw = await self._post(encoder, encode_body(encode_request([rewrite], model=self._model)))
+            status, raw = await self._post(
+                encoder.partition("~")[0], encode_body(encode_request([rewrite], model=self._model))
+            )
             refused = status in REFUSED and status not in BUSY
             if status != 200:
                 raise StageError(f"answered {status}: {raw[:200].decode(errors='replace')}")

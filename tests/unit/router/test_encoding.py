@@ -133,6 +133,24 @@ async def test_what_an_encoder_had_that_left_goes_to_the_others(encoding, pool):
     assert sum(encoder == "a" for encoder, _ in pool.sent) <= 1
 
 
+async def test_an_encoder_that_comes_back_takes_images_again_and_holds_none(encoding, pool):
+    encoding.update([Encoder("a", "cpu")])
+    pool.hold("x")
+    asked = asyncio.create_task(encoding.encode("r1", [shown("x")]))
+    await until(lambda: pool.sent)
+    encoding.update([])
+    encoding.update([Encoder("a", "cpu")])  # while what it was sent before is still on its way
+    await encoding.encode("r2", [shown("y")])
+    pool.gates["x"].set()
+    await asked
+    await encoding.encode("r3", [shown("y")])
+    encoding.update([])
+    encoding.update([Encoder("a", "cpu")])
+    await encoding.encode("r4", [shown("y")])
+    assert [name for _, name in pool.sent].count("y") == 2
+    assert {encoder for encoder, _ in pool.sent} == {"a"}
+
+
 async def test_without_an_encoder_or_room_it_is_said_at_once(encoding, pool):
     pool.hold("x")
     with pytest.raises(EncodeError) as error:

@@ -1,0 +1,136 @@
+"""Encoders, prefill and decode engines as local processes: exact through the chain, and simpler without a pool."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from local.rig import ROOT, Deployment, running, wait_for
+from local.test_scenarios import Folder, web
+from prometheus_client.parser import text_string_to_metric_families
+from scenarios import SCENARIOS, Chat, Scenario, title
+
+EXAMPLE = ROOT / "examples" / "demo-disaggregated.yaml"
+__all__ = ["web"]
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The example, with every prompt through a prefill engine, and one frontend that fetches images."""
+    body = yaml.safe_load(EXAMPLE.read_text())
+    spec = body["spec"]
+    spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
+    spec["frontend"]["replicas"] = 1
+    media = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
+    spec["routing"] = {"minPrefillTokens": 0, "media": media}
+    file = tmp_path_factory.mktemp("chain") / "chain.yaml"
+    file.write_text(yaml.safe_dump(body))
+    with running(file) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def settled(chain: Deployment) -> Deployment:
+    wait_for(chain.settled, 60, "every pod is verified on every frontend")
+    return chain
+
+
+@pytest.fixture
+def chat(settled: Deployment) -> Iterator[Chat]:
+    with ExitStack() as stack:
+        controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
+        yield Chat("demo", stack.enter_context(settled.client()), controls)
+
+
+def decided(deployment: Deployment, chat: Chat, *content: str) -> dict[str, Any]:
+    """Send a chat and return its decision."""
+    raw = chat.client.chat.completions.with_raw_response.create(
+        model="demo", messages=chat.messages(*content), max_tokens=4, temperature=0
+    )
+    assert raw.parse().choices[0].message.content
+    with deployment.control() as control:
+        found: dict[str, Any] = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").json()
+    return found
+
+
+def stages(decision: dict[str, Any]) -> dict[str, str]:
+    return {note["stage"]: note["outcome"] for note in decision["chain"]}
+
+
+def encoded_tokens(deployment: Deployment, role: str) -> float:
+    """Visual tokens that the engines of a role have encoded so far."""
+    total = 0.0
+    for worker in deployment.state()["workers"]:
+        if worker["role"] == role:
+            page = httpx.get(f"http://{worker['ip']}:8000/metrics").text
+            samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+            total += sum(each.value for each in samples if each.name == "mmrouter_sim_visual_tokens_total")
+    return total
+
+
+def kill(deployment: Deployment, role: str) -> None:
+    """End every engine of a role at once; each starts again by itself."""
+    names = {worker["name"] for worker in deployment.state()["workers"] if worker["role"] == role}
+    for name, process in deployment.processes("vllm").items():
+        if name in names:
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
+    scenario(chat, web)
+
+
+def test_the_gate_passes_through_the_whole_chain(settled: Deployment) -> None:
+    done = settled.mmrouter("verify", settled.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by_an_encoder(
+    settled: Deployment, chat: Chat
+) -> None:
+    before = {role: encoded_tokens(settled, role) for role in ("encoder", "prefill", "decode")}
+    decision = decided(settled, chat, chat.image("a"), "what?")
+    assert decision["form"] == "encode-prefill-decode"
+    assert stages(decision) == {"encode": "done", "prefill": "done"}
+    roles = {worker["name"]: worker["role"] for worker in settled.state()["workers"]}
+    assert (roles[decision["worker"]], roles[decision["answers"]]) == ("prefill", "decode")
+    decided(settled, chat, chat.image("a"), "and again, at another place?")
+    after = {role: encoded_tokens(settled, role) for role in before}
+    visual = decision["images"][0]["tokens"]
+    assert {role: after[role] - before[role] for role in before} == {"encoder": visual, "prefill": 0, "decode": 0}
+
+
+@pytest.mark.parametrize(
+    ("role", "without", "form"),
+    [
+        ("encoder", "no_encoder", "prefill-decode"),
+        ("prefill", "no_prefill", "whole"),
+        ("decode", "no_decode", "whole"),
+    ],
+)
+def test_a_pool_that_is_down_costs_no_request_and_the_decision_says_so(
+    settled: Deployment, chat: Chat, role: str, without: str, form: str
+) -> None:
+    kill(settled, role)
+    forms: list[dict[str, Any]] = []
+
+    def simpler() -> bool:
+        forms.append(decided(settled, chat, chat.image(os.urandom(4).hex()), "what?"))
+        return without in forms[-1]["degraded"]
+
+    # None of the requests on the way there fails either: each stage that breaks is done by the next engine.
+    wait_for(simpler, 30, f"a request is served without the {role}s")
+    assert forms[-1]["form"] == form
+    wait_for(settled.settled, 60, "the pool is back")
+    wait_for(lambda: not decided(settled, chat, "back?")["degraded"], 30, "requests use it again")
+
+
+def test_the_example_is_what_a_reader_may_start() -> None:
+    assert Path(EXAMPLE).is_file()
+    assert yaml.safe_load(EXAMPLE.read_text())["kind"] == "MMRouterDeployment"
