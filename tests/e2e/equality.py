@@ -83,78 +83,85 @@ class Looker:
                 return f"http://{address(pod)}:{port}"
             return stack.enter_context(forwarded(deployed, f"pod/{pod['metadata']['name']}", port))
 
-        self._frontends = {_name(pod): url(pod, CONTROL_PORT) for pod in deployed.pods("frontend")}
-        self._workers = {_name(pod): url(pod, ENGINE_PORT) for pod in deployed.pods("worker")}
+        self.frontends = {_name(pod): url(pod, CONTROL_PORT) for pod in deployed.pods("frontend")}
+        self.workers = {_name(pod): url(pod, ENGINE_PORT) for pod in deployed.pods("worker")}
         self._uids = {_name(pod): pod["metadata"]["uid"] for pod in deployed.pods("worker")}
-        self.pairs = [Pair(frontend, worker) for frontend in self._frontends for worker in self._workers]
+        self.pairs = [Pair(frontend, worker) for frontend in self.frontends for worker in self.workers]
 
     def held(self, worker: str) -> Held:
         """Return what an engine says that it holds. Raises ``httpx.HTTPError``."""
         headers = {"authorization": f"Bearer {self._engine_key}"}
-        answer = self._http.get(f"{self._workers[worker]}/sim/cache", headers=headers)
+        answer = self._http.get(f"{self.workers[worker]}/sim/cache", headers=headers)
         return keys_of(answer.raise_for_status().json(), self._seed)
 
     def believed(self, pair: Pair) -> Held:
-        """Return what a frontend believes that a worker holds. Raises ``httpx.HTTPError``."""
+        """Return what a frontend believes that a worker holds; nothing while it does not follow the worker's events.
+
+        Raises ``httpx.HTTPError``.
+        """
         headers = {"authorization": f"Bearer {self._token}"}
-        url = f"{self._frontends[pair.frontend]}/control/workers/{self._uids[pair.worker]}/keys"
+        url = f"{self.frontends[pair.frontend]}/control/workers/{self._uids[pair.worker]}/keys"
         answer = self._http.get(url, headers=headers).raise_for_status().json()
-        return {rank: {int(key, 16) for key in keys} for rank, keys in answer["keys"].items()}
+        return {rank: {int(key, 16) for key in keys} for rank, keys in answer["keys"].items() if answer["synced"]}
 
     def state(self, frontend: str) -> dict[str, Any]:
         """Return all that a frontend knows. Raises ``httpx.HTTPError``."""
         headers = {"authorization": f"Bearer {self._token}"}
-        url = f"{self._frontends[frontend]}/control/state"
+        url = f"{self.frontends[frontend]}/control/state"
         answer: dict[str, Any] = self._http.get(url, headers=headers).raise_for_status().json()
         return answer
 
-    def look(self) -> dict[Pair, str]:
-        """Return how each frontend differs from each engine, where it does; who does not answer differs, too."""
-        wrong = {}
-        for worker in self._workers:
+    def look(self) -> Iterator["Seen"]:
+        """Compare every frontend with every engine, one after the other; who does not answer differs, too."""
+        for pair in self.pairs:
+            began = time.time()
             try:
-                before = self.held(worker)
+                wrong = difference(self.held(pair.worker), self.believed(pair), self.held(pair.worker))
             except httpx.HTTPError as error:
-                wrong |= {pair: f"engine: {error!r}" for pair in self.pairs if pair.worker == worker}
-                continue
-            for pair in (each for each in self.pairs if each.worker == worker):
-                try:
-                    believed, after = self.believed(pair), self.held(worker)
-                except httpx.HTTPError as error:
-                    wrong[pair] = repr(error)
-                    continue
-                if differs := difference(before, believed, after):
-                    wrong[pair] = differs
-                before = after
-        return wrong
+                wrong = repr(error)
+            yield Seen(pair, began, time.time(), wrong)
+
+    def differences(self) -> list["Seen"]:
+        """Return where a frontend differs from an engine now."""
+        return [seen for seen in self.look() if seen.wrong]
 
     def _seed(self, lora: str | None, salt: str | None) -> Key:
         return namespace_seed(self._identity_key, model=self._model, revision=self._revision, lora=lora, salt=salt)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """One comparison, and when it began and ended in seconds since 1970. ``wrong``: empty for equality."""
+
+    pair: Pair
+    began: float
+    ended: float
+    wrong: str
+
+
 @dataclass
 class Watch:
-    """When each pair was seen to be equal. Times are seconds since 1970."""
+    """The comparisons so far."""
 
     pairs: list[Pair]
-    equal: list[tuple[float, Pair]] = field(default_factory=list)
-    wrong: dict[Pair, str] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
 
-    def since(self, moment: float) -> float | None:
-        """Return when the last of the pairs was first equal again, of what was looked at after ``moment``."""
+    def equal_since(self, moment: float) -> float | None:
+        """Return when the last of the pairs was first seen to be equal, of what was begun after ``moment``."""
         first: dict[Pair, float] = {}
-        for at, pair in list(self.equal):
-            if at >= moment:
-                first.setdefault(pair, at)
+        for each in list(self.seen):
+            if each.began >= moment and not each.wrong:
+                first.setdefault(each.pair, each.ended)
         return max(first.values()) if len(first) == len(self.pairs) else None
 
     def again(self, moment: float, seconds: float) -> float:
         """Wait until all pairs were equal after ``moment``; return how long after it. Raises ``TimeoutError``."""
+        what = "the index equals the engines' caches"
         try:
-            wait_for(lambda: self.since(moment) is not None, seconds, "the index equals the engines' caches")
+            wait_for(lambda: self.equal_since(moment) is not None, seconds, what)
         except TimeoutError as error:
-            raise TimeoutError(f"{error}: {self.wrong}") from error
-        return (self.since(moment) or moment) - moment
+            raise TimeoutError(f"{error}\n" + "\n".join(map(str, self.seen[-2 * len(self.pairs) :]))) from error
+        return (self.equal_since(moment) or moment) - moment
 
 
 @contextmanager
@@ -171,9 +178,7 @@ def watching(looker: Looker) -> Iterator[Watch]:
 
     def run() -> None:
         while not stop.wait(EVERY_SECONDS):
-            began = time.time()
-            watch.wrong = looker.look()
-            watch.equal += [(began, pair) for pair in looker.pairs if pair not in watch.wrong]
+            watch.seen += looker.look()
 
     thread = threading.Thread(target=run, name="watch")
     thread.start()
@@ -187,9 +192,9 @@ def watching(looker: Looker) -> Iterator[Watch]:
 def assert_equal(looker: Looker, seconds: float = 5.0) -> None:
     """The index of every frontend becomes what the engines hold, without a request under way."""
     try:
-        wait_for(lambda: not looker.look(), seconds, "the index equals the engines' caches", every=EVERY_SECONDS)
+        wait_for(lambda: not looker.differences(), seconds, "the index equals the engines' caches", every=EVERY_SECONDS)
     except TimeoutError as error:
-        raise AssertionError(f"{error}: {looker.look()}") from error
+        raise AssertionError(f"{error}: {looker.differences()}") from error
 
 
 def _name(pod: dict[str, Any]) -> str:

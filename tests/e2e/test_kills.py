@@ -1,0 +1,250 @@
+"""Any one process may be killed with -9 under load: nobody who had not begun to stream sees it, and the index heals.
+
+Each container is killed once, so that the kubelet starts it again at once: the second time it would wait for 10 s.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+import httpx
+import pytest
+from chart.helm import NAMESPACE
+from cluster.access import Access
+from cluster.controlplane import wait_for
+from e2e.deploying import RESTRICTED, Deployed, deploy, example, make_model
+from e2e.equality import Looker, assert_equal, looking, watching
+from e2e.load import Traffic, load
+from e2e.plane import NAME, Node
+from e2e.processes import Process, container_id, process, process_here, statuses
+from e2e.reach import address
+from e2e.report import dump
+
+REPLAY_STEPS = 150
+"""Batches that the engines of these tests replay: some seconds of load."""
+ENGINE_ARGS = ["--max-model-len=4096", "--sim-blocks=600", f"--sim-replay-steps={REPLAY_STEPS}", "--sim-decode-ms=10"]
+"""A small cache, too, which gives blocks up all the time, and answers that take long enough to be interrupted."""
+FORGETFUL = "forgetful"
+"""A pool whose engine replays its last batch only: whoever was away has lost something."""
+CLIENTS = 6
+BACK_SECONDS = 30
+EQUAL_SECONDS = 2.0
+METRICS_PORT = 9090
+ENGINE_PORT = 8000
+Record = Callable[[str, Any], None]
+
+
+@pytest.fixture(scope="module")
+def mortal(operated: Access) -> Iterator[Deployed]:
+    """A deployment of its own: these tests break it."""
+    body = example()
+    body["spec"]["engine"]["args"] = ENGINE_ARGS
+    body["spec"]["pools"].append(
+        {"name": FORGETFUL, "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
+        | {"args": ["--sim-replay-steps=1"]}
+    )
+    with operated.namespace(**RESTRICTED) as namespace:
+        make_model(operated, namespace)
+        yield deploy(operated, namespace, body)
+
+
+@pytest.fixture
+def looker(mortal: Deployed) -> Iterator[Looker]:
+    """The deployment, quiet and equal, before and after a test."""
+    with looking(mortal) as looker:
+        assert_equal(looker, 20)
+        yield looker
+        assert_equal(looker)
+
+
+def workers(mortal: Deployed, pool: str = "worker") -> list[dict[str, Any]]:
+    """Return the engine pods of a pool."""
+    return [pod for pod in mortal.pods("worker") if pod["metadata"]["labels"]["mmrouter.io/pool"] == pool]
+
+
+def kill(mortal: Deployed, looker: Looker, record: Record, pod: dict[str, Any], container: str, url: str) -> Traffic:
+    """Kill a container under load; return what became of the requests, once the index is equal again.
+
+    ``url``: what answers 200 when the process is back.
+    """
+    victim = process_here(pod, container)
+    with load(mortal.cluster, mortal.namespace, mortal.name, clients=CLIENTS, pause=0.1, max_retries=2) as traffic:
+        traffic.go_on()
+        gone = victim.kill()
+        with watching(looker) as watch:
+            back = wait_for(lambda: answers(url) and time.time(), BACK_SECONDS, f"{container} answers again")
+            waited = watch.again(back, 10 * EQUAL_SECONDS)
+        traffic.go_on()
+    began = wait_for(lambda: successor(mortal, pod, container), BACK_SECONDS, "its successor is known").started()
+    interrupted = [each for each in traffic.sent if each.started < gone < each.ended]
+    record(
+        f"kill -9 of {container}",
+        f"{len(traffic.sent)} requests, {len(interrupted)} under way, {len(traffic.failed_before_streaming)} failed, "
+        f"{len(traffic.failed) - len(traffic.failed_before_streaming)} broke off; process back after "
+        f"{began - gone:.2f} s, answers {back - began:.2f} s later, index equal {waited:.2f} s after that",
+    )
+    assert interrupted
+    assert traffic.failed_before_streaming == [], traffic
+    assert waited < EQUAL_SECONDS
+    return traffic
+
+
+def answers(url: str) -> bool:
+    """Whether somebody is there and well."""
+    try:
+        return httpx.get(url, timeout=1, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def successor(mortal: Deployed, pod: dict[str, Any], container: str) -> Process | None:
+    """Return the process of the container that the API server has instead of a pod's former one."""
+    path = f"/api/v1/namespaces/{mortal.namespace}/pods/{pod['metadata']['name']}"
+    now = mortal.cluster.request("GET", path).raise_for_status().json()
+    return process(now, container) if container_id(now, container) != container_id(pod, container) else None
+
+
+def epochs(looker: Looker, pod: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return what each frontend says of a worker's life: its id, which is new for each engine, and its epoch."""
+    uid = pod["metadata"]["uid"]
+    rows = [worker for name in looker.frontends for worker in looker.state(name)["workers"] if worker["uid"] == uid]
+    return [(worker["id"], worker["epoch"]) for worker in rows]
+
+
+def test_every_frontends_index_is_what_the_engines_hold(mortal: Deployed, looker: Looker) -> None:
+    with load(mortal.cluster, mortal.namespace, mortal.name, pause=0.05) as traffic, watching(looker) as watch:
+        traffic.go_on(40)
+        watch.again(traffic.go_on(), 10)  # while it changes, too
+    assert traffic.failed == []
+    assert_equal(looker)
+    assert all(len(held) > 100 for worker in looker.workers for held in looker.held(worker).values())
+
+
+def test_a_killed_sidecar_continues_from_its_journal_and_a_replay(
+    mortal: Deployed, looker: Looker, record: Record
+) -> None:
+    pod = workers(mortal)[0]
+    process_here(pod, "sidecar")
+    with load(mortal.cluster, mortal.namespace, mortal.name, pause=0.0):
+        wait_for(lambda: batches(pod) > 2 * REPLAY_STEPS, 60, "the engine's history is longer than what it replays")
+    before = epochs(looker, pod)
+    kill(mortal, looker, record, pod, "sidecar", f"http://{address(pod)}:{METRICS_PORT}/readyz")
+    assert epochs(looker, pod) == before
+
+
+def batches(pod: dict[str, Any]) -> float:
+    """Return how many batches of its engine a sidecar has applied."""
+    page = httpx.get(f"http://{address(pod)}:{METRICS_PORT}/metrics", timeout=5, trust_env=False).text
+    return next(
+        float(line.split()[1]) for line in page.splitlines() if line.startswith("mmrouter_sidecar_batches_total")
+    )
+
+
+def test_a_killed_engine_is_a_new_epoch_and_no_request_fails(mortal: Deployed, looker: Looker, record: Record) -> None:
+    pod = workers(mortal)[1]
+    before = epochs(looker, pod)
+    kill(mortal, looker, record, pod, "engine", f"http://{address(pod)}:{ENGINE_PORT}/health")
+    after = epochs(looker, pod)
+    assert len(after) == len(looker.frontends)
+    assert all(new[0] != old[0] and new[1] > old[1] for old, new in zip(before, after, strict=True))
+
+
+def test_a_sidecar_that_missed_what_is_not_replayed_begins_an_epoch_that_claims_nothing_of_it(
+    mortal: Deployed, looker: Looker
+) -> None:
+    (pod,) = workers(mortal, FORGETFUL)
+    name = pod["metadata"]["name"]
+    before = epochs(looker, pod)
+    sidecar, engine = process_here(pod, "sidecar"), process_here(pod, "engine")
+
+    def anew() -> bool:
+        return all(new > old for (_, old), (_, new) in zip(before, epochs(looker, pod), strict=True))
+
+    with load(mortal.cluster, mortal.namespace, mortal.name, clients=CLIENTS, pause=0.1) as traffic:
+        traffic.go_on()
+        sidecar.kill()
+        wait_for(anew, BACK_SECONDS, "every frontend sees another epoch")
+        traffic.go_on()
+    assert traffic.failed == [], traffic
+    assert {seen.pair.worker for seen in looker.differences()} == {name}
+    assert [looker.believed(pair)["0"] - looker.held(name)["0"] for pair in looker.pairs if pair.worker == name] == [
+        set() for _ in looker.frontends
+    ]
+    engine.kill()  # and what comes after it is known again
+    assert_equal(looker, BACK_SECONDS)
+
+
+def test_a_killed_frontend_is_exact_again_and_clients_that_retry_lose_nothing(
+    mortal: Deployed, looker: Looker, record: Record
+) -> None:
+    pod = mortal.pods("frontend")[0]
+    kill(mortal, looker, record, pod, "router", f"http://{address(pod)}:{METRICS_PORT}/readyz")
+
+
+def own(cluster: Access) -> Node:
+    """Return the cluster where it is a node of ours, which may lose what others would miss."""
+    if not isinstance(cluster, Node):
+        pytest.skip("not run: ends what is not this test's alone")
+    return cluster
+
+
+def test_a_killed_operator_is_not_missed_and_works_on(mortal: Deployed, looker: Looker, record: Record) -> None:
+    cluster = own(mortal.cluster)
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/mmrouter-operator"
+    holder = cluster.request("GET", path).raise_for_status().json()["spec"]["holderIdentity"]
+    name = holder.rpartition("_")[0]
+    leader = cluster.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods/{name}").raise_for_status().json()
+    budget = f"/apis/policy/v1/namespaces/{mortal.namespace}/poddisruptionbudgets/{mortal.name}-frontend"
+    before = running(mortal)
+    with load(cluster, mortal.namespace, mortal.name, pause=0.1) as traffic, watching(looker) as watch:
+        traffic.go_on()
+        gone = process_here(leader, "operator").kill()
+        cluster.request("DELETE", budget).raise_for_status()
+        wait_for(lambda: cluster.request("GET", budget).is_success, 60, "what was deleted is made again")
+        repaired = time.time() - gone
+        waited = watch.again(traffic.go_on(), 10)
+    record(
+        "kill -9 of the operator",
+        f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; a deleted child back after {repaired:.1f} s; "
+        f"index equal {waited:.2f} s after that",
+    )
+    assert traffic.failed == [], traffic
+    assert waited < EQUAL_SECONDS
+    assert running(mortal) == before
+
+
+def running(mortal: Deployed) -> dict[str, str]:
+    """Return the containers that run: pod and name -> id."""
+    pods = [*mortal.pods("frontend"), *mortal.pods("worker")]
+    return {f"{pod['metadata']['name']} {each['name']}": each["containerID"] for pod in pods for each in statuses(pod)}
+
+
+def test_a_restarted_kubelet_restarts_nothing_else(mortal: Deployed, looker: Looker, record: Record) -> None:
+    cluster = own(mortal.cluster)
+    before = running(mortal)
+    with load(cluster, mortal.namespace, mortal.name, pause=0.1, max_retries=2) as traffic, watching(looker) as watch:
+        traffic.go_on()
+        cluster.stop("kubelet")
+        traffic.go_on()
+        began = time.time()
+        cluster.start("kubelet")
+        wait_for(lambda: renewed(cluster) > began, BACK_SECONDS, "the kubelet is back")
+        back = time.time()
+        waited = watch.again(back, 10)
+        traffic.go_on(60)
+    record(
+        "kubelet killed and started",
+        f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; kubelet back in {back - began:.1f} s; "
+        f"index equal within {waited:.2f} s",
+    )
+    assert traffic.failed_before_streaming == [], f"{traffic}\n{dump(cluster, mortal.namespace)}"
+    assert waited < EQUAL_SECONDS
+    assert running(mortal) == before
+
+
+def renewed(cluster: Access) -> float:
+    """Return when the kubelet last said that it lives."""
+    path = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NAME}"
+    spec = cluster.request("GET", path).raise_for_status().json()["spec"]
+    return datetime.fromisoformat(spec["renewTime"]).timestamp()
