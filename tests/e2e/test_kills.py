@@ -126,8 +126,8 @@ def test_a_killed_sidecar_continues_from_its_journal_and_a_replay(
 ) -> None:
     pod = workers(mortal)[0]
     process_here(pod, "sidecar")
-    with load(mortal.cluster, mortal.namespace, mortal.name, pause=0.0):
-        wait_for(lambda: batches(pod) > 2 * REPLAY_STEPS, 60, "the engine's history is longer than what it replays")
+    with load(mortal.cluster, mortal.namespace, mortal.name, clients=2 * CLIENTS, pause=0.0):
+        wait_for(lambda: batches(pod) > 1.5 * REPLAY_STEPS, 60, "the engine's history is longer than what it replays")
     before = epochs(looker, pod)
     kill(mortal, looker, record, pod, "sidecar", f"http://{address(pod)}:{METRICS_PORT}/readyz")
     assert epochs(looker, pod) == before
