@@ -75,12 +75,13 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
             degraded.append("no_decode")
         elif not prefill:
             degraded.append("no_prefill")
-    encodes = False
+    prefills, encodes = pair and "decode" in answers, False
     if "encoder" in pools and engine == "vllm":  # SGLang's engines ask the encoders themselves (facts on SGLang 5.1)
-        encodes = "encoder" in able
-        if not encodes:
+        if "encoder" not in able:
             degraded.append("no_encoder")
-    return Form(frozenset(answers), pair and "decode" in answers, encodes and bool(answers), tuple(degraded))
+        # A decode engine takes blocks and no embeddings.
+        encodes = "encoder" in able and (prefills or bool(answers - {"decode"}))
+    return Form(frozenset(answers), prefills, encodes, tuple(degraded))
 
 
 class Worth:

@@ -43,6 +43,8 @@ def test_a_vllm_deployment_answers_while_any_engine_with_a_language_model_is_up(
         ("vllm", "prefill decode", "prefill", "whole", ("no_decode",)),
         ("vllm", "encoder prefill decode", "encoder prefill decode", "encode-prefill-decode", ()),
         ("vllm", "encoder prefill decode", "prefill decode", "prefill-decode", ("no_encoder",)),
+        ("vllm", "encoder prefill decode", "encoder decode", "whole", ("no_prefill",)),
+        ("vllm", "encoder prefill decode", "encoder prefill", "encode-whole", ("no_decode",)),
         ("sglang", "prefill decode", "prefill decode", "prefill-decode", ()),
         ("sglang", "prefill decode worker", "decode worker", "whole", ("no_pair",)),
     ],
