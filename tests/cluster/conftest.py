@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cluster.controlplane import ControlPlane, control_plane, wait_for
 from cluster.hollow import Hollow, hollow
-from cluster.operators import operator
+from cluster.operators import Replica, operator
 from cluster.resources import apply, is_done, marked
 from cluster.runner import LocalRunner
 
@@ -80,6 +80,13 @@ def proved(real: ControlPlane) -> Iterator[str]:
         generation = apply(real, name, marked())["metadata"]["generation"]
         wait_for(lambda: is_done(real, name, "demo", generation), 90, "Ready is True")
         yield name
+
+
+@pytest.fixture(scope="session")
+def large(kube_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """An operator and a control plane of its own: what these tests leave behind would keep others waiting."""
+    with control_plane(tmp_path_factory.mktemp("large"), kube_bin, CRDS) as plane, operator(plane) as replica:
+        yield replica
 
 
 @pytest.fixture

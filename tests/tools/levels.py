@@ -3,9 +3,9 @@
     .venv/bin/python tests/tools/levels.py check [local] [cluster] [e2e] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
-of ``check`` run three at a time, those of ``cluster`` and ``conformance`` two where there is memory for it; each
-one's output is shown when it ends. The end is a table of the levels, with the reason of everything that was not run,
-and one line ``N passed, N failed, N skipped`` over all of them. Exit status 1 when anything failed.
+of all levels but ``e2e`` run two or three at a time where there is memory for it; each one's output is shown when it
+ends. What is timed runs when nothing else does. The end is a table of the levels, with the reason of everything that
+was not run, and one line ``N passed, N failed, N skipped`` over all of them. Exit status 1 when anything failed.
 
 ``passed`` and ``skipped`` count tests. ``failed`` counts tests and also commands that failed without a failing test
 (a linter, a crash, a time limit), so that a red run never says ``0 failed``.
@@ -36,12 +36,20 @@ RUNNING: set["subprocess.Popen[bytes]"] = set()
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a level. A step with ``tests`` is a pytest run over that folder, ``without`` leaves parts out."""
+    """One command of a level. A step with ``tests`` is a pytest run over that folder, ``without`` leaves parts out.
+
+    ``alone``: after all others, with nothing beside it.
+    """
 
     name: str
     command: tuple[str, ...] = ()
-    tests: str = ""
+    tests: str | tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    alone: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.tests,) if isinstance(self.tests, str) else self.tests
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,11 @@ def program(name: str, *arguments: str) -> Step:
 
 
 LARGE_ROOMS = ("tests/unit/router", "tests/unit/operator", "tests/unit/render")
+# Deployments of their own, which they wait for and break; the other files share one.
+BREAKING = tuple(f"tests/local/test_{name}.py" for name in ("breaks", "failures", "frontend_restart", "renderer"))
+FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
+REAL = "tests/conformance"
+ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing", "fields", "renderer"))
 LEVELS = {
     "check": Level(
         (
@@ -99,30 +112,47 @@ LEVELS = {
         limit_s=300,
         lanes=3,  # on two CPUs: some tests wait more than they compute
     ),
-    "local": Level((Step("tests on local processes", tests="tests/local"),), limit_s=1200),
-    # The tests with running pods wait most of the time, for pods and for a minute in which nothing may happen.
-    "cluster": Level(
+    "local": Level(
         (
-            Step("tests on a real control plane", tests="tests/cluster", without=("tests/cluster/running",)),
-            Step("tests on a real control plane with running pods", tests="tests/cluster/running"),
-            Step("tests of the chart", tests="tests/chart"),
+            Step("tests on local processes", tests="tests/local", without=BREAKING),
+            Step("tests on local processes that break", tests=BREAKING),
         ),
         limit_s=1200,
         lanes=2,
+    ),
+    # Three lanes, each with a control plane: many tests wait, for pods and for a minute in which nothing may happen.
+    "cluster": Level(
+        (
+            Step(
+                "tests on a real control plane",
+                tests="tests/cluster",
+                without=("tests/cluster/running", FAULTS, SCALE, SPEED),
+            ),
+            Step("tests on a real control plane, size", tests=SCALE),
+            Step("tests on a real control plane with running pods", tests="tests/cluster/running"),
+            Step("tests on a real control plane, faults", tests=FAULTS),
+            Step("tests of the chart", tests="tests/chart"),
+            Step("tests on a real control plane, speed", tests=SPEED, alone=True),
+        ),
+        limit_s=1200,
+        lanes=3,
         lane_gb=3,
     ),
     # One lane: pods that run under load are what it is about.
     "e2e": Level((Step("tests on a node with real pods", tests="tests/e2e"),), limit_s=1500),
-    # An engine that starts keeps one CPU busy, so the engines' folders run side by side. What a run compares is put
+    # An engine that starts keeps one CPU busy, one that is asked waits now and then. What a run compares is put
     # together in the folder that its steps share.
     "conformance": Level(
         (
-            Step("tests on real engines, vLLM", tests="tests/conformance/vllm"),
-            Step("tests on real engines, the others", tests="tests/conformance", without=("tests/conformance/vllm",)),
+            Step("vLLM, a family after the other", tests=f"{REAL}/vllm", without=(ROUTED, FIELDS, RENDERER)),
+            Step("vLLM behind routers", tests=ROUTED),
+            Step("SGLang", tests=f"{REAL}/sglang"),
+            Step("tests without a served model", tests=REAL, without=(f"{REAL}/vllm", f"{REAL}/sglang")),
+            Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
         ),
         limit_s=3300,
-        lanes=2,
-        lane_gb=9,
+        lanes=3,
+        lane_gb=6,
     ),
 }
 
@@ -130,14 +160,16 @@ LEVELS = {
 def run_level(level: Level, scratch: Path) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
-    with ThreadPoolExecutor(lane_count(level)) as lanes:
-        try:
-            for part in lanes.map(partial(run_step, level, scratch), level.steps):
-                outcome.add(part)
-        except KeyboardInterrupt:
-            lanes.shutdown(wait=False, cancel_futures=True)
-            end_all()
-            raise
+    for alone in (False, True):
+        steps = [step for step in level.steps if step.alone == alone]
+        with ThreadPoolExecutor(1 if alone else lane_count(level)) as lanes:
+            try:
+                for part in lanes.map(partial(run_step, level, scratch), steps):
+                    outcome.add(part)
+            except KeyboardInterrupt:
+                lanes.shutdown(wait=False, cancel_futures=True)
+                end_all()
+                raise
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -156,9 +188,9 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
     name = step.name.replace("/", "-").replace(" ", "-")
     report = scratch / f"{name}.xml"
     command = step.command
-    if step.tests:
+    if step.paths:
         left_out = tuple(f"--ignore={folder}" for folder in step.without)
-        command = (sys.executable, "-m", "pytest", step.tests, *left_out, "-q", f"--junit-xml={report}")
+        command = (sys.executable, "-m", "pytest", *step.paths, *left_out, "-q", f"--junit-xml={report}")
     env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
     if level.lanes == 1:
         print(f"\n== {step.name}", flush=True)
@@ -173,7 +205,7 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
         add_report(report, outcome)
     if status and not outcome.failed:
         outcome.failed = 1
-        why = f"no test was found in {step.tests}" if step.tests and status == NO_TESTS else ended(status)
+        why = f"no test was found in {' '.join(step.paths)}" if step.paths and status == NO_TESTS else ended(status)
         outcome.failures.append(f"{step.name}: {why}")
     return outcome
 

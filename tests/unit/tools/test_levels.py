@@ -61,6 +61,35 @@ def test_a_failing_command_fails_the_level_and_does_not_stop_it(tmp_path: Path) 
     assert summary({"check": outcome}).endswith("0 passed, 2 failed, 0 skipped")
 
 
+def test_what_runs_alone_begins_when_all_others_have_ended(tmp_path: Path) -> None:
+    # Each says when it began and when it ended; the one that is alone stands first in the list.
+    code = (
+        "import sys, time; began = time.monotonic(); time.sleep(0.2)\n"
+        "print(began, time.monotonic(), file=open(sys.argv[1], 'w'))"
+    )
+    steps = [
+        Step(name, (sys.executable, "-c", code, str(tmp_path / name)), alone=name == "alone")
+        for name in ("alone", "one", "two")
+    ]
+    assert not run_level(Level(tuple(steps), limit_s=60, lanes=3), tmp_path).failed
+    times = {step.name: [float(text) for text in (tmp_path / step.name).read_text().split()] for step in steps}
+    assert times["alone"][0] >= max(times["one"][1], times["two"][1])
+
+
+def test_no_file_of_the_tests_is_in_two_steps_or_in_none() -> None:
+    found = Counter(
+        file
+        for level in levels.LEVELS.values()
+        for step in level.steps
+        for path in step.paths
+        for file in ([levels.ROOT / path] if path.endswith(".py") else (levels.ROOT / path).rglob("test_*.py"))
+        if not any(file.is_relative_to(levels.ROOT / left_out) for left_out in step.without)
+    )
+    every = set((levels.ROOT / "tests").rglob("test_*.py"))
+    assert {file: times for file, times in found.items() if times > 1} == {}
+    assert every - set(found) == set()
+
+
 def test_a_command_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
     outcome = run_level(Level((python("import threading; threading.Event().wait()"),), limit_s=0.3), tmp_path)
     assert outcome.failures == ["import threading; th: ended by SIGKILL"]
