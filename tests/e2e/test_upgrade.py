@@ -1,0 +1,139 @@
+"""`helm upgrade` of the operator to another version and back: its own pods are replaced, and no pod of a model is."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chart.helm import CHART, NAMESPACE, RELEASE, Helm
+from cluster.access import Access
+from cluster.controlplane import wait_for
+from cluster.resources import condition, get
+from e2e.conftest import Record, made_by
+from e2e.deploying import Deployed
+from e2e.load import load
+from e2e.plane import Node
+from e2e.report import dump
+
+IMAGE = "docker.io/mmrouter/mmrouter"
+NOW = "0.1.0"
+OTHER = "0.1.1"
+SECONDS = 60
+"""Until both pods of the operator are new and one of them leads."""
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/mmrouter-operator"
+
+
+@pytest.fixture
+def helm(operated: Access, tmp_path: Path) -> Iterator[Helm]:
+    """Helm on a cluster whose release is ours to upgrade; after the test the release is what it was."""
+    if not isinstance(operated, Node):
+        pytest.skip("not run: the operator of a cluster that somebody else runs is not upgraded")
+    made = Helm(Path(made_by("helm_env.py"), "helm"), tmp_path, operated.kubeconfig)
+    yield made
+    upgrade(operated, made, CHART, NOW)
+
+
+def other_version(helm: Helm, node: Node, folder: Path) -> Path:
+    """Package the chart as another version, with an image of its own name."""
+    done = helm.run("package", CHART, f"--version={OTHER}", f"--app-version={OTHER}", f"--destination={folder}")
+    assert done.returncode == 0, done.stderr
+    tagged = node.ctr("images", "tag", "--force", f"{IMAGE}:{NOW}", f"{IMAGE}:{OTHER}")
+    assert tagged.returncode == 0, tagged.stderr
+    return folder / f"mmrouter-{OTHER}.tgz"
+
+
+def operators(cluster: Access) -> dict[str, dict[str, Any]]:
+    """Return the operator's pods by name, those that end among them."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods"
+    items = cluster.request("GET", path).raise_for_status().json()["items"]
+    return {pod["metadata"]["name"]: pod for pod in items if pod["metadata"]["name"].startswith("mmrouter-operator-")}
+
+
+def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: str) -> float:
+    """Upgrade the release and return the seconds until a pod of that version leads and none of another is left."""
+    began = time.monotonic()
+    where = (f"--namespace={NAMESPACE}", "--reset-values", *options)
+    done = helm.run("upgrade", RELEASE, chart, *where)
+    assert done.returncode == 0, done.stderr
+
+    def replaced() -> bool:
+        pods = operators(cluster)
+        images = {pod["spec"]["containers"][0]["image"] for pod in pods.values()}
+        leader = cluster.request("GET", LEASE).raise_for_status().json()["spec"]["holderIdentity"]
+        return images == {f"{IMAGE.partition('/')[2]}:{version}"} and leader.partition("_")[0] in pods
+
+    try:
+        wait_for(replaced, SECONDS, f"an operator of version {version} leads", every=0.2)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}\n{dump(cluster, NAMESPACE)}") from error
+    return time.monotonic() - began
+
+
+def repaired(deployed: Deployed, kind: str, name: str) -> None:
+    """Delete a child and wait for it: whoever leads has looked at this deployment and written what it renders."""
+    cluster, namespace = deployed.cluster, deployed.namespace
+    found = get(cluster, kind, namespace, name)
+    assert found is not None
+    path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}"
+    cluster.request("DELETE", path).raise_for_status()
+
+    def there() -> bool:
+        now = get(cluster, kind, namespace, name)
+        return now is not None and bool(now["metadata"]["uid"] != found["metadata"]["uid"])
+
+    wait_for(there, SECONDS, f"{kind} {name} is made anew", every=0.2)
+
+
+def running(deployed: Deployed) -> dict[str, Any]:
+    """Return what a restart would change: pods and restarts of containers, and the templates that pods are made of."""
+    pods = {
+        pod["metadata"]["uid"]: sorted(
+            (each["name"], each["containerID"], each["restartCount"])
+            for each in [*pod["status"].get("initContainerStatuses", []), *pod["status"]["containerStatuses"]]
+        )
+        for role in ("worker", "frontend")
+        for pod in deployed.pods(role)
+    }
+    templates = {
+        (kind, item["metadata"]["name"]): json.dumps(item["spec"]["template"], sort_keys=True)
+        for kind in ("deployments", "replicasets")
+        for item in _list(deployed, kind)
+    }
+    stored = {item["metadata"]["name"]: item["metadata"]["uid"] for item in _list(deployed, "controllerrevisions")}
+    generations = {item["metadata"]["name"]: item["metadata"]["generation"] for item in _list(deployed, "deployments")}
+    return {"pods": pods, "templates": templates, "stored": stored, "generations": generations}
+
+
+def _list(deployed: Deployed, plural: str) -> list[dict[str, Any]]:
+    path = f"/apis/apps/v1/namespaces/{deployed.namespace}/{plural}"
+    items: list[dict[str, Any]] = deployed.cluster.request("GET", path).raise_for_status().json()["items"]
+    return items
+
+
+def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
+    helm: Helm, deployed: Deployed, tmp_path: Path, record: Record
+) -> None:
+    cluster = deployed.cluster
+    assert isinstance(cluster, Node)
+    chart = other_version(helm, cluster, tmp_path)
+    before, first = running(deployed), set(operators(cluster))
+    with load(cluster, deployed.namespace, deployed.name) as traffic:
+        traffic.go_on()
+        seconds = [upgrade(cluster, helm, chart, OTHER, "--set=log.level=debug")]
+        assert first.isdisjoint(operators(cluster))
+        repaired(deployed, "PodDisruptionBudget", f"{deployed.name}-worker")
+        assert running(deployed) == before
+
+        # And from that chart, as from the one before, to this.
+        seconds.append(upgrade(cluster, helm, CHART, NOW))
+        repaired(deployed, "PodDisruptionBudget", f"{deployed.name}-worker")
+        assert running(deployed) == before
+        traffic.go_on()
+    told = f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; {seconds[0]:.1f} s and {seconds[1]:.1f} s"
+    record("operator upgraded and back under load", told)
+    assert not traffic.failed, traffic
+    assert not traffic.inexact, traffic.inexact[:5]
+    for type in ("Ready", "ExactRoutingVerified"):
+        assert condition(cluster, type, deployed.namespace, deployed.name)["status"] == "True"
