@@ -5,6 +5,7 @@ What is known goes into one folder per failed test, a folder per namespace in it
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,11 +76,15 @@ class Dumps:
             self.write(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0], [namespace])
 
     def write(self, test: str, namespaces: list[str]) -> Path:
-        """Write what is known now, for a test; what its folder holds already stays. Returns the folder."""
-        folder = self.folders.setdefault(test, self._root / re.sub(r"[^\w.-]+", "_", test).strip("_")[-150:])
+        """Write what is known now, for a test; what this run has written of it stays. Returns the folder."""
+        folder = self._root / re.sub(r"[^\w.-]+", "_", test).strip("_")[-150:]
+        if test not in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+            self.folders[test] = folder
         for namespace in namespaces:
             if not (folder / namespace).exists():
                 write_namespace(self.cluster, namespace, folder / namespace)
+        write_node(self.cluster, folder / "node")
         return folder
 
 
@@ -92,6 +97,14 @@ def write_namespace(cluster: Access, namespace: str, folder: Path) -> None:
             file.write_text(text())
         except (httpx.HTTPError, subprocess.SubprocessError, OSError) as error:
             file.write_text(f"cannot be read: {error!r}\n")
+
+
+def write_node(cluster: Access, folder: Path) -> None:
+    """Write the ends of the logs of kubelet, containerd and control plane, where they are ours."""
+    for log in sorted((cluster.folder / "log").glob("*.log")):
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        (folder / log.name).write_text("\n".join(lines))
 
 
 def _files(cluster: Access, namespace: str) -> Iterator[tuple[str, Callable[[], str]]]:
