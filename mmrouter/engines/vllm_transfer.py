@@ -1,7 +1,8 @@
 """How vLLM engines hand KV blocks and embeddings to each other: connector flags by role and accelerator.
 
 What ``engine.kvConnector`` and ``engine.ecConnector`` say replaces the defaults (facts on vLLM 6.1, 7.1). Both are the
-JSON of vLLM's own flags; only the role is filled in where it is left out, because it differs from pool to pool.
+JSON of vLLM's own flags; where they are left out, the role is filled in, because it differs from pool to pool, and that
+blocks which do not come are computed: vLLM's own default is to fail the request (``kv_load_failure_policy`` of 0.32).
 """
 
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +13,7 @@ from mmrouter.engines.launching import SIDE_CHANNEL_PORT, LaunchError, flag
 if TYPE_CHECKING:
     from mmrouter.api import MMRouterDeployment, Pool
 
+RECOMPUTE: Final = "recompute"
 SIDE_CHANNEL: Final = "side-channel"
 """Name of the port on which engines agree on a transfer."""
 
@@ -44,14 +46,19 @@ def _kv_connector(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, Any]:
     if chosen:
         if not isinstance(chosen.get("kv_connector"), str):
             raise LaunchError("engine.kvConnector", "name vLLM's connector in `kv_connector`")
-        return {"kv_role": "kv_both", **chosen}
+        return {"kv_role": "kv_both", "kv_load_failure_policy": RECOMPUTE, **chosen}
     buffer = DEVICES[pool.accelerator.kind].kv_buffer
     if buffer is None:
         raise LaunchError(
             "engine.kvConnector",
             f"pool {pool.name}: vLLM has no transfer of its own for {pool.accelerator.kind}: name a connector here",
         )
-    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffer}
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": buffer,
+        "kv_load_failure_policy": RECOMPUTE,
+    }
 
 
 def _ec_connector(dep: "MMRouterDeployment", pool: "Pool", role: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -141,7 +141,8 @@ def as_json(args: list[str], flag: str) -> Any:
 
 
 EPD = [role("encoder"), role("prefill"), role("decode")]
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cuda"}
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cuda"} | RECOMPUTE
 KV, EC = "--kv-transfer-config", "--ec-transfer-config"
 
 
@@ -185,7 +186,7 @@ def test_whoever_prefills_takes_embeddings_where_there_are_encoders() -> None:
     assert as_json(launched([role("worker")], "worker").args, EC) is None
 
 
-def test_a_users_connectors_replace_the_defaults_and_only_their_role_is_filled_in() -> None:
+def test_a_users_connectors_replace_the_defaults_and_only_what_is_left_out_is_filled_in() -> None:
     connectors = {
         "kvConnector": {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"},
         "ecConnector": {
@@ -194,10 +195,15 @@ def test_a_users_connectors_replace_the_defaults_and_only_their_role_is_filled_i
         },
     }
     encoder, prefill = (launched(EPD, name, **connectors) for name in ("encoder", "prefill"))
-    assert as_json(prefill.args, KV) == connectors["kvConnector"]
+    assert as_json(prefill.args, KV) == RECOMPUTE | connectors["kvConnector"]
     assert as_json(prefill.args, EC) == {"ec_role": "ec_consumer", **connectors["ecConnector"]}
     assert as_json(encoder.args, EC) == {"ec_role": "ec_producer", **connectors["ecConnector"]}
     assert "VLLM_USE_V2_MODEL_RUNNER" not in encoder.env
+
+
+def test_a_user_may_have_requests_fail_whose_blocks_do_not_come() -> None:
+    fails = {"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "fail"}
+    assert as_json(launched(EPD, "decode", kvConnector=fails).args, KV)["kv_load_failure_policy"] == "fail"
 
 
 @pytest.mark.parametrize(
