@@ -1,0 +1,384 @@
+"""The encoder scheduler does what its modes say, and loses nothing when encoders come, go, fail and stall."""
+
+import pytest
+
+from mmrouter_router.encode import Abort, Encoder, Encoders, Full, Image, Lost
+from mmrouter_router.encode.lane import STALL_COLD, STALL_FACTOR
+from mmrouter_router.encode.rates import Line
+from mmrouter_router.encode.scheduler import ATTEMPTS, PATIENCE
+
+SPEEDS = {"fast": 8000.0, "middle": 3000.0, "slow": 1000.0}
+"""Visual tokens per second by kind, which is also the id where there is one of a kind."""
+
+
+def speed(kind: str) -> Line:
+    return Line(0.0, 1 / SPEEDS[kind])
+
+
+def machine(mode="auto", *kinds, **bounds):
+    encoders = Encoders(mode, first=speed)
+    for kind in kinds or ("fast", "middle", "slow"):
+        encoders.join(Encoder(kind, kind, **bounds), 0.0)
+    return encoders
+
+
+def image(name, tokens=800, size=10):
+    return Image(str(name).encode(), tokens, size)
+
+
+def images(names, tokens=800):
+    return [image(name, tokens) for name in names]
+
+
+def view(encoders, name, now=0.0):
+    return next(v for v in encoders.views(now) if v.id == name)
+
+
+def where(outcome):
+    return [placed.encoder for placed in outcome.placed]
+
+
+def finish_all(encoders, outcome, now, value=None):
+    """Finish whatever is started until nothing runs; return all requests that became ready, in their order."""
+    ready, runs = list(outcome.ready), list(outcome.starts)
+    while runs:
+        done = encoders.finished(runs.pop(0).run, now, value)
+        ready += done.ready
+        runs += done.starts
+    return ready
+
+
+# -- auto
+
+
+def test_an_image_goes_where_it_is_estimated_to_be_done_first():
+    encoders = machine()
+    chosen = [encoders.place(f"r{n}", [image(n)], 0.0).placed[0] for n in range(4)]
+    # 0.1, 0.2 and then 0.27 s on the second encoder before 0.3 s on the first
+    assert [placed.encoder for placed in chosen] == ["fast", "fast", "middle", "fast"]
+    assert [round(placed.finish, 3) for placed in chosen] == [0.1, 0.2, 0.267, 0.3]
+    assert dict(chosen[0].weighed) == pytest.approx({"fast": 0.1, "middle": 0.267, "slow": 0.8}, abs=0.001)
+
+
+def test_images_of_one_request_are_spread_where_that_makes_the_request_earlier():
+    outcome = machine().place("r", images("abcd"), 0.0)
+    assert sorted(where(outcome)) == ["fast", "fast", "fast", "middle"]
+    assert max(placed.finish for placed in outcome.placed) == pytest.approx(0.3)
+
+
+def test_an_image_that_does_not_hold_its_request_up_leaves_the_fast_encoder_to_others():
+    outcome = machine().place("r", [image("large", 8000), image("small", 500)], 0.0)
+    assert where(outcome) == ["fast", "slow"]  # 0.5 s there is before the 1 s that the large one takes anyway
+
+
+def test_what_waits_moves_to_an_encoder_that_is_done_sooner_than_estimated():
+    encoders = machine("auto", "fast", "slow")
+    first = encoders.place("a", [image("a", 80_000)], 0.0)
+    second = encoders.place("b", [image("b", 8000)], 0.0)
+    third = encoders.place("c", [image("c", 8000)], 0.0)
+    assert [where(o) for o in (first, second, third)] == [["fast"], ["slow"], ["fast"]]
+    fourth = encoders.place("d", [image("d", 1000)], 0.0)
+    assert where(fourth) == ["slow"]
+    outcome = encoders.finished(first.starts[0].run, 1.0)  # 10 s were estimated
+    assert outcome.moved >= 1
+    assert view(encoders, "slow", 1.0).waiting == 0
+
+
+def test_what_waits_moves_away_from_an_encoder_that_is_slower_than_estimated():
+    encoders = machine("auto", "fast", "slow")
+    runs = [start.run for n in range(6) for start in encoders.place(f"r{n}", [image(n)], 0.0).starts]
+    assert view(encoders, "slow").running == 0
+    assert view(encoders, "fast").waiting == 5
+    outcome = encoders.finished(runs[0], 1.2)  # 0.1 s were estimated: the rate is 12 times lower
+    assert outcome.moved >= 1
+    assert view(encoders, "slow", 1.2).running == 1
+
+
+def test_an_encoder_that_joins_takes_work_that_waits_and_begins_with_what_its_like_measured():
+    encoders = machine("auto", "fast")
+    started = encoders.place("r", images(range(20)), 0.0).starts
+    encoders.finished(started[0].run, 0.05)
+    outcome = encoders.join(Encoder("fast-2", "fast"), 0.05)
+    assert [start.encoder for start in outcome.starts] == ["fast-2"]
+    assert outcome.moved > 1
+    assert view(encoders, "fast-2").rate == view(encoders, "fast").rate == pytest.approx(16_000)
+    assert view(encoders, "fast-2").measured == 0
+
+
+def test_a_small_request_passes_a_large_one_but_not_for_longer_than_that_is_large():
+    encoders = machine("auto", "fast")
+    encoders.place("running", [image("x")], 0.0)
+    large = encoders.place("large", images(range(10)), 0.0)
+    small = encoders.place("small", [image("s")], 0.01)
+    assert small.placed[0].finish < min(placed.finish for placed in large.placed) + 0.01
+    patience = PATIENCE * 10 * 0.1  # seconds that 10 images take here
+    late = encoders.place("late", [image("l")], patience + 0.02)
+    assert late.placed[0].finish > max(placed.finish for placed in large.placed)
+
+
+def test_equal_finishes_go_to_the_smallest_id_in_whatever_order_encoders_joined():
+    for order in ("abc", "cba", "bca"):
+        encoders = Encoders(first=lambda kind: Line(0.0, 0.001))
+        for name in order:
+            encoders.join(Encoder(name, "x"), 0.0)
+        chosen = [where(encoders.place(f"r{n}", [image(n)], 0.0))[0] for n in range(6)]
+        assert chosen == list("abcabc")
+
+
+# -- modes by weight
+
+
+def test_case_66_of_the_field_eight_to_one_by_request_over_18_requests():
+    encoders = Encoders("perRequest", first=lambda kind: Line(0.0, 0.001))
+    encoders.join(Encoder("a", "x", weight=8), 0.0)
+    encoders.join(Encoder("b", "x", weight=1), 0.0)
+    chosen = [set(where(encoders.place(f"r{n}", images(f"{n}{part}" for part in "xyz"), 0.0))) for n in range(18)]
+    assert all(len(names) == 1 for names in chosen)
+    counted = [names.pop() for names in chosen]
+    assert (counted.count("a"), counted.count("b")) == (16, 2)
+    assert counted.index("b") not in (0, 8)  # smooth: in the middle of its round
+
+
+def test_per_image_takes_turns_image_by_image():
+    outcome = machine("perImage").place("r", images(range(6)), 0.0)
+    assert where(outcome) == ["fast", "middle", "slow"] * 2
+
+
+def test_any_number_of_encoders_shares_by_weight():
+    encoders = Encoders("perImage", first=lambda kind: Line(0.0, 0.001))
+    for name, weight in (("a", 5), ("b", 3), ("c", 2), ("d", 0)):
+        encoders.join(Encoder(name, "x", weight=weight), 0.0)
+    chosen = [where(encoders.place(f"r{n}", [image(n)], 0.0))[0] for n in range(100)]
+    assert [chosen.count(name) for name in "abcd"] == [50, 30, 20, 0]
+
+
+@pytest.mark.parametrize("mode", ["perImage", "perRequest"])
+def test_one_encoder_that_is_left_gets_all_whatever_its_weight(mode):
+    encoders = Encoders(mode, first=lambda kind: Line(0.0, 0.001))
+    encoders.join(Encoder("a", "x", weight=9), 0.0)
+    encoders.join(Encoder("b", "x", weight=0), 0.0)
+    encoders.leave("a", 0.0)
+    assert where(encoders.place("r", images("uvw"), 0.0)) == ["b"] * 3
+
+
+def test_a_request_without_room_in_one_place_is_refused_by_request_and_taken_by_image():
+    per_request = machine("perRequest", queue=2)  # 3 places each, the slot included
+    assert per_request.place("r", images(range(4)), 0.0).full == Full(None)
+    assert len(machine("perImage", queue=2).place("r", images(range(4)), 0.0).placed) == 4
+
+
+# -- what is held, and what is on its way
+
+
+def test_case_67_of_the_field_a_held_embedding_skips_the_encoder_and_an_evicted_one_does_not():
+    encoders = Encoders(first=speed)
+    encoders.join(Encoder("fast", "fast", cache_entries=2), 0.0)
+    for name in "ab":
+        finish_all(encoders, encoders.place(name, [image(name)], 0.0), 1.0, f"answer {name}")
+    hit = encoders.place("again", [image("a")], 2.0)
+    assert (hit.starts, hit.placed[0].how, hit.placed[0].finish) == ((), "held", 2.0)
+    assert [answer.value for answer in hit.ready[0].answers] == ["answer a"]
+    finish_all(encoders, encoders.place("c", [image("c")], 3.0), 3.0)
+    assert encoders.place("a again", [image("a")], 4.0).ready  # used last, so b went
+    assert encoders.place("b again", [image("b")], 4.0).starts
+    assert view(encoders, "fast").held == 2
+
+
+def test_an_embedding_that_turns_out_to_be_gone_is_encoded_again():
+    encoders = machine("auto", "fast")
+    finish_all(encoders, encoders.place("r", [image("a")], 0.0), 1.0)
+    encoders.forget("fast", b"a")
+    assert len(encoders.place("s", [image("a")], 2.0).starts) == 1
+
+
+def test_the_cache_model_is_bounded_in_bytes_too():
+    encoders = Encoders(first=speed)
+    encoders.join(Encoder("fast", "fast", cache_bytes=25), 0.0)
+    for name in "abc":
+        finish_all(encoders, encoders.place(name, [image(name, size=10)], 0.0), 1.0)
+    finish_all(encoders, encoders.place("huge", [image("huge", size=26)], 0.0), 1.0)
+    assert (view(encoders, "fast").held, view(encoders, "fast").held_bytes) == (2, 20)
+    encoders.join(Encoder("fast", "fast", cache_bytes=10), 2.0)
+    assert (view(encoders, "fast").held, view(encoders, "fast").held_bytes) == (1, 10)
+
+
+def test_an_image_that_is_being_encoded_is_waited_for_and_encoded_once():
+    encoders = machine()
+    first = encoders.place("a", [image("x"), image("x")], 0.0)
+    second = encoders.place("b", [image("x")], 0.05)
+    assert len(first.starts) == 1
+    assert (second.starts, second.placed[0].how) == ((), "joined")
+    assert second.placed[0].finish == pytest.approx(0.1)
+    ready = encoders.finished(first.starts[0].run, 0.1, "v").ready
+    assert [(r.request, len(r.answers)) for r in ready] == [("a", 2), ("b", 1)]
+
+
+def test_case_63_of_the_field_answers_keep_the_order_of_the_images_when_they_finish_reversed():
+    encoders = machine("perImage")
+    outcome = encoders.place("r", images("abc"), 0.0)
+    ready = [encoders.finished(start.run, 1.0, start.image.key).ready for start in reversed(outcome.starts)]
+    assert [bool(r) for r in ready] == [False, False, True]
+    assert [answer.value for answer in ready[-1][0].answers] == [b"a", b"b", b"c"]
+
+
+def test_a_request_without_images_is_ready_at_once():
+    assert machine().place("r", [], 0.0).ready[0].answers == ()
+
+
+# -- bounds
+
+
+def test_a_request_without_room_is_refused_as_a_whole_and_says_when_to_come_back():
+    encoders = machine("auto", "fast", "slow", queue=1)
+    encoders.place("a", images("wxyz"), 0.0)
+    before = encoders.views(0.0)
+    assert encoders.place("b", [image("b")], 0.0).full == Full(pytest.approx(0.1))
+    assert encoders.place("c", images(range(5)), 0.0).full == Full(None)
+    assert encoders.views(0.0) == before
+    assert encoders.place("d", [image("w")], 0.0).placed[0].how == "joined"  # needs no room
+
+
+def test_without_an_encoder_there_is_never_room():
+    assert Encoders().place("r", [image("a")], 0.0).full == Full(None)
+
+
+def test_more_slots_are_sent_at_once():
+    outcome = machine("auto", "fast", slots=3).place("r", images(range(5)), 0.0)
+    assert len(outcome.starts) == 3
+
+
+@pytest.mark.parametrize("bad", [{"weight": -1}, {"queue": -1}, {"slots": 0}, {"cache_bytes": -1}])
+def test_bounds_that_make_no_sense_are_refused(bad):
+    with pytest.raises(ValueError, match="negative, or it has no slot"):
+        Encoder("a", "cpu", **bad)
+
+
+def test_a_request_cannot_be_placed_twice_nor_show_one_key_in_two_sizes():
+    encoders = machine()
+    encoders.place("r", [image("a")], 0.0)
+    with pytest.raises(ValueError, match="is being encoded"):
+        encoders.place("r", [image("b")], 0.0)
+    with pytest.raises(ValueError, match="differ"):
+        encoders.place("s", [image("c", 4), image("c", 5)], 0.0)
+
+
+# -- cancelled, failed, gone, stalled
+
+
+def test_case_65_of_the_field_what_a_cancelled_request_had_is_taken_back_at_once():
+    encoders = machine("auto", "fast")
+    running = encoders.place("a", images("uv"), 0.0).starts[0].run
+    waiting = encoders.place("b", [image("w")], 0.0)
+    assert waiting.starts == ()
+    outcome = encoders.cancel("a", 0.01)
+    assert outcome.aborts == (Abort(running, "fast"),)
+    assert [start.image.key for start in outcome.starts] == [b"w"]
+    assert encoders.finished(running, 0.02).ready == ()  # the answer of what was closed comes too late
+    assert view(encoders, "fast").held == 0
+
+
+def test_an_image_that_another_request_wants_too_outlives_the_first():
+    encoders = machine("auto", "fast")
+    run = encoders.place("a", [image("x")], 0.0).starts[0].run
+    encoders.place("b", [image("x")], 0.0)
+    assert encoders.cancel("a", 0.0).aborts == ()
+    assert [r.request for r in encoders.finished(run, 0.1).ready] == ["b"]
+
+
+def test_work_of_an_encoder_that_leaves_goes_to_the_others_and_what_it_runs_may_end():
+    encoders = machine("auto", "fast", "slow")
+    outcome = encoders.place("r", images(range(4)), 0.0)
+    assert set(where(outcome)) == {"fast"}
+    left = encoders.leave("fast", 0.01)
+    assert (left.moved, left.aborts, [s.encoder for s in left.starts]) == (3, (), ["slow"])
+    with pytest.raises(ValueError, match="another id"):
+        encoders.join(Encoder("fast", "fast"), 0.02)
+    encoders.finished(outcome.starts[0].run, 0.1)
+    assert [v.id for v in encoders.views(0.1)] == ["slow"]
+    assert [r.request for r in finish_all(encoders, left, 5.0)] == ["r"]
+
+
+def test_when_the_last_encoder_leaves_requests_that_wait_for_it_are_lost():
+    encoders = machine("auto", "fast")
+    outcome = encoders.place("a", [image("x")], 0.0)
+    encoders.place("b", images("yz"), 0.0)
+    assert encoders.leave("fast", 0.0).lost == (Lost("b", "no_encoder"),)
+    assert [r.request for r in encoders.finished(outcome.starts[0].run, 0.1).ready] == ["a"]
+    assert encoders.views(0.1) == ()
+
+
+def test_a_failed_image_goes_to_another_encoder_and_the_failed_one_rests_then_gets_one():
+    encoders = machine("auto", "fast", "slow")
+    run = encoders.place("r", [image("a")], 0.0).starts[0].run
+    outcome = encoders.failed(run, 0.01)
+    assert [start.encoder for start in outcome.starts] == ["slow"]
+    until = view(encoders, "fast", 0.01).resting_until
+    assert until == pytest.approx(1.01)
+    assert where(encoders.place("s", [image("b")], 0.5)) == ["slow"]
+    probe = encoders.place("t", images("cd"), 9.0)
+    assert sorted(where(probe)) == ["fast", "slow"]  # one to see
+    encoders.finished(next(s.run for s in probe.starts if s.encoder == "fast"), 9.1)
+    assert set(where(encoders.place("u", images("ef"), 9.2))) == {"fast"}
+
+
+def test_an_image_that_fails_everywhere_is_given_up_with_its_requests_and_nothing_of_them_stays():
+    encoders = machine(slots=2)
+    runs = [s.run for s in encoders.place("r", [image("a"), image("b", 9000)], 0.0).starts if s.image.key == b"a"]
+    for _ in range(ATTEMPTS):
+        outcome = encoders.failed(runs[-1], 0.0)
+        runs += [s.run for s in outcome.starts if s.image.key == b"a"]
+    assert outcome.lost == (Lost("r", "attempts"),)
+    assert len(set(runs)) == ATTEMPTS
+    assert all(v.waiting == v.running == 0 for v in encoders.views(0.0))
+
+
+def test_an_image_that_an_encoder_refuses_loses_its_requests_and_does_not_blame_the_encoder():
+    encoders = machine("auto", "fast")
+    run = encoders.place("r", images("ab"), 0.0).starts[0].run
+    outcome = encoders.failed(run, 0.1, refused=True)
+    assert outcome.lost == (Lost("r", "image_refused"),)
+    assert view(encoders, "fast").resting_until is None
+    assert view(encoders, "fast").waiting == view(encoders, "fast").running == 0
+
+
+def test_an_encoder_that_stalls_loses_all_its_work_and_its_history():
+    encoders = machine("auto", "fast", "slow")
+    run = encoders.place("r", [image("warm", 8000)], 0.0).starts[0].run
+    encoders.finished(run, 1.0)
+    outcome = encoders.place("r", images(range(4), 8000), 1.0)
+    stuck = [start.run for start in outcome.starts if start.encoder == "fast"]
+    at = encoders.next_tick(1.0)
+    assert at == pytest.approx(1.0 + STALL_FACTOR * 1.0)
+    assert encoders.tick(at - 0.01).aborts == ()
+    outcome = encoders.tick(at)
+    assert outcome.aborts == (Abort(stuck[0], "fast"),)
+    assert view(encoders, "fast", at).waiting == view(encoders, "fast", at).running == 0
+    assert view(encoders, "fast", at).resting_until > at
+    assert [r.request for r in finish_all(encoders, outcome, at + 1)] == ["r"]
+
+
+def test_an_encoder_that_has_not_encoded_yet_is_given_time():
+    encoders = machine("auto", "fast", "slow")
+    encoders.place("r", [image("a")], 0.0)
+    assert encoders.next_tick(0.0) == STALL_COLD
+
+
+def test_the_last_encoder_keeps_its_work_and_is_looked_at_again():
+    encoders = machine("auto", "fast")
+    run = encoders.place("r", [image("a")], 0.0).starts[0].run
+    assert encoders.tick(STALL_COLD).aborts == ()
+    assert encoders.next_tick(STALL_COLD) > STALL_COLD
+    assert encoders.finished(run, 500.0).ready
+
+
+def test_an_encoder_that_nobody_needs_is_tried_again_after_its_trouble_and_rests_longer_each_time():
+    encoders = machine("auto", "fast", "slow")
+    for number in range(3):  # each time it has its one image to see, and fails on it
+        at = 100.0 * number
+        (start,) = encoders.place(f"r{number}", [image(number)], at).starts
+        assert start.encoder == "fast"
+        encoders.failed(start.run, at)
+        assert where(encoders.place(f"s{number}", [image(f"s{number}")], at + 0.1)) == ["slow"]
+        encoders.cancel(f"r{number}", at + 0.1)
+        encoders.cancel(f"s{number}", at + 0.1)
+        assert view(encoders, "fast", at).resting_until == pytest.approx(at + 2**number)

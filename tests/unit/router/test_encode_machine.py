@@ -1,0 +1,189 @@
+"""Whatever happens to encoders and requests, in any order: nothing is lost, doubled, or left behind."""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mmrouter_router.encode import Encoder, Encoders, Image
+from mmrouter_router.encode.rates import Line
+
+KEYS = [bytes([number]) for number in range(12)]
+TOKENS = {key: 4 + 100 * number for number, key in enumerate(KEYS)}
+QUEUE, ENTRIES, BYTES = 5, 4, 700
+
+
+class Everything(RuleBasedStateMachine):
+    """The scheduler beside what a caller knows: who waits for what, and what is being encoded where."""
+
+    mode = "auto"
+
+    def __init__(self):
+        super().__init__()
+        self.encoders = Encoders(self.mode, first=lambda kind: Line(0.01, 0.001 * len(kind)))
+        self.now = 0.0
+        self.joined = 0
+        self.present: list[str] = []
+        self.asked = 0
+        self.waiting: dict[str, list[Image]] = {}
+        self.runs: dict[int, tuple[str, bytes]] = {}
+        self.encoded: set[tuple[str, bytes, str]] = set()
+        self.seen: set[int] = set()
+        self.untroubled = True
+        self.slots: dict[str, int] = {}
+
+    def apply(self, outcome):
+        for abort in outcome.aborts:
+            assert self.runs.pop(abort.run)[0] == abort.encoder
+        for start in outcome.starts:
+            assert start.run not in self.seen
+            self.seen.add(start.run)
+            self.runs[start.run] = (start.encoder, start.image.key)
+        for ready in outcome.ready:
+            images = self.waiting.pop(ready.request)
+            assert len(ready.answers) == len(images)
+            for image, answer in zip(images, ready.answers, strict=True):
+                assert (answer.encoder, image.key, answer.value) in self.encoded
+        for lost in outcome.lost:
+            del self.waiting[lost.request]
+
+    @rule(kind=st.sampled_from(["a", "bb", "cccccc"]), slots=st.integers(1, 2), weight=st.integers(0, 3))
+    @precondition(lambda self: len(self.present) < 4)
+    def join(self, kind, slots, weight):
+        self.joined += 1
+        name = f"e{self.joined}"
+        self.present.append(name)
+        self.slots[name] = slots
+        encoder = Encoder(name, kind, weight=weight, queue=QUEUE, slots=slots, cache_entries=ENTRIES, cache_bytes=BYTES)
+        self.apply(self.encoders.join(encoder, self.now))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.present)
+    def leave(self, data):
+        name = data.draw(st.sampled_from(self.present))
+        self.present.remove(name)
+        self.untroubled = False
+        self.apply(self.encoders.leave(name, self.now))
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=6))
+    def place(self, keys):
+        self.asked += 1
+        request, images = f"r{self.asked}", [Image(key, TOKENS[key], TOKENS[key] // 2) for key in keys]
+        before = self.encoders.views(self.now)
+        outcome = self.encoders.place(request, images, self.now)
+        if outcome.full is not None:
+            assert self.encoders.views(self.now) == before
+            assert keys
+            return
+        self.waiting[request] = images
+        assert len(outcome.placed) == len(images)
+        assert all(placed.finish >= self.now for placed in outcome.placed)
+        # More work makes nobody done earlier.
+        after = {view.id: view.backlog for view in self.encoders.views(self.now)}
+        assert all(after[view.id] >= view.backlog - 1e-9 for view in before)
+        self.apply(outcome)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.runs)
+    def finish(self, data):
+        run = data.draw(st.sampled_from(sorted(self.runs)))
+        encoder, key = self.runs.pop(run)
+        self.encoded.add((encoder, key, f"answer {run}"))
+        self.apply(self.encoders.finished(run, self.now, f"answer {run}"))
+
+    @rule(data=st.data(), refused=st.booleans())
+    @precondition(lambda self: self.runs)
+    def fail(self, data, refused):
+        run = data.draw(st.sampled_from(sorted(self.runs)))
+        del self.runs[run]
+        self.untroubled = False
+        self.apply(self.encoders.failed(run, self.now, refused=refused))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.waiting)
+    def cancel(self, data):
+        request = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[request]
+        self.apply(self.encoders.cancel(request, self.now))
+
+    @rule(run=st.integers(0, 50))
+    def a_late_answer_changes_nothing(self, run):
+        if run not in self.runs:
+            assert self.encoders.finished(run, self.now).starts == ()
+
+    @rule(step=st.sampled_from([0.0, 0.001, 0.1, 3.0, 200.0]))
+    def time_passes(self, step):
+        self.now += step
+        at = self.encoders.next_tick(self.now)
+        assert at > self.now
+        outcome = self.encoders.tick(self.now)
+        self.untroubled = self.untroubled and not outcome.aborts
+        self.apply(outcome)
+
+    @invariant()
+    def every_image_that_is_waited_for_is_in_one_place_and_nothing_else_is(self):
+        lanes = list(self.encoders._lanes.values())
+        jobs = [job for lane in lanes for job in [*lane.waiting, *lane.running.values()]]
+        counted = Counter(job.image.key for job in jobs)
+        assert all(count == 1 for count in counted.values())
+        wanted = set()
+        for request, images in self.waiting.items():
+            answered = self.encoders._requests[request].answers
+            wanted |= {(request, image.key) for image in images if image.key not in answered}
+        assert wanted == {(request, job.image.key) for job in jobs for request in job.waiters}
+        assert {job.image.key for job in jobs} == set(self.encoders._flights)
+        assert all(job.waiters for job in jobs)
+        assert set(self.encoders._requests) == set(self.waiting)
+
+    @invariant()
+    def what_runs_is_what_was_sent_and_not_answered(self):
+        running = {
+            run: (lane.id, j.image.key) for lane in self.encoders._lanes.values() for run, j in lane.running.items()
+        }
+        assert running == self.runs
+        assert set(self.encoders._runs) == set(self.runs)
+
+    @invariant()
+    def booked_work_is_the_sum_of_what_is_there(self):
+        for lane in self.encoders._lanes.values():
+            assert lane._tokens_waiting == sum(job.image.tokens for job in lane.waiting)
+            assert lane._tokens_running == sum(job.image.tokens for job in lane.running.values())
+            assert [job.key for job in lane.waiting] == sorted(job.key for job in lane.waiting)
+            assert all(job.lane is lane for job in [*lane.waiting, *lane.running.values()])
+
+    @invariant()
+    def bounds_hold_and_no_encoder_idles_beside_its_queue(self):
+        for lane in self.encoders._lanes.values():
+            assert len(lane.running) <= self.slots[lane.id]
+            assert len(lane.waiting) <= QUEUE or not self.untroubled
+            assert not lane.waiting or not lane.has_slot
+            assert not lane.leaving or (lane.running and not lane.waiting)
+            assert len(lane.held) <= ENTRIES
+            assert lane.held.bytes <= BYTES
+            assert lane.held.bytes == sum(size for size, _ in lane.held._held.values())
+        assert sorted(self.present) == sorted(lane.id for lane in self.encoders._lanes.values() if not lane.leaving)
+
+    def teardown(self):
+        for request in list(self.waiting):
+            del self.waiting[request]
+            self.apply(self.encoders.cancel(request, self.now))
+        assert self.runs == {}
+        assert self.encoders._flights == self.encoders._requests == {}
+        assert all(view.waiting == view.running == 0 and view.backlog == 0 for view in self.encoders.views(self.now))
+
+
+class PerImage(Everything):
+    mode = "perImage"
+
+
+class PerRequest(Everything):
+    mode = "perRequest"
+
+
+for machine, examples in ((Everything, 50), (PerImage, 15), (PerRequest, 15)):
+    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)
+
+TestAuto = Everything.TestCase
+TestPerImage = PerImage.TestCase
+TestPerRequest = PerRequest.TestCase
