@@ -16,7 +16,7 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv demo check test test-local test-cluster e2e images conformance bench lock clean
+.PHONY: help venv demo check test test-local test-cluster e2e cluster images conformance bench lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ test-cluster: venv ## only the level on a real control plane, which is built onc
 
 e2e: venv ## only the level with real pods: on a one-node cluster of its own, or on the one of MMROUTER_KUBECONFIG
 	@$(PY) tests/tools/levels.py e2e
+
+cluster: venv ## a one-node cluster with the images in the foreground; another terminal takes it by `source build/cluster.sh`
+	@exec $(PY) tests/e2e/stand.py $(ARGS)
 
 images: venv ## build the images with docker, podman or buildah; ARGS="--export DIR" writes archives
 	@$(PY) tests/tools/images.py $(ARGS)

@@ -9,23 +9,38 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CHART_PAGE = "install.md"
 """Its commands need helm, and are run by the chart's tests."""
+TOUR = re.compile(r"^## On Kubernetes\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
+"""The README's section whose commands need real pods, and are run in their order by the tests that have some."""
 NEEDS_A_CLUSTER = ("kubectl ", ".venv/bin/mmrouter operator")
 LOOKS_AT_ONE = (".venv/bin/mmrouter status", ".venv/bin/mmrouter doctor")
 """Commands that look at a cluster, unless they are given a URL."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield (page, command) in their order; a quoted body that runs over several lines is one command."""
+    """Yield (page, command) in their order, without those of the tour."""
     for page in PAGES:
-        for block in BLOCK.findall(page.read_text()):
-            lines = block.replace("\\\n", " ")
-            pending = ""
-            for line in lines.splitlines():
-                pending = f"{pending}\n{line}" if pending else line
-                if pending.count("'") % 2 == 0:
-                    if pending.split("#")[0].strip():
-                        yield page.name, pending.split("  #")[0].strip()
-                    pending = ""
+        text = page.read_text()
+        for command in _commands(TOUR.sub("", text) if page == PAGES[0] else text):
+            yield page.name, command
+
+
+def tour() -> list[str]:
+    """Return the commands of the README's tour of a cluster."""
+    found = TOUR.search(PAGES[0].read_text())
+    assert found, "the README has no tour of a cluster"
+    return list(_commands(found[0]))
+
+
+def _commands(text: str) -> Iterator[str]:
+    """Yield the commands of a text; a quoted body that runs over several lines is one command."""
+    for block in BLOCK.findall(text):
+        pending = ""
+        for line in block.replace("\\\n", " ").splitlines():
+            pending = f"{pending}\n{line}" if pending else line
+            if pending.count("'") % 2 == 0:
+                if pending.split("#")[0].strip():
+                    yield pending.split("  #")[0].strip()
+                pending = ""
 
 
 def needs_a_cluster(command: str) -> bool:

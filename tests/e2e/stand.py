@@ -1,0 +1,97 @@
+"""``make cluster``: a one-node cluster that has the project's images and stands until ctrl-C.
+
+    python tests/e2e/stand.py [--images DIR]    # DIR: archives that were made before, by `make images`
+
+It writes ``build/cluster.sh``, which a shell sources to have kubectl and helm for it. Exit status 3: it cannot be made
+on this machine, and the last line says why.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from e2e.pause import write_pause
+from e2e.plane import Node, Programs, node
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tests" / "tools"
+CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
+
+
+def made(script: str, *arguments: str, **env: str) -> str:
+    """Run one of the tools and return what it printed; it says itself what it cannot. Raises ``SystemExit``."""
+    command = [sys.executable, str(TOOLS / script), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **env})
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    return done.stdout.strip()
+
+
+def archives(folder: Path) -> list[Path]:
+    """Build the images into a folder and return their archives."""
+    base = os.environ.get("MMROUTER_BASE_IMAGE") or str(Path(made("base_image.py"), "base.tar"))
+    storage = Path(made("base_image.py", "--where")).parent / "storage"
+    lines = made("images.py", f"--export={folder}", f"--storage={storage}", MMROUTER_BASE_IMAGE=base).splitlines()
+    return [Path(line.split()[1]) for line in lines]
+
+
+@contextmanager
+def sourced(file: Path, plane: Node, programs: list[Path]) -> Iterator[None]:
+    """Keep a file that a shell sources to reach the cluster, for as long as the block runs."""
+    path = ":".join(map(str, programs))
+    text = f'export KUBECONFIG={shlex.quote(str(plane.kubeconfig))}\nexport PATH={shlex.quote(path)}:"$PATH"\n'
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    try:
+        yield
+    finally:
+        if file.is_file() and file.read_text() == text:  # not that of a cluster which began later
+            file.unlink()
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Run a one-node cluster until ctrl-C.")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="archives of the images, instead of building them")
+    parser.add_argument(
+        "--env", type=Path, metavar="FILE", default=ROOT / "build" / "cluster.sh", help="what to source"
+    )
+    chosen = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        node_bin = Path(made("node_env.py"))  # first: it says what the machine lacks
+        kube, helm = Path(made("kube_env.py")), Path(made("helm_env.py"))
+        with tempfile.TemporaryDirectory(prefix="mmrouter-cluster-") as name:
+            folder = Path(name)
+            images = sorted(chosen.images.glob("*.tar")) if chosen.images else archives(folder / "images")
+            write_pause(folder / "pause.tar")
+            began = time.monotonic()
+            cni = next(path for path in CNI if (path / "bridge").is_file())
+            with node(folder / "run", Programs(kube, node_bin, cni), folder / "pause.tar") as plane:
+                for image in images:
+                    plane.load(image)
+                with sourced(chosen.env, plane, [kube, helm]):
+                    seconds = time.monotonic() - began
+                    where = os.path.relpath(chosen.env)
+                    print(f"ready in {seconds:.0f} s. In another terminal:\n\n  source {where}\n", flush=True)
+                    print("ctrl-C ends the cluster and leaves nothing behind.", flush=True)
+                    signal.pause()
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

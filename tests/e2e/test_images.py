@@ -1,0 +1,92 @@
+"""What is in the images: nothing is compiled when a container starts, and a sidecar is ready in under a second."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from e2e.conftest import NAMESPACE, Deployed, Record
+
+READY_SECONDS = 1.0
+TRIES = 4
+# Another sidecar in the container of one, on another address: the engine and the routers know nothing of it.
+START = f"""\
+import os, subprocess, time, urllib.request
+there = {{"POD_IP": "127.0.0.2", "POD_LOOPBACK": "127.0.0.2", "MMROUTER_STATE_DIR": "/var/lib/mmrouter/state/again"}}
+for _ in range({TRIES}):
+    began = time.monotonic()
+    process = subprocess.Popen(["mmrouter", "sidecar"], env=os.environ | there, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen("http://127.0.0.2:9090/readyz").read()
+            break
+        except OSError:
+            time.sleep(0.005)
+    print(time.monotonic() - began, process.poll())
+    process.terminate()
+    process.wait()
+"""
+# Python says of each module that it loads where its code came from.
+LOADED = """\
+import subprocess, sys
+said = subprocess.run([sys.executable, "-v", "-c", f"import {sys.argv[1]}"], capture_output=True, text=True).stderr
+print(*(line for line in said.splitlines() if line.startswith("# code object from")), sep="\\n")
+"""
+IMPORT = "import sys, time; began = time.monotonic(); __import__(sys.argv[1]); print(time.monotonic() - began)"
+COMMANDS = {
+    "mmrouter sidecar": ("worker", "sidecar", "mmrouter_sidecar.serving"),
+    "mmrouter router": ("frontend", "router", "mmrouter_router.__main__"),
+    "mmrouter verify": ("frontend", "router", "mmrouter_cli.app"),
+    "mmrouter operator": ("frontend", "router", "mmrouter_operator.__main__"),
+    "vllm of sim": ("worker", "engine", "mmrouter_sim.server"),
+}
+"""Command -> where its image runs (role, container), and the module that its process imports before anything else."""
+
+
+def ran(deployed: Deployed, role: str, container: str, code: str, *arguments: str) -> list[str]:
+    """Run Python code in a container of the deployment and return its lines. Raises ``AssertionError``."""
+    pod = deployed.pods(role)[0]["metadata"]["name"]
+    done = deployed.execute(pod, container, "python3", "-c", code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_sidecar_is_ready_within_a_second_of_its_start(deployed: Deployed, record: Record) -> None:
+    tries = [line.split() for line in ran(deployed, "worker", "sidecar", START)]
+    assert [status for _, status in tries] == ["None"] * TRIES
+    seconds = min(float(text) for text, _ in tries)  # the others shared the machine with somebody
+    record("sidecar ready after its start, s", round(seconds, 2))
+    assert seconds < READY_SECONDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_a_command_imports_is_bytecode_already(deployed: Deployed, record: Record, command: str) -> None:
+    role, container, module = COMMANDS[command]
+    loaded = ran(deployed, role, container, LOADED, module)
+    assert len(loaded) > 100
+    assert [line for line in loaded if not line.endswith((".pyc", ".pyc'"))] == []
+    seconds = min(float(ran(deployed, role, container, IMPORT, module)[0]) for _ in range(3))
+    record(f"import of {command}, s", round(seconds, 2))
+
+
+def test_the_operators_pods_run_the_same_image(deployed: Deployed) -> None:
+    items = deployed.cluster.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods").raise_for_status().json()["items"]
+    operators = {pod["status"]["containerStatuses"][0]["imageID"] for pod in items}
+    frontends = {pod["status"]["containerStatuses"][0]["imageID"] for pod in deployed.pods("frontend")}
+    assert operators == frontends
+
+
+def test_the_images_say_what_they_are_and_run_as_nobody(images: list[Path]) -> None:
+    for archive in images:
+        with tarfile.open(archive) as content:
+            found = content.extractfile("manifest.json")
+            assert found is not None
+            config = content.extractfile(json.load(found)[0]["Config"])
+            assert config is not None
+            image = json.load(config)
+        labels = {name.rpartition(".")[2]: text for name, text in image["config"]["Labels"].items()}
+        assert image["config"]["User"] == "65532:65532"
+        assert labels["licenses"] == "Apache-2.0"
+        assert labels["version"]
+        # What the build was told in secret is in no step that the image remembers.
+        assert not any("index-url" in json.dumps(step) for step in image["history"])

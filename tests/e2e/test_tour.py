@@ -1,0 +1,107 @@
+"""The README's tour of a cluster, command by command, on the cluster of `make cluster`."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cluster.controlplane import wait_for
+from e2e.conftest import ROOT, Record
+from e2e.plane import Programs
+from pages import tour
+
+from mmrouter_cli.local.process import MARK, Guard
+
+STAND = ROOT / "tests" / "e2e" / "stand.py"
+ELSEWHERE = ("make ", "kind ", "source ")
+"""What makes a cluster: `make cluster` is the fixture, and kind needs Docker."""
+TAKEN_AS_RUN = "x-mmrouter-request-id: (\\S+)"
+STAND_SECONDS, COMMAND_SECONDS, STOP_SECONDS = 180, 150, 60
+
+
+@pytest.fixture
+def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record) -> Iterator[Path]:
+    """The file that a shell sources for the cluster of `make cluster`; afterwards ctrl-C has ended it."""
+    file, log = tmp_path / "build" / "cluster.sh", tmp_path / "stand.log"
+    command = [sys.executable, str(STAND), f"--images={images[0].parent}", f"--env={file}"]
+    began = time.monotonic()
+    guard = Guard(uuid.uuid4().hex)
+    with log.open("wb") as out:
+        environment = {**os.environ, MARK: guard.mark}
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+    guard.began(process.pid)
+    try:
+        wait_for(lambda: file.is_file() or process.poll() is not None, STAND_SECONDS, "the cluster stands", every=0.1)
+        assert process.poll() is None, log.read_text()
+        record("tour: make cluster, images built before, s", round(time.monotonic() - began, 1))
+        yield file
+    finally:
+        process.send_signal(signal.SIGINT)
+        status = process.wait(STOP_SECONDS)
+        asyncio.run(guard.close())
+    assert (status, file.exists()) == (0, False), log.read_text()
+
+
+class Shell:
+    """The second terminal of somebody who follows the tour."""
+
+    def __init__(self, env: Path, home: Path) -> None:
+        self.env, self.home = env, home
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, command: str) -> "subprocess.Popen[str]":
+        typed = command.replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli").removesuffix("&")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "HELM_"))}
+        process = subprocess.Popen(
+            ["bash", "-c", f"source {self.env}\n{typed}"],
+            cwd=ROOT,
+            env={**kept, "HOME": str(self.home)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.running.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.running:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.communicate()
+
+
+@pytest.fixture
+def shell(env: Path, tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(env, tmp_path)
+    yield made
+    made.close()
+
+
+def test_every_command_of_the_tour_succeeds_in_its_order(shell: Shell, record: Record) -> None:
+    said: dict[str, str] = {}
+    request_id = ""
+    for command in tour():
+        if command.startswith(ELSEWHERE):
+            continue
+        began = time.monotonic()
+        process = shell.start(command.replace("REQUEST_ID", request_id))
+        if command.endswith("&"):
+            continue
+        said[command], _ = process.communicate(timeout=COMMAND_SECONDS)
+        assert process.returncode == 0, f"{command}\n{said[command]}"
+        record(f"tour: {command.splitlines()[0][:70]}, s", round(time.monotonic() - began, 1))
+        if found := re.search(TAKEN_AS_RUN, said[command]):
+            request_id = found[1]
+    (chat,) = (text for command, text in said.items() if command.startswith("curl"))
+    assert "HTTP/1.1 200 OK" in chat
+    (shown,) = (text for command, text in said.items() if command == "kubectl get mmrd")
+    assert re.search(r"^demo .*True", shown, re.MULTILINE)
