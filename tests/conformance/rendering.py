@@ -10,10 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conformance.rig import environment, free_address, require_memory, stop
+from conformance.rig import START_SECONDS, environment, free_address, require_memory, stop
 
 PORT = 8000
-START_SECONDS = 300
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 import zmq
 from conformance.pictures import image_part, picture
-from conformance.rig import engine_args, require_memory
+from conformance.rig import ONE_PROCESS, engine_args, require_memory
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
 from local.rig import Deployment, running, wait_for
@@ -33,8 +33,7 @@ def resource(name: str, repository: str, model_dir: Path) -> dict:
     environment = {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **ONE_PROCESS,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
