@@ -1,0 +1,157 @@
+"""Two real vLLM engines in pods, on CPU, as the operator renders them: proved exact, and what is sent again is cached.
+
+The model is the real Qwen2-VL but for its network, which is small and has random weights. Pods have the model and the
+engine's packages from volumes of this machine, which pods of a node of our own alone can mount.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from cluster.access import Access
+from cluster.resources import condition
+from e2e.conftest import TOOLS, Record, made_by
+from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
+from e2e.plane import Node
+from e2e.reach import Reached, reached
+from e2e.vllm_image import IMAGE, CannotMakeError, mount_path, packages_of, write_vllm_image
+from e2e.web import PodWeb, pod_web
+from scenarios import SCENARIOS, Chat, Scenario, title
+
+REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
+FREE_BYTES = 8 << 30  # two engines of 3 GB, and everything else
+START_SECONDS = 400  # they start side by side, on few CPUs
+MODEL, PACKAGES = "model", "packages"
+
+
+@dataclass(frozen=True)
+class Engines:
+    """A deployment of real engines, and a web server that its frontends fetch from."""
+
+    deployed: Deployed
+    reached: Reached
+    web: PodWeb
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's folder, with a small network."""
+    models = Path(os.environ.get("MMROUTER_MODELS") or ROOT.parent / "shared" / "models")
+    source = models / REPOSITORY.replace("/", "--")
+    if not (source / "tokenizer.json").is_file():
+        pytest.skip(f"not run: no model folder {source.name} in MMROUTER_MODELS")
+    out = tmp_path_factory.mktemp("models") / source.name
+    subprocess.run([sys.executable, str(TOOLS / "shrink_model.py"), str(source), str(out)], check=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def engines(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
+) -> Iterator[Engines]:
+    """The engines of ``examples/demo-vllm.yaml`` in a namespace that lets only restricted pods in."""
+    if os.environ.get("MMROUTER_KUBECONFIG"):
+        pytest.skip("not run: pods of another cluster cannot mount an engine's packages from this machine")
+    env = Path(made_by("vllm_env.py"))
+    if (free := psutil.virtual_memory().available) < FREE_BYTES:
+        pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, two engines need {FREE_BYTES >> 30}")
+    cluster = request.getfixturevalue("operated")
+    assert isinstance(cluster, Node)
+    archive = tmp_path_factory.mktemp("vllm") / "vllm.tar"
+    try:
+        write_vllm_image(archive, Path(made_by("base_image.py"), "base.tar"), env)
+    except CannotMakeError as error:
+        pytest.skip(f"not run: {error}")
+    cluster.load(archive)
+    archive.unlink()
+    with cluster.namespace(**RESTRICTED) as namespace, ExitStack() as stack:
+        for name, folder in ((MODEL, model), (PACKAGES, packages_of(env))):
+            stack.enter_context(volume(cluster, namespace, name, folder))
+        web = pod_web(cluster, namespace, IMAGE)
+        began = time.monotonic()
+        deployed = deploy(cluster, namespace, resource(mount_path(env), web.media), START_SECONDS)
+        record("real vLLM: Ready and proved after apply, s", round(time.monotonic() - began, 1))
+        yield Engines(deployed, stack.enter_context(reached(deployed)), web)
+
+
+def resource(packages_at: str, media: dict[str, Any]) -> dict[str, Any]:
+    """Return the example's resource with its model and its engines' packages from claims of those names."""
+    body: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "demo-vllm.yaml").read_text())
+    spec = body["spec"]
+    spec["model"] = {"id": REPOSITORY, "volume": {"persistentVolumeClaim": {"claimName": MODEL}}}
+    spec["engine"]["image"] = IMAGE
+    spec["frontend"]["service"] = {"port": 80}
+    spec["routing"] = {"media": media}
+    (pool,) = spec["pools"]
+    pod = pool["podTemplate"]["spec"]
+    (container,) = pod["containers"]
+    container["volumeMounts"] = [{"name": PACKAGES, "mountPath": packages_at, "readOnly": True}]
+    # A volume that is read-only as a whole keeps the owner of its files.
+    pod["volumes"] = [{"name": PACKAGES, "persistentVolumeClaim": {"claimName": PACKAGES, "readOnly": True}}]
+    return body
+
+
+@contextmanager
+def volume(cluster: Access, namespace: str, name: str, folder: Path) -> Iterator[None]:
+    """Give a namespace a claim for a folder of the node. Its volume, which is the cluster's, goes with the block."""
+    access = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+    shared = f"{namespace}-{name}"
+    held = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": shared},
+        "spec": {
+            **access,
+            "capacity": {"storage": "1Gi"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "claimRef": {"namespace": namespace, "name": name},
+            "hostPath": {"path": str(folder), "type": "Directory"},
+        },
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {**access, "volumeName": shared, "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    cluster.request("POST", "/api/v1/persistentvolumes", held).raise_for_status()
+    try:
+        path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
+        cluster.request("POST", path, claim).raise_for_status()
+        yield
+    finally:
+        cluster.request("DELETE", f"/api/v1/persistentvolumes/{shared}")
+
+
+@pytest.fixture
+def chat(engines: Engines) -> Iterator[Chat]:
+    with engines.reached.chat(engines.deployed.name) as made:
+        yield made
+
+
+def test_real_engines_in_pods_are_proved_exact(engines: Engines) -> None:
+    deployed = engines.deployed
+    found = condition(deployed.cluster, "ExactRoutingVerified", deployed.namespace, deployed.name)  # type: ignore[arg-type]
+    assert found["status"] == "True", found
+
+
+def test_the_gate_passes_on_real_engines_in_pods(engines: Engines) -> None:
+    where = engines.reached
+    options = (f"--control={where.controls[0]}", f"--token={where.token}")
+    command = [sys.executable, "-m", "mmrouter_cli", "verify", where.url, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario_on_real_engines(scenario: Scenario, chat: Chat, engines: Engines) -> None:
+    scenario(chat, engines.web)

@@ -1,0 +1,105 @@
+"""An image for pods with the real vLLM on CPU: all but its packages, which pods mount from this machine.
+
+It is the base of the project's own images on a machine without a registry (``base_image.py``), with what that lacks:
+the libraries of the system that PyTorch and vLLM load, and a virtual environment around the image's own Python, because
+the machine's environment names an interpreter that no pod has. The environment's packages are mounted where that one
+looks for its own. They were made for one minor version of Python, so the image must have the same.
+"""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools.archives import write_image
+
+IMAGE = "localhost/mmrouter-vllm:1"
+VENV = "/opt/vllm"
+PATH = f"{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+LIBRARIES = ("libgomp.so.1", "libnuma.so.1")
+COMMAND = f"""\
+#!{VENV}/bin/python3
+import sys
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__":  # the engine's own processes import this file
+    sys.exit(main())
+"""
+
+
+class CannotMakeError(Exception):
+    """There is no such image on this machine; the text says why."""
+
+
+def packages_of(env: Path) -> Path:
+    """Return the folder with the packages of an engine's environment."""
+    (found,) = env.glob("lib/python3.*/site-packages")
+    return found
+
+
+def mount_path(env: Path) -> str:
+    """Return where pods mount the packages of an environment."""
+    return f"{VENV}/{packages_of(env).relative_to(env)}"
+
+
+def write_vllm_image(archive: Path, base: Path, env: Path) -> None:
+    """Write the image :data:`IMAGE` for an environment over the one image of the archive ``base``.
+
+    Raises :class:`CannotMakeError` where the base has another Python, or this machine lacks a library.
+    """
+    layer = archive.with_suffix(".layer")
+    try:
+        _unpack_layer(base, layer)
+        _add(layer, packages_of(env).parent.name)
+        write_image(archive, layer, IMAGE, {"Env": [f"PATH={PATH}", "PYTHONDONTWRITEBYTECODE=1"], "WorkingDir": "/tmp"})
+    finally:
+        layer.unlink(missing_ok=True)
+
+
+def _unpack_layer(base: Path, layer: Path) -> None:
+    with tarfile.open(base) as image:
+        manifest = image.extractfile("manifest.json")
+        assert manifest is not None
+        (name,) = json.load(manifest)[0]["Layers"]
+        content = image.extractfile(name)
+        assert content is not None
+        with layer.open("wb") as out:
+            shutil.copyfileobj(content, out)
+
+
+def _add(layer: Path, python: str) -> None:
+    libraries = system_libraries()
+    with tarfile.open(layer, "a") as out:
+        if f"usr/bin/{python}" not in {name.removeprefix("./") for name in out.getnames()}:
+            raise CannotMakeError(f"the base image has no {python}, for which the engine's packages were made")
+        for path in libraries.values():
+            file(out, str(path), path.read_bytes())
+        for name in ("python", "python3"):
+            link = tarfile.TarInfo(f"{VENV}/bin/{name}".lstrip("/"))
+            link.type, link.linkname = tarfile.SYMTYPE, f"/usr/bin/{python}"
+            out.addfile(link)
+        file(out, f"{VENV}/bin/vllm", COMMAND.encode(), 0o755)
+        file(out, f"{VENV}/pyvenv.cfg", b"home = /usr/bin\ninclude-system-site-packages = false\n")
+        packages = tarfile.TarInfo(f"{VENV}/lib/{python}/site-packages".lstrip("/"))
+        packages.type, packages.mode = tarfile.DIRTYPE, 0o755
+        out.addfile(packages)
+
+
+def file(out: tarfile.TarFile, path: str, content: bytes, mode: int = 0o644) -> None:
+    """Add a file at an absolute path."""
+    entry = tarfile.TarInfo(path.lstrip("/"))
+    entry.size, entry.mode = len(content), mode
+    out.addfile(entry, io.BytesIO(content))
+
+
+def system_libraries() -> Mapping[str, Path]:
+    """Return name -> file of each library, as this machine's loader finds them. Raises :class:`CannotMakeError`."""
+    listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    known = dict(reversed(re.findall(r"^\s(\S+) \(.*x86-64.*\) => (\S+)$", listed, re.MULTILINE)))
+    for name in LIBRARIES:
+        if name not in known:
+            raise CannotMakeError(f"the loader of this machine finds no {name}")
+    return {name: Path(known[name]).parent.resolve() / name for name in LIBRARIES}
