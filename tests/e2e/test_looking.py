@@ -6,7 +6,6 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply
@@ -23,18 +22,13 @@ CHECKS = (
 NEVER = {"name": "engine", "imagePullPolicy": "Never"}
 
 
-@pytest.fixture
-def outside(deployed: Deployed, monkeypatch: pytest.MonkeyPatch) -> Deployed:
-    """The deployment, for a process that knows kubectl and stands in no pod."""
-    monkeypatch.setenv("PATH", f"{deployed.cluster.bin}:{os.environ['PATH']}")
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    return deployed
-
-
 def told(deployed: Deployed, command: str) -> tuple[int, Any]:
+    """Run a command as a process that knows kubectl and stands in no pod; return its status and what it says."""
     where = (f"--namespace={deployed.namespace}", f"--kubeconfig={deployed.cluster.kubeconfig}", "--json")
     argv = [sys.executable, "-m", "mmrouter_cli", command, deployed.name, *where]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
+    env["PATH"] = f"{deployed.cluster.bin}:{env['PATH']}"
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -50,9 +44,9 @@ def measured(deployed: Deployed) -> bool:
     return True
 
 
-def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked_at(outside: Deployed) -> None:
-    wait_for(lambda: measured(outside), MEASURED_SECONDS, "the kubelet has measured the volumes", every=1)
-    status, said = told(outside, "doctor")
+def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked_at(deployed: Deployed) -> None:
+    wait_for(lambda: measured(deployed), MEASURED_SECONDS, "the kubelet has measured the volumes", every=1)
+    status, said = told(deployed, "doctor")
     findings = [item for subject in said["subjects"] for item in subject["findings"]]
     assert [item for item in findings if item["level"] == "problem"] == []
     assert status == 0
@@ -61,8 +55,8 @@ def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked
         if item["level"] == "ok":
             fine[item["check"]] = f"{fine.get(item['check'], '')} {item['seen']}"
     assert set(CHECKS) - set(fine) == set(), [item for item in findings if item["level"] != "ok"]
-    engines = sorted(pod["metadata"]["name"] for pod in outside.pods("worker"))
-    for frontend in outside.pods("frontend"):
+    engines = sorted(pod["metadata"]["name"] for pod in deployed.pods("worker"))
+    for frontend in deployed.pods("frontend"):
         assert frontend["metadata"]["name"] in fine["frontends"]
     assert f"{len(engines)} engines known" in fine["frontends"]
     for engine in engines:
@@ -71,6 +65,9 @@ def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked
     # What the kubelet says of the pods' own /dev/shm.
     assert "of /dev/shm is in use" in fine["shared memory"]
     assert "the slowest, " in fine["pods"]
+    # The ports that it had forwarded to the frontends are closed again.
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert f"port-forward --namespace={deployed.namespace}" not in listed
 
 
 BROKEN = (
@@ -86,11 +83,7 @@ BROKEN = (
 )
 
 
-def test_doctor_and_status_name_what_is_broken_beside_what_works(
-    operated: Access, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{operated.bin}:{os.environ['PATH']}")
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+def test_doctor_and_status_name_what_is_broken_beside_what_works(operated: Access) -> None:
     body = example()
     (pool,) = body["spec"]["pools"]
     body["spec"]["frontend"]["replicas"] = 1
@@ -135,15 +128,9 @@ def test_doctor_and_status_name_what_is_broken_beside_what_works(
         }
 
 
-def test_no_forwarded_port_stays_open(outside: Deployed) -> None:
-    told(outside, "doctor")
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert f"port-forward --namespace={outside.namespace}" not in listed
-
-
-def test_status_shows_every_engine_proved(outside: Deployed) -> None:
-    status, (view,) = told(outside, "status")
+def test_status_shows_every_engine_proved(deployed: Deployed) -> None:
+    status, (view,) = told(deployed, "status")
     assert (status, view["phase"]) == (0, "Ready")
     assert {worker["exact"] for worker in view["workers"]} == {"True"}
-    where = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in outside.pods("worker")}
+    where = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in deployed.pods("worker")}
     assert {worker["name"]: worker["where"] for worker in view["workers"]} == where
