@@ -111,15 +111,15 @@ class Looker:
         answer: dict[str, Any] = self._http.get(url, headers=headers).raise_for_status().json()
         return answer
 
-    def look(self) -> Iterator["Seen"]:
-        """Compare every frontend with every engine, one after the other; who does not answer differs, too."""
-        for pair in self.pairs:
-            began = time.time()
-            try:
-                wrong = difference(self.held(pair.worker), self.believed(pair), self.held(pair.worker))
-            except httpx.HTTPError as error:
-                wrong = repr(error)
-            yield Seen(pair, began, time.time(), wrong)
+    def look(self) -> list["Seen"]:
+        """Compare every frontend with every engine; who does not answer differs, too."""
+        began = time.time()
+        before = {worker: _tried(self.held, worker) for worker in self.workers}
+        believed = {pair: _tried(self.believed, pair) for pair in self.pairs}
+        after = {worker: _tried(self.held, worker) for worker in self.workers}
+        ended = time.time()
+        rows = [(pair, before[pair.worker], mine, after[pair.worker]) for pair, mine in believed.items()]
+        return [Seen(pair, began, ended, _wrong(*helds)) for pair, *helds in rows]
 
     def differences(self) -> list["Seen"]:
         """Return where a frontend differs from an engine now."""
@@ -131,7 +131,7 @@ class Looker:
 
 @dataclass(frozen=True)
 class Seen:
-    """One comparison, and when it began and ended in seconds since 1970. ``wrong``: empty for equality."""
+    """One comparison, and when its round began and ended in seconds since 1970. ``wrong``: empty for equality."""
 
     pair: Pair
     began: float
@@ -195,6 +195,22 @@ def assert_equal(looker: Looker, seconds: float = 5.0) -> None:
         wait_for(lambda: not looker.differences(), seconds, "the index equals the engines' caches", every=EVERY_SECONDS)
     except TimeoutError as error:
         raise AssertionError(f"{error}: {looker.differences()}") from error
+
+
+def _tried(ask: Callable[[Any], Held], whom: Any) -> Held | str:
+    """Return an answer, or why there is none."""
+    try:
+        return ask(whom)
+    except httpx.HTTPError as error:
+        return repr(error)
+
+
+def _wrong(before: Held | str, believed: Held | str, after: Held | str) -> str:
+    if isinstance(before, str):
+        return before
+    if isinstance(believed, str):
+        return believed
+    return after if isinstance(after, str) else difference(before, believed, after)
 
 
 def _name(pod: dict[str, Any]) -> str:
