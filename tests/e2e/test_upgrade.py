@@ -10,7 +10,7 @@ import pytest
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.controlplane import wait_for
-from cluster.resources import condition, get
+from cluster.resources import condition, delete, get
 from e2e.conftest import Record, made_by
 from e2e.deploying import Deployed
 from e2e.load import load
@@ -51,6 +51,12 @@ def operators(cluster: Access) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["name"]: pod for pod in items if pod["metadata"]["name"].startswith("mmrouter-operator-")}
 
 
+def configuration(cluster: Access) -> str:
+    """Return what the operator is told of the site."""
+    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/mmrouter-operator-config"
+    return str(cluster.request("GET", path).raise_for_status().json()["data"]["operator.yaml"])
+
+
 def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: str) -> float:
     """Upgrade the release and return the seconds until a pod of that version leads and none of another is left."""
     began = time.monotonic()
@@ -76,8 +82,7 @@ def repaired(deployed: Deployed, kind: str, name: str) -> None:
     cluster, namespace = deployed.cluster, deployed.namespace
     found = get(cluster, kind, namespace, name)
     assert found is not None
-    path = f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}"
-    cluster.request("DELETE", path).raise_for_status()
+    delete(cluster, kind, namespace, name)
 
     def there() -> bool:
         now = get(cluster, kind, namespace, name)
@@ -123,6 +128,9 @@ def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
         traffic.go_on()
         seconds = [upgrade(cluster, helm, chart, OTHER, "--set=log.level=debug")]
         assert first.isdisjoint(operators(cluster))
+        # What it would render now is another template: its routers and sidecars have the image of its own version.
+        assert f"{IMAGE.partition('/')[2]}:{OTHER}" in configuration(cluster)
+        assert f":{OTHER}" not in json.dumps([*before["templates"].values()])
         repaired(deployed, "PodDisruptionBudget", f"{deployed.name}-worker")
         assert running(deployed) == before
 
