@@ -1,0 +1,163 @@
+"""What encoders are asked for: requests with images, drawn from statistics of a real service.
+
+The statistics are ``servegen_images.json``: for each client its share of the requests, how many images a request has (0
+to 12) and quantiles of an image's visual tokens. They are derived from alibaba/ServeGen data/multimodal/mm-image
+@f891d1189e (Apache-2.0), which describes a day of a production image service; ``python -m bench.encoderload FOLDER``
+derives them again.
+"""
+
+import ast
+import csv
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+SAMPLE: Final = Path(__file__).with_name("servegen_images.json")
+SOURCE: Final = "derived from alibaba/ServeGen data/multimodal/mm-image @f891d1189e, Apache-2.0"
+MOST_IMAGES: Final = 12
+QUANTILES: Final = 20
+NOISE: Final = 0.2
+"""Standard deviation of the logarithm of the true time over the line's time."""
+OUTLIERS: Final = 0.005
+OUTLIER: Final = 4.0
+"""Share of images that take so many times as long."""
+BURSTY_CV: Final = 2.0
+"""Coefficient of variation of bursty inter-arrival times (gamma); Poisson has 1."""
+
+
+class Client(msgspec.Struct, frozen=True):
+    """One client of the service."""
+
+    share: float  # of all requests
+    counts: list[float]  # probability of 0, 1, .. 12 images
+    tokens: list[int]  # quantiles of an image's visual tokens, equally likely
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The statistics in the repository."""
+
+    source: str
+    clients: list[Client]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One image: its visual tokens, and how many times the line's time it really takes, on any encoder."""
+
+    tokens: int
+    luck: float
+    name: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: when it comes, and its images (1 to 12; a request without images asks no encoder)."""
+
+    at: float
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What an encoder truly is: visual tokens per second, and seconds per image besides."""
+
+    rate: float
+    overhead: float
+
+    def seconds(self, picture: Picture) -> float:
+        """Return the time that it takes for an image."""
+        return picture.luck * (self.overhead + picture.tokens / self.rate)
+
+
+def load() -> list[Client]:
+    """Return the statistics in the repository."""
+    return msgspec.json.decode(SAMPLE.read_bytes(), type=Sample).clients
+
+
+def pictures(rnd: random.Random, clients: Sequence[Client], requests: int) -> list[tuple[Picture, ...]]:
+    """Return the images of so many requests that have any. Names are unique."""
+    shares = [client.share for client in clients]
+    found: list[tuple[Picture, ...]] = []
+    names = 0
+    while len(found) < requests:
+        client = rnd.choices(clients, shares)[0]
+        (count,) = rnd.choices(range(len(client.counts)), client.counts)
+        drawn = []
+        for tokens in rnd.choices(client.tokens, k=count):
+            luck = rnd.lognormvariate(0, NOISE) * (OUTLIER if rnd.random() < OUTLIERS else 1.0)
+            names += 1
+            drawn.append(Picture(tokens, luck, names))
+        if drawn:
+            found.append(tuple(drawn))
+    return found
+
+
+def arrivals(
+    rnd: random.Random, bodies: Sequence[tuple[Picture, ...]], fleet: Sequence[Device], load: float, cv: float
+) -> list[Arrival]:
+    """Return requests at ``load``: the mean of what comes over what the whole fleet does if it never idles."""
+    work = sum(shared(picture, fleet) for body in bodies for picture in body) / len(bodies)
+    shape, now, found = 1 / cv**2, 0.0, []
+    for body in bodies:
+        now += rnd.gammavariate(shape, work / load / shape)
+        found.append(Arrival(now, body))
+    return found
+
+
+def shared(picture: Picture, fleet: Sequence[Device]) -> float:
+    """Return the time of an image on one server with the sum of the rates: 1 / sum(1 / time on each)."""
+    return 1 / sum(1 / device.seconds(picture) for device in fleet)
+
+
+def derive(folder: Path) -> Sample:
+    """Return the statistics from ServeGen's files: each client's windows of a day, weighted by their requests."""
+    clients = []
+    for trace in sorted(folder.glob("chunk-*-trace.csv"), key=lambda path: int(path.name.split("-")[1])):
+        with trace.open() as file:
+            rates = [(int(float(row[0])), float(row[1])) for row in csv.reader(file)]
+        windows = msgspec.json.decode(trace.with_name(trace.name.replace("trace.csv", "dataset.json")).read_bytes())
+        counts: defaultdict[int, float] = defaultdict(float)
+        tokens: defaultdict[int, float] = defaultdict(float)
+        requests = 0.0
+        for start, window in windows.items():
+            asked = sum(600 * rate for second, rate in rates if int(start) <= second < int(start) + 21_600)
+            if not window or not asked:
+                continue
+            requests += asked
+            number, size = _distribution(window["image_count"]), _distribution(window["image_tokens"])
+            for images, share in number.items():
+                counts[images] += asked * share
+            mean = sum(images * share for images, share in number.items())
+            for value, share in size.items():
+                tokens[max(1, value)] += asked * mean * share
+        kept = [counts[images] for images in range(MOST_IMAGES + 1)]
+        if sum(kept) and tokens:
+            shares = [float(f"{share / sum(kept):.4g}") for share in kept]
+            clients.append((requests, shares, _quantiles(tokens)))
+    total = sum(requests for requests, _, _ in clients)
+    return Sample(SOURCE, [Client(float(f"{r / total:.4g}"), shares, sizes) for r, shares, sizes in clients])
+
+
+def _distribution(text: str) -> Mapping[int, float]:
+    return {int(value): float(share) for value, share in ast.literal_eval(text).items()}
+
+
+def _quantiles(weights: Mapping[int, float]) -> list[int]:
+    """Return the middles of equally likely parts."""
+    total, seen = sum(weights.values()), 0.0
+    found: list[int] = []
+    for value, weight in sorted(weights.items()):
+        seen += weight
+        while len(found) < QUANTILES and seen >= total * (len(found) + 0.5) / QUANTILES:
+            found.append(value)
+    return found
+
+
+if __name__ == "__main__":
+    SAMPLE.write_bytes(msgspec.json.format(msgspec.json.encode(derive(Path(sys.argv[1]))), indent=0) + b"\n")
