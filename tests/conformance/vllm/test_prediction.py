@@ -7,32 +7,21 @@ the remote code of its folder (``tests/tools/phi3v``).
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from conformance.compare import Exchange, compare
-from conformance.pictures import image_part, picture
 from conformance.predict import Predictor, image_places
 from conformance.report import Cells
-from conformance.rig import BLOCK_SIZE, Engine, context_length, engine, env_version
+from conformance.rig import BLOCK_SIZE, Engine, context_length
 from conformance.scenarios import Scenario, faults, fetched, scenarios, served_images
+from conformance.vllm.conftest import FAMILIES, Served
 from conformance.workload import Case, case, user, workload
 
 from mmrouter.engines.events import Batch, Stored
-from mmrouter.prompt import PlaceholderError
 
-FAMILIES = {
-    "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
-    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct",
-    "llava": "llava-hf/llava-1.5-7b-hf",
-    "llava_next": "llava-hf/llava-v1.6-mistral-7b-hf",
-    "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
-}
 OTHER = {name: "llava_next" if name == "phi3_v" else "phi3_v" for name in FAMILIES} | {
     "qwen2_vl": "qwen3_vl",
     "qwen2_5_vl": "qwen3_vl",
@@ -43,8 +32,6 @@ MOST_TOKENS = 8000
 """Longer prompts are left out: together with the answer they would leave the context."""
 SLOW = {"phi3_v": 8}
 """Families whose vision tower vLLM builds at its real width: how many of the requests with images are sent."""
-ROOM = ("--max-num-batched-tokens", "8192")
-"""For these: the engine keeps as many image tokens of its tower as it takes in one step, so it runs less often."""
 
 
 @dataclass(frozen=True)
@@ -59,53 +46,37 @@ class Run:
     batches: Sequence[Batch]
     live: Sequence[tuple[int, bytes]]
     replayed: Sequence[tuple[int, bytes]]
-    outlived: bool | None
-    """Whether the engine went on after :data:`TAGS`, ``None`` where it was not asked."""
 
 
-@pytest.fixture(scope="session", params=list(FAMILIES))
-def run(
-    request: pytest.FixtureRequest,
-    shrunk: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    record: Callable[[str, Any], None],
-    cells: Cells,
-) -> Run:
-    family: str = request.param
-    with cells.of("vllm", family, "uuid of ours") as cell:
-        vllm_env: Path = request.getfixturevalue("vllm_env")  # here, so that the cell says why there is none
-        cell.version = env_version(vllm_env)
-        folder = shrunk(FAMILIES[family])
-        predictor = Predictor.load(folder, BLOCK_SIZE)
-        log = tmp_path_factory.mktemp(family) / "engine.log"
-        with served_images() as origin:
-            ten = fetched(scenarios(origin))
-        with engine(vllm_env, folder, log, *(ROOM if family in SLOW else ())) as served:
-            began = time.monotonic()
-            refused: dict[str, int] = {}
-            context = min(context_length(folder), MOST_TOKENS)
-            cases = [one for scenario in ten for one in scenario.cases]
-            cases += [*affordable(workload(), SLOW.get(family)), *whole_blocks(predictor), LAST]
-            exchanges = [exchange for one in cases for exchange in ask(served, predictor, one, refused, context)]
-            served.listener.wait_for_prompt(exchanges[-1].prompt_ids)
-            figures = {
-                "start_s": round(served.start_s, 1),
-                "memory_gb": round(served.memory_bytes() / 1e9, 1),
-                "workload_s": round(time.monotonic() - began, 1),
-            }
-            recorded = Run(
-                predictor=predictor,
-                wrong_family=predictor.of_family(shrunk(FAMILIES[OTHER[family]])),
-                exchanges=exchanges,
-                refused=refused,
-                scenarios=ten,
-                batches=served.listener.batches(),
-                live=list(served.listener.frames),
-                replayed=served.listener.replayed(),
-                outlived=outlives(served, predictor.request(TAGS)) if predictor.family.fragile else None,
-            )
+@pytest.fixture(scope="session")
+def run(served: Served, shrunk: Callable[[str], Path], record: Callable[[str, Any], None]) -> Run:
+    family, engine, predictor = served.family, served.engine, served.predictor
+    wrong_family = predictor.of_family(shrunk(FAMILIES[OTHER[family]]))
+    with served_images() as origin:
+        ten = fetched(scenarios(origin))
+    began = time.monotonic()
+    refused: dict[str, int] = {}
+    context = min(context_length(served.folder), MOST_TOKENS)
+    cases = [one for scenario in ten for one in scenario.cases]
+    cases += [*affordable(workload(), SLOW.get(family)), *whole_blocks(predictor), LAST]
+    exchanges = [exchange for one in cases for exchange in ask(engine, predictor, one, refused, context)]
+    engine.listener.wait_for_prompt(exchanges[-1].prompt_ids)
+    figures = {
+        "start_s": round(engine.start_s, 1),
+        "memory_gb": round(engine.memory_bytes() / 1e9, 1),
+        "workload_s": round(time.monotonic() - began, 1),
+    }
     record(f"engine, {family}", figures)
-    return recorded
+    return Run(
+        predictor=predictor,
+        wrong_family=wrong_family,
+        exchanges=exchanges,
+        refused=refused,
+        scenarios=ten,
+        batches=engine.listener.batches(),
+        live=list(engine.listener.frames),
+        replayed=engine.listener.replayed(),
+    )
 
 
 def affordable(cases: Sequence[Case], most: int | None) -> Iterator[Case]:
@@ -136,24 +107,6 @@ def ask(served: Engine, predictor: Predictor, one: Case, refused: dict[str, int]
         if len(predicted.ids) + one.body.get("max_tokens", 2) <= context:
             yield Exchange(one, served.chat(predictor.request(one)))
 
-
-def outlives(served: Engine, body: dict[str, Any], seconds: float = 60) -> bool:
-    """Send a request; return whether the engine is still healthy when it has had time to fall over it."""
-    with suppress(httpx.TransportError):
-        served.post(body, headers={"connection": "close"})
-    deadline = time.monotonic() + seconds
-    while served.process.poll() is None and served.healthy():
-        if time.monotonic() > deadline:
-            return True
-        time.sleep(0.2)
-    return False
-
-
-TAGS = case(
-    "numbered tags out of order",
-    user("<|image_2|> and <|image_1|>", image_part(picture(640, 480)), image_part(picture(336, 336))),
-)
-"""The pictures become runs of different lengths, each with the other one's features."""
 
 LAST = case("last", user("The last request of the run: when its blocks are seen, all blocks are. " * 3))
 
@@ -205,15 +158,6 @@ def test_what_the_library_refuses_the_engine_refuses(run: Run, record: Callable[
     refused = {"no picture"} | ({"aspect above 200"} if run.predictor.family.name.startswith("qwen") else set())
     assert refused <= set(run.refused)
     assert [name for name, status in run.refused.items() if status < 400] == []
-
-
-def test_numbered_tags_out_of_order_end_the_engine_and_are_refused_before_it(run: Run) -> None:
-    if run.predictor.family.fragile:
-        assert run.outlived is False
-        with pytest.raises(PlaceholderError):
-            run.predictor.predict(TAGS)
-    else:  # where images have no numbers, such a text is a text like any other
-        assert len(run.predictor.predict(TAGS).spans) == 2
 
 
 def test_the_workload_holds_every_kind_of_hit(run: Run) -> None:

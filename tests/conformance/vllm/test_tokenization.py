@@ -1,35 +1,29 @@
 """The expanded prompt of every conversation of the corpus, token by token and span by span, against vLLM's own.
 
-The engine's side is ``vllm launch render``: the code with which a vLLM makes prompts, without the network behind it.
+The engine's side is what a serving vLLM itself makes of a request; it tells that to whoever asks for the prompt alone.
 """
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from conformance.corpus import STYLES, corpus
+from conformance.corpus import corpus
+from conformance.pictures import image_part, picture
 from conformance.predict import Predictor, decode
-from conformance.rendering import Rendered, renderer
-from conformance.rig import BLOCK_SIZE
-from conformance.workload import Case
+from conformance.rendering import Rendered, Renderer
+from conformance.rig import Engine
+from conformance.vllm.conftest import Served
+from conformance.workload import Case, case, user
 
 from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
 from mmrouter.identity import media_identity, to_wire
 from mmrouter.imagesize import probe
-from mmrouter.prompt import PromptImage, render_arguments
+from mmrouter.prompt import PlaceholderError, PromptImage, render_arguments
 
-MODELS = {
-    "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
-    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct",
-    "llava": "llava-hf/llava-1.5-7b-hf",
-    "llava_next": "llava-hf/llava-v1.6-mistral-7b-hf",
-    "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
-}
-CONTEXT = {"llava": 4096}
-LONG_CONTEXT = 16384
 LEAST = 300
 OUT_OF_ORDER = " before <|image_"
 """Phi-3: a text that names image 2 first. vLLM renders it, and serving it ends the engine (facts on vLLM 8.6)."""
@@ -59,25 +53,16 @@ class Run:
         return [(one, mine, theirs) for one, mine, theirs in self.answers if not (mine.refused or theirs.refused)]
 
 
-@pytest.fixture(scope="session", params=list(STYLES))
-def run(
-    request: pytest.FixtureRequest,
-    vllm_env: Path,
-    shrunk: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Run:
-    family: str = request.param
-    folder = shrunk(MODELS[family])
-    predictor = Predictor.load(folder, BLOCK_SIZE)
-    extra = ["--max-model-len", str(CONTEXT.get(family, LONG_CONTEXT))]
-    if any(folder.glob("*.py")):
-        extra.append("--trust-remote-code")
-    with renderer(vllm_env, folder, tmp_path_factory.mktemp(family) / "render.log", *extra) as server:
-        answers = [
+@pytest.fixture(scope="session")
+def run(served: Served) -> Run:
+    predictor, server = served.predictor, Renderer(served.engine.client)
+    return Run(
+        predictor,
+        [
             (one, ours(predictor, one), engines(server.render(with_identities(predictor, one))))
-            for one in corpus(family)
-        ]
-    return Run(predictor, answers)
+            for one in corpus(served.family)
+        ],
+    )
 
 
 def test_the_expanded_prompt_is_the_engines_own(run: Run, record: Callable[[str, Any], None]) -> None:
@@ -102,6 +87,36 @@ def test_an_image_of_one_token_more_is_noticed(run: Run) -> None:
     assert len(shown) >= LEAST // 3
     for one, theirs in shown:
         assert ours(run.predictor, one, more=1) != theirs
+
+
+TAGS = case(
+    "numbered tags out of order",
+    user("<|image_2|> and <|image_1|>", image_part(picture(640, 480)), image_part(picture(336, 336))),
+)
+"""The pictures become runs of different lengths, each with the other one's features."""
+
+
+@pytest.mark.usefixtures("run")
+def test_numbered_tags_out_of_order_end_the_engine_and_are_refused_before_it(served: Served) -> None:
+    """The last test here, because where images have numbers the engine is gone then."""
+    if served.predictor.family.fragile:
+        assert not outlives(served.engine, served.predictor.request(TAGS))
+        with pytest.raises(PlaceholderError):
+            served.predictor.predict(TAGS)
+    else:  # where images have no numbers, such a text is a text like any other
+        assert len(served.predictor.predict(TAGS).spans) == 2
+
+
+def outlives(served: Engine, body: dict[str, Any], seconds: float = 60) -> bool:
+    """Send a request; return whether the engine is still healthy when it has had time to fall over it."""
+    with suppress(httpx.TransportError):
+        served.post(body, headers={"connection": "close"})
+    deadline = time.monotonic() + seconds
+    while served.process.poll() is None and served.healthy():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def ours(predictor: Predictor, one: Case, *, more: int = 0) -> Told:

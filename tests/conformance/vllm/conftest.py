@@ -1,0 +1,56 @@
+"""One engine for each family. It starts once, for all that is asked of it: a start takes longer than most answers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conformance.predict import Predictor
+from conformance.report import Cells
+from conformance.rig import BLOCK_SIZE, RENDERS, Engine, engine, env_version
+
+FAMILIES = {
+    "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
+    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct",
+    "llava": "llava-hf/llava-1.5-7b-hf",
+    "llava_next": "llava-hf/llava-v1.6-mistral-7b-hf",
+    "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
+}
+ROOM = {"phi3_v": ("--max-num-batched-tokens", "8192")}
+"""Families whose vision tower vLLM builds at its real width: the engine keeps as many image tokens of its tower as it
+takes in one step, so it runs less often."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A family's running engine, and what the library says of its model folder.
+
+    All that an engine publishes is compared with all that it was asked, so nothing but the workload of
+    ``test_prediction`` may fill its cache. Prompts it renders for anyone: that goes past its caches. What ends it comes
+    last, in ``test_tokenization``.
+    """
+
+    family: str
+    folder: Path
+    predictor: Predictor
+    engine: Engine
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def served(
+    request: pytest.FixtureRequest,
+    shrunk: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    cells: Cells,
+) -> Iterator[Served]:
+    family: str = request.param
+    with ExitStack() as running:
+        with cells.of("vllm", family, "uuid of ours") as cell:
+            vllm_env: Path = request.getfixturevalue("vllm_env")  # here, so that the cell says why there is none
+            cell.version = env_version(vllm_env)
+            folder = shrunk(FAMILIES[family])
+            log = tmp_path_factory.mktemp(family) / "engine.log"
+            started = running.enter_context(engine(vllm_env, folder, log, RENDERS, *ROOM.get(family, ())))
+        yield Served(family, folder, Predictor.load(folder, BLOCK_SIZE), started)
