@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conformance.pictures import image_part, picture, text_part
 from conformance.rendering import Renderer, renderer
-from conformance.rig import BLOCK_SIZE, Engine, engine
+from conformance.rig import BLOCK_SIZE, RENDERS, Engine, engine
 from conformance.workload import STORY, WEATHER
 from prometheus_client import CollectorRegistry
 
@@ -220,12 +220,18 @@ def router(shrunk: Callable[[str], Path]) -> Router:
 
 
 @pytest.fixture(scope="module")
-def server(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Renderer]:
-    """As the product starts an engine, with the parser that tool choices need."""
-    log = tmp_path_factory.mktemp("fields") / "renderer.log"
+def alone(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """As the product starts an engine, with the parser that tool choices need. Nobody else fills its cache."""
+    log = tmp_path_factory.mktemp("fields") / "engine.log"
     parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with renderer(vllm_env, router.folder, log, *parser) as running:
+    with engine(vllm_env, router.folder, log, RENDERS, *parser) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def server(alone: Engine) -> Renderer:
+    """The same engine, asked for prompts alone: that goes past its caches."""
+    return Renderer(alone.client)
 
 
 @pytest.fixture(scope="module")
@@ -348,38 +354,32 @@ def test_what_the_engine_refuses_names_its_field(name: str, router: Router, serv
     assert prompt_error_field(answer.status, answer.body) == name
 
 
-@pytest.fixture(scope="module")
-def served(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with engine(vllm_env, router.folder, tmp_path_factory.mktemp("served") / "engine.log") as running:
-        yield running
-
-
 def cached(running: Engine, body: dict[str, Any]) -> int:
     """Return how many tokens of the prompt the engine took from its cache, or -1 where it does not say."""
     details = running.chat(body)["usage"].get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
 
 
-def test_what_is_labelled_cache_not_read_is_not_read(router: Router, served: Engine) -> None:
+def test_what_is_labelled_cache_not_read_is_not_read(router: Router, alone: Engine) -> None:
     plain = router.body(router.prepare({}))
-    cached(served, plain)
-    assert cached(served, plain) >= BLOCK_SIZE
+    cached(alone, plain)
+    assert cached(alone, plain) >= BLOCK_SIZE
     for name in ("echo", "prompt_logprobs"):
         asked = router.body(router.prepare(AFFINITY[name][0]))
-        assert cached(served, asked) == 0, name
+        assert cached(alone, asked) == 0, name
 
 
 @pytest.mark.parametrize("name", ["response_format", "structured_outputs", "sampling", "bookkeeping", "reporting"])
 def test_what_only_shapes_the_answer_reads_the_blocks_of_the_plain_request(
-    name: str, router: Router, served: Engine
+    name: str, router: Router, alone: Engine
 ) -> None:
     plain = router.prepare({})
-    cached(served, router.body(plain))
+    cached(alone, router.body(plain))
     whole = (len(plain.ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert cached(served, router.body(router.prepare(EXACT[name]))) == whole
+    assert cached(alone, router.body(router.prepare(EXACT[name]))) == whole
 
 
-def test_a_tenants_salt_replaces_the_clients_and_parts_tenants(router: Router, served: Engine) -> None:
+def test_a_tenants_salt_replaces_the_clients_and_parts_tenants(router: Router, alone: Engine) -> None:
     salted = [router.body(router.prepare({"cache_salt": "one for all"}, salt)) for salt in ("t1-a", "t1-b")]
-    assert [cached(served, body) for body in salted] == [0, 0]
-    assert cached(served, salted[0]) >= BLOCK_SIZE
+    assert [cached(alone, body) for body in salted] == [0, 0]
+    assert cached(alone, salted[0]) >= BLOCK_SIZE
