@@ -1,10 +1,13 @@
 """Which of the encoders: functions of what they have now. Lists of lanes are in the order of their ids."""
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from mmrouter_router.encode.lane import Job, Lane
 from mmrouter_router.encode.values import Full, Image, Mode
 
+WORTH_MOVING: Final = 0.5
+"""An image moves if that gains this share of the time it takes: estimates are not better than that, and moves cost."""
 Finishes = tuple[tuple[str, float], ...]
 """(encoder, estimated finish) of all that were weighed."""
 
@@ -69,7 +72,7 @@ def another(job: Job, lanes: Iterable[Lane], now: float) -> Lane | None:
 
 
 def best_move(lane: Lane, lanes: Iterable[Lane], now: float) -> tuple[Job, Lane] | None:
-    """Return the move to or from ``lane`` by which a job that waits last somewhere gains most; ``None`` without gain.
+    """Return the move to or from ``lane`` by which a job that waits last gains most; ``None`` if none is worth it.
 
     What waits last has the latest finish of its encoder, and nobody behind it that its going would change.
     """
@@ -84,6 +87,6 @@ def best_move(lane: Lane, lanes: Iterable[Lane], now: float) -> tuple[Job, Lane]
         if target.id in job.tried:
             continue
         gain = source.free_at(now) - target.finish(job.image.tokens, job.key, now)
-        if gain > 0 and (best is None or gain > best[0]):
+        if gain > WORTH_MOVING * target.seconds(job.image.tokens, now) and (best is None or gain > best[0]):
             best = (gain, job, target)
     return best and best[1:]
