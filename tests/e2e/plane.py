@@ -27,7 +27,7 @@ from mmrouter_cli.local.process import Guard
 NAME = "node0"
 PAUSE = "localhost/mmrouter-pause:1"
 # Folders whose names kubelet, containerd and the CNI plugins have built in.
-PRIVATE = ("/var/lib/kubelet", "/var/lib/cni", "/run/containerd")
+PRIVATE = ("/var/lib/kubelet", "/var/lib/cni", "/run/containerd", "/var/log/containers")
 MOUNTS = 'for folder; do mount -t tmpfs tmpfs "$folder" || exit; done; exec sleep infinity'
 
 
@@ -193,6 +193,8 @@ class Node(ControlPlane):
                 "memory.available": "100Mi",
                 **dict.fromkeys(("nodefs.available", "nodefs.inodesFree", "imagefs.available"), "1%"),
             },
+            # A kubelet deletes the logs of pods that it does not know: those of another node, were the folder shared.
+            "podLogsDir": str(self.folder / "pods"),
             "imageGCHighThresholdPercent": 100,
             # Volumes are looked at once a minute by default, for which a test would have to wait.
             "volumeStatsAggPeriod": "5s",
