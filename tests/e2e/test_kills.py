@@ -120,11 +120,10 @@ def epochs(looker: Looker, pod: dict[str, Any]) -> list[tuple[str, int]]:
 
 def test_every_frontends_index_is_what_the_engines_hold(mortal: Deployed, looker: Looker) -> None:
     with load(mortal.cluster, mortal.namespace, mortal.name, pause=0.05) as traffic, watching(looker) as watch:
-        traffic.go_on(40)
+        wait_for(lambda: all(len(looker.held(name)["0"]) > 100 for name in looker.workers), 30, "each holds something")
         watch.again(traffic.go_on(), 10)  # while it changes, too
     assert traffic.failed == []
     assert_equal(looker)
-    assert all(len(held) > 100 for worker in looker.workers for held in looker.held(worker).values())
 
 
 def test_a_killed_sidecar_continues_from_its_journal_and_a_replay(
