@@ -21,6 +21,8 @@ def show(console: Console, trace: dict[str, Any]) -> None:
     console.print(f"why: {trace['why']}", highlight=False, markup=False)
     for number, attempt in enumerate(trace["attempts"], 1):
         console.print(f"attempt {number}: {attempt['worker']}: {attempt['outcome']}", highlight=False, markup=False)
+    if trace.get("chain") or trace.get("degraded"):
+        _chain(console, trace)
     console.print(_candidates(trace))
     if trace["images"]:
         console.print(_images(trace))
@@ -30,6 +32,24 @@ def show(console: Console, trace: dict[str, Any]) -> None:
         _parity(console, trace["parity"])
     if trace.get("rendering"):
         _rendering(console, trace["rendering"])
+
+
+def _chain(console: Console, trace: dict[str, Any]) -> None:
+    """Which engines had a part in it, for how long, and what was gone without."""
+    if trace["degraded"]:
+        console.print(f"served without: {', '.join(trace['degraded'])}", highlight=False, markup=False)
+    table = Table(title=f"stages, of the form {trace['form']}")
+    for heading in ("stage", "outcome", "engines", "ms", "of it"):
+        table.add_column(heading, justify="right" if heading == "ms" else "left")
+    for note in trace["chain"]:
+        part = ""
+        if "images" in note:
+            part = f"{note['images']} images, {note['tokens']} visual tokens"
+        elif "remaining_tokens" in note:
+            part = f"{note['remaining_tokens']} tokens that the answering engine lacked"
+        seconds = f"{note['seconds'] * 1e3:.1f}" if note["seconds"] else ""
+        table.add_row(note["stage"], note["outcome"], ", ".join(note["workers"]), seconds, part)
+    console.print(table)
 
 
 def _parity(console: Console, parity: dict[str, Any]) -> None:

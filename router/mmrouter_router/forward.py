@@ -183,7 +183,8 @@ class Forwarder:
             if retry is None:
                 trace.tried(decision, f"answered {reply.answer.status}")
                 if self._stages is not None and staged is not None and reply.answer.status < 400:
-                    self._stages.answered(staged)
+                    last = self._stages.answered(staged, decision.target.worker.member.name)
+                    trace.chain.append(last.as_json())
                 return replace(reply, decision=computed)
             span.fail(retry)
             reply.close()

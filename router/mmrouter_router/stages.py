@@ -42,7 +42,7 @@ Ask = Callable[[Target, str, bytes, Mapping[str, str]], Awaitable[tuple[int, byt
 class Note:
     """One stage of a request: which engines had it, how it went (``done``, or why without it), and its seconds."""
 
-    stage: Literal["encode", "prefill"]
+    stage: Literal["encode", "prefill", "answer"]
     outcome: str
     workers: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -67,6 +67,7 @@ class Staged:
     notes: list[Note]
     prefilled: Decision | None = None
     began: float = 0.0  # seconds of a monotonic clock, before the first stage
+    sent: float = 0.0  # and after the last one
     remaining: int = 0  # prompt tokens that the answering engine did not hold
     lost: bool = False  # an engine ended under a stage
 
@@ -141,14 +142,16 @@ class Stages:
             fields = await self._encode(request_id, prepared, outgoing, computes, staged)
         if computes is not decision:
             fields = await self._prefill(request_id, prepared, outgoing, fields, computes, headers, staged)
+        staged.sent = time.monotonic()
         staged.body = outgoing.plain if fields is outgoing.fields else encode_body(fields)
         return staged
 
-    def answered(self, staged: Staged) -> None:
-        """The first byte of the answer is there: learn from how long it took."""
+    def answered(self, staged: Staged, worker: str) -> Note:
+        """The first byte of the answer is there: learn from how long all of it took. Returns the last stage's note."""
+        now = time.monotonic()
         if any(note.stage == "prefill" for note in staged.notes):
-            apart = staged.prefilled is not None
-            self.worth.observe(staged.remaining, time.monotonic() - staged.began, apart=apart)
+            self.worth.observe(staged.remaining, now - staged.began, apart=staged.prefilled is not None)
+        return Note("answer", "first_byte", (worker,), now - staged.sent)
 
     # -- the stages --------------------------------------------------------------------------------------------------
 

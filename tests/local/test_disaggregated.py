@@ -97,9 +97,14 @@ def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by
     before = {role: encoded_tokens(settled, role) for role in ("encoder", "prefill", "decode")}
     decision = decided(settled, chat, chat.image("a"), "what?")
     assert decision["form"] == "encode-prefill-decode"
-    assert stages(decision) == {"encode": "done", "prefill": "done"}
+    assert stages(decision) == {"encode": "done", "prefill": "done", "answer": "first_byte"}
+    assert all(note["seconds"] > 0 for note in decision["chain"])
     roles = {worker["name"]: worker["role"] for worker in settled.state()["workers"]}
     assert (roles[decision["worker"]], roles[decision["answers"]]) == ("prefill", "decode")
+    shown = settled.mmrouter("explain", settled.url, decision["request_id"]).stdout
+    assert "stages, of the form encode-prefill-decode" in shown
+    for engine in (decision["worker"], decision["answers"]):
+        assert engine in shown
     decided(settled, chat, chat.image("a"), "and again, at another place?")
     after = {role: encoded_tokens(settled, role) for role in before}
     visual = decision["images"][0]["tokens"]

@@ -242,8 +242,10 @@ async def test_how_long_answers_took_is_learned_for_both_ways():
     rig.engine("prefill", "p1")
     rig.engine("decode", "d1")
     staged, _, _ = await rig.before()
-    rig.stages.answered(staged)
+    note = rig.stages.answered(staged, "d1")
+    assert (note.stage, note.workers) == ("answer", ("d1",))
+    assert 0 <= note.seconds < 60
     rig.prefill_answer = (500, {})
     staged, _, _ = await rig.before()
-    rig.stages.answered(staged)
+    rig.stages.answered(staged, "d1")
     assert (rig.stages.worth.apart.measured, rig.stages.worth.here.measured) == (1, 1)
