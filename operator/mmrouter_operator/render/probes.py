@@ -17,8 +17,9 @@ NOTICE_SECONDS = 5
 STOP_SECONDS = 30
 """Time to stop once the requests are done."""
 STARTUP_SECONDS = 300
-"""How long router and sidecar may take to open their sockets. They take seconds, and many where engines that start leave
-a node no CPU: to begin anew would only make that worse.
+"""How long router and sidecar may take to open their sockets.
+
+They take seconds, and many where engines that start leave a node no CPU: to begin anew would only make that worse.
 """
 DRAIN_PORT = 8002
 """The sidecar's hook, on the pod's loopback."""
