@@ -28,6 +28,7 @@ class Frontend(Reports):
             router_id="r",
             fleet=self.fleet,
             placer=self.placer,
+            stages=None,
             chat=None,
             decisions=None,
             sampler=None,
