@@ -48,6 +48,7 @@ class _Worker(msgspec.Struct):
     node: str = ""
     ready: bool = True
     draining: bool = False
+    compatibility: str = ""
 
 
 class _Frontend(msgspec.Struct):
@@ -68,7 +69,10 @@ def parse(raw: bytes) -> Roster:
     except msgspec.DecodeError as error:
         raise ValueError(f"workers.json: {error}") from error
     return Roster(
-        tuple(Member(w.uid, w.name, w.ip, w.pool, w.role, w.node, w.ready, w.draining) for w in file.workers),
+        tuple(
+            Member(w.uid, w.name, w.ip, w.pool, w.role, w.node, w.ready, w.draining, w.compatibility)
+            for w in file.workers
+        ),
         tuple(Peer(f.uid, f.name, f.ip) for f in file.frontends),
     )
 

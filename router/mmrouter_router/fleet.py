@@ -23,6 +23,7 @@ INDEXED_MEDIUM = "GPU"
 class Member:
     """One engine pod as discovery reports it (DESIGN.md 10). ``ready``: what the router asks of it can answer: its
     sidecar, or the engine where there is none. A sidecar answers while its engine still loads weights.
+    ``compatibility``: engines that hand KV blocks to each other have equal ones (docs/children.md); empty: not told.
     """
 
     uid: str
@@ -33,6 +34,7 @@ class Member:
     node: str = ""
     ready: bool = True
     draining: bool = False
+    compatibility: str = ""
 
 
 @dataclass(slots=True)

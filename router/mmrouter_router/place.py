@@ -70,12 +70,13 @@ class Placer:
         policy: Policy | None = None,
         dry_run: bool = False,
         roles: Collection[str] = WORKERS,
+        partner: Worker | None = None,
     ) -> Decision:
         """Choose among the engines of these roles that may serve, pod uids in ``exclude`` left out.
 
-        Raises :class:`NoWorkerError`.
+        ``partner``: an engine that the chosen one has to exchange KV blocks with. Raises :class:`NoWorkerError`.
         """
-        targets = self._targets(exclude, roles)
+        targets = self._targets(exclude, roles, partner)
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
@@ -112,13 +113,15 @@ class Placer:
         return standing in ("verified", "degraded", "pending") or (standing == "unsynced" and worker.serving)
 
     def _targets(
-        self, exclude: Collection[str], roles: Collection[str]
+        self, exclude: Collection[str], roles: Collection[str], partner: Worker | None
     ) -> dict[tuple[int, Scope | None], list[tuple[Target, Standing]]]:
         """Return (block size, scope) -> what may serve at it; one pass, because it is once per request and worker."""
         usable: list[tuple[Worker, Standing]] = []
         pending: list[tuple[Worker, Standing]] = []
         others: list[tuple[Worker, Standing]] = []
         for worker in self._fleet:
+            if partner is not None and worker.member.compatibility != partner.member.compatibility:
+                continue
             if worker.member.role in roles and worker.member.uid not in exclude:
                 standing = self.standing(worker)
                 if standing in ("verified", "degraded"):

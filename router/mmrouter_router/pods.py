@@ -7,6 +7,7 @@ from mmrouter_router.discovery import Peer, Roster
 from mmrouter_router.fleet import Member
 
 DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL = "mmrouter.io/deployment", "mmrouter.io/pool", "mmrouter.io/role"
+COMPATIBILITY_LABEL = "mmrouter.io/compatibility"
 FRONTEND, RENDERER = "frontend", "renderer"
 ENGINE_ROLES = frozenset({"worker", "prefill", "decode", "encoder", RENDERER})
 SIDECAR = "sidecar"
@@ -41,6 +42,7 @@ def who(pod: Mapping[str, Any]) -> Member | Peer | None:
         node=(pod.get("spec") or {}).get("nodeName") or "",
         ready=_containers_ready(status) if role == RENDERER else _sidecar_started(status),
         draining=bool(metadata.get("deletionTimestamp")),
+        compatibility=labels.get(COMPATIBILITY_LABEL) or "",
     )
 
 

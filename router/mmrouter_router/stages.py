@@ -132,9 +132,11 @@ class Stages:
             why = "transfer" if alone else why_whole(outgoing.fields) or self.worth.why_here(staged.remaining)
             if not why:
                 try:
-                    computes = self._placer.place(prepared, roles=("prefill",), policy=decision.policy)
+                    computes = self._placer.place(
+                        prepared, roles=("prefill",), policy=decision.policy, partner=decision.target.worker
+                    )
                 except NoWorkerError:
-                    why = "no_prefill"
+                    why = "no_partner"
             if why:
                 self._note(staged, Note("prefill", why, detail={"remaining_tokens": staged.remaining}))
         fields: Mapping[str, Any] = outgoing.fields

@@ -9,6 +9,7 @@ from mmrouter_cli.local.pod import LocalPod
 
 POOL_LABEL = "mmrouter.io/pool"
 ROLE_LABEL = "mmrouter.io/role"
+COMPATIBILITY_LABEL = "mmrouter.io/compatibility"
 FRONTEND_ROLE = "frontend"
 
 
@@ -27,7 +28,8 @@ def roster(pods: Iterable[LocalPod]) -> str:
         elif POOL_LABEL in pod.labels:
             role = pod.labels.get(ROLE_LABEL, "worker")
             place = {"node": pod.facts.node, "pool": pod.labels[POOL_LABEL], "role": role}
-            workers.append({**who, **place, "ready": pod.ready, "draining": False})
+            pairs = {"compatibility": pod.labels.get(COMPATIBILITY_LABEL, "")}
+            workers.append({**who, **place, **pairs, "ready": pod.ready, "draining": False})
     return json.dumps({"workers": workers, "frontends": frontends}, indent=1)
 
 

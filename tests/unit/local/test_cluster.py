@@ -92,6 +92,7 @@ async def test_frontends_learn_who_is_there_and_ready(run: Any, kit: Any) -> Non
             "node": "local",
             "pool": "big",
             "role": "worker",
+            "compatibility": "",
             "ready": True,
             "draining": False,
         }

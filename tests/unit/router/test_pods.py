@@ -49,6 +49,13 @@ def test_an_engine_pod_is_a_member_with_its_place_and_role():
     assert who(POD) == Member("u1", "demo-worker-1", "10.0.0.7", "worker", "worker", "n1", ready=True, draining=False)
 
 
+def test_an_engine_pod_says_with_whom_it_can_exchange_blocks():
+    found = who(labelled(role="prefill", pool="p", compatibility="ab12"))
+    assert isinstance(found, Member)
+    assert found.compatibility == "ab12"
+    assert who(POD).compatibility == ""
+
+
 def test_a_pod_whose_weights_load_is_ready_for_its_feed_because_the_sidecar_has_started():
     assert who(POD).ready
     starting = [{"name": "sidecar", "started": False}]
