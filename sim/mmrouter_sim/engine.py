@@ -21,6 +21,7 @@ from mmrouter_sim.model import Model
 from mmrouter_sim.publisher import Publisher
 from mmrouter_sim.runner import Runner
 from mmrouter_sim.sglang.metrics import SglangMetrics
+from mmrouter_sim.sglang.pairing import Pairing
 
 _CACHE_TOKENS = 131_072  # of each rank's KV cache, unless a flag says otherwise or the context is longer
 
@@ -38,6 +39,7 @@ class Engine:
         )
         sglang = settings.engine == "sglang"
         self.handover = Handover(settings.handover, settings.cost)
+        self.pairing = Pairing(settings.pairs, settings.cost) if settings.pairs is not None else None
         self.encoder: Encoder | None = None
         if settings.handover.encodes and settings.handover.ec is not None:
             self.encoder = Encoder(settings.handover.ec, settings.cost, settings.seed)
@@ -157,6 +159,8 @@ class Engine:
                 for runner in self.runners:
                     tasks.create_task(runner.run())
                 tasks.create_task(self.handover.serve())
+                if self.pairing is not None:
+                    tasks.create_task(self.pairing.serve())
                 tasks.create_task(asyncio.Event().wait())  # an encoder has nothing to step
         finally:
             for runner in self.runners:

@@ -19,6 +19,7 @@ from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.hashing import ALGORITHMS
 from mmrouter_sim.handover import Configured, configured
 from mmrouter_sim.publisher import EventsConfig
+from mmrouter_sim.sglang.pairing import Side
 
 VERSION = "0.32.0"
 """The release whose behaviour is simulated."""
@@ -97,6 +98,7 @@ class Settings:
     answer_tokens: int
     handover: Configured = field(default_factory=Configured)
     renders: bool = False  # only preprocess: ``vllm launch render``
+    pairs: Side | None = None  # serves its half of requests only (SGLang)
     engine: Literal["vllm", "sglang"] = "vllm"
     bind: bool | None = None  # of the event socket; None: as its address says
     preprocess_cache_mb: int = 0

@@ -143,7 +143,7 @@ async def _model_info(engine: Engine, _request: Request) -> Response:
             "tokenizer_path": engine.settings.model,
             "is_generation": True,
             "weight_version": "default",
-            "disaggregation_mode": "null",
+            "disaggregation_mode": engine.settings.pairs.mode if engine.settings.pairs else "null",
             "has_image_understanding": True,
             "has_audio_understanding": False,
             "model_type": model.model_type,

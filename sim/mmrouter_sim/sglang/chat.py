@@ -13,8 +13,10 @@ from starlette.responses import Response, StreamingResponse
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.sglang import padded
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.handover import TransferError
 from mmrouter_sim.runner import Aborted
 from mmrouter_sim.sglang import prompts
+from mmrouter_sim.sglang.pairing import Place, place
 from mmrouter_sim.sglang.schema import ChatRequest, CompletionRequest, check
 from mmrouter_sim.web import generate
 from mmrouter_sim.web import prompts as texts
@@ -35,8 +37,8 @@ async def chat(engine: Engine, http: HttpRequest) -> Response:
     check(body)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     prompt = await _render(engine, lambda: prompts.from_messages(engine, body, body.messages))
-    job = _job(engine, http, body, prompt, wanted)
-    return _stream(job, _chat_chunks(job)) if body.stream else await _whole(http, job, _chat_answer)
+    job, at = _job(engine, http, body, prompt, wanted)
+    return _stream(job, _chat_chunks(job, at)) if body.stream else await _whole(http, job, at, _chat_answer)
 
 
 async def complete(engine: Engine, http: HttpRequest) -> Response:
@@ -44,8 +46,8 @@ async def complete(engine: Engine, http: HttpRequest) -> Response:
     body = parse(await http.body(), CompletionRequest)
     check(body)
     prompt = await _render(engine, lambda: texts.from_text(engine, body.prompt, special=True))
-    job = _job(engine, http, body, prompt, body.max_tokens if body.max_tokens is not None else 16)
-    return _stream(job, _text_chunks(job)) if body.stream else await _whole(http, job, _text_answer)
+    job, at = _job(engine, http, body, prompt, body.max_tokens if body.max_tokens is not None else 16)
+    return _stream(job, _text_chunks(job, at)) if body.stream else await _whole(http, job, at, _text_answer)
 
 
 async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
@@ -55,7 +57,7 @@ async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
 
 def _job(
     engine: Engine, http: HttpRequest, body: ChatRequest | CompletionRequest, prompt: Prompt, wanted: int | None
-) -> Job:
+) -> tuple[Job, Place | None]:
     length, room = len(prompt.ids), engine.context
     if length == 0:
         raise RequestError("The prompt is empty.", param="messages")
@@ -71,7 +73,11 @@ def _job(
         )
     asked = body.routed_dp_rank if body.routed_dp_rank is not None else body.data_parallel_rank
     rank_text = next((http.headers[name] for name in RANK_HEADERS if name in http.headers), None)
+    pairs = engine.settings.pairs
     try:
+        at = place(http.headers) if pairs is not None else None
+        if at is not None and pairs is not None and pairs.mode == "prefill" and rank_text is None and asked is None:
+            rank_text = str(at.room % engine.settings.ranks)
         rank, runner = engine.pick(rank_text if rank_text is not None else None if asked is None else str(asked))
     except ValueError as error:
         raise RequestError(str(error)) from error
@@ -82,14 +88,51 @@ def _job(
         id=f"{name}-{uuid.uuid4().hex[:8]}",
         ids=ids,
         sample=engine.speaker.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
-        max_tokens=min(wanted or room, room - length),
+        max_tokens=1 if pairs is not None and pairs.mode == "prefill" else min(wanted or room, room - length),
         media=prompt.media,
         salt=body.cache_salt,
         stop_ids=stop_ids,
     )
     # The engine serves any model name and repeats it.
     model = body.model or engine.settings.served_names[0]
-    return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model)
+    return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model), at
+
+
+async def _pieces(job: Job, at: Place | None) -> AsyncIterator[Piece]:
+    """Run a job, or this engine's half of it. Raises :class:`RequestError` where the other half fails."""
+    pairing = job.engine.pairing
+    if pairing is None:
+        async for piece in generate.pieces(job):
+            yield piece
+        return
+    if at is None:
+        raise RequestError(
+            f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={job.id!r}"
+        )
+    try:
+        if pairing.config.mode == "decode":
+            job.request.external = await pairing.take(at)
+            async for piece in generate.pieces(job):
+                yield piece
+            return
+        ranks = job.engine.settings.ranks
+        if at.room % ranks != job.rank:
+            raise TransferError(
+                f"follow_bootstrap_room conflict: dispatched to dp_rank {job.rank} but bootstrap_room {at.room} "
+                f"implies dp_rank {at.room % ranks}"
+            )
+        job.request.hold = True
+        try:
+            async with pairing.prefilling(at.room) as reader:
+                done = await generate.collect(job)
+                await reader.give(job.request.prompt_length)
+        finally:
+            if job.request.id in job.runner.scheduler.held:
+                job.runner.scheduler.give(job.request.id)
+    except TransferError as error:
+        raise RequestError(str(error), status=500) from error
+    for piece in done:
+        yield piece
 
 
 def _usage(job: Job) -> dict[str, Any]:
@@ -110,8 +153,10 @@ def _usage(job: Job) -> dict[str, Any]:
     }
 
 
-async def _whole(http: HttpRequest, job: Job, make: Callable[[Job, list[Piece]], dict[str, Any]]) -> Response:
-    work = asyncio.create_task(generate.collect(job))
+async def _whole(
+    http: HttpRequest, job: Job, at: Place | None, make: Callable[[Job, list[Piece]], dict[str, Any]]
+) -> Response:
+    work = asyncio.create_task(_collect(job, at))
     gone = asyncio.create_task(generate.disconnected(http))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -122,6 +167,10 @@ async def _whole(http: HttpRequest, job: Job, make: Callable[[Job, list[Piece]],
         work.cancel()
         gone.cancel()
         await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _collect(job: Job, at: Place | None) -> list[Piece]:
+    return [piece async for piece in _pieces(job, at)]
 
 
 def _chat_answer(job: Job, pieces: list[Piece]) -> dict[str, Any]:
@@ -168,6 +217,8 @@ async def _frames(job: Job, chunks: AsyncIterator[dict[str, Any]]) -> AsyncItera
             yield _frame(job.head(kind) | {"choices": [], "usage": _usage(job)})
     except Aborted:
         yield _frame({"error": ABORTED.body()["error"]})
+    except RequestError as error:  # the answer has begun, so its status stays 200
+        yield _frame({"error": {"object": "error"} | error.body()["error"]})
     yield b"data: [DONE]\n\n"
 
 
@@ -175,11 +226,11 @@ def _frame(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def _chat_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
+async def _chat_chunks(job: Job, at: Place | None) -> AsyncIterator[dict[str, Any]]:
     body, head = job.body, job.head("chat.completion.chunk")
     assert isinstance(body, ChatRequest)
     last: Piece | None = None
-    async for piece in generate.pieces(job):
+    async for piece in _pieces(job, at):
         if last is None:
             yield head | _delta({"role": "assistant", "content": ""})
         last = piece
@@ -195,7 +246,7 @@ def _delta(delta: dict[str, Any], **ending: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta | {"reasoning_content": None}, "logprobs": None, **over}]}
 
 
-async def _text_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
+async def _text_chunks(job: Job, at: Place | None) -> AsyncIterator[dict[str, Any]]:
     head = job.head("text_completion")
-    async for piece in generate.pieces(job):
+    async for piece in _pieces(job, at):
         yield head | {"choices": [{"index": 0, "text": piece.text, "logprobs": None, **_ending(piece)}]}

@@ -13,6 +13,7 @@ import msgspec
 from mmrouter_sim.core.sglang import VERSION
 from mmrouter_sim.flags import Parser, Settings, add_sim_flags, cost_of, dashed, replayed, template
 from mmrouter_sim.publisher import EventsConfig
+from mmrouter_sim.sglang.pairing import side
 
 DRAIN_SECONDS = 30 * 86_400.0
 """The engine waits for its last request without bound (facts on SGLang 6)."""
@@ -37,6 +38,8 @@ _NO_EFFECT = (
     "--download-dir",
     "--watchdog-timeout",
     "--decode-log-interval",
+    "--disaggregation-ib-device",
+    "--load-balance-method",
 )
 _NO_EFFECT_SWITCHES = (
     "--trust-remote-code",
@@ -47,6 +50,8 @@ _NO_EFFECT_SWITCHES = (
     "--enable-multimodal",
     "--sleep-on-idle",
 )
+
+_BACKENDS = ("mooncake", "nixl", "ascend", "mori", "mooncake_tcp")  # with the fake one an engine needs no partner
 
 
 class _Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +113,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--mm-process-config", default="{}", metavar="JSON")
     add("--mm-preprocess-cache-size-mb", type=int, default=0)
     add("--limit-mm-data-per-request", default="{}", metavar="JSON")
+    add("--disaggregation-mode", choices=("null", "prefill", "decode"), default="null")
+    add("--disaggregation-transfer-backend", choices=_BACKENDS, default="mooncake", help="no effect here")
+    add("--disaggregation-bootstrap-port", type=int, default=8998)
+    add("--disaggregation-decode-enable-radix-cache", action="store_true")
     for name in _NO_EFFECT:
         add(name, help="no effect here")
     for name in _NO_EFFECT_SWITCHES:
@@ -126,6 +135,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     limits = msgspec.json.decode(args.limit_mm_data_per_request, type=dict[str, int])
     size = args.page_size
     blocks = args.max_total_tokens // size + 1 if args.max_total_tokens else args.sim_blocks
+    mode = args.disaggregation_mode
+    keeps = mode != "decode" or args.disaggregation_decode_enable_radix_cache
     return Settings(
         model=model,
         revision=args.revision,
@@ -139,7 +150,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         max_seqs=args.max_running_requests,
         max_batched_tokens=args.chunked_prefill_size,
         ranks=args.dp_size,
-        prefix_caching=not args.disable_radix_cache,
+        prefix_caching=keeps and not args.disable_radix_cache,
         hash_algorithm="",
         events=replayed(
             EventsConfig(
@@ -167,6 +178,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         seed=args.sim_seed,
         answer_tokens=args.sim_answer_tokens,
         engine="sglang",
+        pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
         bind=events.binds,
         preprocess_cache_mb=args.mm_preprocess_cache_size_mb,
         arguments={
@@ -189,5 +201,6 @@ def _settings(args: argparse.Namespace) -> Settings:
             "disable_fast_image_processor": False,
             "trust_mm_content_hashes": False,
             "speculative_algorithm": None,
+            "disaggregation_mode": mode,
         },
     )

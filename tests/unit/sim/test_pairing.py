@@ -1,0 +1,156 @@
+"""Simulated SGLang engines that serve requests in pairs: each waits for the other, and neither answers alone."""
+
+import asyncio
+import json
+
+import pytest
+from unit.sim.test_handover import held, listening, until
+from unit.sim.test_http import LONG, image, png, text
+
+CHAT = "/v1/chat/completions"
+CONTENT = [text(LONG), image(png())]
+
+
+@pytest.fixture
+def prefill(serve_sglang, unused_port):
+    """Start a prefill engine with a bootstrap server of its own."""
+
+    async def start(*flags):
+        port = unused_port(1)
+        mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
+        client = await serve_sglang("--disaggregation-transfer-backend", "nixl", *mode, *flags)
+        await listening("127.0.0.1", port)
+        return client
+
+    return start
+
+
+@pytest.fixture
+def decode(serve_sglang):
+    async def start(*flags):
+        return await serve_sglang("--disaggregation-mode", "decode", *flags)
+
+    return start
+
+
+def at(client, room=7, **more):
+    host, port = client.engine.pairing.config.address
+    names = {"host": host, "port": port, "room": room}
+    return {f"x-override-bootstrap-{name}": str(value) for name, value in names.items()} | more
+
+
+async def ask(client, headers, **fields):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": CONTENT}], "max_tokens": 4} | fields
+    return await client.post(CHAT, body, headers=headers)
+
+
+async def both(first, second, **fields):
+    return await asyncio.gather(ask(first, at(first), **fields), ask(second, at(first), **fields))
+
+
+async def test_the_decoder_answers_as_one_engine_would_and_the_prefill_engine_with_one_token(
+    prefill, decode, serve_sglang
+):
+    first, second, whole = await prefill(), await decode(), await serve_sglang()
+    (prefilled, one), (status, answer) = await both(first, second)
+    _, alone = await ask(whole, {})
+    assert (prefilled, status) == (200, 200)
+    assert answer["choices"][0]["message"] == alone["choices"][0]["message"]
+    assert (one["usage"]["completion_tokens"], answer["usage"]["completion_tokens"]) == (1, 4)
+
+
+async def test_only_the_prefill_engine_computes_and_only_it_keeps_a_cache(prefill, decode):
+    first, second = await prefill(), await decode()
+    await both(first, second)
+    (_, again), _ = await both(first, second)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    counters = second.engine.runners[0].scheduler.counters
+    assert counters.visual_tokens == 0
+    assert counters.external_hits == 2 * (again["usage"]["prompt_tokens"] - 1)
+    cached = [client.engine.held()["ranks"]["0"] for client in (first, second)]
+    assert len(cached[0]) == again["usage"]["prompt_tokens"] // 16
+    assert cached[1] == []
+    for client in (first, second):
+        await until(lambda client=client: client.engine.runners[0].scheduler.idle and not held(client))
+    assert second.engine.runners[0].scheduler.pool.used == 0
+
+
+async def test_a_decode_engine_keeps_a_cache_where_a_flag_says_so(prefill, decode):
+    first, second = await prefill(), await decode("--disaggregation-decode-enable-radix-cache")
+    await both(first, second)
+    assert second.engine.held()["ranks"]["0"]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_without_a_room_nobody_answers(prefill, decode, side):
+    client = await (prefill if side == "prefill" else decode)()
+    status, answer = await ask(client, {})
+    assert status == 400
+    assert "without bootstrap room" in answer["message"]
+    (chunk,) = await client.stream(CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
+    assert (chunk["error"]["code"], "without bootstrap room" in chunk["error"]["message"]) == (400, True)
+
+
+async def test_engines_whose_partner_never_comes_give_up(prefill, decode, monkeypatch):
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "0.05")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "0.05")
+    first, second = await prefill(), await decode()
+    assert (await ask(first, at(first, 1)))[0] == 500
+    assert (await ask(second, at(first, 2)))[0] == 500
+    assert first.engine.runners[0].scheduler.counters.prompt_tokens == 0  # computed for nobody
+    await until(lambda: not first.engine.pairing._readers)
+
+
+async def test_engines_whose_partner_gives_up_fail(prefill, decode):
+    first, second = await prefill("--sim-prefill-rate", "0.1"), await decode()
+    waiting = asyncio.create_task(ask(second, at(first)))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ask(first, at(first)), 0.2)
+    assert (await waiting)[0] == 500
+    await until(lambda: first.engine.runners[0].scheduler.idle)
+    assert (held(first), first.engine.runners[0].scheduler.pool.used) == (0, 0)
+
+
+async def test_a_prefill_engine_whose_reader_left_fails_and_holds_nothing(prefill, decode):
+    first, second = await prefill(), await decode()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ask(second, at(first)), 0.2)
+    assert (await ask(first, at(first)))[0] == 500
+    assert held(first) == 0
+
+
+async def test_a_decoder_that_cannot_reach_the_prefill_engine_fails(decode, unused_port):
+    second = await decode()
+    headers = {"x-override-bootstrap-host": "127.0.0.1", "x-override-bootstrap-port": str(unused_port(1))}
+    assert (await ask(second, headers | {"x-override-bootstrap-room": "7"}))[0] == 500
+
+
+@pytest.mark.parametrize(("rank", "status"), [(None, 200), ("1", 200), ("0", 500)])
+async def test_the_room_names_the_rank_that_computes(prefill, decode, rank, status):
+    first, second = await prefill("--dp-size", "2"), await decode()
+    told = {} if rank is None else {"x-override-routed-dp-rank": rank}
+    work = asyncio.create_task(ask(second, at(first, 7)))
+    assert (await ask(first, at(first, 7, **told)))[0] == status
+    if status == 200:
+        assert (await work)[0] == 200
+        assert [runner.scheduler.counters.prompt_tokens > 0 for runner in first.engine.runners] == [False, True]
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+async def test_a_pair_streams_and_serves_plain_completions(prefill, decode):
+    first, second = await prefill(), await decode()
+    body = {"model": "tiny", "prompt": LONG, "max_tokens": 4, "stream": True}
+
+    async def frames(client):
+        async with client.session.post(client.url + "/v1/completions", json=body, headers=at(first)) as answer:
+            return [json.loads(f[6:]) for f in (await answer.text()).split("\n\n") if f.startswith("data: {")]
+
+    one, answer = await asyncio.gather(frames(first), frames(second))
+    assert (len(one), len(answer)) == (1, 4)
+
+
+async def test_an_engine_says_which_side_it_is(prefill, decode, serve_sglang):
+    for client, mode in ((await prefill(), "prefill"), (await decode(), "decode"), (await serve_sglang(), "null")):
+        assert (await client.get("/server_info"))[1]["disaggregation_mode"] == mode
+        assert (await client.get("/model_info"))[1]["disaggregation_mode"] == mode
