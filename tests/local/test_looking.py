@@ -3,9 +3,12 @@
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from local.rig import ROOT, Deployment, wait_for
@@ -77,15 +80,24 @@ def test_a_terminal_shows_a_live_table_and_ctrl_c_leaves_it_there(demo: Deployme
     process = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
+
+    def drawn(enough: Callable[[bytes], bool]) -> bytes:
+        """Read until there is enough, or the terminal's other end is closed."""
+        text = b""
+        deadline = time.monotonic() + 20
+        while not enough(text):
+            ready, _, _ = select.select([ours], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"nothing more came after {text[-200:]!r}"
+            try:
+                text += os.read(ours, 65536)
+            except OSError:  # how a terminal says that its other end is closed
+                break
+        return text
+
     try:
-        while seen.count(b"in flight") < 2:  # drawn, and drawn again
-            seen += os.read(ours, 65536)
+        seen += drawn(lambda text: text.count(b"in flight") >= 2)  # drawn, and drawn again
         process.send_signal(signal.SIGINT)
-        try:
-            while chunk := os.read(ours, 65536):
-                seen += chunk
-        except OSError:
-            pass  # how a terminal says that its other end is closed
+        seen += drawn(lambda _: False)
         assert process.wait(20) == 0
     finally:
         process.kill()

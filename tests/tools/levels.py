@@ -278,6 +278,8 @@ def main() -> int:
     parser.add_argument("levels", nargs="+", choices=list(LEVELS))
     outcomes: dict[str, Outcome] = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled run cleans up as an interrupted one does
+    # A shell has what it starts in the background ignore ctrl-C, and so would every command that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="mmrouter-levels-") as scratch:
             for name in dict.fromkeys(parser.parse_args().levels):
