@@ -80,7 +80,16 @@ def programs() -> Programs:
 
 
 @pytest.fixture(scope="session")
-def images(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[list[Path]]:
+def revision() -> str:
+    """The commit that the images are built from, empty where this is no checkout of git."""
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return git.stdout.strip() if git.returncode == 0 else ""
+
+
+@pytest.fixture(scope="session")
+def images(
+    programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record, revision: str
+) -> Iterator[list[Path]]:
     """Archives of the project's images, built from this checkout."""
     base = os.environ.get("MMROUTER_BASE_IMAGE") or str(Path(made_by("base_image.py"), "base.tar"))
     cache = Path(made_by("base_image.py", "--where")).parent

@@ -2,11 +2,14 @@
 
 import json
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
-from e2e.conftest import NAMESPACE, Deployed, Record
+from e2e.conftest import NAMESPACE, ROOT, Deployed, Record
 
+TITLES = {"mmrouter": "mmrouter", "sim": "mmrouter-sim"}
+"""Archive -> the title of its image."""
 READY_SECONDS = 1.0
 TRIES = 4
 # Another sidecar in the container of one, on another address: the engine and the routers know nothing of it.
@@ -76,7 +79,15 @@ def test_the_operators_pods_run_the_same_image(deployed: Deployed) -> None:
     assert operators == frontends
 
 
-def test_the_images_say_what_they_are_and_run_as_nobody(images: list[Path]) -> None:
+def test_the_images_say_what_they_are_and_run_as_nobody(images: list[Path], revision: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = {
+        "version": project["version"],
+        "revision": revision,
+        "licenses": project["license"],
+        "source": project.get("urls", {}).get("Source"),
+    }
+    assert {archive.stem for archive in images} == set(TITLES)
     for archive in images:
         with tarfile.open(archive) as content:
             found = content.extractfile("manifest.json")
@@ -84,9 +95,9 @@ def test_the_images_say_what_they_are_and_run_as_nobody(images: list[Path]) -> N
             config = content.extractfile(json.load(found)[0]["Config"])
             assert config is not None
             image = json.load(config)
-        labels = {name.rpartition(".")[2]: text for name, text in image["config"]["Labels"].items()}
+        labels = image["config"]["Labels"]
+        told = {name: labels.get(f"org.opencontainers.image.{name}") for name in (*said, "title")}
+        assert told == {**said, "title": TITLES[archive.stem]}
         assert image["config"]["User"] == "65532:65532"
-        assert labels["licenses"] == "Apache-2.0"
-        assert labels["version"]
         # What the build was told in secret is in no step that the image remembers.
         assert not any("index-url" in json.dumps(step) for step in image["history"])

@@ -13,6 +13,9 @@ from mmrouter_operator.render.accelerators import ACCELERATORS
 
 POOLS = {"gpu": "nvidia", "xe": "intel-xe", "i915": "intel-i915", "host": "cpu"}
 """Pool -> what it runs on."""
+SHARED = {"gpu": 64, "xe": 96, "i915": 128, "host": 160}
+"""Pool -> its shared memory, MiB: of any two another, and none that a node has not."""
+SIZE = "import os; told = os.statvfs('/dev/shm'); print(told.f_frsize * told.f_blocks)"
 RACK = "example.com/rack"
 MERGE = "application/merge-patch+json"
 SECONDS = 60
@@ -64,7 +67,11 @@ def body() -> dict[str, Any]:
     made["metadata"]["name"] = "mixed"
     made["spec"]["frontend"]["replicas"] = 1
     made["spec"]["pools"] = [
-        {"name": name, "role": "worker", "replicas": 1, "accelerator": {"kind": kind}} for name, kind in POOLS.items()
+        {
+            **{"name": name, "role": "worker", "replicas": 1, "accelerator": {"kind": kind}},
+            "sharedMemory": {"size": f"{SHARED[name]}Mi"},
+        }
+        for name, kind in POOLS.items()
     ]
     made["spec"]["pools"][2]["nodeSelector"] = {RACK: "7"}
     return made
@@ -81,7 +88,7 @@ def where(mixed: Deployed) -> dict[str, str]:
     return found
 
 
-def test_each_pool_waits_for_a_node_of_its_kind_the_condition_says_so_and_it_goes_nowhere_else(
+def test_each_pool_waits_for_a_node_of_its_kind_the_condition_says_so_and_once_there_it_has_what_it_asked_for(
     operated: Access, bare_node: str
 ) -> None:
     with operated.namespace() as namespace:
@@ -120,3 +127,6 @@ def test_each_pool_waits_for_a_node_of_its_kind_the_condition_says_so_and_it_goe
             assert pod["spec"]["nodeName"] == bare_node
             (engine,) = pod["spec"]["containers"]
             assert engine["resources"].get("limits", {}) == ({} if pool == "host" else {device(pool): "1"})
+            for container in ("engine", "sidecar"):
+                told = mixed.execute(pod["metadata"]["name"], container, "python3", "-c", SIZE)
+                assert (told.stdout.strip(), told.stderr) == (str(SHARED[pool] * 2**20), "")

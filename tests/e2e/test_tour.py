@@ -104,4 +104,26 @@ def test_every_command_of_the_tour_succeeds_in_its_order(shell: Shell, record: R
     (chat,) = (text for command, text in said.items() if command.startswith("curl"))
     assert "HTTP/1.1 200 OK" in chat
     (shown,) = (text for command, text in said.items() if command == "kubectl get mmrd")
-    assert re.search(r"^demo .*True", shown, re.MULTILINE)
+    (row,) = rows(shown)
+    assert [row[name] for name in ("NAME", "ENGINE", "POOLS", "READY")] == ["demo", "vllm", "1/1", "True"]
+    # A share of the decisions, of which there may be none yet; a command before has waited until exactness was proved.
+    assert row["EXACT"] in {"", "1.000"}
+
+
+def rows(table: str) -> list[dict[str, str]]:
+    """Return the rows of a table of kubectl's by its columns, each of which begins where its name does."""
+    head, *lines = table.splitlines()
+    begins = {found[0]: found.start() for found in re.finditer(r"\S+", head)}
+    ends = [*list(begins.values())[1:], None]
+    return [
+        {name: line[begin:end].strip() for (name, begin), end in zip(begins.items(), ends, strict=True)}
+        for line in lines
+    ]
+
+
+def test_a_row_of_kubectls_table_is_read_by_its_columns_an_empty_one_among_them() -> None:
+    shown = "NAME   READY   EXACT   AGE\ndemo           True    3s\nnext   True    False   4s\n"
+    assert [(row["NAME"], row["READY"], row["EXACT"]) for row in rows(shown)] == [
+        ("demo", "", "True"),
+        ("next", "True", "False"),
+    ]
