@@ -16,7 +16,7 @@ from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy, example, make_mode
 from e2e.existing import Existing
 from e2e.pause import write_pause
 from e2e.plane import Node, Programs, node
-from e2e.report import OPERATOR, Dumps, dump
+from e2e.report import Dumps, Place, dump
 
 TOOLS = ROOT / "tests" / "tools"
 CANNOT = 3  # exit status of the tools: not on this machine, reason on stderr
@@ -50,8 +50,8 @@ def pytest_runtest_makereport(
     """Write what is known while it is there: namespaces that a fixture holds, and the operator's own."""
     report = yield
     dumps = item.config.stash.get(DUMPS, None)
-    if report.failed and dumps is not None:
-        folder = dumps.write(item.nodeid, [*dumps.cluster.namespaces, OPERATOR])
+    if report.failed and dumps is not None and dumps.places:
+        folder = dumps.write(item.nodeid)
         report.sections.append(("what is known of it", str(folder)))
     return report
 
@@ -70,6 +70,15 @@ def made_by(script: str, *arguments: str, **env: str) -> str:
         pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
     assert made.returncode == 0, made.stderr
     return made.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def dumps(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Dumps:
+    """What writes down everything that is known of a failed test, into a folder of its own in ``MMROUTER_DUMP_DIR``."""
+    named = os.environ.get("MMROUTER_DUMP_DIR")
+    made = Dumps(Path(named).resolve() if named else tmp_path_factory.mktemp("dumps"))
+    pytestconfig.stash[DUMPS] = made
+    return made
 
 
 @pytest.fixture(scope="session")
@@ -106,9 +115,10 @@ def images(
 
 
 @pytest.fixture(scope="session")
-def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[Node]:
+def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record, dumps: Dumps) -> Iterator[Node]:
     """A cluster of one node that runs nothing yet."""
     folder = tmp_path_factory.mktemp("node")
+    dumps.places[""] = Place((folder / "run" / "log",))  # first: a node that does not start has logs, too
     write_pause(folder / "pause.tar")
     began = time.monotonic()
     with node(folder / "run", programs, folder / "pause.tar") as made:
@@ -117,17 +127,11 @@ def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: R
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
-    """A cluster that has the project's images: the one of ``MMROUTER_KUBECONFIG``, or a node of our own.
-
-    When a test fails, everything that is known of it goes into a folder of its own in ``MMROUTER_DUMP_DIR``.
-    """
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dumps: Dumps) -> Iterator[Access]:
+    """A cluster that has the project's images: the one of ``MMROUTER_KUBECONFIG``, or a node of our own."""
     for made in _cluster(request, tmp_path_factory):
-        named = os.environ.get("MMROUTER_DUMP_DIR")
-        dumps = Dumps(made, Path(named).resolve() if named else tmp_path_factory.mktemp("dumps"))
-        request.config.stash[DUMPS] = dumps
-        made.leaving = dumps.leaving
-        yield made
+        with dumps.sharing(made):
+            yield made
 
 
 def _cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:

@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import httpx
 import yaml
 from cluster.access import Access
 from cluster.resources import path
+from e2e.boots import Boots
 
 from mmrouter_cli.boot import steps, summary, waits_for
 from mmrouter_operator.ref import RESOURCE
@@ -35,10 +38,18 @@ print(urllib.request.urlopen(asked, timeout=10).read().decode())
 LOOKED_AT = {"decisions": "/control/decisions?count=1000", "state": "/control/state"}
 
 
-def waited(cluster: Access, namespace: str) -> list[tuple[str, str]]:
-    """Return pod -> how long it took to Ready and what for, with every step's seconds since its creation."""
+def waited(cluster: Access, namespace: str, seen: Iterable[Object] = ()) -> list[tuple[str, str]]:
+    """Return pod -> how long it took to Ready and what for, with every step's seconds since its creation.
+
+    ``seen``: pods that the namespace had, as they were then; those that are gone are told of as well.
+    """
     events = _events(cluster, namespace)
-    return [(pod["metadata"]["name"], _waited(pod, events)) for pod in _pods(cluster, namespace)]
+    here = {pod["metadata"]["uid"]: pod for pod in _pods(cluster, namespace)}
+    pods = {**here, **{pod["metadata"]["uid"]: pod for pod in seen}}
+    return [
+        (pod["metadata"]["name"], _waited(pod, events) + ("" if uid in here else "; gone since"))
+        for uid, pod in pods.items()
+    ]
 
 
 def _waited(pod: Object, events: list[Object]) -> str:
@@ -55,37 +66,76 @@ def dump(cluster: Access, namespace: str) -> str:
         return f"nothing can be read of {namespace}: {error!r}"
 
 
+@dataclass
+class Place:
+    """A cluster that is told of when a test fails."""
+
+    logs: tuple[Path, ...]
+    """Folders with logs of its node; they need not be there, and are not where the node is not ours."""
+    cluster: Access | None = None
+    """Asked while there is one; logs are there before and afterwards."""
+    namespaces: tuple[str, ...] = (OPERATOR,)
+    """Those that are told of beside the ones that tests hold."""
+
+
 class Dumps:
     """Writes the folders. ``root``: where they are made."""
 
-    def __init__(self, cluster: Access, root: Path) -> None:
-        self.cluster, self._root = cluster, root
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.places: dict[str, Place] = {}
+        """Folder in a test's folder -> what it tells of; the cluster that all tests share has none of its own."""
         self.folders: dict[str, Path] = {}
         """Test that failed -> its folder."""
         self.booted: list[str] = []
         """A line for every pod of every namespace that was left."""
 
-    def leaving(self, namespace: str, error: BaseException | None) -> None:
-        """Keep what is to be known of a namespace, of one in which something failed everything."""
-        try:
-            self.booted += [f"{namespace} {pod}: {text}" for pod, text in waited(self.cluster, namespace)]
-        except httpx.HTTPError as unread:
-            self.booted.append(f"{namespace} cannot be read: {unread!r}")
-        # Other exceptions (a skip, ctrl-C) are no failures.
-        if isinstance(error, Exception):
-            self.write(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0], [namespace])
+    @contextmanager
+    def sharing(self, cluster: Access) -> Iterator[None]:
+        """Tell of the cluster that all tests share, for as long as the block runs."""
+        self.places.setdefault("", Place(())).cluster = cluster
+        boots = Boots(cluster)
 
-    def write(self, test: str, namespaces: list[str]) -> Path:
+        def leaving(namespace: str, error: BaseException | None) -> None:
+            self._boot(cluster, namespace, boots)
+            # Other exceptions (a skip, ctrl-C) are no failures.
+            if isinstance(error, Exception):
+                test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+                write_namespace(cluster, namespace, self._folder(test) / namespace)
+
+        cluster.leaving = leaving
+        try:
+            yield
+        finally:
+            self._boot(cluster, OPERATOR, boots)
+            boots.end()
+
+    def write(self, test: str) -> Path:
         """Write what is known now, for a test; what this run has written of it stays. Returns the folder."""
+        folder = self._folder(test)
+        for name, place in self.places.items():
+            if place.cluster is not None:
+                for namespace in [*place.cluster.namespaces, *place.namespaces]:
+                    if not (folder / name / namespace).exists():
+                        write_namespace(place.cluster, namespace, folder / name / namespace)
+            write_node(place.logs, folder / name / "node")
+        return folder
+
+    def _folder(self, test: str) -> Path:
+        """Return the folder of a test, which is made when something of it is told first."""
         folder = self._root / re.sub(r"[^\w.-]+", "_", test).strip("_")[-150:]
         if test not in self.folders:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+            folder.mkdir(parents=True)
             self.folders[test] = folder
-        for namespace in namespaces:
-            if not (folder / namespace).exists():
-                write_namespace(self.cluster, namespace, folder / namespace)
-        write_node(self.cluster, folder / "node")
         return folder
+
+    def _boot(self, cluster: Access, namespace: str, boots: Boots) -> None:
+        try:
+            told = waited(cluster, namespace, boots.of(namespace))
+            self.booted += [f"{namespace} {pod}: {text}" for pod, text in told]
+        except httpx.HTTPError as unread:
+            self.booted.append(f"{namespace} cannot be read: {unread!r}")
 
 
 def write_namespace(cluster: Access, namespace: str, folder: Path) -> None:
@@ -99,9 +149,9 @@ def write_namespace(cluster: Access, namespace: str, folder: Path) -> None:
             file.write_text(f"cannot be read: {error!r}\n")
 
 
-def write_node(cluster: Access, folder: Path) -> None:
-    """Write the ends of the logs of kubelet, containerd and control plane, where they are ours."""
-    for log in sorted((cluster.folder / "log").glob("*.log")):
+def write_node(logs: Iterable[Path], folder: Path) -> None:
+    """Write the ends of the logs that lie in some folders: those of kubelet, containerd and control plane."""
+    for log in sorted(file for each in logs for file in each.glob("*.log")):
         folder.mkdir(parents=True, exist_ok=True)
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         (folder / log.name).write_text("\n".join(lines))

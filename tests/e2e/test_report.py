@@ -9,10 +9,13 @@ from pathlib import Path
 
 import yaml
 from cluster.access import Access
+from cluster.controlplane import wait_for
 from cluster.resources import get
+from e2e.boots import Boots
 from e2e.deploying import ROOT, Deployed
+from e2e.plane import Programs
 from e2e.reach import reached
-from e2e.report import write_namespace
+from e2e.report import Dumps, Place, waited, write_namespace
 
 from mmrouter_operator.ref import RESOURCE
 
@@ -51,27 +54,49 @@ def test_a_condition_that_never_comes(cluster):
 """
 
 
+NOT_STARTING = """\
+from pathlib import Path
+import pytest
+from e2e.plane import Programs
+
+@pytest.fixture(scope="session")
+def programs():
+    return Programs(*map(Path, {programs}))
+
+def test_that_needs_a_node(bare):
+    pass
+"""
+KUBELET = """\
+#!/bin/sh
+echo this kubelet does not like its machine
+exit 1
+"""
+
+
+def failed(folder: Path, text: str, **env: str) -> tuple["subprocess.CompletedProcess[str]", Path]:
+    """Run a test that fails, with the fixtures of this folder; return what was said, and where the folders are."""
+    file, dumps = folder / "test_failing.py", folder / "dumps"
+    file.write_text(text)
+    whole = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "MMROUTER_DUMP_DIR": str(dumps), **env}
+    options = ("-p", "e2e.conftest", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}")
+    command = [sys.executable, "-m", "pytest", "-q", *options, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=whole, cwd=folder)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done, dumps
+
+
 def test_a_test_that_fails_leaves_a_folder_with_what_was_there_and_its_place_is_printed(
     operated: Access, deployed: Deployed, tmp_path: Path
 ) -> None:
     image = deployed.pods("frontend")[0]["spec"]["containers"][0]["image"]
-    file, dumps = tmp_path / "test_failing.py", tmp_path / "dumps"
-    file.write_text(FAILING.format(image=image))
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "tests"),
-        "MMROUTER_KUBECONFIG": str(operated.kubeconfig),
-        "MMROUTER_DUMP_DIR": str(dumps),
-    }
-    options = ("-p", "e2e.conftest", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={tmp_path}")
-    command = [sys.executable, "-m", "pytest", "-q", *options, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env, cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done, dumps = failed(tmp_path, FAILING.format(image=image), MMROUTER_KUBECONFIG=str(operated.kubeconfig))
     assert "not within 0 s: pigs fly" in done.stdout
     (folder,) = dumps.iterdir()
     assert folder.name == "test_failing.py_test_a_condition_that_never_comes"
     assert str(folder) in done.stdout.partition("what is known of failures")[2]
-    assert re.search(r"loser: Ready after \d+ s", done.stdout.partition("what each pod waited for")[2])
+    booted = done.stdout.partition("what each pod waited for")[2]
+    assert re.search(r"loser: Ready after \d+ s", booted)
+    assert re.search(r"^mmrouter-system mmrouter-operator-\S+: Ready after \d+ s", booted, re.MULTILINE)
     own, system = sorted(folder.iterdir(), key=lambda path: path.name == "mmrouter-system")
     assert system.name == "mmrouter-system"
     assert list((system / "logs").glob("mmrouter-operator-*.log"))
@@ -79,6 +104,64 @@ def test_a_test_that_fails_leaves_a_folder_with_what_was_there_and_its_place_is_
     assert (own / "logs" / "loser.only.previous.log").read_text() == "run\n", "of the run before"
     assert "Pod/loser: Container started" in (own / "events.txt").read_text()
     assert "a node took it" in (own / "boot.txt").read_text()
+
+
+def test_of_a_node_that_does_not_start_the_logs_are_kept(programs: Programs, tmp_path: Path) -> None:
+    node_bin = tmp_path / "bin"
+    node_bin.mkdir()
+    for program in programs.node.iterdir():
+        (node_bin / program.name).symlink_to(program)
+    (node_bin / "kubelet").unlink()
+    (node_bin / "kubelet").write_text(KUBELET)
+    (node_bin / "kubelet").chmod(0o755)
+    places = [str(programs.kube), str(node_bin), str(programs.cni)]
+    done, dumps = failed(tmp_path, NOT_STARTING.format(programs=places))
+    assert "kubelet did not come up" in done.stdout
+    (folder,) = dumps.iterdir()
+    assert str(folder) in done.stdout.partition("what is known of failures")[2]
+    assert (folder / "node" / "kubelet.log").read_text() == "this kubelet does not like its machine"
+    assert {"apiserver.log", "containerd.log", "etcd.log"} <= {path.name for path in (folder / "node").iterdir()}
+
+
+def test_a_second_cluster_has_a_folder_of_its_own_beside_the_first_ones(deployed: Deployed, tmp_path: Path) -> None:
+    logs = tmp_path / "log"
+    logs.mkdir()
+    (logs / "kubelet.log").write_text("it said so")
+    dumps = Dumps(tmp_path / "dumps")
+    dumps.places["tour"] = Place((logs, tmp_path / "never made"), deployed.cluster, (deployed.namespace,))
+    folder = dumps.write("test_x.py::test_y")
+    assert folder == dumps.folders["test_x.py::test_y"]
+    assert [path.name for path in folder.iterdir()] == ["tour"]
+    assert (folder / "tour" / "node" / "kubelet.log").read_text() == "it said so"
+    assert f"{deployed.name}: Ready is True" in (folder / "tour" / deployed.namespace / "conditions.txt").read_text()
+
+
+def test_a_pod_that_was_replaced_is_told_of_with_the_time_that_it_took(deployed: Deployed) -> None:
+    boots = Boots(deployed.cluster)
+    with deployed.cluster.namespace() as namespace:
+        path = f"/api/v1/namespaces/{namespace}"
+        account = f"{path}/serviceaccounts/default"
+        wait_for(lambda: deployed.cluster.request("GET", account).is_success, 10, "the namespace has its account")
+        container = deployed.pods("frontend")[0]["spec"]["containers"][0]
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "replaced", "labels": {"app.kubernetes.io/part-of": "mmrouter"}},
+            "spec": {
+                "terminationGracePeriodSeconds": 0,
+                "containers": [{"name": "only", "image": container["image"], "command": ["sleep", "1000"]}],
+            },
+        }
+        deployed.cluster.request("POST", f"{path}/pods", pod).raise_for_status()
+
+        def told() -> str:
+            return dict(waited(deployed.cluster, namespace, boots.of(namespace))).get("replaced", "")
+
+        wait_for(lambda: told().startswith("Ready after"), 30, "the pod is Ready", every=0.1)
+        deployed.cluster.request("DELETE", f"{path}/pods/replaced").raise_for_status()
+        wait_for(lambda: told().endswith("gone since"), 30, "the pod is gone", every=0.1)
+        assert re.match(r"Ready after \d+ s.*only ran \d+.*; gone since$", told())
+    boots.end()
 
 
 def test_of_a_deployment_everything_is_written_but_its_secrets(deployed: Deployed, tmp_path: Path) -> None:
