@@ -29,6 +29,7 @@ COPY mmrouter mmrouter
 COPY operator operator
 COPY sidecar sidecar
 COPY router router
+COPY transfer transfer
 COPY sim sim
 COPY cli cli
 RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist . && \

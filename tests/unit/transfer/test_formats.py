@@ -1,0 +1,204 @@
+"""Headers and handles: whatever arrives is read whole or refused with a reason, and nothing else happens."""
+
+import json
+import pickle
+import zlib
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from unit.transfer.crashes import tried
+
+from mmrouter_transfer import DTYPES, Handle, HandOverError, read_handle
+from mmrouter_transfer.checksum import checksum
+from mmrouter_transfer.sizes import PAGE_BYTES, evictions, size_class, slot_bytes
+from mmrouter_transfer.slot import MAX_LEASE_SECONDS, Header, Page, decode_page, encode_page, state_of
+
+HANDLE = Handle("pool-a-00ff/slot-1f", 7, 24, "sampled", 5, "float32", (2, 3), "image 0")
+HEADER = Header("pool-a-00ff", "slot-1f", 7, True, 10.0, 20.0, 24, "sampled", 5, "float32", (2, 3))
+AS_ARRAY = list(msgspec.to_builtins(HEADER))
+
+
+def framed(frame: bytes, version: int = 1, length: int | None = None, magic: bytes = b"mmrslot") -> bytes:
+    """A page that says what the test wants it to say, with a right checksum; written without the library."""
+    head = magic + bytes([version]) + bytes(16)
+    head += (len(frame) if length is None else length).to_bytes(4, "little") + zlib.crc32(frame).to_bytes(4, "little")
+    return (head + frame).ljust(PAGE_BYTES, b"\0")
+
+
+def reason(page: bytes) -> str:
+    with pytest.raises(HandOverError) as error:
+        decode_page(page)
+    return error.value.reason
+
+
+def test_a_header_and_a_handle_come_back_as_they_went():
+    assert decode_page(encode_page(HEADER)) == Page(HEADER, 0, 0)
+    assert encode_page(HEADER) == framed(msgspec.msgpack.encode(AS_ARRAY))
+    assert read_handle(json.dumps(HANDLE.to_json())) == read_handle(HANDLE.to_json()) == HANDLE
+
+
+def test_case_62_of_the_field_truncated_and_trailing_frames_are_rejected():
+    page = encode_page(HEADER)
+    frame = msgspec.msgpack.encode(AS_ARRAY)
+    for cut in (0, 7, 31, 32, 40, PAGE_BYTES - 1):
+        assert reason(page[:cut]) == "truncated"
+    assert reason(framed(frame, length=PAGE_BYTES)) == "truncated"
+    assert reason(framed(frame, length=len(frame) - 1)) == "corrupt"
+    assert reason(framed(frame[:-1])) == "refused"
+    assert reason(framed(frame + b"\x00")) == "refused"
+    assert reason(page[:-1] + b"x") == "refused"
+    assert reason(framed(msgspec.msgpack.encode([*AS_ARRAY, 1]))) == "refused"
+    assert reason(framed(msgspec.msgpack.encode(AS_ARRAY[:-1]))) == "refused"
+
+
+class Bomb:
+    """Ends the test run when it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.exit, ("a pickle was opened",)
+
+
+def test_case_62_of_the_field_pickles_are_refused_as_frames_as_extensions_and_as_handles():
+    bomb = pickle.dumps(Bomb())
+    assert reason(framed(bomb)) == "refused"
+    for code in (-1, 1, 2, 3, 127):
+        extension = msgspec.msgpack.Ext(code, bomb)
+        assert reason(framed(msgspec.msgpack.encode(extension))) == "refused"
+        for place in range(len(AS_ARRAY)):
+            values = [*AS_ARRAY[:place], extension, *AS_ARRAY[place + 1 :]]
+            assert reason(framed(msgspec.msgpack.encode(values))) == "refused"
+    with pytest.raises(HandOverError, match="refused"):
+        read_handle(bomb)
+
+
+def test_another_version_is_refused_and_what_is_no_slot_is_corrupt():
+    frame = msgspec.msgpack.encode(AS_ARRAY)
+    assert reason(framed(frame, version=2)) == "refused"
+    assert reason(framed(frame, magic=b"another")) == "corrupt"
+    assert reason(bytes(PAGE_BYTES)) == "corrupt"
+
+
+@given(st.integers(0, PAGE_BYTES - 1), st.integers(1, 255))
+@example(40, 1)
+def test_a_changed_byte_of_a_page_never_changes_what_is_read(place, change):
+    page = bytearray(encode_page(HEADER))
+    page[place] ^= change
+    try:
+        found = decode_page(bytes(page))
+    except HandOverError:
+        return
+    assert found.header == HEADER
+    assert 8 <= place < 24  # the two generations that are written while others read
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_as_a_frame_are_a_header_or_a_typed_error(frame):
+    assert tried(lambda: decode_page(framed(frame)))[1] in ("", "refused")
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5)
+
+
+@given(st.dictionaries(st.sampled_from([*HANDLE.to_json(), "more"]), JSON))
+def test_any_values_in_a_handle_are_a_handle_or_refused(changes):
+    values = {**HANDLE.to_json(), **changes}
+    found, why = tried(lambda: read_handle(values))
+    assert why == "refused" or found.to_json() == values
+
+
+@given(st.binary() | st.text())
+def test_any_text_is_refused_as_a_handle(text):
+    with pytest.raises(HandOverError, match="refused"):
+        read_handle(text)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "", "/", "slot-1", "pool-a", "pool-a/", "/slot-1", "pool-a/slot-1/", "pool-a//slot-1", "/pool-a/slot-1",
+        "../pool-a/slot-1", "pool-a/../slot-1", "pool-a/slot-1/../../x", "pool-../slot-..", "pool-a/owner", "pool-a/..",
+        "pool-a/slot-1\0", "pool-a/slot-1\n", "pool-a/slot-g", "pool-/slot-1", "pool-a\0b/slot-1",
+        "pool-" + "a" * 200 + "/slot-1",
+    ],
+)  # fmt: skip
+def test_a_path_that_names_no_slot_is_refused(path):
+    with pytest.raises(HandOverError, match="refused"):
+        read_handle({**HANDLE.to_json(), "path": path})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "object"}, {"dtype": "O"}, {"dtype": "float32\0"}, {"length": 25}, {"shape": [2, 4]},
+        {"shape": [-2, -3]}, {"shape": [1] * 17}, {"generation": 0},
+        {"generation": 1 << 63}, {"checksum": 1 << 32}, {"check": "none"},
+        {"refetch": ""}, {"extra": 1}, {"length": -24},
+    ],
+)  # fmt: skip
+def test_a_handle_whose_values_contradict_each_other_is_refused(changes):
+    with pytest.raises(HandOverError, match="refused"):
+        read_handle({**HANDLE.to_json(), **changes})
+
+
+def test_a_handle_that_is_too_long_is_refused():
+    with pytest.raises(HandOverError, match="refused"):
+        read_handle(json.dumps({**HANDLE.to_json(), "refetch": "x" * 70_000}))
+
+
+def test_no_lease_is_longer_than_an_hour_so_no_header_keeps_its_bytes_for_ever():
+    too_long = [*AS_ARRAY]
+    too_long[5] = too_long[4] + MAX_LEASE_SECONDS + 1
+    assert reason(framed(msgspec.msgpack.encode(too_long))) == "refused"
+    from_the_future = msgspec.structs.replace(HEADER, since=1e9, deadline=1e9 + 5)
+    assert state_of(Page(from_the_future, 0, 0), 15.0) == "expired"
+
+
+@given(st.integers(0, 1 << 40))
+def test_a_class_is_the_smallest_power_of_two_that_holds_the_payload(length):
+    found = size_class(length)
+    assert found >= max(length, 1 << 16)
+    assert found & (found - 1) == 0
+    assert found == 1 << 16 or found < 2 * length
+    assert slot_bytes(length) == found + PAGE_BYTES
+
+
+@given(st.lists(st.integers(1, 100), max_size=12), st.integers(0, 300), st.integers(0, 600))
+def test_evictions_make_room_with_as_few_slots_as_possible_or_say_that_none_do(idle, free, wanted):
+    places = evictions(idle, free, wanted)
+    if places is None:
+        assert free + sum(idle) < wanted
+        return
+    assert len(set(places)) == len(places)
+    assert free + sum(idle[place] for place in places) >= wanted
+    fewer = sorted(idle, reverse=True)[: max(0, len(places) - 1)]
+    assert not places or free + sum(fewer) < wanted
+
+
+@given(st.integers(0, 3 << 16), st.randoms(use_true_random=False))
+def test_a_full_checksum_finds_every_changed_byte_and_a_sampled_one_every_changed_16_kib(length, rnd):
+    payload = bytearray(rnd.randbytes(length))
+    before = {check: checksum(memoryview(payload), check) for check in ("sampled", "full")}
+    assert before["full"] == zlib.crc32(payload)
+    if not length:
+        return
+    place = rnd.randrange(length)
+    payload[place] ^= 1 + rnd.randrange(255)
+    assert checksum(memoryview(payload), "full") != before["full"]
+    if length <= 1 << 16:
+        assert checksum(memoryview(payload), "sampled") != before["sampled"]
+        return
+    start = rnd.randrange(length - (1 << 14))
+    for offset in range(1 << 14):
+        payload[start + offset] ^= 0x5A
+    assert checksum(memoryview(payload), "sampled") != before["sampled"]
+
+
+def test_the_sampled_checksum_tells_payloads_of_another_length_apart():
+    assert checksum(memoryview(bytes(1 << 20)), "sampled") != checksum(memoryview(bytes((1 << 20) + 8)), "sampled")
+
+
+def test_every_dtype_that_is_handed_over_is_plain_numbers():
+    assert set(DTYPES.values()) == {1, 2, 4, 8}
+    assert all("int" in name or "float" in name or name == "bool" for name in DTYPES)

@@ -1,0 +1,201 @@
+"""Leases under any order of events: a machine that draws them, real files and locks, and a clock that it turns."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from unit.transfer.conftest import TMPFS
+from unit.transfer.crashes import Clock, crash_writer, taken, tried
+
+from mmrouter_transfer import Pool, Reader, ledger, reclaim
+from mmrouter_transfer.sizes import slot_bytes
+
+KIB = 1 << 10
+LIMIT = 3 * slot_bytes(1) + slot_bytes(100 * KIB)
+SIZES = (0, 1, 5000, 64 * KIB, 100 * KIB)
+
+
+class Leases(RuleBasedStateMachine):
+    """Two writers that die and come back, two readers, a janitor.
+
+    A payload is told from all others by its number, so whoever reads a slot that was used again reads another number.
+    """
+
+    handles = Bundle("handles")
+    drafts = Bundle("drafts")
+    views = Bundle("views")
+
+    def __init__(self):
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="mmrouter-transfer-", dir=TMPFS if TMPFS.is_dir() else None))
+        self.clock = Clock()
+        self.count = 0
+        self.pools = [self.pool(), self.pool()]
+        self.dead = set()
+        self.readers = [Reader(self.root), Reader(self.root, mapped_bytes=1)]
+        self.all_handed_over = []
+        self.unpublished = []
+        self.over = set()
+        """Handles that must not be read any more, by path and generation."""
+        self.promised = {}
+        """Handles that must be readable: path and generation to deadline."""
+        self.held = {}
+        """Views that are held, and what they must show."""
+
+    def pool(self):
+        return Pool(self.root, "writer", limit_bytes=LIMIT, high_water=1.0, now=self.clock)
+
+    def payload(self, size):
+        self.count += 1
+        return (self.count.to_bytes(4, "little") * (size // 4 + 1))[:size]
+
+    def teardown(self):
+        for view in self.held:
+            view.release()
+        for reader in self.readers:
+            reader.close()
+        for which in (0, 1):
+            self.kill_a_writer(which)
+        for pool in self.pools:
+            crash_writer(pool)
+        self.clock.now += 3600
+        reclaim(self.root, self.clock.now)
+        left = taken(self.root), os.listdir(self.root)
+        shutil.rmtree(self.root)
+        assert left == (0, [])
+
+    def hand_over(self, which, size, seconds):
+        payload = self.payload(size)
+        lease = self.pools[which].put(payload, f"payload {self.count}", seconds=seconds)
+        key = (lease.handle.path, lease.handle.generation)
+        # The slot is nobody else's: not read, and under no lease that still holds.
+        assert all(view.handle.path != lease.handle.path for view in self.held)
+        for path, generation in list(self.promised):
+            if path == lease.handle.path:
+                assert self.promised.pop((path, generation)) <= self.clock.now
+        for handle, *_ in self.known(lease.handle.path):
+            self.over.add((handle.path, handle.generation))
+        self.over.discard(key)
+        self.promised[key] = self.clock.now + seconds
+        return lease, payload
+
+    def known(self, path):
+        return [item for item in self.all_handed_over if item[0].path == path]
+
+    @rule(target=handles, which=st.integers(0, 1), size=st.sampled_from(SIZES), seconds=st.sampled_from((1.0, 10.0)))
+    def put(self, which, size, seconds):
+        found, why = tried(lambda: self.hand_over(which, size, seconds))
+        if found is None:
+            assert why == "full"
+            assert self.pools[which].lent_bytes + slot_bytes(size) > LIMIT
+            return multiple()
+        lease, payload = found
+        item = (lease.handle, payload, lease, self.pools[which])
+        self.all_handed_over.append(item)
+        return item
+
+    @rule(target=drafts, which=st.integers(0, 1), size=st.sampled_from(SIZES))
+    def begin(self, which, size):
+        lease, why = tried(lambda: self.pools[which].lease(size))
+        if lease is None:
+            assert why == "full"
+            return multiple()
+        for handle, *_ in self.known(f"{self.pools[which].name}/{lease._slot.name}"):
+            key = (handle.path, handle.generation)
+            assert self.promised.pop(key, 0.0) <= self.clock.now
+            assert all(view.handle.path != handle.path for view in self.held)
+            self.over.add(key)
+        self.unpublished.append(lease)
+        return lease
+
+    @rule(draft=drafts)
+    def give_a_draft_up(self, draft):
+        draft.release()
+
+    @rule(target=views, item=handles, which=st.integers(0, 1))
+    def open(self, item, which):
+        handle, payload, _, _ = item
+        key = (handle.path, handle.generation)
+        view, why = tried(lambda: self.readers[which].open(handle))
+        if view is None:
+            assert why in ("stale", "gone")
+            assert self.promised.get(key, 0.0) <= self.clock.now
+            return multiple()
+        assert key not in self.over
+        assert bytes(view.data) == payload
+        self.held[view] = payload
+        return view
+
+    @rule(view=views, acknowledge=st.booleans())
+    def let_go(self, view, acknowledge):
+        if view in self.held:
+            view.release(acknowledge=acknowledge)
+            del self.held[view]
+            if acknowledge:
+                self.promised.pop((view.handle.path, view.handle.generation), None)
+
+    @rule(item=handles)
+    def cancel(self, item):
+        handle, _, lease, pool = item
+        lease.release()
+        if pool not in self.dead:
+            self.promised.pop((handle.path, handle.generation), None)
+
+    @rule(seconds=st.sampled_from((0.5, 2.0, 20.0)))
+    def wait(self, seconds):
+        self.clock.now += seconds
+
+    @rule(which=st.integers(0, 1))
+    def collect_and_trim(self, which):
+        self.pools[which].trim()
+
+    @rule(which=st.integers(0, 1))
+    def kill_a_writer(self, which):
+        crash_writer(self.pools[which], [draft for draft in self.unpublished if draft._pool is self.pools[which]])
+        self.dead.add(self.pools[which])
+        self.pools[which] = self.pool()
+
+    @rule(which=st.integers(0, 1))
+    def end_a_writer(self, which):
+        for draft in self.unpublished:
+            if draft._pool is self.pools[which]:
+                draft.release()
+        self.pools[which].close()
+        self.dead.add(self.pools[which])
+        self.pools[which] = self.pool()
+
+    @rule()
+    def janitor(self):
+        before = taken(self.root)
+        folders = os.listdir(self.root)
+        done = reclaim(self.root, self.clock.now)
+        assert {pool.name for pool in self.pools} <= set(os.listdir(self.root))
+        assert len(folders) - len(os.listdir(self.root)) == done.pools
+        assert taken(self.root) <= before - done.bytes
+        # What is held can still be read, and what is promised lies where it lay.
+        for view in self.held:
+            assert (self.root / view.handle.path).exists()
+        for (path, _), deadline in self.promised.items():
+            assert deadline <= self.clock.now or (self.root / path).exists()
+
+    @invariant()
+    def what_is_held_does_not_change(self):
+        for view, payload in self.held.items():
+            assert bytes(view.data) == payload
+
+    @invariant()
+    def bytes_are_conserved(self):
+        found = ledger(self.root, self.clock.now)
+        assert found.bytes == taken(self.root)
+        for pool in self.pools:
+            slots = [entry.bytes for entry in found.entries if entry.path.startswith(f"{pool.name}/slot-")]
+            idle = sum(slot.size for slot in pool._idle_slots())
+            assert sum(slots) == pool.bytes == pool.lent_bytes + idle <= LIMIT
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,373 @@
+"""The writer's and the reader's side against each other, in one process: locks are of open files, so they are real."""
+
+import json
+import os
+import stat
+from functools import partial
+
+import pytest
+from unit.transfer.crashes import Clock, crash_writer, taken, tried
+
+from mmrouter_transfer import Handle, HandOverError, Pool, Reader, ledger, read_handle, reclaim
+from mmrouter_transfer.checksum import checksum
+from mmrouter_transfer.sizes import PAGE_BYTES, slot_bytes
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def why(reader: Reader, handle: Handle) -> str:
+    with pytest.raises(HandOverError) as error:
+        reader.open(handle)
+    return error.value.reason
+
+
+def read(reader: Reader, handle: Handle) -> bytes:
+    with reader.open(handle) as view:
+        return bytes(view.data)
+
+
+def test_a_payload_arrives_as_it_was_put_and_its_slot_is_used_again(root):
+    with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
+        paths = set()
+        for size in (0, 1, 7, 65536, 65537, 100_000, 131_072) * 3:
+            payload = os.urandom(size)
+            handle = read_handle(json.dumps(pool.put(payload, "again").handle.to_json()))
+            assert read(reader, handle) == payload
+            paths.add(handle.path)
+        assert len(paths) == 2  # one slot of each of two classes
+        assert pool.bytes == slot_bytes(65536) + slot_bytes(131_072)
+    assert taken(root) == 0
+    assert os.listdir(root) == []
+
+
+def test_a_view_is_read_only_lies_in_the_slot_and_says_what_it_is(root):
+    with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
+        handle = pool.put(bytes(range(48)), "again", dtype="float64", shape=(2, 3)).handle
+        with reader.open(handle) as view:
+            assert view.data.readonly
+            assert (view.handle.dtype, view.handle.shape) == ("float64", (2, 3))
+            number = os.open(root / handle.path, os.O_RDWR)
+            os.pwrite(number, b"\xff", PAGE_BYTES)
+            os.close(number)
+            assert view.data[0] == 0xFF
+
+
+def test_a_slot_is_not_used_again_before_it_is_acknowledged_given_up_or_expired(root):
+    clock = Clock()
+    with Pool(root, "writer", limit_bytes=4 * MIB, now=clock) as pool, Reader(root) as reader:
+        read_one = pool.put(b"a", "r", seconds=5)
+        given_up = pool.put(b"b", "r", seconds=5)
+        forgotten = pool.put(b"c", "r", seconds=5)
+        paths = [lease.handle.path for lease in (read_one, given_up, forgotten)]
+        assert len(set(paths)) == 3
+        assert read(reader, read_one.handle) == b"a"
+        assert pool.put(b"d", "r", seconds=50).handle.path == paths[0]
+        assert why(reader, read_one.handle) == "stale"
+        given_up.release()
+        assert why(reader, given_up.handle) == "stale"
+        assert pool.put(b"e", "r", seconds=50).handle.path == paths[1]
+        given_up.release()  # again, and late: another lease has the slot by now
+        clock.now += 4.9
+        assert pool.put(b"f", "r", seconds=50).handle.path not in paths
+        clock.now += 0.2
+        assert pool.put(b"g", "r", seconds=50).handle.path == paths[2]
+        assert why(reader, forgotten.handle) == "stale"
+
+
+def test_a_slot_that_is_read_is_not_used_again_whatever_the_clock_or_the_writer_says(root):
+    clock = Clock()
+    with Pool(root, "writer", limit_bytes=MIB, now=clock) as pool, Reader(root) as reader, Reader(root) as other:
+        lease = pool.put(b"x" * 1000, "r", seconds=5)
+        view, second = reader.open(lease.handle), other.open(lease.handle)
+        third = reader.open(lease.handle)
+        lease.release()
+        clock.now += 100
+        for held in (view, second, third):
+            assert pool.put(b"y" * 1000, "r").handle.path != lease.handle.path
+            assert bytes(held.data) == b"x" * 1000
+            held.release()
+        pool.collect()
+        assert pool.lent_bytes == 3 * slot_bytes(1000)
+        assert pool.put(b"z", "r").handle.path == lease.handle.path
+
+
+def test_a_view_that_is_still_used_is_not_let_go(root):
+    with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
+        lease = pool.put(b"x" * 1000, "r")
+        view = reader.open(lease.handle)
+        part = view.data[10:20]
+        with pytest.raises(BufferError):
+            view.release()
+        lease.release()
+        assert pool.put(b"y" * 1000, "r").handle.path != lease.handle.path
+        assert bytes(part) == b"x" * 10
+        part.release()
+        view.release()
+        view.release()
+        pool.collect()
+        assert pool.lent_bytes == slot_bytes(1000)
+
+
+def test_without_acknowledgement_a_payload_may_be_read_again_until_the_deadline(root):
+    clock = Clock()
+    with Pool(root, "writer", limit_bytes=MIB, now=clock) as pool, Reader(root) as reader:
+        lease = pool.put(b"abc", "r", seconds=5)
+        for _ in range(3):
+            reader.open(lease.handle).release(acknowledge=False)
+            pool.collect()
+            assert pool.lent_bytes == slot_bytes(3)
+        clock.now += 5
+        pool.collect()
+        assert pool.lent_bytes == 0
+
+
+def test_what_is_being_written_cannot_be_read_and_what_raised_is_released(root):
+    with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
+        earlier = pool.put(b"first", "r").handle
+        assert read(reader, earlier) == b"first"
+        with pool.lease(5) as lease:
+            assert why(reader, earlier) == "stale"
+            lease.buffer[:] = b"later"
+            handle = lease.publish("r")
+        assert read(reader, handle) == b"later"
+        with pytest.raises(ZeroDivisionError), pool.lease(5) as lease:
+            lease.buffer[:] = bytes([1 // 0]) * 5
+        pool.collect()
+        assert pool.lent_bytes == 0
+
+
+def test_a_buffer_that_the_caller_still_points_into_is_neither_published_nor_used_again(root):
+    with Pool(root, "writer", limit_bytes=MIB) as pool:
+        lease = pool.lease(100)
+        part = lease.buffer[:10]
+        with pytest.raises(BufferError):
+            lease.publish("r")
+        lease.release()
+        pool.collect()
+        assert pool.lent_bytes == slot_bytes(100)
+        part.release()
+        pool.collect()
+        assert pool.lent_bytes == 0
+
+
+@pytest.mark.parametrize("values", [{"dtype": "object"}, {"shape": (3,)}, {"dtype": "float32", "shape": (5,)}])
+def test_a_payload_that_is_not_what_the_writer_says_is_not_published_and_leaves_nothing_lent(root, values):
+    with Pool(root, "writer", limit_bytes=MIB) as pool:
+        with pytest.raises(ValueError, match=r"dtype|bytes"):
+            pool.put(b"12345678", "r", **values)
+        assert pool.lent_bytes == 0
+
+
+def test_above_the_high_water_mark_the_writer_is_told_full_and_below_it_goes_on(root):
+    with Pool(root, "writer", limit_bytes=10 * slot_bytes(1), high_water=0.5) as pool, Reader(root) as reader:
+        leases = [pool.put(b"x", "r") for _ in range(5)]
+        with pytest.raises(HandOverError) as error:
+            pool.put(b"x", "r")
+        assert error.value.reason == "full"
+        assert read(reader, leases[2].handle) == b"x"
+        assert pool.put(b"y", "r").handle.path == leases[2].handle.path
+        with pytest.raises(HandOverError, match="full"):
+            pool.put(bytes(20 * slot_bytes(1)), "r")
+
+
+def test_idle_slots_of_one_class_make_room_for_another_and_the_bound_holds(root):
+    limit = 2 * slot_bytes(64 * KIB) + slot_bytes(256 * KIB)
+    with Pool(root, "writer", limit_bytes=limit, high_water=1.0) as pool, Reader(root) as reader:
+        for _ in range(4):
+            for size in (64 * KIB, 256 * KIB, 128 * KIB, 65 * KIB):
+                leases = [pool.put(bytes(size), "r") for _ in range(limit // slot_bytes(size))]
+                assert pool.bytes <= limit
+                assert taken(root) <= limit + 4 * KIB
+                for lease in leases:
+                    assert read(reader, lease.handle) == bytes(size)
+        assert pool.trim(keep_bytes=slot_bytes(64 * KIB)) > 0
+        assert pool.bytes <= slot_bytes(64 * KIB)
+
+
+def test_a_removed_slot_frees_its_memory_although_a_reader_keeps_it_mapped(root):
+    with Pool(root, "writer", limit_bytes=32 * MIB) as pool, Reader(root) as reader:
+        handle = pool.put(os.urandom(16 * MIB), "r").handle
+        number = os.open(root / handle.path, os.O_RDONLY)
+        read(reader, handle)
+        assert pool.trim() == slot_bytes(16 * MIB)
+        assert os.fstat(number).st_blocks == 0
+        os.close(number)
+        assert why(reader, handle) == "gone"
+        reader.sweep()
+        assert not reader._slots
+
+
+def test_a_full_checksum_is_made_and_compared_where_it_is_asked_for(root):
+    payload = bytearray(os.urandom(MIB))
+    with Pool(root, "writer", limit_bytes=8 * MIB) as pool, Reader(root) as reader:
+        for check, found in (("full", "corrupt"), ("sampled", None)):
+            handle = pool.put(payload, "r", check=check).handle
+            assert handle.checksum == checksum(memoryview(payload), check)
+            with (root / handle.path).open("r+b") as file:
+                file.seek(PAGE_BYTES + 1001)  # between two samples
+                file.write(bytes([payload[1001] ^ 1]))
+            if found:
+                assert why(reader, handle) == found
+            else:
+                assert read(reader, handle) != payload
+
+
+def test_a_handle_that_says_otherwise_than_the_slot_is_corrupt_and_an_older_one_stale(root):
+    with Pool(root, "writer", limit_bytes=8 * MIB) as pool, Reader(root) as reader:
+        handle = pool.put(os.urandom(64), "r").handle
+        values = handle.to_json()
+        for changes, reason in (
+            ({"checksum": handle.checksum ^ 1}, "corrupt"),
+            ({"check": "full"}, "corrupt"),
+            ({"shape": [8, 8]}, "corrupt"),
+            ({"dtype": "int8"}, "corrupt"),
+            ({"generation": handle.generation + 1}, "stale"),
+            ({"length": 1 << 17, "shape": [1 << 17]}, "truncated"),
+            ({"length": 1 << 62, "shape": [1 << 62]}, "truncated"),
+            ({"path": handle.path + "f"}, "gone"),
+        ):
+            assert why(reader, read_handle({**values, **changes})) == reason
+        os.truncate(root / handle.path, 100)
+        assert why(reader, handle) == "truncated"
+        with Reader(root) as fresh:
+            assert why(fresh, handle) == "truncated"
+
+
+def test_nothing_outside_the_root_is_opened_whatever_lies_in_the_place_of_a_slot(root, tmp_path):
+    secret = tmp_path / "slot-1"
+    with Pool(root, "writer", limit_bytes=8 * MIB) as pool:
+        real = pool.put(b"secret", "r").handle
+        secret.write_bytes((root / real.path).read_bytes())
+        folder = root / "pool-evil"
+        folder.mkdir()
+        (folder / "slot-1").symlink_to(secret)
+        (folder / "slot-2").symlink_to(root / real.path)
+        os.mkfifo(folder / "slot-3")
+        (folder / "slot-4").mkdir()
+        (root / "pool-link").symlink_to(tmp_path)
+        (folder / "slot-5").write_bytes(b"")
+        (folder / "slot-6").write_bytes((root / real.path).read_bytes())
+        with Reader(root) as reader:
+            for name in (
+                "pool-evil/slot-1",
+                "pool-evil/slot-2",
+                "pool-evil/slot-3",
+                "pool-evil/slot-4",
+                "pool-link/slot-1",
+            ):
+                assert why(reader, read_handle({**real.to_json(), "path": name})) == "refused"
+            assert why(reader, read_handle({**real.to_json(), "path": "pool-evil/slot-5"})) == "truncated"
+            # The copy of a slot is not that slot.
+            assert why(reader, read_handle({**real.to_json(), "path": "pool-evil/slot-6"})) == "corrupt"
+            assert read(reader, real) == b"secret"
+    reclaim(root, 0.0)
+    assert secret.exists()
+
+
+def test_slots_are_for_the_group_and_for_nobody_else(root):
+    before = os.umask(0o077)
+    try:
+        with Pool(root, "a writer/of: ours", limit_bytes=MIB) as pool:
+            path = root / pool.put(b"x", "r").handle.path
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o2770
+            assert path.parent.name.startswith("pool-a_writer_of_ours-")
+    finally:
+        os.umask(before)
+
+
+def test_two_pools_of_one_writer_have_nothing_in_common(root):
+    with Pool(root, "w", limit_bytes=MIB) as one, Pool(root, "w", limit_bytes=MIB) as two, Reader(root) as reader:
+        handles = [pool.put(name, "r").handle for pool, name in ((one, b"one"), (two, b"two"))]
+        assert [handle.generation for handle in handles] == [1, 1]
+        assert [read(reader, handle) for handle in handles] == [b"one", b"two"]
+
+
+def test_a_slot_that_somebody_cut_or_removed_is_given_up_and_never_touched_again(root):
+    with Pool(root, "writer", limit_bytes=8 * MIB) as pool:
+        leases = [pool.put(b"x", "r") for _ in range(3)]
+        os.truncate(root / leases[0].handle.path, 0)
+        os.truncate(root / leases[1].handle.path, 0)
+        leases[1].release()
+        leases[2].release()
+        os.truncate(root / leases[2].handle.path, 0)
+        pool.collect()
+        assert pool.put(b"y", "r").handle.path not in [lease.handle.path for lease in leases]
+        assert pool.bytes == slot_bytes(1)
+
+
+def test_mappings_are_kept_up_to_their_bound(root):
+    with Pool(root, "w", limit_bytes=8 * MIB) as pool, Reader(root, mapped_bytes=2 * slot_bytes(1)) as reader:
+        handles = [pool.put(b"x", "r").handle for _ in range(6)]
+        for handle in handles:
+            reader.open(handle).release(acknowledge=False)
+            assert len(reader._slots) <= 3
+        assert read(reader, handles[0]) == b"x"
+
+
+def test_case_61_of_the_field_a_crash_on_item_2_leaves_no_segment_and_the_request_goes_on_by_its_refetch_handle(root):
+    """Raised in the writer, and once more with the writer killed there."""
+    clock = Clock()
+    images = {"image 0": b"first", "image 1": b"second", "image 2": b"third"}
+
+    class Unreadable:
+        pass
+
+    pool = Pool(root, "writer", limit_bytes=8 * MIB, now=clock)
+    with pytest.raises(TypeError):
+        pool.put_all([(images["image 0"], "image 0"), (images["image 1"], "image 1"), (Unreadable(), "image 2")])
+    assert pool.lent_bytes == 0
+    leases = pool.put_all([(payload, name) for name, payload in images.items()])
+    pool.lease(100)
+    crash_writer(pool)
+    clock.now += 61
+    assert reclaim(root, clock.now).slots == 4
+    assert taken(root) == 0
+    assert os.listdir(root) == []
+    with Reader(root) as reader:
+        received = []
+        for lease in leases:
+            found, reason = tried(partial(read, reader, lease.handle))
+            assert (found, reason) == (None, "gone")
+            received.append(images[lease.handle.refetch])
+    assert received == list(images.values())
+
+
+def test_case_61_of_the_field_a_failing_reader_frees_the_slot(root):
+    with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
+        lease = pool.put(b"x", "r")
+        with pytest.raises(ZeroDivisionError), reader.open(lease.handle):
+            raise ZeroDivisionError
+        pool.collect()
+        assert pool.lent_bytes == 0
+
+
+def test_case_65_of_the_field_a_request_cancelled_mid_stream_frees_at_once_what_nobody_reads(root):
+    with Pool(root, "writer", limit_bytes=8 * MIB) as pool, Reader(root) as reader:
+        unread, being_read = pool.put_all([(b"a", "r"), (b"b", "r")])
+        view = reader.open(being_read.handle)
+        unread.release()
+        being_read.release()
+        assert pool.lent_bytes == slot_bytes(1)
+        view.release()
+        pool.collect()
+        assert pool.lent_bytes == 0
+        pool.trim()
+        assert pool.bytes == 0
+
+
+def test_a_pool_that_is_closed_leaves_what_is_leased_to_the_janitor(root):
+    clock = Clock()
+    with Reader(root) as reader:
+        with Pool(root, "w", limit_bytes=MIB, now=clock) as pool:
+            kept, done = pool.put(b"kept", "r", seconds=5).handle, pool.put(b"done", "r").handle
+            read(reader, done)
+        pool.close()
+        with pytest.raises(HandOverError, match="full"):
+            pool.lease(1)
+        assert [entry.state for entry in ledger(root, clock.now).entries] == ["owner", "leased"]
+        assert reclaim(root, clock.now).kept == 1
+        assert read(reader, kept) == b"kept"
+        assert reclaim(root, clock.now).slots == 1
+    assert os.listdir(root) == []

@@ -1,0 +1,174 @@
+"""The janitor takes what the dead left and nothing else; the ledger tells every byte."""
+
+import os
+
+import msgspec
+import pytest
+from unit.transfer.crashes import Clock, crash_writer, taken
+
+from mmrouter_transfer import HandOverError, Pool, Reader, ledger, reclaim
+from mmrouter_transfer.sizes import PAGE_BYTES, slot_bytes
+from mmrouter_transfer.slot import MAX_LEASE_SECONDS
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def states(root, clock):
+    return {entry.path: entry.state for entry in ledger(root, clock.now).entries}
+
+
+def test_a_living_writer_keeps_everything_also_what_has_expired(root, clock):
+    with Pool(root, "w", limit_bytes=MIB, now=clock) as pool, Reader(root) as reader:
+        handle = pool.put(b"x", "r", seconds=1).handle
+        clock.now += 1000
+        before = taken(root)
+        assert reclaim(root, clock.now).slots == 0
+        assert taken(root) == before
+        with reader.open(handle) as view:
+            assert bytes(view.data) == b"x"
+
+
+def test_a_dead_writers_lease_is_kept_until_its_deadline_and_a_slot_that_is_read_after_it(root, clock):
+    pool, reader = Pool(root, "w", limit_bytes=MIB, now=clock), Reader(root)
+    short, long, acknowledged = (pool.put(name, "r", seconds=s) for name, s in ((b"s", 5), (b"l", 50), (b"a", 50)))
+    pool.lease(7)  # never published
+    reader.open(acknowledged.handle).release()
+    crash_writer(pool)
+    view = reader.open(short.handle)
+    first = reclaim(root, clock.now)
+    assert (first.slots, first.kept, first.pools) == (2, 2, 0)
+    clock.now += 6
+    assert reclaim(root, clock.now).slots == 0
+    assert bytes(view.data) == b"s"
+    view.release()
+    assert reclaim(root, clock.now).slots == 1
+    with reader.open(long.handle) as view:
+        assert bytes(view.data) == b"l"
+    assert reclaim(root, clock.now).pools == 1
+    assert taken(root) == 0
+    assert os.listdir(root) == []
+    reader.close()
+
+
+def test_the_ledger_tells_every_byte_whose_it_is_and_in_which_state(root, clock):
+    pool, reader = Pool(root, "router a", limit_bytes=4 * MIB, now=clock), Reader(root)
+    leases = [pool.put(bytes([n]) * 70_000, "r", seconds=5 + n) for n in range(4)]
+    reader.open(leases[1].handle).release()
+    leases[2].release()
+    pool.lease(10)
+    clock.now += 5.5
+    (root / "stranger").write_bytes(bytes(5000))
+    (root / "folder").mkdir()
+    (root / "folder" / "inside").write_bytes(bytes(5000))
+    (root / "pool-x-1").mkdir()
+    (root / "pool-x-1" / "slot-1").write_bytes(bytes(100))
+    (root / "pool-x-1" / "notes").write_bytes(b"n")
+    (root / "pool-file").write_bytes(b"n")
+    (root / "pool-dangling").symlink_to("nowhere")
+    found = ledger(root, clock.now)
+    assert found.bytes == taken(root)
+    told = {entry.path: entry for entry in found.entries}
+    assert [told[lease.handle.path].state for lease in leases] == ["expired", "acknowledged", "released", "leased"]
+    first = told[leases[0].handle.path]
+    assert (first.writer, first.lives, first.since, first.deadline) == ("router a", True, 1000.0, 1005.0)
+    assert first.bytes == slot_bytes(70_000)
+    assert sorted(entry.state for entry in found.entries if entry.path.startswith(pool.name)) == sorted(
+        ["owner", "expired", "acknowledged", "released", "leased", "writing"]
+    )
+    assert told["pool-x-1/slot-1"].state == "unreadable"
+    assert {path for path, entry in told.items() if entry.state == "other"} == {
+        "stranger", "folder/inside", "pool-x-1/notes", "pool-file", "pool-dangling",
+    }  # fmt: skip
+    assert 0 <= found.pressure <= 1
+    crash_writer(pool)
+    assert not ledger(root, clock.now).entries[-1].lives
+    reader.close()
+
+
+def test_what_is_not_of_this_library_is_never_removed(root, clock):
+    (root / "stranger").write_bytes(b"x")
+    (root / "pool-x-1").mkdir()
+    (root / "pool-x-1" / "notes").write_bytes(b"n")
+    (root / "pool-file").write_bytes(b"n")
+    (root / "pool-link").symlink_to(root / "pool-x-1")
+    before = sorted(root.rglob("*"))
+    assert reclaim(root, clock.now).pools == 0
+    assert sorted(root.rglob("*")) == before
+
+
+def test_what_a_writer_left_that_was_killed_before_it_said_anything_is_removed(root, clock):
+    (root / "pool-a-1").mkdir()
+    (root / "pool-b-1").mkdir()
+    (root / "pool-b-1" / "owner").write_bytes(b'{"wri')
+    (root / "pool-b-1" / "slot-1").write_bytes(b"")
+    (root / "pool-b-1" / "slot-2").write_bytes(bytes(3 * PAGE_BYTES))
+    assert reclaim(root, clock.now).pools == 2
+    assert os.listdir(root) == []
+
+
+def test_a_pool_that_is_being_made_is_not_taken_for_a_dead_one(root, clock, monkeypatch):
+    """The janitor comes at every point of the making."""
+    calls = []
+    real = os.open
+
+    def interrupted(path, *arguments, **options):
+        if path in ("owner",) or str(path).startswith("pool-"):
+            monkeypatch.setattr(os, "open", real)
+            calls.append(reclaim(root, clock.now).pools)
+            monkeypatch.setattr(os, "open", interrupted)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", interrupted)
+    pool = Pool(root, "w", limit_bytes=MIB, now=clock)
+    monkeypatch.setattr(os, "open", real)
+    assert calls == [0, 0]
+    assert pool.put(b"x", "r").handle.path.startswith(pool.name)
+    pool.close()
+
+
+def test_slots_of_a_version_that_is_not_known_are_kept_for_as_long_as_any_lease_can_last(root, clock):
+    pool = Pool(root, "w", limit_bytes=MIB, now=clock)
+    path = root / pool.put(b"x", "r", seconds=1).handle.path
+    crash_writer(pool)
+    with path.open("r+b") as file:
+        file.seek(7)
+        file.write(b"\x09")
+    clock.now += 10
+    assert reclaim(root, clock.now).kept == 1
+    old = path.stat().st_mtime - MAX_LEASE_SECONDS - 1
+    os.utime(path, (old, old))
+    assert reclaim(root, clock.now).slots == 1
+    assert os.listdir(root) == []
+
+
+def test_a_header_that_claims_the_future_does_not_keep_its_bytes(root, clock):
+    pool = Pool(root, "w", limit_bytes=MIB, now=lambda: clock.now + 1e6)
+    pool.put(b"x", "r")
+    crash_writer(pool)
+    assert reclaim(root, clock.now).slots == 1
+
+
+def test_two_janitors_do_not_undo_each_other(root, clock):
+    pool = Pool(root, "w", limit_bytes=MIB, now=clock)
+    pool.put(b"x", "r", seconds=1)
+    crash_writer(pool)
+    clock.now += 2
+    total = reclaim(root, clock.now) + reclaim(root, clock.now)
+    assert (total.slots, total.pools) == (1, 1)
+    assert msgspec.to_builtins(total)["kept"] == 0
+
+
+def test_a_handle_to_what_was_reclaimed_is_gone_for_a_reader_that_has_it_mapped(root, clock):
+    pool, reader = Pool(root, "w", limit_bytes=MIB, now=clock), Reader(root)
+    handle = pool.put(b"x", "r", seconds=1).handle
+    reader.open(handle).release()
+    crash_writer(pool)
+    assert reclaim(root, clock.now).slots == 1
+    for each in (reader, Reader(root)):
+        with each, pytest.raises(HandOverError, match="gone"):
+            each.open(handle)

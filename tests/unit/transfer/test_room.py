@@ -1,0 +1,34 @@
+"""The room stands alone: it is to run inside engines, which have another Python and few packages."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmrouter_transfer
+
+FILES = sorted(Path(mmrouter_transfer.__file__).parent.glob("*.py"))
+ALLOWED = {"msgspec", "mmrouter_transfer"}
+UNSAFE = {"pickle", "marshal", "shelve", "ctypes", "multiprocessing"}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_is_python_3_10_and_imports_the_standard_library_and_msgspec_and_nothing_that_unpickles(path):
+    names = imported(ast.parse(path.read_text(), feature_version=(3, 10)))
+    assert names <= set(sys.stdlib_module_names) | ALLOWED
+    assert not names & UNSAFE
+
+
+def test_the_whole_room_is_looked_at():
+    assert {"pool.py", "reader.py", "reclaim.py", "ledger.py"} <= {path.name for path in FILES}

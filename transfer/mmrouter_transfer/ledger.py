@@ -1,0 +1,119 @@
+"""Every byte below the root: whose, since when, how much, in which state."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from mmrouter_transfer import files, owner
+from mmrouter_transfer.sizes import PAGE_BYTES
+from mmrouter_transfer.slot import Page, State, decode_page, state_of
+from mmrouter_transfer.values import HandOverError
+
+Kind = State | Literal["owner", "unreadable", "other"]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One file. ``since`` and ``deadline`` are seconds on the node's CLOCK_BOOTTIME, null where nobody says.
+
+    ``state``: of a slot as in ``slot.State``, or ``unreadable``; ``owner`` is a pool's owner file, ``other`` no file of
+    this library. ``lives``: whether the pool's writer does. ``bytes``: memory that the file takes.
+    """
+
+    path: str
+    bytes: int
+    state: Kind
+    writer: str = ""
+    lives: bool = False
+    since: float | None = None
+    deadline: float | None = None
+    generation: int = 0
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """All entries, and the size of the file system that they are on."""
+
+    entries: tuple[Entry, ...]
+    capacity_bytes: int
+    available_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entry.bytes for entry in self.entries)
+
+    @property
+    def pressure(self) -> float:
+        """Share of the file system that is taken, by whomever: 0 to 1."""
+        return 1 - self.available_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+def ledger(root: str | Path, now: float) -> Ledger:
+    """Return what is below ``root``. It takes no lock that a writer or a reader could miss. Raises ``OSError``."""
+    with files.folder(root) as number:
+        space = os.fstatvfs(number)
+        entries = tuple(_entries(number, now))
+    return Ledger(entries, space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
+
+
+def read_page(number: int) -> Page:
+    """Return the first page of an open slot. Raises :class:`HandOverError`."""
+    return decode_page(os.pread(number, PAGE_BYTES, 0))
+
+
+def _entries(root: int, now: float) -> Iterator[Entry]:
+    for name in sorted(os.listdir(root)):
+        if name.startswith(files.POOL_PREFIX):
+            with contextlib.suppress(OSError), files.folder(name, below=root) as pool:
+                yield from _pool(pool, name, now)
+                continue
+        yield from _others(root, name, name)
+
+
+def _pool(pool: int, name: str, now: float) -> Iterator[Entry]:
+    whose, lives = owner.read(pool)
+    for inside in sorted(os.listdir(pool)):
+        path = f"{name}/{inside}"
+        if not inside.startswith(files.SLOT_PREFIX) and inside != files.OWNER:
+            yield from _others(pool, inside, path)
+            continue
+        try:
+            file = files.open_file(inside, pool)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            yield from _others(pool, inside, path)
+            continue
+        try:
+            size = os.fstat(file).st_blocks * 512
+            if inside == files.OWNER:
+                yield Entry(path, size, "owner", whose.writer, lives, whose.since)
+                continue
+            try:
+                page = read_page(file)
+            except HandOverError:
+                yield Entry(path, size, "unreadable", whose.writer, lives)
+                continue
+            header = page.header
+            state = state_of(page, now)
+            yield Entry(path, size, state, whose.writer, lives, header.since, header.deadline, header.generation)
+        finally:
+            os.close(file)
+
+
+def _others(folder: int, name: str, path: str) -> Iterator[Entry]:
+    """What is not ours: counted, never opened, and no link is followed."""
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        yield Entry(path, status.st_blocks * 512, "other")
+        return
+    with contextlib.suppress(OSError), files.folder(name, below=folder) as inner:
+        for inside in sorted(os.listdir(inner)):
+            yield from _others(inner, inside, f"{path}/{inside}")

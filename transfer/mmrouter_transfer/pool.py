@@ -1,0 +1,300 @@
+"""The writer's side: a bounded pool of slots, lent by lease."""
+
+import itertools
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from mmrouter_transfer import files, owner
+from mmrouter_transfer.checksum import checksum
+from mmrouter_transfer.mapped import MappedSlot, begin
+from mmrouter_transfer.reclaim import reclaim
+from mmrouter_transfer.sizes import evictions, size_class, slot_bytes
+from mmrouter_transfer.slot import MAX_LEASE_SECONDS, Header
+from mmrouter_transfer.values import Check, Handle, HandOverError, require_layout
+
+LEASE_SECONDS = 60.0
+HIGH_WATER = 0.9
+_NOT_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class Lease:
+    """The right to one slot. Until :meth:`publish` it is written through ``buffer``; :meth:`release` ends it.
+
+    As a context manager it is released when the block raises or has published nothing. A published lease goes on after
+    the block: it ends when a reader acknowledges, at its deadline, or by :meth:`release`, whichever is first.
+    """
+
+    def __init__(self, pool: "Pool", slot: MappedSlot, length: int) -> None:
+        self.buffer = slot.payload(length)
+        self.handle: Handle | None = None
+        self._pool = pool
+        self._slot = slot
+        self._generation = slot.header.generation
+
+    def publish(
+        self, refetch: str, *, dtype: str = "uint8", shape: tuple[int, ...] | None = None, check: Check = "sampled"
+    ) -> Handle:
+        """Make the payload readable and return its handle; ``buffer`` cannot be used after that.
+
+        ``shape`` is in elements of ``dtype``, by default flat bytes. Raises ``ValueError`` where it is not the length,
+        and ``BufferError`` while an array or a slice still uses ``buffer``; nothing is published then.
+        """
+        if self.handle is None:
+            header, handle = _described(self._slot, self.buffer, refetch, dtype, shape, check)
+            if not self._unused:
+                raise BufferError("something still uses the buffer of this lease")
+            self._pool._share(self._slot, header)
+            self.handle = handle
+        return self.handle
+
+    def release(self) -> None:
+        """End the lease; the slot is free as soon as nobody uses it. Again, or after its end, it does nothing."""
+        self._pool._release(self)
+
+    @property
+    def _unused(self) -> bool:
+        """Whether nothing of the caller's points into ``buffer`` any more."""
+        try:
+            self.buffer.release()
+        except BufferError:
+            return False
+        return not self._slot.used
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None or self.handle is None:
+            self.release()
+
+
+class Pool:
+    """The slots of one writer process, in a folder of their own below ``root``. Usable from several threads.
+
+    A slot is *idle* (ours alone, we hold its exclusive lock), or *lent*: being written, leased, or over but still read.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        writer: str,
+        *,
+        limit_bytes: int,
+        high_water: float = HIGH_WATER,
+        now: Callable[[], float] = files.clock,
+    ) -> None:
+        """Make the pool's folder. ``writer`` says whose it is, for people; ``limit_bytes`` bounds its files.
+
+        ``high_water``: share of the limit, and of the whole file system, above which nothing more is lent.
+        Raises ``OSError``.
+        """
+        self.name = f"{files.POOL_PREFIX}{_NOT_A_NAME.sub('_', writer)[:100]}-{secrets.token_hex(8)}"
+        self.limit_bytes = limit_bytes
+        self._high_water = high_water
+        self._root = Path(root)
+        self._now = now
+        self._mutex = threading.RLock()
+        self._names = itertools.count(1)
+        self._generations = itertools.count(1)
+        self._idle: dict[int, list[MappedSlot]] = {}
+        self._lent: dict[str, MappedSlot] = {}
+        self._abandoned: list[Lease] = []
+        self._closed = False
+        self.bytes = 0
+        """Bytes of all its slot files."""
+        self.lent_bytes = 0
+        """Bytes of those that were lent when it was last looked."""
+        with files.folder(root) as number:
+            limits = owner.Owner(writer, os.getpid(), now(), limit_bytes)
+            self._folder, self._owner = owner.create(number, self.name, limits)
+
+    def lease(self, length: int, *, seconds: float = LEASE_SECONDS) -> Lease:
+        """Lend a slot for ``length`` bytes; the time for a reader to begin is ``seconds``, at most an hour.
+
+        Raises :class:`HandOverError` ``full`` where there is no room: the caller sends bytes instead.
+        """
+        if length < 0 or not 0 < seconds <= MAX_LEASE_SECONDS:
+            raise ValueError(f"no lease of {length} bytes for {seconds} s")
+        with self._mutex:
+            now = self._now()
+            slot = self._slot_for(length)
+            slot.write(begin(slot.header, next(self._generations), now, now + seconds, length))
+            self._lent[slot.name] = slot
+            self.lent_bytes += slot.size
+            return Lease(self, slot, length)
+
+    def put(
+        self,
+        payload: Any,
+        refetch: str,
+        *,
+        dtype: str = "uint8",
+        shape: tuple[int, ...] | None = None,
+        check: Check = "sampled",
+        seconds: float = LEASE_SECONDS,
+    ) -> Lease:
+        """Lease, copy ``payload`` (any contiguous buffer) and publish. Raises what these raise."""
+        flat = memoryview(payload)
+        flat = flat.cast("B") if flat.nbytes else memoryview(b"")
+        with self.lease(len(flat), seconds=seconds) as lease:
+            lease.buffer[:] = flat
+            lease.publish(refetch, dtype=dtype, shape=shape, check=check)
+        return lease
+
+    def put_all(self, items: Iterable[tuple[Any, str]], *, seconds: float = LEASE_SECONDS) -> list[Lease]:
+        """Hand over all payloads, each with its re-fetch handle, or none: what one failure leaves is released."""
+        leases: list[Lease] = []
+        try:
+            for payload, refetch in items:
+                leases.append(self.put(payload, refetch, seconds=seconds))
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
+        return leases
+
+    def collect(self) -> None:
+        """Take back every slot whose lease is over and which nobody reads. :meth:`lease` does so when it needs one."""
+        with self._mutex:
+            now = self._now()
+            abandoned, self._abandoned = self._abandoned, []
+            for lease in abandoned:
+                self._release(lease)
+            for slot in [slot for slot in self._lent.values() if slot.header.ready]:
+                if not slot.whole:
+                    self._forget(slot)
+                elif slot.free(now):
+                    self._take_back(slot)
+
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Remove idle slots until at most ``keep_bytes`` are idle; return the bytes removed."""
+        with self._mutex:
+            self.collect()
+            before = self.bytes
+            idle = self._idle_slots()
+            surplus = max(0, sum(slot.size for slot in idle) - keep_bytes)
+            for place in evictions([slot.size for slot in idle], 0, surplus) or ():
+                self._remove(idle[place])
+            return before - self.bytes
+
+    def close(self) -> None:
+        """Remove what is not leased. What is stays readable until its end, and then belongs to the janitor."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            self.collect()
+            for slot in (*self._lent.values(), *self._idle_slots()):
+                slot.close()
+            os.close(self._owner)
+            os.close(self._folder)
+            self._lent, self._idle = {}, {}
+            self.bytes = self.lent_bytes = 0
+            reclaim(self._root, self._now(), only=self.name)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _slot_for(self, length: int) -> MappedSlot:
+        """Return a slot that is ours alone: an idle one of the class, or a new one, for which others may have to go."""
+        if self._closed:
+            raise HandOverError("full", "the pool is closed")
+        wanted = slot_bytes(length)
+        if not self._idle.get(size_class(length)) or self.lent_bytes + wanted > self._mark:
+            self.collect()
+        if self.lent_bytes + wanted > self._mark:
+            raise HandOverError("full", f"{self.lent_bytes} of {self.limit_bytes} bytes are lent, {wanted} are wanted")
+        while idle := self._idle.get(size_class(length)):
+            slot = idle.pop()  # the last one used: its pages are the likeliest to be in a cache
+            if slot.whole:
+                return slot
+            self._forget(slot)
+        return self._create(wanted)
+
+    @property
+    def _mark(self) -> float:
+        return self._high_water * self.limit_bytes
+
+    def _create(self, wanted: int) -> MappedSlot:
+        idle = self._idle_slots()
+        places = evictions([slot.size for slot in idle], self.limit_bytes - self.bytes, wanted)
+        if places is None:
+            raise HandOverError("full", f"{self.bytes} of {self.limit_bytes} bytes are in use, {wanted} are wanted")
+        for place in places:
+            self._remove(idle[place])
+        space = os.fstatvfs(self._folder)
+        if space.f_bavail * space.f_frsize - wanted < (1 - self._high_water) * space.f_blocks * space.f_frsize:
+            raise HandOverError("full", f"the file system has {space.f_bavail * space.f_frsize} bytes left")
+        try:
+            slot = MappedSlot(self._folder, self.name, f"{files.SLOT_PREFIX}{next(self._names):x}", wanted)
+        except OSError as error:
+            raise HandOverError("full", f"no slot of {wanted} bytes: {error.strerror}") from error
+        self.bytes += slot.size
+        return slot
+
+    def _share(self, slot: MappedSlot, header: Header) -> None:
+        with self._mutex:
+            if self._closed or not slot.whole:
+                raise HandOverError("gone", "the pool was closed or the slot removed while it was written")
+            slot.write(header)
+            slot.share()
+
+    def _release(self, lease: Lease) -> None:
+        slot = lease._slot
+        with self._mutex:
+            # A lease that is over may have been followed by another one of the same slot.
+            if self._closed or slot.header.generation != lease._generation or self._lent.get(slot.name) is not slot:
+                return
+            if not lease._unused:
+                self._abandoned.append(lease)  # an exception on its way up may still hold an array
+            elif slot.whole:
+                slot.give_up()
+                self._take_back(slot)
+            else:
+                self._forget(slot)
+
+    def _take_back(self, slot: MappedSlot) -> None:
+        """Make a lent slot idle, unless somebody reads it: then it stays where it is until it is looked at again."""
+        if slot.take():
+            del self._lent[slot.name]
+            self.lent_bytes -= slot.size
+            self._idle.setdefault(slot.class_bytes, []).append(slot)
+
+    def _idle_slots(self) -> list[MappedSlot]:
+        return [slot for slots in self._idle.values() for slot in slots]
+
+    def _remove(self, slot: MappedSlot) -> None:
+        self._idle[slot.class_bytes].remove(slot)
+        self.bytes -= slot.size
+        slot.remove()
+
+    def _forget(self, slot: MappedSlot) -> None:
+        """Let go of a slot that somebody else has cut or removed."""
+        self.bytes -= slot.size
+        if self._lent.pop(slot.name, None) is not None:
+            self.lent_bytes -= slot.size
+        slot.close()
+
+
+def _described(
+    slot: MappedSlot, buffer: memoryview, refetch: str, dtype: str, shape: tuple[int, ...] | None, check: Check
+) -> tuple[Header, Handle]:
+    """Return what the slot and its reader are told of a payload. Raises ``ValueError``."""
+    shape = (len(buffer),) if shape is None else shape
+    require_layout(len(buffer), dtype, shape)
+    header = msgspec.structs.replace(
+        slot.header, ready=True, check=check, checksum=checksum(buffer, check), dtype=dtype, shape=shape
+    )
+    path = f"{header.pool}/{header.name}"
+    return header, Handle(path, header.generation, len(buffer), check, header.checksum, dtype, shape, refetch)
