@@ -9,6 +9,7 @@ on this machine, and the last line says why.
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,12 +61,25 @@ def sourced(file: Path, plane: Node, programs: list[Path]) -> Iterator[None]:
             file.unlink()
 
 
+@contextmanager
+def kept(logs: Path, where: Path | None) -> Iterator[None]:
+    """Copy what lies in the folder ``logs`` to one that stays, when the block ends and however it does."""
+    try:
+        yield
+    finally:
+        if where is not None and logs.is_dir():
+            shutil.copytree(logs, where, dirs_exist_ok=True)
+
+
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Run a one-node cluster until ctrl-C.")
     parser.add_argument("--images", type=Path, metavar="DIR", help="archives of the images, instead of building them")
     parser.add_argument(
         "--env", type=Path, metavar="FILE", default=ROOT / "build" / "cluster.sh", help="what to source"
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="keep the logs there; without, they go with the cluster"
     )
     chosen = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -79,7 +93,9 @@ def main() -> int:
             write_pause(folder / "pause.tar")
             began = time.monotonic()
             cni = next(path for path in CNI if (path / "bridge").is_file())
-            with node(folder / "run", Programs(kube, node_bin, cni), folder / "pause.tar") as plane:
+            programs = Programs(kube, node_bin, cni)
+            run = folder / "run"
+            with kept(run / "log", chosen.logs), node(run, programs, folder / "pause.tar") as plane:
                 for image in images:
                     plane.load(image)
                 with sourced(chosen.env, plane, [kube, helm]):

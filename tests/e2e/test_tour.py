@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from pathlib import Path
 import pytest
 from cluster.controlplane import wait_for
 from e2e.conftest import ROOT, Record
+from e2e.existing import Existing
 from e2e.plane import Programs
+from e2e.report import OPERATOR, Dumps, Place
+from e2e.stand import kept
 from pages import tour
 
 from mmrouter_cli.local.process import Guard
@@ -28,10 +32,13 @@ STAND_SECONDS, COMMAND_SECONDS, STOP_SECONDS = 180, 150, 120
 
 
 @pytest.fixture
-def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record) -> Iterator[Path]:
+def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record, dumps: Dumps) -> Iterator[Path]:
     """The file that a shell sources for the cluster of `make cluster`; afterwards ctrl-C has ended it."""
-    file, log = tmp_path / "build" / "cluster.sh", tmp_path / "stand.log"
-    command = [sys.executable, str(STAND), f"--images={images[0].parent}", f"--env={file}"]
+    file, log, logs = tmp_path / "build" / "cluster.sh", tmp_path / "said" / "stand.log", tmp_path / "logs"
+    log.parent.mkdir()
+    command = [sys.executable, str(STAND), f"--images={images[0].parent}", f"--env={file}", f"--logs={logs}"]
+    # When the test fails, it is told of this cluster, too; after its end only by its logs.
+    place = dumps.places["tour"] = Place((log.parent, logs), None, ("default", OPERATOR))
     began = time.monotonic()
     # Without the guard's mark in its environment, by which the guard would find and kill the cluster's own guard, too.
     guard = Guard(uuid.uuid4().hex)
@@ -42,12 +49,34 @@ def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record) 
         wait_for(lambda: file.is_file() or process.poll() is not None, STAND_SECONDS, "the cluster stands", every=0.1)
         assert process.poll() is None, log.read_text()
         record("tour: make cluster, images built before, s", round(time.monotonic() - began, 1))
+        found = re.search(r"KUBECONFIG=(.+)", file.read_text())
+        assert found, file.read_text()
+        kubeconfig = Path(shlex.split(found[1])[0])
+        (tmp_path / "asked").mkdir()
+        place.cluster = Existing(tmp_path / "asked", programs.kube, kubeconfig)
+        place.logs = (log.parent, kubeconfig.parent / "log")
         yield file
     finally:
+        if isinstance(place.cluster, Existing):
+            place.cluster.close()
+        place.cluster, place.logs = None, (log.parent, logs)
         process.send_signal(signal.SIGINT)
         status = process.wait(STOP_SECONDS)
         asyncio.run(guard.close())
     assert (status, file.exists()) == (0, False), log.read_text()
+    del dumps.places["tour"]
+
+
+def test_the_logs_of_a_cluster_that_goes_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
+    logs, where = tmp_path / "run" / "log", tmp_path / "kept"
+    with kept(logs, where):  # it did not come as far as having any
+        pass
+    assert not where.exists()
+    logs.mkdir(parents=True)
+    with suppress(KeyboardInterrupt), kept(logs, where):
+        (logs / "etcd.log").write_text("no room")
+        raise KeyboardInterrupt
+    assert (where / "etcd.log").read_text() == "no room"
 
 
 class Shell:
