@@ -130,7 +130,7 @@ class Ours(Process):
 
 
 def configure(folder: Path, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str = "") -> None:
-    """Write the files of DESIGN.md 10 that a router reads."""
+    """Write the files that a router reads (docs/architecture.md, Wiring)."""
     secrets = folder / "secrets"
     secrets.mkdir(parents=True)
     (folder / "deployment.json").write_text(json.dumps(resource(replicas=len(workers), policy=policy, otlp=otlp)))

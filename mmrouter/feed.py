@@ -1,4 +1,4 @@
-"""The wire between sidecar and router: typed, versioned frames (DESIGN.md 4).
+"""The wire between sidecar and router: typed, versioned frames (docs/feed.md).
 
 A payload is one version byte followed by a msgpack array whose first item names the frame. A reader accepts its own
 version and the one before; arrays may grow at the end, so a field added later does not need a new version.
@@ -54,7 +54,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class Canary(msgspec.Struct, frozen=True, array_like=True):
-    """Result of comparing predicted and published keys of two tiny images (DESIGN.md 5.1)."""
+    """Result of comparing predicted and published keys of two tiny images (docs/exactness.md)."""
 
     epoch: int
     result: Literal["True", "False", "Unknown"]

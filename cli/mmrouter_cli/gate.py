@@ -1,4 +1,4 @@
-"""The gate (DESIGN.md 5.4): is routing exact, right now, end to end? Fails closed.
+"""The gate (docs/exactness.md): is routing exact, right now, end to end? Fails closed.
 
 Per round, under text that nobody has sent before: a request three times, then the same text with another image. The
 repeats must be predicted whole (hit rate 1.0), land where the first one went, and the engine's own ``cached_tokens``

@@ -1,4 +1,4 @@
-"""The resource ``MMRouterDeployment`` (DESIGN.md 9) as typed, immutable values."""
+"""The resource ``MMRouterDeployment`` (examples/full.yaml) as typed, immutable values."""
 
 from mmrouter.api.accelerator import DEFAULT_BLOCK_SIZE, Accelerator, AcceleratorKind
 from mmrouter.api.deployment import (

@@ -1,4 +1,7 @@
-"""Where things lie inside every pod (DESIGN.md 10): the one place that renderers, engines and processes agree on."""
+"""Where things lie inside every pod: the one place that renderers, engines and processes agree on.
+
+docs/architecture.md has them in a table.
+"""
 
 CONFIG_DIR = "/etc/mmrouter"
 """``deployment.json``, ``workers.json`` (local), ``secrets/``, ``api-keys/``; moved by environment MMROUTER_CONFIG."""

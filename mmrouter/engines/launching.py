@@ -1,4 +1,4 @@
-"""What every adapter's ``launch`` returns, and the ports of an engine pod (DESIGN.md 10)."""
+"""What every adapter's ``launch`` returns, and the ports of an engine pod (docs/architecture.md)."""
 
 import json
 from collections.abc import Iterable, Iterator, Set

@@ -1,4 +1,4 @@
-"""Readiness gates of engine pods: the table of DESIGN.md 5.3. Pure.
+"""Readiness gates of engine pods: the table of docs/architecture.md. Pure.
 
 | gate | opens when |
 |---|---|

@@ -1,4 +1,4 @@
-"""Follows the control stream of every frontend (DESIGN.md 7): one connection each, reports in, changes out.
+"""Follows the control stream of every frontend (docs/architecture.md): one connection each, reports in, changes out.
 
 Nothing is polled. A router that is quiet sends a comment now and then, so silence means that it is gone; the connection
 is then made again with growing, random pauses. A report outlives its connection for a while, because a router that

@@ -1,1 +1,1 @@
-"""The router: HTTP in, engine out (DESIGN.md 3)."""
+"""The router: HTTP in, engine out (docs/architecture.md)."""

@@ -1,7 +1,7 @@
 """The hot route: ``POST /v1/chat/completions`` and its forwarded siblings as bare ASGI (facts on performance 3).
 
-Request in, stages of DESIGN.md 3, answer out: the engine's bytes pass through untouched. A client that leaves aborts
-the request in the engine.
+Request in, stages of docs/architecture.md, answer out: the engine's bytes pass through untouched. A client that leaves
+aborts the request in the engine.
 """
 
 import asyncio
@@ -220,7 +220,7 @@ class Chat:
     @staticmethod
     def _headers(request_id: str, reply: Reply, *, debug: bool) -> list[tuple[bytes, bytes]]:
         ours = [(REQUEST_ID.encode(), request_id.encode())]
-        # Overlap tells a tenant what others asked, so it needs the control token (DESIGN.md 10).
+        # Overlap tells a tenant what others asked, so it needs the control token (docs/architecture.md).
         if debug:
             decision = reply.decision
             winner = decision.choice.winner

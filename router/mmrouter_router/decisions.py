@@ -1,4 +1,4 @@
-"""Decision traces: a bounded ring of what was decided and why, by request id (DESIGN.md 3, `explain`)."""
+"""Decision traces: a bounded ring of what was decided and why, by request id (docs/cli.md, `mmrouter explain`)."""
 
 import time
 from array import array

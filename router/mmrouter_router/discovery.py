@@ -1,6 +1,7 @@
 """Who the workers and the other frontends are. A small port: anything that calls ``Roster`` with the present members.
 
-Here: the file of DESIGN.md 10, re-read on change. Its text is the truth, so a member that is no longer in it has left.
+Here: the file ``workers.json`` (docs/architecture.md), re-read on change. Its text is the truth, so a member that is no
+longer in it has left.
 In a cluster: :mod:`mmrouter_router.podwatch`.
 """
 

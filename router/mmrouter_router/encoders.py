@@ -26,7 +26,7 @@ class EncoderPods:
         }
 
     def encoders(self) -> list[Encoder]:
-        """Return the encoders that take images now (DESIGN.md 5.3)."""
+        """Return the encoders that take images now (docs/architecture.md)."""
         return [
             Encoder(_id(worker), pool.accelerator.kind, weight=pool.weight)
             for worker in self._fleet

@@ -1,4 +1,4 @@
-"""What a kept decision predicted, and what the chosen engine holds and published of it (DESIGN.md 5.2).
+"""What a kept decision predicted, and what the chosen engine holds and published of it (docs/exactness.md).
 
 Questions go to the worker's sidecar only: neither the client's request nor its stream is touched, and nothing is asked
 of the engine.

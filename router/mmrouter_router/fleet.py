@@ -21,8 +21,10 @@ INDEXED_MEDIUM = "GPU"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One engine pod as discovery reports it (DESIGN.md 10). ``ready``: what the router asks of it can answer: its
-    sidecar, or the engine where there is none. A sidecar answers while its engine still loads weights.
+    """One engine pod as discovery reports it (docs/architecture.md).
+
+    ``ready``: what the router asks of it can answer: its sidecar, or the engine where there is none. A sidecar answers
+    while its engine still loads weights.
     ``compatibility``: engines that hand KV blocks to each other have equal ones (docs/children.md); empty: not told.
     """
 

@@ -1,4 +1,7 @@
-"""A parsed request -> token ids, spans and how exactly we know them (stages media, identity, prompt of DESIGN.md 3)."""
+"""A parsed request -> token ids, spans and how exactly we know them.
+
+These are the stages media, identity and prompt of docs/architecture.md.
+"""
 
 import asyncio
 import json

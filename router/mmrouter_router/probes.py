@@ -1,4 +1,4 @@
-"""Encoders, which no canary proves: each is asked for its health, and once to encode an image (DESIGN.md 5.3).
+"""Encoders, which no canary proves: each is asked for its health, and once to encode an image (docs/architecture.md).
 
 Every router asks for itself, because the question is whether *this* frontend reaches the pod.
 """
@@ -28,7 +28,7 @@ MAX_ANSWER = 64 << 10
 
 
 class Standing(NamedTuple):
-    """What the table of DESIGN.md 5.3 asks of one pod. ``verified``: True, False or Unknown.
+    """What the table of docs/architecture.md asks of one pod. ``verified``: True, False or Unknown.
 
     ``cause`` is one of few words, empty where both are true; ``message`` is a sentence for people.
     """

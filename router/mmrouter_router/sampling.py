@@ -1,4 +1,4 @@
-"""Live parity: for a share of the requests, what was predicted against what the engine then holds (DESIGN.md 5.2).
+"""Live parity: for a share of the requests, what was predicted against what the engine then holds (docs/exactness.md).
 
 Where there is a renderer, a sample is also compared with what that makes of the same request.
 

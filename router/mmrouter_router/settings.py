@@ -1,4 +1,4 @@
-"""Everything the router is told: the resource, secrets and downward-API values (DESIGN.md 10)."""
+"""Everything the router is told: the resource, secrets and downward-API values (docs/architecture.md)."""
 
 import hashlib
 import os

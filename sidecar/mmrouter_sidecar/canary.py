@@ -1,4 +1,4 @@
-"""Who may run the canary of an epoch, and what came of it (DESIGN.md 5.1). Pure; no I/O."""
+"""Who may run the canary of an epoch, and what came of it (docs/exactness.md). Pure; no I/O."""
 
 from dataclasses import dataclass, field
 

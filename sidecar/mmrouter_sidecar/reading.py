@@ -1,4 +1,4 @@
-"""From the resource, secrets and downward-API values (DESIGN.md 10) to settings.
+"""From the resource, secrets and downward-API values (docs/architecture.md) to settings.
 
     python -m mmrouter_sidecar.reading    # prints the settings, for the sidecar that started it
 

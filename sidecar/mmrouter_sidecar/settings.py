@@ -18,7 +18,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where things listen (DESIGN.md 10); the rank is added to ``events`` and ``replay``."""
+    """Where things listen (docs/architecture.md); the rank is added to ``events`` and ``replay``."""
 
     engine: int = 8000
     events: int = 5557

@@ -1,4 +1,4 @@
-"""The second substrate: the pods that the operator renders, run as processes of this machine (DESIGN.md 7).
+"""The second substrate: the pods that the operator renders, run as processes of this machine (docs/architecture.md).
 
 A pod is a loopback address of its own, so every port is the same as in a cluster; a volume is a folder, and mount paths
 are rewritten in arguments and environment; a Service is a small forwarder. Nothing outlives the run.
@@ -34,7 +34,7 @@ async def up(
     ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
     the deployment names. Raises :class:`LocalError`, or ``mmrouter.api.SpecError`` for what cannot be rendered.
     """
-    # Deployables are imported when they are needed, and only by the command line tool (DESIGN.md 2).
+    # Deployables are imported when they are needed, and only by the command line tool (CONTRIBUTING.md).
     from mmrouter_cli.local.cluster import run_local
     from mmrouter_operator.render import render
     from mmrouter_operator.secrets import new_secret_data

@@ -8,7 +8,7 @@ from typing import Any
 from mmrouter_cli.local.folders import LocalError
 
 LOOPBACK = "POD_LOOPBACK"
-"""The variable that differs from a cluster by design: a local pod's loopback is its own address (DESIGN.md 10)."""
+"""The variable that differs from a cluster by design: a local pod's loopback is its own (docs/architecture.md)."""
 
 LOCAL = {"MMROUTER_DISCOVERY": "file", "MMROUTER_BIND": "pod"}
 """No API tells who is there: frontends read ``workers.json``. Pods share one network: each keeps to its address."""

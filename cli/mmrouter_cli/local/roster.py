@@ -1,4 +1,4 @@
-"""Who is there, for frontends without a cluster to ask: the file ``workers.json`` (DESIGN.md 10)."""
+"""Who is there, for frontends without a cluster to ask: the file ``workers.json`` (docs/architecture.md)."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """A pool's Deployment: engine pods, each with the sidecar that reads its events.
 
-Renderers have no cache, so they have no sidecar: the frontends ask them and see for themselves (DESIGN.md 5.3).
+Renderers have no cache, so they have no sidecar: the frontends ask them and see for themselves (docs/architecture.md).
 """
 
 from typing import Any, Final
@@ -18,7 +18,7 @@ from mmrouter_operator.render.sidecar import FEED_PORT, FEED_REQUESTS_PORT, side
 __all__ = ["FEED_PORT", "FEED_REQUESTS_PORT", "pool_template", "render_pool"]
 
 GATES: Final = ("mmrouter.io/routable", "mmrouter.io/verified")
-"""Readiness gates, for every role (DESIGN.md 5.3). Pods keep the list that they were made with."""
+"""Readiness gates, for every role (docs/architecture.md). Pods keep the list that they were made with."""
 STEADY_SECONDS: Final = 2
 """How long a new pod must stay Ready to count: long enough to see one that falls over at its first request."""
 SLACK_SECONDS: Final = 600

@@ -1,4 +1,4 @@
-"""The Secret of a deployment. Every container mounts only the entries that it needs (DESIGN.md 7)."""
+"""The Secret of a deployment. Every container mounts only the entries that it needs (docs/architecture.md)."""
 
 import base64
 import hashlib

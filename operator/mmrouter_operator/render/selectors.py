@@ -1,4 +1,4 @@
-"""Which pods of a deployment are meant. Only labels that never change are used: our own (DESIGN.md 1)."""
+"""Which pods of a deployment are meant. Only labels that never change are used: our own (docs/children.md)."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Which top-level fields of a chat request change the prompt, by what the engine does with them.
 
 Every field is harmless, modelled, set by the router alone, or a reason why the prompt cannot be predicted. What stands
-in none of these lists is a reason, too: a decision is never silently exact (DESIGN.md 3). The lists of vLLM are those
-of 0.32, each field proved against it (tests/conformance/vllm/test_fields.py).
+in none of these lists is a reason, too: a decision is never silently exact (docs/exactness.md). The lists of vLLM are
+those of 0.32, each field proved against it (tests/conformance/vllm/test_fields.py).
 """
 
 from collections.abc import Iterable, Mapping

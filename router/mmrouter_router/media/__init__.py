@@ -1,4 +1,4 @@
-"""Media of requests: ``data:`` URIs and guarded http(s) fetches (DESIGN.md 3). Only routers fetch; engines get bytes.
+"""Media of requests: ``data:`` URIs and guarded http(s) fetches. Only routers fetch; engines get bytes.
 
 Stages, one module each: ``datauri`` or ``guard`` (is the URL acceptable), ``address`` (are its addresses), ``fetch``,
 ``cache``, ``sniff``; ``resolve`` puts them together.

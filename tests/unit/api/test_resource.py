@@ -1,4 +1,4 @@
-"""The resource of DESIGN.md 9: what is accepted, what it defaults to, how it travels."""
+"""The resource of examples/full.yaml: what is accepted, what it defaults to, how it travels."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of readiness gates (DESIGN.md 5.3), cell by cell and at random."""
+"""The table of readiness gates (docs/architecture.md), cell by cell and at random."""
 
 import dataclasses
 from typing import Any

@@ -65,7 +65,7 @@ def _empty(value: Any) -> None:
 
 
 def test_every_container_mounts_only_its_own_secrets(whole: MMRouterDeployment, secrets: SecretData) -> None:
-    """DESIGN.md 7: the engine gets nothing but its API key."""
+    """As docs/architecture.md says: the engine gets nothing but its API key."""
     objects = render(whole, secrets=secrets)
     seen: dict[str, set[str]] = {}
     for obj in deployments(objects):

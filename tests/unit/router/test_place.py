@@ -1,4 +1,4 @@
-"""Which workers may serve, with or without their overlap (the table of DESIGN.md 5.3), and what a booking counts."""
+"""Which workers may serve, with their overlap or without (docs/architecture.md), and what a booking counts."""
 
 from array import array
 from dataclasses import replace
