@@ -2,7 +2,7 @@
 
 import base64
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import yaml
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply, is_done
+from e2e.processes import statuses
 from e2e.report import dump
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,11 +44,24 @@ class Deployed:
         where = ("-n", self.namespace, "exec", *options, pod, "-c", container)
         return self.cluster.kubectl(*where, "--", *command, stdin=stdin)
 
-    def token(self) -> str:
-        """Return the token of the control API."""
+    def containers(self) -> dict[tuple[str, str], tuple[str, int]]:
+        """Return the containers of all pods: the pod's uid and their name -> their id and how often they restarted."""
+        return {
+            (pod["metadata"]["uid"], each["name"]): (each["containerID"], each["restartCount"])
+            for role in ("frontend", "worker")
+            for pod in self.pods(role)
+            for each in statuses(pod)
+        }
+
+    def secret(self) -> dict[str, bytes]:
+        """Return the keys that the operator made for it."""
         path = f"/api/v1/namespaces/{self.namespace}/secrets/{self.name}-secrets"
         data = self.cluster.request("GET", path).raise_for_status().json()["data"]
-        return base64.b64decode(data["control.token"]).decode()
+        return {name: base64.b64decode(value) for name, value in data.items()}
+
+    def token(self) -> str:
+        """Return the token of the control API."""
+        return self.secret()["control.token"].decode()
 
 
 def example() -> dict[str, Any]:
@@ -66,8 +80,13 @@ def deploy(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: fl
     """Apply a resource and wait until it is Ready, which says exactness too. Raises ``AssertionError`` with a dump."""
     name = body["metadata"]["name"]
     generation = apply(cluster, namespace, dict(body))["metadata"]["generation"]
+    wait_or_dump(cluster, namespace, lambda: is_done(cluster, namespace, name, generation), seconds, "Ready is True")
+    return Deployed(cluster, namespace, name)
+
+
+def wait_or_dump(cluster: Access, namespace: str, condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Wait as :func:`wait_for` does. Raises ``AssertionError`` with a dump of the namespace."""
     try:
-        wait_for(lambda: is_done(cluster, namespace, name, generation), seconds, "Ready is True", every=0.2)
+        return wait_for(condition, seconds, what, every=0.2)
     except TimeoutError as error:
         raise AssertionError(f"{error}\n{dump(cluster, namespace)}") from error
-    return Deployed(cluster, namespace, name)

@@ -6,20 +6,19 @@ frontend's answer is compared with the engine's before and after it: it holds al
 that was held neither time. Where nothing happens these are the same, and the comparison is equality.
 """
 
-import base64
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import httpx
 from cluster.controlplane import wait_for
 from e2e.deploying import Deployed
-from e2e.plane import Node
-from e2e.reach import CONTROL_PORT, address, forwarded
+from e2e.reach import CONTROL_PORT, at_pod
 
 from mmrouter.blocks import Key, chain, namespace_seed, span_extra
 from mmrouter.identity import foreign_identity, from_wire
@@ -30,6 +29,7 @@ ASK_SECONDS = 2.0
 Seeds = Callable[[str | None, str | None], Key]
 Held = dict[str, set[Key]]
 """Rank -> keys."""
+T = TypeVar("T")
 
 
 def keys_of(told: Mapping[str, Any], seed: Seeds) -> Held:
@@ -69,7 +69,7 @@ class Looker:
     """Asks the pods of a deployment that were there when it was made."""
 
     def __init__(self, deployed: Deployed, stack: ExitStack) -> None:
-        secret = _secret(deployed)
+        secret = deployed.secret()
         self._engine_key = secret["engine.key"].decode().strip()
         self._token = secret["control.token"].decode()
         self._identity_key = secret["identity.key"]
@@ -79,9 +79,7 @@ class Looker:
         self._http = stack.enter_context(httpx.Client(timeout=ASK_SECONDS, trust_env=False))
 
         def url(pod: dict[str, Any], port: int) -> str:
-            if isinstance(deployed.cluster, Node) or _routed(pod, port):
-                return f"http://{address(pod)}:{port}"
-            return stack.enter_context(forwarded(deployed, f"pod/{pod['metadata']['name']}", port))
+            return stack.enter_context(at_pod(deployed, pod, port))
 
         self.frontends = {_name(pod): url(pod, CONTROL_PORT) for pod in deployed.pods("frontend")}
         self.workers = {_name(pod): url(pod, ENGINE_PORT) for pod in deployed.pods("worker")}
@@ -94,32 +92,40 @@ class Looker:
         answer = self._http.get(f"{self.workers[worker]}/sim/cache", headers=headers)
         return keys_of(answer.raise_for_status().json(), self._seed)
 
-    def believed(self, pair: Pair) -> Held:
-        """Return what a frontend believes that a worker holds; nothing while it does not follow the worker's events.
-
-        Raises ``httpx.HTTPError``.
-        """
-        headers = {"authorization": f"Bearer {self._token}"}
-        url = f"{self.frontends[pair.frontend]}/control/workers/{self._uids[pair.worker]}/keys"
-        answer = self._http.get(url, headers=headers).raise_for_status().json()
-        return {rank: {int(key, 16) for key in keys} for rank, keys in answer["keys"].items() if answer["synced"]}
+    def view(self, pair: Pair) -> "View":
+        """Return what a frontend believes of a worker. Raises ``httpx.HTTPError``."""
+        told = self._control(pair.frontend, f"workers/{self._uids[pair.worker]}/keys").raise_for_status().json()
+        held = {rank: {int(key, 16) for key in keys} for rank, keys in told["keys"].items()}
+        return View(told["epoch"], told["synced"], held)
 
     def state(self, frontend: str) -> dict[str, Any]:
         """Return all that a frontend knows. Raises ``httpx.HTTPError``."""
-        headers = {"authorization": f"Bearer {self._token}"}
-        url = f"{self.frontends[frontend]}/control/state"
-        answer: dict[str, Any] = self._http.get(url, headers=headers).raise_for_status().json()
+        answer: dict[str, Any] = self._control(frontend, "state").raise_for_status().json()
         return answer
+
+    def lost(self, request_id: str) -> set[str]:
+        """Return the workers that ended under a request, which then went to another. Raises ``httpx.HTTPError``."""
+        answer = self._control(next(iter(self.frontends)), f"decisions/{request_id}")
+        if answer.status_code == 404:
+            return set()
+        attempts = answer.raise_for_status().json()["attempts"]
+        return {each["worker"] for each in attempts if each["outcome"].startswith("engine_lost")}
+
+    def _control(self, frontend: str, path: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self._token}"}
+        return self._http.get(f"{self.frontends[frontend]}/control/{path}", headers=headers)
 
     def look(self) -> list["Seen"]:
         """Compare every frontend with every engine; who does not answer differs, too."""
         began = time.time()
         before = {worker: _tried(self.held, worker) for worker in self.workers}
-        believed = {pair: _tried(self.believed, pair) for pair in self.pairs}
+        views = {pair: _tried(self.view, pair) for pair in self.pairs}
         after = {worker: _tried(self.held, worker) for worker in self.workers}
         ended = time.time()
-        rows = [(pair, before[pair.worker], mine, after[pair.worker]) for pair, mine in believed.items()]
-        return [Seen(pair, began, ended, _wrong(*helds)) for pair, *helds in rows]
+        return [
+            Seen(pair, began, ended, _wrong(before[pair.worker], view, after[pair.worker]), *_size(view))
+            for pair, view in views.items()
+        ]
 
     def differences(self) -> list["Seen"]:
         """Return where a frontend differs from an engine now."""
@@ -130,13 +136,28 @@ class Looker:
 
 
 @dataclass(frozen=True)
+class View:
+    """What a frontend believes that a worker holds, and the epoch that it has of it; ``synced``: all of that epoch."""
+
+    epoch: int
+    synced: bool
+    held: Held
+
+
+@dataclass(frozen=True)
 class Seen:
-    """One comparison, and when its round began and ended in seconds since 1970. ``wrong``: empty for equality."""
+    """One comparison, and when its round began and ended in seconds since 1970.
+
+    ``wrong``: empty for equality, which takes a frontend that follows the worker. ``epoch`` and ``blocks``: what the
+    frontend had then; -1 and 0 where it did not answer.
+    """
 
     pair: Pair
     began: float
     ended: float
     wrong: str
+    epoch: int
+    blocks: int
 
 
 @dataclass
@@ -146,22 +167,32 @@ class Watch:
     pairs: list[Pair]
     seen: list[Seen] = field(default_factory=list)
 
-    def equal_since(self, moment: float) -> float | None:
-        """Return when the last of the pairs was first seen to be equal, of what was begun after ``moment``."""
+    def equal_since(self, moment: float, newer: Mapping[Pair, int], filled: str = "") -> float | None:
+        """Return when the last of the pairs was first seen to be equal, of what was begun after ``moment``.
+
+        A pair that is in ``newer`` has to be of an epoch after that one; what a frontend believes of the worker
+        ``filled`` must be something.
+        """
         first: dict[Pair, float] = {}
         for each in list(self.seen):
-            if each.began >= moment and not each.wrong:
+            counts = each.epoch > newer.get(each.pair, -1) and (each.blocks > 0 or each.pair.worker != filled)
+            if each.began >= moment and not each.wrong and counts:
                 first.setdefault(each.pair, each.ended)
         return max(first.values()) if len(first) == len(self.pairs) else None
 
-    def again(self, moment: float, seconds: float) -> float:
-        """Wait until all pairs were equal after ``moment``; return how long after it. Raises ``TimeoutError``."""
+    def again(
+        self, moment: float, seconds: float, newer: Mapping[Pair, int] = MappingProxyType({}), filled: str = ""
+    ) -> float:
+        """Wait until all pairs were equal after ``moment``, as of :meth:`equal_since`; return how long after it.
+
+        Raises ``TimeoutError``.
+        """
         what = "the index equals the engines' caches"
         try:
-            wait_for(lambda: self.equal_since(moment) is not None, seconds, what)
+            equal = wait_for(lambda: self.equal_since(moment, newer, filled), seconds, what)
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n" + "\n".join(map(str, self.seen[-2 * len(self.pairs) :]))) from error
-        return (self.equal_since(moment) or moment) - moment
+        return float(equal - moment)
 
 
 @contextmanager
@@ -197,7 +228,7 @@ def assert_equal(looker: Looker, seconds: float = 5.0) -> None:
         raise AssertionError(f"{error}: {looker.differences()}") from error
 
 
-def _tried(ask: Callable[[Any], Held], whom: Any) -> Held | str:
+def _tried(ask: Callable[[Any], T], whom: Any) -> T | str:
     """Return an answer, or why there is none."""
     try:
         return ask(whom)
@@ -205,27 +236,19 @@ def _tried(ask: Callable[[Any], Held], whom: Any) -> Held | str:
         return repr(error)
 
 
-def _wrong(before: Held | str, believed: Held | str, after: Held | str) -> str:
+def _wrong(before: Held | str, view: View | str, after: Held | str) -> str:
     if isinstance(before, str):
         return before
-    if isinstance(believed, str):
-        return believed
-    return after if isinstance(after, str) else difference(before, believed, after)
+    if isinstance(view, str):
+        return view
+    if not view.synced:
+        return f"epoch {view.epoch} is not followed yet"
+    return after if isinstance(after, str) else difference(before, view.held, after)
+
+
+def _size(view: View | str) -> tuple[int, int]:
+    return (-1, 0) if isinstance(view, str) else (view.epoch, sum(map(len, view.held.values())))
 
 
 def _name(pod: dict[str, Any]) -> str:
     return str(pod["metadata"]["name"])
-
-
-def _routed(pod: dict[str, Any], port: int) -> bool:
-    try:
-        httpx.get(f"http://{address(pod)}:{port}/health", timeout=1, trust_env=False)
-    except (httpx.ConnectError, httpx.ConnectTimeout):
-        return False
-    return True
-
-
-def _secret(deployed: Deployed) -> dict[str, bytes]:
-    path = f"/api/v1/namespaces/{deployed.namespace}/secrets/{deployed.name}-secrets"
-    data = deployed.cluster.request("GET", path).raise_for_status().json()["data"]
-    return {name: base64.b64decode(value) for name, value in data.items()}

@@ -6,30 +6,32 @@ before: the hit ratio of a quiet deployment is high, and one that lost its cache
 and then for a moment, so a deployment that is slow is asked less and not more.
 """
 
-import base64
+import hashlib
 import itertools
 import random
 import secrets
-import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import httpx
 import openai
-from cluster.access import Access
 from cluster.controlplane import wait_for
+from e2e.deploying import Deployed
+from e2e.reach import at_service
 
 from mmrouter_cli.pictures import data_uri, picture
 
 TURNS = 3
 PICTURES = 4
 ANSWER_TOKENS = 16
+MEASURED = 40
+"""Requests of which a hit ratio is taken."""
+ROUNDS = 4
+"""In so many times as many requests it has to be what it was."""
 TIMEOUT_SECONDS = 60.0
-CONNECT_SECONDS = 1.0
 JOIN_SECONDS = 90.0
 TEXT = "The harbour lies still in the early light and the boats wait for the tide to turn. " * 3
 QUESTIONS = ("What is to be seen here?", "Which colour is the strongest, and where is it?", "And the weakest of all?")
@@ -58,6 +60,8 @@ class Sent:
     blocks: int = 0
     status: int | None = None
     error: str = ""
+    retries: int = 0
+    """How often the client tried again until an answer began."""
 
     @property
     def streamed(self) -> bool:
@@ -78,6 +82,17 @@ class Traffic:
 
     sent: list[Sent] = field(default_factory=list)
     """Requests that have ended, in the order of their ends."""
+    streams: dict[int, Sent] = field(default_factory=dict)
+    """Client -> the answer that streams to it now."""
+
+    def begun(self, sent: Sent) -> None:
+        """Note an answer that streams."""
+        self.streams[sent.client] = sent
+
+    def ended(self, sent: Sent) -> None:
+        """Note a request that has ended."""
+        self.streams.pop(sent.client, None)
+        self.sent.append(sent)
 
     @property
     def failed(self) -> list[Sent]:
@@ -100,8 +115,15 @@ class Traffic:
 
     def hit_ratio(self, since: float = 0.0, until: float = float("inf")) -> float:
         """Return the share of prompt blocks that the chosen worker held already, of requests begun meanwhile."""
-        among = self.between(since, until)
-        return sum(each.overlap for each in among) / max(1, sum(each.blocks for each in among))
+        return hit_ratio(self.between(since, until))
+
+    def recovered(self, wanted: float) -> float:
+        """Return the hit ratio of ``MEASURED`` more requests: in one of some rounds, as soon as it is as wanted."""
+        found = 0.0
+        for _ in range(ROUNDS):
+            if (found := self.hit_ratio(self.go_on(MEASURED))) > wanted:
+                break
+        return found
 
     def workers(self, since: float = 0.0, until: float = float("inf")) -> set[str]:
         """Return the names of the pods that answered."""
@@ -125,11 +147,21 @@ class Traffic:
         return "\n".join([*lines, *map(str, self.failed[:20])])
 
 
+def hit_ratio(among: Iterable[Sent]) -> float:
+    """Return the share of the prompts' blocks that the chosen workers held already."""
+    rows = [(each.overlap, each.blocks) for each in among]
+    return sum(overlap for overlap, _ in rows) / max(1, sum(blocks for _, blocks in rows))
+
+
+def router(sent: Sent, pods: Mapping[str, dict[str, Any]]) -> str:
+    """Return the name of the frontend among ``pods`` (name -> pod) that took a request, empty for another one."""
+    ids = {hashlib.sha256(pod["metadata"]["uid"].encode()).hexdigest()[:8]: name for name, pod in pods.items()}
+    return ids.get(sent.request_id.partition("-")[0], "")
+
+
 @contextmanager
 def load(
-    cluster: Access,
-    namespace: str,
-    name: str,
+    deployed: Deployed,
     *,
     clients: int = 4,
     pause: float = 0.2,
@@ -143,7 +175,7 @@ def load(
     ``long_tokens``: the length of the answers of ``long_clients`` more that stream all the time; 0: there are none.
     """
     pictures = [data_uri(picture(secrets.token_hex(8))) for _ in range(PICTURES)]
-    traffic, stop, token = Traffic(), threading.Event(), _token(cluster, namespace, name)
+    traffic, stop, token = Traffic(), threading.Event(), deployed.token()
 
     def talk(number: int, url: str) -> None:
         keeps, long = number % 2 == 0, number >= clients
@@ -169,14 +201,15 @@ def load(
                 messages.append({"role": "user", "content": [shown, question] if turn == 0 else [question]})
                 streams = long or (number // 2 + turn) % 2 == 0
                 length = {"max_tokens": long_tokens if long else ANSWER_TOKENS, "extra_body": {"ignore_eos": True}}
-                sent, answer = _send(client, Sent(number, streams, keeps, time.time()), name, messages, length)
-                traffic.sent.append(sent)
+                begun = Sent(number, streams, keeps, time.time())
+                sent, answer = _send(client, begun, deployed.name, messages, length, traffic.begun)
+                traffic.ended(sent)
                 if sent.error:
                     break
                 messages.append({"role": "assistant", "content": answer})
 
     numbers = range(clients + (long_clients if long_tokens else 0))
-    with _reached(cluster, namespace, name) as url:
+    with at_service(deployed, outlives=True) as url:
         threads = [threading.Thread(target=talk, args=(number, url), name=f"client {number}") for number in numbers]
         for thread in threads:
             thread.start()
@@ -189,8 +222,15 @@ def load(
     assert not any(thread.is_alive() for thread in threads), "a request has no end"
 
 
-def _send(client: openai.OpenAI, sent: Sent, model: str, messages: Any, options: dict[str, Any]) -> tuple[Sent, str]:
-    """Return what became of a request, and the answer's text."""
+def _send(
+    client: openai.OpenAI,
+    sent: Sent,
+    model: str,
+    messages: Any,
+    options: dict[str, Any],
+    begun: Callable[[Sent], None],
+) -> tuple[Sent, str]:
+    """Return what became of a request, and the answer's text. ``begun`` is told of an answer that streams."""
     seen: dict[str, Any] = {}
     pieces: list[str] = []
     try:
@@ -203,7 +243,9 @@ def _send(client: openai.OpenAI, sent: Sent, model: str, messages: Any, options:
             extra_headers={"Authorization": openai.Omit()},
             **options,
         )
-        seen |= _placed(raw.headers)
+        seen |= _placed(raw.headers) | {"retries": raw.retries_taken}
+        if sent.streams:
+            begun(replace(sent, **seen))
         answer: Any = raw.parse()
         reason = None
         for chunk in answer if sent.streams else [answer]:
@@ -236,41 +278,3 @@ def _placed(headers: Mapping[str, str]) -> dict[str, Any]:
         "overlap": int(headers["x-mmrouter-overlap-blocks"]),
         "blocks": int(headers["x-mmrouter-prompt-blocks"]),
     }
-
-
-def _token(cluster: Access, namespace: str, name: str) -> str:
-    answer = cluster.request("GET", f"/api/v1/namespaces/{namespace}/secrets/{name}-secrets").raise_for_status()
-    return base64.b64decode(answer.json()["data"]["control.token"]).decode()
-
-
-@contextmanager
-def _reached(cluster: Access, namespace: str, name: str) -> Iterator[str]:
-    """Return the URL of a deployment's Service for this machine.
-
-    Where the machine reaches a Service as pods do, as on a node of our own, that is the Service's address. Elsewhere
-    the API server passes each request on to a ready frontend. A port-forward would end with the frontend that it chose.
-    """
-    path = f"/api/v1/namespaces/{namespace}/services/{name}"
-    spec = cluster.request("GET", path).raise_for_status().json()["spec"]
-    port = spec["ports"][0]["port"]
-    url = f"http://{spec['clusterIP']}:{port}"
-    try:
-        httpx.get(f"{url}/health", timeout=httpx.Timeout(10, connect=CONNECT_SECONDS), trust_env=False)
-    except (httpx.ConnectError, httpx.ConnectTimeout):
-        with _api_proxy(cluster) as server:
-            yield f"{server}{path}:{port}/proxy"
-    else:
-        yield url
-
-
-@contextmanager
-def _api_proxy(cluster: Access) -> Iterator[str]:
-    """Return a URL of the API server that asks for no credentials."""
-    command = [str(cluster.bin / "kubectl"), f"--kubeconfig={cluster.kubeconfig}", "proxy", "--port=0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield f"http://{process.stdout.readline().split()[-1]}"
-    finally:
-        process.terminate()
-        process.communicate()

@@ -1,18 +1,25 @@
 """A deployment as this machine reaches it: by the cluster's own addresses where they are routed, else by forwarding."""
 
+import select
+import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import openai
+from cluster.access import Access
 from e2e.deploying import Deployed
 from e2e.plane import Node
 from scenarios import Chat
 
 CONTROL_PORT = 8001
+CONNECT_SECONDS = 1.0
+KUBECTL_SECONDS = 20.0
+"""Until kubectl says that it serves."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +51,40 @@ class Reached:
 @contextmanager
 def reached(deployed: Deployed) -> Iterator[Reached]:
     """Return where a deployment is, for the frontends that it has now."""
-    frontends = deployed.pods("frontend")
     with ExitStack() as stack:
-        if isinstance(deployed.cluster, Node):
-            url = service_url(deployed)
-            controls = [f"http://{address(pod)}:{CONTROL_PORT}" for pod in frontends]
-        else:
-            url = stack.enter_context(forwarded(deployed, f"service/{deployed.name}", 80))
-            names = [f"pod/{pod['metadata']['name']}" for pod in frontends]
-            controls = [stack.enter_context(forwarded(deployed, name, CONTROL_PORT)) for name in names]
+        url = stack.enter_context(at_service(deployed))
+        controls = [stack.enter_context(at_pod(deployed, pod, CONTROL_PORT)) for pod in deployed.pods("frontend")]
         yield Reached(url, tuple(controls), deployed.token())
 
 
-def service_url(deployed: Deployed) -> str:
-    """Return the URL of the Service by its own address."""
+@contextmanager
+def at_service(deployed: Deployed, *, outlives: bool = False) -> Iterator[str]:
+    """Return the URL of a deployment's Service for this machine.
+
+    Where its own address is not routed, a port is forwarded to one frontend. With ``outlives`` the API server passes
+    each request on to a ready one instead: a forwarded port would end with its frontend.
+    """
     path = f"/api/v1/namespaces/{deployed.namespace}/services/{deployed.name}"
     spec = deployed.cluster.request("GET", path).raise_for_status().json()["spec"]
-    return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
+    host, port = str(spec["clusterIP"]), int(spec["ports"][0]["port"])
+    if _routed(deployed.cluster, host, port):
+        yield f"http://{host}:{port}"
+    elif outlives:
+        with _serving(deployed.cluster, "proxy", "--port=0") as said:
+            yield f"http://{said.split()[-1]}{path}:{port}/proxy"
+    else:
+        with forwarded(deployed, f"service/{deployed.name}", port) as url:
+            yield url
+
+
+@contextmanager
+def at_pod(deployed: Deployed, pod: dict[str, Any], port: int) -> Iterator[str]:
+    """Return the URL of a port of a running pod for this machine."""
+    if _routed(deployed.cluster, address(pod), port):
+        yield f"http://{address(pod)}:{port}"
+    else:
+        with forwarded(deployed, f"pod/{pod['metadata']['name']}", port) as url:
+            yield url
 
 
 def address(pod: dict[str, Any]) -> str:
@@ -70,14 +94,44 @@ def address(pod: dict[str, Any]) -> str:
 
 @contextmanager
 def forwarded(deployed: Deployed, target: str, port: int) -> Iterator[str]:
-    """Forward a port of the cluster to a free one of this machine; gives its URL."""
-    cluster = deployed.cluster
-    options = (f"--kubeconfig={cluster.kubeconfig}", f"--namespace={deployed.namespace}")
-    command = [str(cluster.bin / "kubectl"), *options, "port-forward", target, f":{port}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    """Forward a port of the cluster to a free one of this machine; gives its URL. Raises ``AssertionError``."""
+    where = f"--namespace={deployed.namespace}"
+    with _serving(deployed.cluster, where, "port-forward", target, f":{port}") as said:
+        yield f"http://{said.split()[2]}"
+
+
+def _routed(cluster: Access, host: str, port: int) -> bool:
+    """Whether this machine reaches an address as pods do, which it always does on a node of our own."""
+    if isinstance(cluster, Node):
+        return True
     try:
-        assert process.stdout is not None
-        yield f"http://{process.stdout.readline().split()[2]}"
-    finally:
-        process.terminate()
-        process.communicate()
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _serving(cluster: Access, *arguments: str) -> Iterator[str]:
+    """Run a command of kubectl that serves until the block ends; gives its first line. Raises ``AssertionError``."""
+    command = [str(cluster.bin / "kubectl"), f"--kubeconfig={cluster.kubeconfig}", *arguments]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            assert process.stdout is not None
+            line = _line(process.stdout)
+            if not line:
+                process.kill()
+                process.wait()
+                errors.seek(0)
+                raise AssertionError(f"kubectl {' '.join(arguments)} does not serve: {errors.read().strip()}")
+            yield line
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def _line(stream: IO[str]) -> str:
+    """Return the next line, which kubectl writes as a whole; empty where none comes in time or ever."""
+    ready, _, _ = select.select([stream], [], [], KUBECTL_SECONDS)
+    return stream.readline() if ready else ""

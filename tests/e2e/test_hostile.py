@@ -4,10 +4,10 @@ The deployment has no NetworkPolicies. Whether a cluster enforces them depends o
 node does not), so all that refuses here are the keys: what these tests show holds on any cluster.
 """
 
-import base64
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import pytest
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply, condition, is_done, status
-from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model
-from e2e.plane import Node
-from e2e.reach import address, forwarded, service_url
-from e2e.report import LOOK, dump
+from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
+from e2e.reach import address, at_service
+from e2e.report import LOOK
 from e2e.web import manifest
 
 KEY = "a-key-of-the-tenant"
@@ -55,15 +54,8 @@ def guarded(operated: Access) -> Iterator[Deployed]:
 @pytest.fixture
 def client(guarded: Deployed) -> Iterator[openai.OpenAI]:
     """The official client, with the tenant's key."""
-    if isinstance(guarded.cluster, Node):
-        yield made_client(service_url(guarded))
-        return
-    with forwarded(guarded, f"service/{guarded.name}", 80) as url:
-        yield made_client(url)
-
-
-def made_client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
+    with at_service(guarded) as url:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
 def answers(client: openai.OpenAI, name: str) -> bool:
@@ -107,10 +99,8 @@ def test_an_image_that_is_nowhere_is_named_with_its_pool_while_the_rest_serves_a
         assert ready == "False", "old pods are no success of the new spec"
     finally:
         generation = apply(cluster, namespace, body())["metadata"]["generation"]
-    try:
-        wait_for(lambda: is_done(cluster, namespace, name, generation), READY_SECONDS, "Ready is True", every=0.2)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}\n{dump(cluster, namespace)}") from error
+    done = partial(is_done, cluster, namespace, name, generation)
+    wait_or_dump(cluster, namespace, done, READY_SECONDS, "Ready is True")
     assert condition(cluster, "Degraded", namespace, name)["status"] == "False"
     assert answers(client, name)
 
@@ -224,10 +214,7 @@ def test_a_pod_of_somebody_else_is_refused_everywhere_changes_nothing_and_every_
 ) -> None:
     (frontend,) = guarded.pods("frontend")
     engine = next(pod for pod in guarded.pods("worker") if pod["metadata"]["labels"]["mmrouter.io/pool"] == "first")
-    secret = guarded.cluster.request(
-        "GET", f"/api/v1/namespaces/{guarded.namespace}/secrets/{guarded.name}-secrets"
-    ).raise_for_status()
-    key = base64.b64decode(secret.json()["data"]["sidecar.curve.public"]).decode().strip()
+    key = guarded.secret()["sidecar.curve.public"].decode().strip()
     targets = {"engine": address(engine), "frontend": address(frontend), "sidecar_key": key}
 
     before, knew = counted(guarded, engine, frontend), known(guarded, frontend)

@@ -1,6 +1,5 @@
 """Rolling updates in real pods under load: of a pool, then of the frontends. Nobody's request is lost."""
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -11,9 +10,8 @@ from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply, condition, is_done
 from e2e.conftest import Record
-from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model
-from e2e.load import Sent, Traffic, load
-from e2e.report import dump
+from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
+from e2e.load import MEASURED, ROUNDS, Sent, Traffic, hit_ratio, load, router
 
 GATES = ("mmrouter.io/routable", "mmrouter.io/verified")
 NOTICE_SECONDS = 5.0
@@ -26,10 +24,6 @@ CLIENTS: dict[str, Any] = {"clients": 6, "pause": 0.1, "long_tokens": 350, "long
 """A long answer takes 7 s."""
 SAME = 0.05
 """Hit ratios as near as that are the same."""
-MEASURED = 40
-"""Requests of which a hit ratio is taken."""
-ROUNDS = 4
-"""In so many times as many requests it has to be what it was."""
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +55,22 @@ class Replaced:
         self.old = {pod["metadata"]["name"]: pod for pod in deployed.pods(role)}
         self.deleted: dict[str, float] = {}
         """When an old pod was told to go."""
-        self.gone: dict[str, float] = {}
-        """When one was seen to be away."""
+        self.since: dict[tuple[str, str], float] = {}
+        """Pod and condition -> when that became true, as it was first seen: it may have changed since."""
 
     def over(self) -> bool:
         """Look; whether all old pods are gone."""
         path = f"/api/v1/namespaces/{self.deployed.namespace}/pods"
         items = self.deployed.cluster.request("GET", path).raise_for_status().json()["items"]
-        there = {pod["metadata"]["name"]: pod["metadata"] for pod in items}
-        for name in self.old:
-            if name not in there:
-                self.gone.setdefault(name, time.time())
-            elif "deletionTimestamp" in there[name]:
-                end = datetime.fromisoformat(there[name]["deletionTimestamp"]).timestamp()
-                self.deleted.setdefault(name, end - there[name]["deletionGracePeriodSeconds"])
-        return self.gone.keys() == self.old.keys()
+        there = {pod["metadata"]["name"]: pod for pod in items}
+        for name, pod in there.items():
+            for each in pod["status"].get("conditions") or []:
+                if each["status"] == "True":
+                    self.since.setdefault((name, each["type"]), moment(each["lastTransitionTime"]))
+            if name in self.old and "deletionTimestamp" in pod["metadata"]:
+                end = moment(pod["metadata"]["deletionTimestamp"])
+                self.deleted.setdefault(name, end - pod["metadata"]["deletionGracePeriodSeconds"])
+        return self.old.keys().isdisjoint(there)
 
     def new(self) -> dict[str, dict[str, Any]]:
         """Return the pods that came."""
@@ -84,37 +79,41 @@ class Replaced:
         return pods
 
 
+def moment(written: str) -> float:
+    """Return one of the API's times in seconds since 1970."""
+    return datetime.fromisoformat(written).timestamp()
+
+
 def rolled(mine: Deployed, changed: dict[str, Any], role: str, traffic: Traffic) -> tuple[Replaced, dict[str, float]]:
     """Apply a change under load and wait until new pods have taken the old ones' place.
 
     Return the pods, and the hit ratios ``before``, ``during`` and ``after``, with the ``seconds`` that it took.
     """
     pods = Replaced(mine, role)
-    traffic.go_on(MEASURED)
-    before = traffic.hit_ratio(traffic.go_on(MEASURED))
+    traffic.go_on()
+    before = traffic.hit_ratio(traffic.go_on(2 * MEASURED))
     began = time.time()
     generation = apply(mine.cluster, mine.namespace, changed)["metadata"]["generation"]
 
     def settled() -> bool:
         return pods.over() and is_done(mine.cluster, mine.namespace, mine.name, generation)
 
-    try:
-        wait_for(settled, READY_SECONDS, f"every {role} is replaced", every=0.2)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}\n{dump(mine.cluster, mine.namespace)}") from error
+    wait_or_dump(mine.cluster, mine.namespace, settled, READY_SECONDS, f"every {role} is replaced")
     ended = time.time()
-    after = 0.0
-    for _ in range(ROUNDS):
-        if (after := traffic.hit_ratio(traffic.go_on(MEASURED))) > before - SAME:
-            break
+    after = traffic.recovered(before - SAME)
     during = traffic.hit_ratio(began, ended)
     return pods, {"seconds": ended - began, "before": before, "during": during, "after": after}
 
 
-def router(sent: Sent, pods: dict[str, dict[str, Any]]) -> str:
-    """Return the name of the frontend among ``pods`` that took a request, empty for another one."""
-    ids = {hashlib.sha256(pod["metadata"]["uid"].encode()).hexdigest()[:8]: name for name, pod in pods.items()}
-    return ids.get(sent.request_id.partition("-")[0], "")
+def first_of(traffic: Traffic, which: Callable[[Sent], bool], wanted: float) -> float:
+    """Return the hit ratio of the first requests of a kind: of so many more, from the first, until it is as wanted."""
+    found = 0.0
+    for count in range(MEASURED, (ROUNDS + 1) * MEASURED, MEASURED):
+        wait_for(lambda count=count: sum(map(which, traffic.between())) >= count, 60, f"{count} requests are there")
+        among = sorted(filter(which, traffic.between()), key=lambda sent: sent.started)[:count]
+        if (found := hit_ratio(among)) > wanted:
+            break
+    return found
 
 
 def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str]) -> int:
@@ -135,8 +134,16 @@ def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str
     return outlived
 
 
+def assert_waited(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str], conditions: tuple[str, ...]) -> None:
+    """Every new pod answered, and nothing before its conditions were true. ``where``: the pod of a request."""
+    for name in pods.new():
+        first = min(sent.started for sent in traffic.between() if where(sent) == name)
+        for each in conditions:
+            assert first >= pods.since[name, each] - STAMP_SECONDS, (name, each, first - pods.since[name, each])
+
+
 def figures(traffic: Traffic, measured: dict[str, float], outlived: int) -> str:
-    ratios = ", ".join(f"{name} {measured[name]:.3f}" for name in ("before", "during", "after"))
+    ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in measured.items() if name != "seconds")
     return (
         f"{len(traffic.sent)} requests, {len(traffic.failed)} failed, {outlived} outlived a SIGTERM; "
         f"hit ratio {ratios}; {measured['seconds']:.1f} s"
@@ -144,19 +151,17 @@ def figures(traffic: Traffic, measured: dict[str, float], outlived: int) -> str:
 
 
 def test_a_pool_is_replaced_under_load_and_nothing_is_lost(mine: Deployed, record: Record) -> None:
-    with load(mine.cluster, mine.namespace, mine.name, **CLIENTS) as traffic:
+    with load(mine, **CLIENTS) as traffic:
         pods, measured = rolled(mine, body(engine="2"), "worker", traffic)
     record("pool replaced under load", figures(traffic, measured, assert_drained(pods, traffic, lambda s: s.worker)))
     assert not traffic.failed, traffic
     assert measured["after"] > measured["before"] - SAME
 
-    for name, pod in pods.new().items():
-        first = min(sent.started for sent in traffic.between() if sent.worker == name)
+    for pod in pods.new().values():
         since = {each["type"]: each for each in pod["status"]["conditions"]}
-        for gate in GATES:
-            assert (since[gate]["status"], since[gate]["reason"] in ("Held", "Proved")) == ("True", True)
-            opened = datetime.fromisoformat(since[gate]["lastTransitionTime"]).timestamp()
-            assert first >= opened - STAMP_SECONDS, (name, gate, first - opened)
+        assert {since[gate]["status"] for gate in GATES} == {"True"}
+        assert {since[gate]["reason"] for gate in GATES} <= {"Held", "Proved"}
+    assert_waited(pods, traffic, lambda sent: sent.worker, GATES)
     # To the request itself it is said at once, not in whole seconds: a worker that is not proved is never ``exact``.
     assert not traffic.inexact, traffic.inexact[:5]
     assert condition(mine.cluster, "ExactRoutingVerified", mine.namespace, mine.name)["status"] == "True"
@@ -164,14 +169,16 @@ def test_a_pool_is_replaced_under_load_and_nothing_is_lost(mine: Deployed, recor
 
 def test_the_frontends_are_replaced_under_load_and_forget_nothing(mine: Deployed, record: Record) -> None:
     engines = {pod["metadata"]["uid"] for pod in mine.pods("worker")}
-    with load(mine.cluster, mine.namespace, mine.name, **CLIENTS) as traffic:
+    with load(mine, **CLIENTS) as traffic:
         pods, measured = rolled(mine, body(engine="2", frontend="2"), "frontend", traffic)
+        new = pods.new()
+        measured["new"] = first_of(traffic, lambda sent: bool(router(sent, new)), measured["before"] - SAME)
     outlived = assert_drained(pods, traffic, lambda sent: router(sent, pods.old))
     record("frontends replaced under load", figures(traffic, measured, outlived))
     assert not traffic.failed, traffic
     assert not traffic.inexact, traffic.inexact[:5]
-    assert {router(sent, pods.new()) for sent in traffic.sent} >= pods.new().keys()
+    assert_waited(pods, traffic, lambda sent: router(sent, new), ("Ready",))
     # A new frontend has the whole index before it is Ready, so not even the first requests are placed worse.
-    assert measured["during"] > measured["before"] - SAME
+    assert measured["new"] > measured["before"] - SAME
     assert measured["after"] > measured["before"] - SAME
     assert {pod["metadata"]["uid"] for pod in mine.pods("worker")} == engines

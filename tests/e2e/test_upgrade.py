@@ -12,10 +12,9 @@ from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import condition, delete, get
 from e2e.conftest import Record, made_by
-from e2e.deploying import Deployed
+from e2e.deploying import Deployed, wait_or_dump
 from e2e.load import load
 from e2e.plane import Node
-from e2e.report import dump
 
 IMAGE = "docker.io/mmrouter/mmrouter"
 NOW = "0.1.0"
@@ -70,10 +69,7 @@ def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: st
         leader = cluster.request("GET", LEASE).raise_for_status().json()["spec"]["holderIdentity"]
         return images == {f"{IMAGE.partition('/')[2]}:{version}"} and leader.partition("_")[0] in pods
 
-    try:
-        wait_for(replaced, SECONDS, f"an operator of version {version} leads", every=0.2)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}\n{dump(cluster, NAMESPACE)}") from error
+    wait_or_dump(cluster, NAMESPACE, replaced, SECONDS, f"an operator of version {version} leads")
     return time.monotonic() - began
 
 
@@ -93,14 +89,6 @@ def repaired(deployed: Deployed, kind: str, name: str) -> None:
 
 def running(deployed: Deployed) -> dict[str, Any]:
     """Return what a restart would change: pods and restarts of containers, and the templates that pods are made of."""
-    pods = {
-        pod["metadata"]["uid"]: sorted(
-            (each["name"], each["containerID"], each["restartCount"])
-            for each in [*pod["status"].get("initContainerStatuses", []), *pod["status"]["containerStatuses"]]
-        )
-        for role in ("worker", "frontend")
-        for pod in deployed.pods(role)
-    }
     templates = {
         (kind, item["metadata"]["name"]): json.dumps(item["spec"]["template"], sort_keys=True)
         for kind in ("deployments", "replicasets")
@@ -108,7 +96,7 @@ def running(deployed: Deployed) -> dict[str, Any]:
     }
     stored = {item["metadata"]["name"]: item["metadata"]["uid"] for item in _list(deployed, "controllerrevisions")}
     generations = {item["metadata"]["name"]: item["metadata"]["generation"] for item in _list(deployed, "deployments")}
-    return {"pods": pods, "templates": templates, "stored": stored, "generations": generations}
+    return {"pods": deployed.containers(), "templates": templates, "stored": stored, "generations": generations}
 
 
 def _list(deployed: Deployed, plural: str) -> list[dict[str, Any]]:
@@ -124,7 +112,7 @@ def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
     assert isinstance(cluster, Node)
     chart = other_version(helm, cluster, tmp_path)
     before, first = running(deployed), set(operators(cluster))
-    with load(cluster, deployed.namespace, deployed.name) as traffic:
+    with load(deployed) as traffic:
         traffic.go_on()
         seconds = [upgrade(cluster, helm, chart, OTHER, "--set=log.level=debug")]
         assert first.isdisjoint(operators(cluster))
