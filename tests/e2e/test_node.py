@@ -13,6 +13,7 @@ from e2e.groups import hierarchies
 from e2e.network import Network
 from e2e.pause import write_pause
 from e2e.plane import Node, Programs
+from e2e.report import Dumps, Place
 
 TESTS = Path(__file__).resolve().parents[1]
 RUN = """\
@@ -61,7 +62,8 @@ def test_a_pod_runs_and_is_reached_from_this_machine(bare: Node) -> None:
             assert client.connect_ex((ip, 1)) == errno.ECONNREFUSED
 
 
-def test_nothing_is_left_of_a_node_whose_run_was_killed(programs: Programs, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_node_whose_run_was_killed(programs: Programs, tmp_path: Path, dumps: Dumps) -> None:
+    dumps.places["killed"] = Place((tmp_path / "run" / "log",))
     write_pause(tmp_path / "pause.tar")
     arguments = [str(tmp_path), str(programs.kube), str(programs.node), str(programs.cni)]
     run = subprocess.Popen([sys.executable, "-c", RUN, *arguments], cwd=TESTS, stdout=subprocess.PIPE, text=True)
@@ -72,3 +74,4 @@ def test_nothing_is_left_of_a_node_whose_run_was_killed(programs: Programs, tmp_
     run.wait()
     wait_for(lambda: not left(network, tmp_path), 20, "everything is gone")
     run.stdout.close()
+    del dumps.places["killed"]
