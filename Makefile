@@ -35,7 +35,7 @@ $(STAMP): requirements.lock pyproject.toml
 
 demo: venv ## show exact image routing in under a minute; ENGINE=vllm takes two real engines
 ifeq ($(ENGINE),vllm)
-	@env="$$($(PY) tests/tools/vllm_env.py)" || { echo "not run: see the reason above" >&2; exit 3; }; \
+	@env="$$($(PY) tests/tools/vllm_env.py)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
 		exec $(VENV)/bin/mmrouter up examples/demo-vllm.yaml --demo --engines path --engine-env "$$env" $(ARGS)
 else
 	@exec $(VENV)/bin/mmrouter up examples/demo.yaml --demo $(ARGS)

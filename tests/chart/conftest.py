@@ -3,38 +3,29 @@
 Where one cannot be made here, the tests that need it say ``not run:`` and why.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from chart.helm import Helm
 from cluster.controlplane import ControlPlane, control_plane
-
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
-CANNOT = 3  # exit status of the tools: not on this machine, reason on stderr
+from making import made_by, name_needs
 
 
-def made_by(tool: str) -> Path:
-    """Return the folder that a tool makes or finds; skips the test where it cannot."""
-    made = subprocess.run([sys.executable, str(TOOLS / tool)], capture_output=True, text=True, check=False)
-    if made.returncode == CANNOT:
-        pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
-    assert made.returncode == 0, made.stderr
-    return Path(made.stdout.strip())
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    name_needs(items, {"helm", "server"})
 
 
 @pytest.fixture(scope="session")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     """Helm, with a home of its own."""
-    return Helm(made_by("helm_env.py") / "helm", tmp_path_factory.mktemp("helm"))
+    return Helm(Path(made_by("helm_env.py"), "helm"), tmp_path_factory.mktemp("helm"))
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A running control plane without CRDs."""
-    with control_plane(tmp_path_factory.mktemp("server"), made_by("kube_env.py"), None) as plane:
+    with control_plane(tmp_path_factory.mktemp("server"), Path(made_by("kube_env.py")), None) as plane:
         yield plane
 
 

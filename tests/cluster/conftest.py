@@ -1,7 +1,5 @@
 """The control plane that the tests of this level share. Where it cannot run, every test says ``not run:`` and why."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,20 @@ from cluster.hollow import Hollow, hollow
 from cluster.operators import Replica, operator
 from cluster.resources import apply, is_done, marked
 from cluster.runner import LocalRunner
+from making import made_by, name_needs
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"
 FIGURES = pytest.StashKey[dict[str, Any]]()
 Record = Callable[[str, Any], None]
-CANNOT = 3  # exit status of kube_env.py: not on this machine, reason on stderr
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    name_needs(items, {"kube_bin"})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -40,13 +42,7 @@ def record(pytestconfig: pytest.Config) -> Record:
 @pytest.fixture(scope="session")
 def kube_bin() -> Path:
     """The folder with Kubernetes' commands, built when they are not there yet."""
-    made = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "tools" / "kube_env.py")], capture_output=True, text=True, check=False
-    )
-    if made.returncode == CANNOT:
-        pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
-    assert made.returncode == 0, made.stderr
-    return Path(made.stdout.strip())
+    return Path(made_by("kube_env.py"))
 
 
 @pytest.fixture(scope="session")

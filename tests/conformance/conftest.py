@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from conformance.report import Cells, run_folder
+from making import TOOLS, made_by, name_needs
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT / "tests" / "tools"
-CANNOT = 3  # exit status of the scripts below: not on this machine, reason on stderr
 FIGURES = pytest.StashKey[dict[str, Any]]()
 CELLS = pytest.StashKey[list[Cells]]()
 
@@ -30,6 +29,10 @@ def models_dir() -> Path:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = {}
     config.stash[CELLS] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    name_needs(items, {"shrunk", "vllm_env", "sglang_env"})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -81,11 +84,7 @@ def sglang_env() -> Path:
 def engine_env(script: str) -> Path:
     if not models_dir().is_dir():
         pytest.skip(f"not run: no model folders at {models_dir()} (MMROUTER_MODELS)")
-    made = subprocess.run([sys.executable, str(TOOLS / script)], capture_output=True, text=True, check=False)
-    if made.returncode == CANNOT:
-        pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
-    assert made.returncode == 0, made.stderr
-    return Path(made.stdout.strip())
+    return Path(made_by(script))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
@@ -17,10 +16,9 @@ from e2e.existing import Existing
 from e2e.pause import write_pause
 from e2e.plane import Node, Programs, node
 from e2e.report import Dumps, Place, dump
+from making import build_images, made_by, name_needs
+from tools.machine import cni_folder
 
-TOOLS = ROOT / "tests" / "tools"
-CANNOT = 3  # exit status of the tools: not on this machine, reason on stderr
-CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
 FIGURES = pytest.StashKey[dict[str, Any]]()
 DUMPS = pytest.StashKey[Dumps]()
 Record = Callable[[str, Any], None]
@@ -28,6 +26,10 @@ Record = Callable[[str, Any], None]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    name_needs(items, {"cluster", "programs"})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -62,16 +64,6 @@ def record(pytestconfig: pytest.Config) -> Record:
     return pytestconfig.stash[FIGURES].__setitem__
 
 
-def made_by(script: str, *arguments: str, **env: str) -> str:
-    """Run one of the tools and return what it printed; a machine on which it cannot run skips the test."""
-    command = [sys.executable, str(TOOLS / script), *arguments]
-    made = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env})
-    if made.returncode == CANNOT:
-        pytest.skip(f"not run: {made.stderr.strip().splitlines()[-1]}")
-    assert made.returncode == 0, made.stderr
-    return made.stdout.strip()
-
-
 @pytest.fixture(scope="session")
 def dumps(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Dumps:
     """What writes down everything that is known of a failed test, into a folder of its own in ``MMROUTER_DUMP_DIR``."""
@@ -85,7 +77,9 @@ def dumps(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 def programs() -> Programs:
     """Kubernetes' commands, built when they are not there yet."""
     node_bin = Path(made_by("node_env.py"))  # first: it says what the machine lacks
-    return Programs(Path(made_by("kube_env.py")), node_bin, next(path for path in CNI if (path / "bridge").is_file()))
+    cni = cni_folder()
+    assert cni  # node_env.py has looked
+    return Programs(Path(made_by("kube_env.py")), node_bin, cni)
 
 
 @pytest.fixture(scope="session")
@@ -100,14 +94,10 @@ def images(
     programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record, revision: str
 ) -> Iterator[list[Path]]:
     """Archives of the project's images, built from this checkout."""
-    base = os.environ.get("MMROUTER_BASE_IMAGE") or str(Path(made_by("base_image.py"), "base.tar"))
-    cache = Path(made_by("base_image.py", "--where")).parent
     folder = tmp_path_factory.mktemp("images")
     began = time.monotonic()
-    options = (f"--export={folder}", f"--storage={cache / 'storage'}")
-    made = made_by("images.py", *options, MMROUTER_BASE_IMAGE=base)
+    archives = build_images(folder, made_by)
     record("images built in, s", round(time.monotonic() - began, 1))
-    archives = [Path(line.split()[1]) for line in made.splitlines()]
     for archive in archives:
         record(f"image {archive.stem}, MB", archive.stat().st_size // 10**6)
     yield archives
@@ -150,10 +140,8 @@ def _cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[Access]:
     """The cluster with the operator, installed by its chart."""
-    command = os.environ.get("MMROUTER_KUBECONFIG") and shutil.which("helm")
-    helm = Helm(
-        Path(command or Path(made_by("helm_env.py"), "helm")), tmp_path_factory.mktemp("helm"), cluster.kubeconfig
-    )
+    # Always this one: the machine's own may be of another major version.
+    helm = Helm(Path(made_by("helm_env.py"), "helm"), tmp_path_factory.mktemp("helm"), cluster.kubeconfig)
     if helm.run("status", RELEASE, f"--namespace={NAMESPACE}").returncode == 0:
         yield cluster  # somebody else's release stays as it is
         return

@@ -2,8 +2,8 @@
 
     python tests/e2e/stand.py [--images DIR]    # DIR: archives that were made before, by `make images`
 
-It writes ``build/cluster.sh``, which a shell sources to have kubectl and helm for it. Exit status 3: it cannot be made
-on this machine, and the last line says why.
+It writes ``build/cluster.sh``, which a shell sources to have kubectl and helm for it. Exit status as of
+``tests/tools/vllm_env.py``: 3 where it cannot be made on this machine, 1 where something was not built.
 """
 
 import argparse
@@ -11,12 +11,12 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -24,27 +24,11 @@ if __name__ == "__main__":
 
 from e2e.pause import write_pause
 from e2e.plane import Node, Programs, node
+from making import NotMadeError, build_images, made
+from tools.machine import cni_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT / "tests" / "tools"
-CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
-
-
-def made(script: str, *arguments: str, **env: str) -> str:
-    """Run one of the tools and return what it printed; it says itself what it cannot. Raises ``SystemExit``."""
-    command = [sys.executable, str(TOOLS / script), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env={**os.environ, **env})
-    if done.returncode != 0:
-        sys.exit(done.returncode)
-    return done.stdout.strip()
-
-
-def archives(folder: Path) -> list[Path]:
-    """Build the images into a folder and return their archives."""
-    base = os.environ.get("MMROUTER_BASE_IMAGE") or str(Path(made("base_image.py"), "base.tar"))
-    storage = Path(made("base_image.py", "--where")).parent / "storage"
-    lines = made("images.py", f"--export={folder}", f"--storage={storage}", MMROUTER_BASE_IMAGE=base).splitlines()
-    return [Path(line.split()[1]) for line in lines]
+make = partial(made, live=True)
 
 
 @contextmanager
@@ -85,14 +69,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        node_bin = Path(made("node_env.py"))  # first: it says what the machine lacks
-        kube, helm = Path(made("kube_env.py")), Path(made("helm_env.py"))
+        node_bin = Path(make("node_env.py"))  # first: it says what the machine lacks
+        kube, helm = Path(make("kube_env.py")), Path(make("helm_env.py"))
         with tempfile.TemporaryDirectory(prefix="mmrouter-cluster-") as name:
             folder = Path(name)
-            images = sorted(chosen.images.glob("*.tar")) if chosen.images else archives(folder / "images")
+            images = sorted(chosen.images.glob("*.tar")) if chosen.images else build_images(folder / "images", make)
             write_pause(folder / "pause.tar")
             began = time.monotonic()
-            cni = next(path for path in CNI if (path / "bridge").is_file())
+            cni = cni_folder()
+            assert cni  # node_env.py has looked
             programs = Programs(kube, node_bin, cni)
             run = folder / "run"
             with kept(run / "log", chosen.logs), node(run, programs, folder / "pause.tar") as plane:
@@ -104,6 +89,8 @@ def main() -> int:
                     print(f"ready in {seconds:.0f} s. In another terminal:\n\n  source {where}\n", flush=True)
                     print("ctrl-C ends the cluster and leaves nothing behind.", flush=True)
                     signal.pause()
+    except NotMadeError as error:
+        return error.status  # it has said itself why
     except KeyboardInterrupt:
         return 0
     return 0

@@ -11,10 +11,11 @@ from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import condition, delete, get
-from e2e.conftest import Record, made_by
+from e2e.conftest import Record
 from e2e.deploying import Deployed, wait_or_dump
 from e2e.load import load
 from e2e.plane import Node
+from making import made_by
 
 IMAGE = "docker.io/mmrouter/mmrouter"
 NOW = "0.1.0"

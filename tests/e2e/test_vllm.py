@@ -19,12 +19,13 @@ import pytest
 import yaml
 from cluster.access import Access
 from cluster.resources import condition
-from e2e.conftest import TOOLS, Record, made_by
+from e2e.conftest import Record
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
 from e2e.plane import Node
 from e2e.reach import Reached, reached
 from e2e.vllm_image import IMAGE, CannotMakeError, mount_path, packages_of, write_vllm_image
 from e2e.web import PodWeb, pod_web
+from making import TOOLS, made_by
 from scenarios import SCENARIOS, Chat, Scenario, title
 
 REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"

@@ -5,8 +5,8 @@
 
 It holds a minimal Debian of the machine's own release with its Python, from the mirror that apt is set up with, as an
 archive that docker, podman and buildah load. It lies in ``images/base`` of the cache (``vllm_env.py`` says where that
-is) and is made under a lock, once: about 1 minute, 0.2 GB. Needs mmdebstrap and, as that maps users, root. Exit status
-as of ``vllm_env.py``.
+is) and is made under a lock, once: about 1 minute, 0.2 GB. Needs mmdebstrap, the mirror and, as mmdebstrap maps users,
+root. Exit status as of ``vllm_env.py``.
 """
 
 import os
@@ -14,10 +14,11 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from archives import write_image
-from vllm_env import CannotMakeError, cache_dir, digest, last_line, locked, main, note
+from vllm_env import CannotMakeError, cache_dir, digest, failed, last_line, locked, main, note
 
 NAME = "localhost/mmrouter-base:1"
 ARCHIVE = "base.tar"
@@ -49,7 +50,7 @@ def sources() -> list[Path]:
 
 
 def make(folder: Path) -> None:
-    """Build the image unless it is there. Raises :class:`CannotMakeError`."""
+    """Build the image unless it is there. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     if shutil.which("mmdebstrap") is None:
         raise CannotMakeError("there is no mmdebstrap here (Debian: mmdebstrap)")
     if os.geteuid() != 0:
@@ -86,7 +87,21 @@ def bootstrap(root: Path) -> None:
         env={**os.environ, "SOURCE_DATE_EPOCH": "0"},
     )
     if done.returncode != 0:
-        raise CannotMakeError(f"mmdebstrap failed: {last_line(done.stderr)}")
+        error = failed("mmdebstrap", done)
+        if why := unreached():
+            raise CannotMakeError(f"{why}: {error}")
+        raise error
+
+
+def unreached() -> str:
+    """Return why apt reaches no mirror, empty where it reaches one. For after a failure: it asks."""
+    with tempfile.TemporaryDirectory(prefix="mmrouter-apt-") as folder:
+        for name in ("lists", "cache"):
+            Path(folder, name, "partial").mkdir(parents=True)
+        own = (f"--option=Dir::State::lists={folder}/lists", f"--option=Dir::Cache={folder}/cache")
+        command = ["apt-get", *own, "--option=APT::Update::Error-Mode=any", "--option=APT::Sandbox::User=root"]
+        done = subprocess.run([*command, "--quiet=2", "update"], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else f"apt reaches no mirror ({last_line(done.stderr)})"
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kube_env import find_go, go_env
-from vllm_env import CannotMakeError, cache_dir, digest, last_line, locked, main, note
+from kube_env import find_go, install
+from vllm_env import CannotMakeError, FailedError, cache_dir, digest, last_line, locked, main, note
 
 VERSION = "4.3.1"
 PACKAGE = "helm.sh/helm/v4/cmd/helm"
@@ -32,7 +32,7 @@ def recipe() -> str:
 
 
 def make(folder: Path) -> None:
-    """Build the command unless it is there. Raises :class:`CannotMakeError`."""
+    """Build the command unless it is there. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.parent / f"{folder.name}.lock"):
         stamp = folder / "mmrouter-recipe"
@@ -46,26 +46,18 @@ def make(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         note(f"building helm {VERSION} into {folder} (once, up to 2 minutes)")
-        build(go, folder)
+        install(go, f"{PACKAGE}@v{VERSION}", LINKER_FLAGS, folder)
         check(folder)
         stamp.write_text(recipe())
 
 
-def build(go: str, folder: Path) -> None:
-    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false", "GOBIN": str(folder)}
-    command = [go, "install", "-ldflags", LINKER_FLAGS, f"{PACKAGE}@v{VERSION}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
-    if done.returncode != 0:
-        raise CannotMakeError(f"go install of helm failed: {last_line(done.stderr)}")
-
-
 def check(folder: Path) -> None:
-    """Run the command. Raises :class:`CannotMakeError` when it is not what was asked for."""
+    """Run the command. Raises :class:`FailedError` when it is not what was asked for."""
     said = subprocess.run(
         [str(folder / "helm"), "version", "--template={{.Version}}"], capture_output=True, text=True, check=False
     )
     if said.stdout.strip() != f"v{VERSION}":
-        raise CannotMakeError(f"the built helm calls itself {said.stdout.strip() or last_line(said.stderr)!r}")
+        raise FailedError(f"the built helm calls itself {said.stdout.strip() or last_line(said.stderr)!r}")
 
 
 if __name__ == "__main__":

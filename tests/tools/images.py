@@ -13,7 +13,8 @@ buildah in a folder of its own. What decides the build, beside the sources:
   ``requirements.lock``, so that the large layer stays what it is until its content changes.
 
 The build fetches packages as this machine's pip does: its index, proxy and authority come to the build as secrets, and
-so are in no layer and in no history. Runs on the standard library. Exit status as of ``vllm_env.py``.
+so are in no layer and in no history. Runs on the standard library. Exit status as of ``vllm_env.py``: without a
+builder that works, or without an index, no image can be built here; any other build that does not succeed has failed.
 """
 
 import argparse
@@ -29,9 +30,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from vllm_env import CANNOT, ROOT, CannotMakeError, last_line, note
+from vllm_env import ROOT, CannotMakeError, FailedError, failed, last_line, note, status_of, unreached
 
 IMAGES = ("mmrouter", "sim")
 REGISTRY = "docker.io"  # what a name without one means to Kubernetes; podman and buildah would say localhost
@@ -69,24 +71,24 @@ class Builder(ABC):
 
     @abstractmethod
     def load(self, archive: Path) -> str:
-        """Load the one image of an archive and return its name. Raises :class:`CannotMakeError`."""
+        """Load the one image of an archive and return its name. Raises :class:`FailedError`."""
 
     @abstractmethod
     def build(self, target: str, tag: str, build: Build) -> None:
-        """Build a stage of the Dockerfile. Raises :class:`CannotMakeError`."""
+        """Build a stage of the Dockerfile. Raises :class:`FailedError`."""
 
     @abstractmethod
     def export(self, tag: str, archive: Path) -> None:
-        """Write an image to an archive. Raises :class:`CannotMakeError`."""
+        """Write an image to an archive. Raises :class:`FailedError`."""
 
     def call(self, *arguments: str) -> str:
-        """Run the program and return what it printed. Raises :class:`CannotMakeError`."""
+        """Run the program and return what it printed. Raises :class:`FailedError`."""
         done = subprocess.run(
             [self.program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, env=self.environment()
         )
         if done.returncode != 0:
-            note(done.stdout + done.stderr)
-            raise CannotMakeError(f"{self.program} {arguments[0]} failed: {last_line(done.stderr)}")
+            note(done.stdout)  # the steps that went well before
+            raise failed(f"{Path(self.program).name} {next(each for each in arguments if each[0] != '-')}", done)
         return done.stdout
 
     def environment(self) -> dict[str, str]:
@@ -179,16 +181,16 @@ def builder(storage: Path | None) -> Builder:
 
 
 def name_in(archive: Path) -> str:
-    """Return the name of the one image in an archive. Raises :class:`CannotMakeError`."""
+    """Return the name of the one image in an archive. Raises :class:`FailedError`."""
     try:
         with tarfile.open(archive) as content:
             manifest = content.extractfile("manifest.json")
             assert manifest is not None
             names = json.load(manifest)[0]["RepoTags"]
     except (tarfile.TarError, KeyError, OSError) as error:
-        raise CannotMakeError(f"{archive} is not an archive of an image: {error}") from error
+        raise FailedError(f"{archive} is not an archive of an image: {error}") from error
     if not names:
-        raise CannotMakeError(f"the image in {archive} has no name")
+        raise FailedError(f"the image in {archive} has no name")
     return str(names[0])
 
 
@@ -241,7 +243,7 @@ def version() -> str:
 
 
 def build_all(images: Sequence[str], export: Path | None, storage: Path | None) -> None:
-    """Build images and print their names. Raises :class:`CannotMakeError`."""
+    """Build images and print their names. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     program = builder(storage)
     arguments = {"VERSION": version(), "REVISION": git("rev-parse", "HEAD")}
     if base := os.environ.get("MMROUTER_BASE_IMAGE"):
@@ -251,7 +253,12 @@ def build_all(images: Sequence[str], export: Path | None, storage: Path | None) 
         for image in images:
             tag = f"{REGISTRY}/mmrouter/{image}:{version()}"
             note(f"building {tag} with {program.program}")
-            program.build(image, tag, Build(arguments, files, epoch))
+            try:
+                program.build(image, tag, Build(arguments, files, epoch))
+            except FailedError as error:
+                if why := unreached(sys.executable):
+                    raise CannotMakeError(f"{why}: {error}") from error
+                raise
             if export is None:
                 print(tag, flush=True)
                 continue
@@ -269,12 +276,7 @@ def main() -> int:
     parser.add_argument("--export", type=Path, metavar="DIR", help="write an archive of each image into DIR")
     parser.add_argument("--storage", type=Path, metavar="DIR", help="where podman and buildah keep layers")
     chosen = parser.parse_args()
-    try:
-        build_all(chosen.images or IMAGES, chosen.export, chosen.storage)
-    except CannotMakeError as error:
-        note(str(error))
-        return CANNOT
-    return 0
+    return status_of(partial(build_all, chosen.images or IMAGES, chosen.export, chosen.storage))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 The commands lie outside the checkout, in ``cluster`` of the cache (``vllm_env.py`` says where that is), and are built
 under a lock, once: about 4 minutes on 2 cores, 15 seconds with Go's build cache, 0.35 GB. The version is that of
 ``kube/go.mod``. Go, etcd and openssl are used where they are found, and never installed: Debian bookworm's Go is too
-old to build this. Exit status as of ``vllm_env.py``.
+old to build this. Go fetches the modules from where it is set up to fetch them. Exit status as of ``vllm_env.py``.
 """
 
 import os
@@ -14,9 +14,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from vllm_env import CannotMakeError, cache_dir, digest, last_line, locked, main, note
+from vllm_env import CannotMakeError, FailedError, cache_dir, digest, failed, last_line, locked, main, note
 
 MODULE = Path(__file__).with_name("kube")
 COMMANDS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
@@ -52,7 +53,7 @@ def linker_flags() -> str:
 
 
 def make(folder: Path) -> None:
-    """Build the commands unless they are there. Raises :class:`CannotMakeError`."""
+    """Build the commands unless they are there. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     for name, package in (("etcd", "etcd-server"), ("openssl", "openssl")):
         if shutil.which(name) is None:
             raise CannotMakeError(f"there is no {name} here (Debian: {package})")
@@ -93,10 +94,33 @@ def find_go() -> str:
 
 
 def build(go: str, command: str, folder: Path) -> None:
-    arguments = [go, "build", "-ldflags", linker_flags(), "-o", f"{folder}/", f"k8s.io/kubernetes/cmd/{command}"]
-    done = subprocess.run(arguments, cwd=MODULE, capture_output=True, text=True, check=False, env=go_env())
+    options = ["-ldflags", linker_flags(), "-o", f"{folder}/"]
+    run_go([go, "build", *options, f"k8s.io/kubernetes/cmd/{command}"], f"go build of {command}", MODULE, go_env())
+
+
+def install(go: str, package: str, flags: str, folder: Path) -> None:
+    """Build the command ``package@version`` into a folder, with the linker's flags. Raises as :func:`run_go` does."""
+    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false", "GOBIN": str(folder)}
+    run_go([go, "install", "-ldflags", flags, package], f"go install of {package}", folder, env)
+
+
+def run_go(command: list[str], what: str, folder: Path, env: dict[str, str]) -> None:
+    """Run Go in a folder. Raises :class:`FailedError`, or :class:`CannotMakeError` where Go reaches no modules."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
     if done.returncode != 0:
-        raise CannotMakeError(f"go build of {command} failed: {last_line(done.stderr)}")
+        error = failed(what, done)
+        if why := unreached(command[0]):
+            raise CannotMakeError(f"{why}: {error}")
+        raise error
+
+
+def unreached(go: str) -> str:
+    """Return why Go reaches no modules, empty where it reaches them. For after a failure: it asks."""
+    command = [go, "list", "-m", "golang.org/x/mod@latest"]
+    with tempfile.TemporaryDirectory(prefix="mmrouter-go-") as folder:
+        env = {**go_env(), "GOFLAGS": ""}
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
+    return "" if done.returncode == 0 else f"Go reaches no modules ({last_line(done.stderr)})"
 
 
 def go_env() -> dict[str, str]:
@@ -104,12 +128,10 @@ def go_env() -> dict[str, str]:
 
 
 def check(folder: Path) -> None:
-    """Run one of the commands. Raises :class:`CannotMakeError` when it is not what was asked for."""
+    """Run one of the commands. Raises :class:`FailedError` when it is not what was asked for."""
     said = subprocess.run([folder / "kube-apiserver", "--version"], capture_output=True, text=True, check=False)
     if said.stdout.strip() != f"Kubernetes v{version()}":
-        raise CannotMakeError(
-            f"the built kube-apiserver calls itself {said.stdout.strip() or last_line(said.stderr)!r}"
-        )
+        raise FailedError(f"the built kube-apiserver calls itself {said.stdout.strip() or last_line(said.stderr)!r}")
 
 
 if __name__ == "__main__":

