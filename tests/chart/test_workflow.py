@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart.conftest import made_by
 from chart.helm import ROOT
+from making import made_by
 from tools import levels
 
 from mmrouter_operator.render.accelerators import ACCELERATORS
@@ -24,7 +24,7 @@ KIND_CONFIG = ROOT / ".github" / "kind-config.yaml"
 @pytest.fixture(scope="module")
 def tools() -> Path:
     """The folder with actionlint and kind."""
-    return made_by("workflow_env.py")
+    return Path(made_by("workflow_env.py"))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,17 @@ def test_the_jobs_run_every_level(jobs: dict[str, Any]) -> None:
         name for run in steps(jobs, "run") for line in re.findall(r"make ([a-z0-9 -]+)", run) for name in line.split()
     }
     assert {name.removeprefix("test-") for name in targets} >= set(levels.LEVELS)
+
+
+def test_the_job_with_real_engines_has_what_it_needs_or_does_not_begin(jobs: dict[str, Any]) -> None:
+    job = jobs["conformance"]
+    (env,) = [step["env"] for step in job["steps"] if step.get("run") == "make conformance"]
+    assert set(env) == {"MMROUTER_TORCH_INDEX", "MMROUTER_MODELS"}
+    named = set(re.findall(r"vars\.(\w+)", " ".join(env.values())))
+    assert job["if"] == " && ".join(f"vars.{name} != ''" for name in ("TORCH_INDEX", "MODELS"))
+    assert named == {"TORCH_INDEX", "MODELS"}
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in re.findall(r"vars\.(\w+)", WORKFLOW.read_text()))
 
 
 def test_every_job_has_a_time_limit_and_no_right_to_write(jobs: dict[str, Any]) -> None:
