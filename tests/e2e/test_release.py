@@ -5,7 +5,7 @@ from pathlib import Path
 from chart.helm import NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.controlplane import wait_for
-from e2e.conftest import made_by
+from making import made_by
 
 TEST = "mmrouter-operator-test"
 """The pod of `helm test`."""
