@@ -118,6 +118,27 @@ def test_pip_is_asked_whether_it_reaches_its_index(programs: Path) -> None:
     assert ran(programs, code, False).stdout == "pip reaches no index\n"
 
 
+@pytest.mark.parametrize(("script", "status"), [("stand.py", 3), ("prepare.py", 0)])
+def test_where_nothing_can_be_made_a_cluster_says_so_and_what_comes_before_the_tests_is_no_failure(
+    tmp_path: Path, script: str, status: int
+) -> None:
+    cache = tmp_path / "file"
+    cache.touch()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MMROUTER_")}
+    command = [sys.executable, str(TOOLS.parent / "e2e" / script)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**kept, "MMROUTER_CACHE": str(cache)})
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.splitlines()[-1].startswith(("cannot write ", "a node of a cluster needs "))
+
+
+def test_what_fails_before_the_tests_of_real_pods_is_a_failure(programs: Path) -> None:
+    (programs / "kubectl").symlink_to("/bin/true")
+    code = f"import runpy, sys; runpy.run_path({str(TOOLS.parent / 'e2e' / 'prepare.py')!r}, run_name='__main__')"
+    done = ran(programs, code, True, MMROUTER_KUBECONFIG="any")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("go install of helm.sh/helm")
+
+
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that the tests take their tools from."""
@@ -126,18 +147,22 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SAYS = "import sys; print('made'); print('one\\ntwo: undefined\\nit failed', file=sys.stderr); sys.exit({})"
+ENDED = (pytest.fail.Exception, pytest.skip.Exception)
+"""Both: of one that is not expected, this module's own test would be skipped."""
 
 
 def test_a_tool_that_fails_fails_the_test_with_its_last_lines(tool: Path) -> None:
     (tool / "it.py").write_text(SAYS.format(1))
-    with pytest.raises(pytest.fail.Exception, match=r"^it\.py failed:\none\ntwo: undefined\nit failed$"):
+    with pytest.raises(ENDED, match=r"^it\.py failed:\none\ntwo: undefined\nit failed$") as raised:
         made_by("it.py")
+    assert raised.type is pytest.fail.Exception
 
 
 def test_a_tool_that_cannot_skips_the_test_with_its_reason(tool: Path) -> None:
     (tool / "it.py").write_text(SAYS.format(3))
-    with pytest.raises(pytest.skip.Exception, match=r"^not run: it failed$"):
+    with pytest.raises(ENDED, match=r"^not run: it failed$") as raised:
         made_by("it.py")
+    assert raised.type is pytest.skip.Exception
 
 
 def test_a_tool_that_succeeds_gives_what_it_printed(tool: Path) -> None:
