@@ -12,7 +12,7 @@ from rich.console import Console
 from bench import report, rows
 from bench.peers.environment import MODE, MODES
 
-NAMES = ("decision", "encoders", "ingest", "prompt", "proxy", "tracing")
+NAMES = ("decision", "encoders", "handover", "ingest", "prompt", "proxy", "tracing")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

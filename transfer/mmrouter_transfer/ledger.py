@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from mmrouter_transfer import files, owner
-from mmrouter_transfer.sizes import PAGE_BYTES
+from mmrouter_transfer.sizes import HEADER_BYTES
 from mmrouter_transfer.slot import Page, State, decode_page, state_of
 from mmrouter_transfer.values import HandOverError
 
@@ -61,8 +61,8 @@ def ledger(root: str | Path, now: float) -> Ledger:
 
 
 def read_page(number: int) -> Page:
-    """Return the first page of an open slot. Raises :class:`HandOverError`."""
-    return decode_page(os.pread(number, PAGE_BYTES, 0))
+    """Return the beginning of an open slot. Raises :class:`HandOverError`."""
+    return decode_page(os.pread(number, HEADER_BYTES, 0))
 
 
 def _entries(root: int, now: float) -> Iterator[Entry]:

@@ -4,20 +4,9 @@ import contextlib
 import mmap
 import os
 
-import msgspec
-
 from mmrouter_transfer import files
 from mmrouter_transfer.sizes import PAGE_BYTES
-from mmrouter_transfer.slot import (
-    ACKED_AT,
-    GENERATION,
-    RELEASED_AT,
-    Header,
-    Page,
-    encode_page,
-    may_be_used_again,
-    state_of,
-)
+from mmrouter_transfer.slot import ACKED_AT, GENERATION, RELEASED_AT, WRITTEN_AT, Header, encode_page, is_over
 
 
 class MappedSlot:
@@ -27,7 +16,11 @@ class MappedSlot:
         """Make the file: ``size`` bytes with the header. Raises ``OSError`` (ENOSPC) and leaves nothing behind."""
         self.name = name
         self.size = size
-        self.header = Header(pool, name, 1, False, 0.0, 0.0, 0, "sampled", 0, "uint8", (0,))
+        self.path = f"{pool}/{name}"
+        self.generation = 0
+        """Of the last lease."""
+        self.deadline = 0.0
+        self.published = False
         self._folder = folder
         self._number = files.create_file(name, folder)
         try:
@@ -38,6 +31,7 @@ class MappedSlot:
             files.remove(name, folder, self._number)
             os.close(self._number)
             raise
+        self._write(Header(pool, name, 0, 0.0, 0.0, 0, "sampled", 0, "uint8", (0,)))
 
     @property
     def class_bytes(self) -> int:
@@ -50,23 +44,33 @@ class MappedSlot:
 
     @property
     def used(self) -> bool:
-        """Whether anything of this process points into the slot: a payload, a part of it, an array over it."""
-        return self.whole and files.is_exported(self._map)
+        """Whether anything of this process points into the slot, which is whole: a payload, a part of it, an array."""
+        return files.is_exported(self._map)
 
-    def write(self, header: Header) -> None:
-        """Say what the slot holds. The caller has the exclusive lock."""
-        self.header = header
-        self._map[:PAGE_BYTES] = encode_page(header)
+    def begin(self, generation: int) -> None:
+        """Say that a payload is being written. The caller has the exclusive lock."""
+        self.generation, self.published = generation, False
+        GENERATION.pack_into(self._map, WRITTEN_AT, generation)
+
+    def publish(self, header: Header) -> None:
+        """Say what the slot holds, and let readers come."""
+        self._write(header)
+        self.deadline, self.published = header.deadline, True
+        files.unlock(self._number)
+
+    def _write(self, header: Header) -> None:
+        raw = encode_page(header)
+        self._map[: len(raw)] = raw
 
     def give_up(self) -> None:
         """Say that the lease is over; also while somebody reads."""
-        GENERATION.pack_into(self._map, RELEASED_AT, self.header.generation)
+        GENERATION.pack_into(self._map, RELEASED_AT, self.generation)
 
-    def free(self, now: float) -> bool:
+    def over(self, now: float) -> bool:
         """Whether the lease is over. Readers may still be in the slot."""
         (acked,) = GENERATION.unpack_from(self._map, ACKED_AT)
         (released,) = GENERATION.unpack_from(self._map, RELEASED_AT)
-        return may_be_used_again(state_of(Page(self.header, acked, released), now))
+        return is_over(self.generation, self.deadline, acked, released, now)
 
     def take(self) -> bool:
         """Get the exclusive lock; false where somebody reads."""
@@ -76,10 +80,6 @@ class MappedSlot:
     def whole(self) -> bool:
         """Whether the file still has its pages. To touch the mapping of one that was cut would end the process."""
         return os.fstat(self._number).st_size == self.size
-
-    def share(self) -> None:
-        """Give the exclusive lock up: readers may come."""
-        files.unlock(self._number)
 
     def remove(self) -> None:
         """Free the memory and the name. The caller has the exclusive lock."""
@@ -91,17 +91,3 @@ class MappedSlot:
         with contextlib.suppress(BufferError):  # a lease's buffer is still with the caller: it goes with that
             self._map.close()
         os.close(self._number)
-
-
-def begin(header: Header, generation: int, since: float, deadline: float, length: int) -> Header:
-    """Return the header of a slot that is being written: no handle names it yet."""
-    return msgspec.structs.replace(
-        header,
-        generation=generation,
-        ready=False,
-        since=since,
-        deadline=deadline,
-        length=length,
-        dtype="uint8",
-        shape=(),
-    )

@@ -10,15 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from mmrouter_transfer import files, owner
 from mmrouter_transfer.checksum import checksum
-from mmrouter_transfer.mapped import MappedSlot, begin
+from mmrouter_transfer.mapped import MappedSlot
 from mmrouter_transfer.reclaim import reclaim
 from mmrouter_transfer.sizes import evictions, size_class, slot_bytes
 from mmrouter_transfer.slot import MAX_LEASE_SECONDS, Header
-from mmrouter_transfer.values import Check, Handle, HandOverError, require_layout
+from mmrouter_transfer.values import Check, Handle, HandOverError
 
 LEASE_SECONDS = 60.0
 HIGH_WATER = 0.9
@@ -32,12 +30,14 @@ class Lease:
     the block: it ends when a reader acknowledges, at its deadline, or by :meth:`release`, whichever is first.
     """
 
-    def __init__(self, pool: "Pool", slot: MappedSlot, length: int) -> None:
+    def __init__(self, pool: "Pool", slot: MappedSlot, length: int, since: float, deadline: float) -> None:
         self.buffer = slot.payload(length)
         self.handle: Handle | None = None
         self._pool = pool
         self._slot = slot
-        self._generation = slot.header.generation
+        self._generation = slot.generation
+        self._since = since
+        self._deadline = deadline
 
     def publish(
         self, refetch: str, *, dtype: str = "uint8", shape: tuple[int, ...] | None = None, check: Check = "sampled"
@@ -48,10 +48,11 @@ class Lease:
         and ``BufferError`` while an array or a slice still uses ``buffer``; nothing is published then.
         """
         if self.handle is None:
-            header, handle = _described(self._slot, self.buffer, refetch, dtype, shape, check)
-            if not self._unused:
-                raise BufferError("something still uses the buffer of this lease")
-            self._pool._share(self._slot, header)
+            length = len(self.buffer)
+            found = checksum(self.buffer, check)
+            shape = (length,) if shape is None else shape
+            handle = Handle(self._slot.path, self._generation, length, check, found, dtype, shape, refetch)
+            self._pool._publish(self, handle)
             self.handle = handle
         return self.handle
 
@@ -61,7 +62,7 @@ class Lease:
 
     @property
     def _unused(self) -> bool:
-        """Whether nothing of the caller's points into ``buffer`` any more."""
+        """Whether nothing of the caller's points into ``buffer`` any more. The slot is whole."""
         try:
             self.buffer.release()
         except BufferError:
@@ -125,11 +126,11 @@ class Pool:
             raise ValueError(f"no lease of {length} bytes for {seconds} s")
         with self._mutex:
             now = self._now()
-            slot = self._slot_for(length)
-            slot.write(begin(slot.header, next(self._generations), now, now + seconds, length))
+            slot = self._slot_for(length, now)
+            slot.begin(next(self._generations))
             self._lent[slot.name] = slot
             self.lent_bytes += slot.size
-            return Lease(self, slot, length)
+            return Lease(self, slot, length, now, now + seconds)
 
     def put(
         self,
@@ -164,15 +165,7 @@ class Pool:
     def collect(self) -> None:
         """Take back every slot whose lease is over and which nobody reads. :meth:`lease` does so when it needs one."""
         with self._mutex:
-            now = self._now()
-            abandoned, self._abandoned = self._abandoned, []
-            for lease in abandoned:
-                self._release(lease)
-            for slot in [slot for slot in self._lent.values() if slot.header.ready]:
-                if not slot.whole:
-                    self._forget(slot)
-                elif slot.free(now):
-                    self._take_back(slot)
+            self._collect(self._now(), None)
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Remove idle slots until at most ``keep_bytes`` are idle; return the bytes removed."""
@@ -206,16 +199,33 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _slot_for(self, length: int) -> MappedSlot:
+    def _collect(self, now: float, enough: int | None) -> None:
+        """Take slots back, the ones lent first first, until one of class ``enough`` is idle."""
+        abandoned, self._abandoned = self._abandoned, []
+        for lease in abandoned:
+            self._release(lease)
+        for slot in list(self._lent.values()):
+            if not slot.published:
+                continue
+            if not slot.whole:
+                self._forget(slot)
+            elif slot.over(now):
+                self._take_back(slot)
+                if slot.class_bytes == enough and self._idle.get(enough):
+                    return
+
+    def _slot_for(self, length: int, now: float) -> MappedSlot:
         """Return a slot that is ours alone: an idle one of the class, or a new one, for which others may have to go."""
         if self._closed:
             raise HandOverError("full", "the pool is closed")
-        wanted = slot_bytes(length)
-        if not self._idle.get(size_class(length)) or self.lent_bytes + wanted > self._mark:
-            self.collect()
+        of_class, wanted = size_class(length), slot_bytes(length)
+        if not self._idle.get(of_class):
+            self._collect(now, of_class)
+        if self.lent_bytes + wanted > self._mark:
+            self._collect(now, None)
         if self.lent_bytes + wanted > self._mark:
             raise HandOverError("full", f"{self.lent_bytes} of {self.limit_bytes} bytes are lent, {wanted} are wanted")
-        while idle := self._idle.get(size_class(length)):
+        while idle := self._idle.get(of_class):
             slot = idle.pop()  # the last one used: its pages are the likeliest to be in a cache
             if slot.whole:
                 return slot
@@ -243,26 +253,41 @@ class Pool:
         self.bytes += slot.size
         return slot
 
-    def _share(self, slot: MappedSlot, header: Header) -> None:
+    def _publish(self, lease: Lease, handle: Handle) -> None:
+        slot = lease._slot
         with self._mutex:
-            if self._closed or not slot.whole:
-                raise HandOverError("gone", "the pool was closed or the slot removed while it was written")
-            slot.write(header)
-            slot.share()
+            if self._closed or slot.generation != lease._generation:
+                raise HandOverError("gone", "the lease ended while it was written")
+            if not lease._unused:
+                raise BufferError("something still uses the buffer of this lease")
+            slot.publish(
+                Header(
+                    self.name,
+                    slot.name,
+                    handle.generation,
+                    lease._since,
+                    lease._deadline,
+                    handle.length,
+                    handle.check,
+                    handle.checksum,
+                    handle.dtype,
+                    handle.shape,
+                )
+            )
 
     def _release(self, lease: Lease) -> None:
         slot = lease._slot
         with self._mutex:
             # A lease that is over may have been followed by another one of the same slot.
-            if self._closed or slot.header.generation != lease._generation or self._lent.get(slot.name) is not slot:
+            if self._closed or slot.generation != lease._generation or self._lent.get(slot.name) is not slot:
                 return
-            if not lease._unused:
+            if not slot.whole:
+                self._forget(slot)
+            elif not lease._unused:
                 self._abandoned.append(lease)  # an exception on its way up may still hold an array
-            elif slot.whole:
+            else:
                 slot.give_up()
                 self._take_back(slot)
-            else:
-                self._forget(slot)
 
     def _take_back(self, slot: MappedSlot) -> None:
         """Make a lent slot idle, unless somebody reads it: then it stays where it is until it is looked at again."""
@@ -285,16 +310,3 @@ class Pool:
         if self._lent.pop(slot.name, None) is not None:
             self.lent_bytes -= slot.size
         slot.close()
-
-
-def _described(
-    slot: MappedSlot, buffer: memoryview, refetch: str, dtype: str, shape: tuple[int, ...] | None, check: Check
-) -> tuple[Header, Handle]:
-    """Return what the slot and its reader are told of a payload. Raises ``ValueError``."""
-    shape = (len(buffer),) if shape is None else shape
-    require_layout(len(buffer), dtype, shape)
-    header = msgspec.structs.replace(
-        slot.header, ready=True, check=check, checksum=checksum(buffer, check), dtype=dtype, shape=shape
-    )
-    path = f"{header.pool}/{header.name}"
-    return header, Handle(path, header.generation, len(buffer), check, header.checksum, dtype, shape, refetch)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmrouter_transfer import files
 from mmrouter_transfer.checksum import checksum
-from mmrouter_transfer.sizes import PAGE_BYTES, slot_bytes
+from mmrouter_transfer.sizes import HEADER_BYTES, PAGE_BYTES, slot_bytes
 from mmrouter_transfer.slot import ACKED_AT, GENERATION, Page, decode_page
 from mmrouter_transfer.values import Handle, HandOverError
 
@@ -125,7 +125,7 @@ class Reader:
     def _require(slot: _Slot, handle: Handle) -> None:
         """Raise unless the slot, which is locked, holds what the handle says."""
         require_size(os.fstat(slot.number), handle.length)
-        page = decode_page(slot.map[:PAGE_BYTES])
+        page = decode_page(slot.map[:HEADER_BYTES])
         require_same(page, handle)
         with slot.payload(handle.length) as payload:
             if checksum(payload, handle.check) != handle.checksum:
@@ -177,7 +177,11 @@ def require_size(status: os.stat_result, length: int) -> None:
 def require_same(page: Page, handle: Handle) -> None:
     """Raise :class:`HandOverError` unless a page is the one that a handle names."""
     header = page.header
-    if header.generation != handle.generation or not header.ready or page.released == header.generation:
+    if (
+        handle.generation != header.generation
+        or page.written != header.generation
+        or page.released == header.generation
+    ):
         raise HandOverError("stale", f"generation {handle.generation} is over, the slot is at {header.generation}")
     said = (f"{header.pool}/{header.name}", header.length, header.check, header.checksum, header.dtype, header.shape)
     if said != (handle.path, handle.length, handle.check, handle.checksum, handle.dtype, handle.shape):

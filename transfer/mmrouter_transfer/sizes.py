@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 PAGE_BYTES = 4096
 """The header's part of a slot file; the payload begins after it, aligned for every dtype and every transport."""
+HEADER_BYTES = 512
+"""What of the first page is written; the rest stays untouched, because every cache line costs."""
 MIN_CLASS_BYTES = 1 << 16
 
 
