@@ -111,7 +111,7 @@ async def _pieces(job: Job, at: Place | None) -> AsyncIterator[Piece]:
         )
     try:
         if pairing.config.mode == "decode":
-            job.request.external = await pairing.take(at)
+            job.request.external, job.cached = await pairing.take(at)
             async for piece in generate.pieces(job):
                 yield piece
             return
@@ -125,7 +125,7 @@ async def _pieces(job: Job, at: Place | None) -> AsyncIterator[Piece]:
         try:
             async with pairing.prefilling(at.room) as reader:
                 done = await generate.collect(job)
-                await reader.give(job.request.prompt_length)
+                await reader.give(job.request.prompt_length, job.request.cached_tokens or 0)
         finally:
             if job.request.id in job.runner.scheduler.held:
                 job.runner.scheduler.give(job.request.id)
@@ -140,9 +140,8 @@ def _usage(job: Job) -> dict[str, Any]:
     details: dict[str, Any] | None = None
     if job.engine.settings.token_details:
         visual = job.prompt.visual_tokens
-        details = {"cached_tokens": job.request.cached_tokens or 0} | (
-            {} if visual is None else {"image_tokens": visual}
-        )
+        cached = job.cached if job.cached is not None else job.request.cached_tokens
+        details = {"cached_tokens": cached or 0} | ({} if visual is None else {"image_tokens": visual})
     return {
         "prompt_tokens": prompt,
         "total_tokens": prompt + answer,

@@ -67,6 +67,7 @@ class _Knock(msgspec.Struct):
 
 class _Here(msgspec.Struct):
     tokens: int
+    cached: int
 
 
 class _Copied(msgspec.Struct):
@@ -79,10 +80,13 @@ class Reader:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def give(self, tokens: int) -> None:
-        """Say that the prompt is computed and wait until it is copied. Raises :class:`TransferError`."""
+    async def give(self, tokens: int, cached: int) -> None:
+        """Say that the prompt is computed and wait until it is copied. Raises :class:`TransferError`.
+
+        ``cached``: tokens of it that were in the cache, which the decode engine tells as if they had been in its own.
+        """
         try:
-            self._writer.write(msgspec.json.encode(_Here(tokens)) + b"\n")
+            self._writer.write(msgspec.json.encode(_Here(tokens, cached)) + b"\n")
             await self._writer.drain()
             msgspec.json.decode(await self._reader.readline(), type=_Copied)
         except (OSError, ValueError) as error:
@@ -120,19 +124,22 @@ class Pairing:
             if reader is not None:
                 reader.close()
 
-    async def take(self, at: Place) -> int:
-        """Fetch a prompt's blocks from a room's prefill engine; returns its tokens. Raises :class:`TransferError`."""
+    async def take(self, at: Place) -> tuple[int, int]:
+        """Fetch a prompt's blocks from a room's prefill engine. Raises :class:`TransferError`.
+
+        Returns its tokens, and how many of them that engine had in its cache.
+        """
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 reader, writer = await asyncio.open_connection(at.host, at.port)
             with contextlib.closing(writer):
                 writer.write(msgspec.json.encode(_Knock(at.room)) + b"\n")
                 async with asyncio.timeout(self.config.waiting_seconds):
-                    tokens = msgspec.json.decode(await reader.readline(), type=_Here).tokens
-                await asyncio.sleep(tokens * self._cost.kv / self._cost.speed)
+                    here = msgspec.json.decode(await reader.readline(), type=_Here)
+                await asyncio.sleep(here.tokens * self._cost.kv / self._cost.speed)
                 writer.write(msgspec.json.encode(_Copied(at.room)) + b"\n")
                 await writer.drain()
-                return tokens
+                return here.tokens, here.cached
         except (OSError, ValueError, TimeoutError) as error:
             raise TransferError(f"room {at.room} at {at.host}:{at.port}: {error or type(error).__name__}") from error
 

@@ -62,6 +62,7 @@ class Job:
     created: int
     model: str
     received: int = 0  # prompt tokens that another engine computed
+    cached: int | None = None  # of these, what that engine had in its cache, where the answer tells it
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far, in the engine's order of keys."""

@@ -62,14 +62,15 @@ async def test_the_decoder_answers_as_one_engine_would_and_the_prefill_engine_wi
 async def test_only_the_prefill_engine_computes_and_only_it_keeps_a_cache(prefill, decode):
     first, second = await prefill(), await decode()
     await both(first, second)
-    (_, again), _ = await both(first, second)
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    (_, again), (_, answer) = await both(first, second)
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached > 0  # the decoder tells what it was told
     counters = second.engine.runners[0].scheduler.counters
     assert counters.visual_tokens == 0
     assert counters.external_hits == 2 * (again["usage"]["prompt_tokens"] - 1)
-    cached = [client.engine.held()["ranks"]["0"] for client in (first, second)]
-    assert len(cached[0]) == again["usage"]["prompt_tokens"] // 16
-    assert cached[1] == []
+    kept = [client.engine.held()["ranks"]["0"] for client in (first, second)]
+    assert len(kept[0]) == again["usage"]["prompt_tokens"] // 16
+    assert kept[1] == []
     for client in (first, second):
         await until(lambda client=client: client.engine.runners[0].scheduler.idle and not held(client))
     assert second.engine.runners[0].scheduler.pool.used == 0
