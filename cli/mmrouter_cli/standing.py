@@ -11,8 +11,11 @@ from mmrouter_cli.reach import Reach
 
 STEP_SECONDS = 0.1
 SETTLED = frozenset({"verified", "degraded", "refused"})
-PROVABLE = {"vllm": frozenset({"worker", "prefill", "decode", "encoder"}), "sglang": frozenset({"worker"})}
-"""Roles of which a router proves every pod. Of SGLang the others answer no request that comes to them alone."""
+PROVABLE = {
+    "vllm": frozenset({"worker", "prefill", "decode", "encoder"}),
+    "sglang": frozenset({"worker", "prefill", "decode"}),
+}
+"""Roles of which every pod comes to a standing; a decode engine of SGLang to one at which nothing is predicted."""
 
 
 class NotReadyError(Exception):

@@ -7,14 +7,14 @@ listens, and a room that is this request's alone. The client's answer is the dec
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from mmrouter.engines.launching import BOOTSTRAP_PORT
 
 ROOMS: Final = 1 << 63
 """Rooms are numbers below this."""
 
-_STREAMED_ERROR = re.compile(rb'(?:\A|\n\n)data: \{"error": ?\{')
+_STREAMED_ERROR = re.compile(rb'(?:\A|\n\n)data: (\{"error": ?\{.*)')
 _CODE = re.compile(rb'"code": ?(\d{3})\b')
 
 
@@ -58,12 +58,22 @@ def decode_headers(meeting: Meeting, rank: int = 0, ranks: int = 1) -> dict[str,
     return headers | ({"x-override-routed-dp-rank": str(rank)} if ranks > 1 else {})
 
 
-def status_of(status: int, answer: bytes) -> int:
-    """Return the status that an answer, or the part of it that is there, really has.
+class Failure(NamedTuple):
+    """How an engine failed: the status of an error, and its body."""
+
+    status: int
+    body: bytes
+
+
+def failure_of(status: int, answer: bytes) -> Failure | None:
+    """Return how an answer, or the part of it that is there, failed; ``None``: it did not.
 
     A request that fails in a stream, even before its first token, is answered 200 with an error as the only event.
     """
-    if status != 200 or not _STREAMED_ERROR.search(answer):
-        return status
-    code = _CODE.search(answer)
-    return int(code[1]) if code else 500
+    if status >= 400:
+        return Failure(status, answer)
+    found = _STREAMED_ERROR.search(answer)
+    if found is None:
+        return None
+    code = _CODE.search(found[1])
+    return Failure(int(code[1]) if code else 500, found[1])

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mmrouter_router import control, discovery
-from mmrouter_router.canary import Canary, proves
-from mmrouter_router.chain import Worth
+from mmrouter_router.canary import Canary
+from mmrouter_router.chain import Worth, proves
 from mmrouter_router.chat import FORWARDED, Chat, Message, Receive, Scope, Send
 from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.encode import Encoders
@@ -87,6 +87,7 @@ class Router:
             settings.engine_key,
             self.served_model,
             settings.identity_key,
+            self.placer.partner,
         )
         self.learning: Learning | None = None
         if spec.engine.type == "sglang":

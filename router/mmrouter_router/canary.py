@@ -27,14 +27,6 @@ LATE_SECONDS = 15.0
 LOOK_SECONDS = 0.25
 
 
-def proves(engine: str, role: str) -> bool:
-    """Whether a canary can prove pods of a role: they answer a plain request and publish its blocks.
-
-    Engines of SGLang that only prefill or only decode answer nobody who brings no partner along.
-    """
-    return role == "worker" or (role in ("prefill", "decode") and engine == "vllm")
-
-
 class Canary:
     """Runs canaries against workers and hands the results to their sidecars."""
 

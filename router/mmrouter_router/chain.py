@@ -31,12 +31,14 @@ class Form:
     """The stages of a request. ``answers``: the roles of which one engine answers the client; empty: nobody can.
 
     ``degraded``: pools of the resource that this form goes without, because no pod of theirs can take work.
+    ``paired``: who prefills and who answers get the request at once, and neither does anything alone.
     """
 
     answers: frozenset[str]
     prefills: bool = False
     encodes: bool = False
     degraded: tuple[Missing, ...] = ()
+    paired: bool = False
 
     @property
     def staged(self) -> bool:
@@ -81,7 +83,16 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
             degraded.append("no_encoder")
         # A decode engine takes blocks and no embeddings.
         encodes = "encoder" in able and (prefills or bool(answers - {"decode"}))
-    return Form(frozenset(answers), prefills, encodes, tuple(degraded))
+    return Form(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and engine != "vllm")
+
+
+def proves(engine: str, role: str) -> bool:
+    """Whether a canary can prove pods of a role: their engines publish the blocks of what they computed.
+
+    A decode engine of SGLang keeps no cache, so there is nothing to prove and nothing to predict. A prefill engine of
+    it is asked together with a decode engine.
+    """
+    return role in ("worker", "prefill") or (role == "decode" and engine == "vllm")
 
 
 class Worth:

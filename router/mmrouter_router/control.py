@@ -18,6 +18,7 @@ from mmrouter_router.errors import RequestError
 from mmrouter_router.evidence import verdict_json
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.outgoing import CHAT
+from mmrouter_router.pairs import choose
 from mmrouter_router.place import NoWorkerError, Placer
 from mmrouter_router.rendered import rendering_json
 from mmrouter_router.renderer import Renderer
@@ -112,7 +113,11 @@ def create(
         prepared = await chat.prepare(CHAT, await request.body(), tenant)
         try:
             form = stages.form()
-            chosen = placer.place(prepared, dry_run=True, roles=form.answers)
+            if form.paired:
+                answers, computes = choose(placer, prepared, form.answers, dry_run=True)
+                chosen = computes or answers
+            else:
+                chosen = placer.place(prepared, dry_run=True, roles=form.answers)
         except NoWorkerError as error:
             raise RequestError.no_worker(str(error)) from error
         trace = trace_of("dry-run", prepared, chosen)

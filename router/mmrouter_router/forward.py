@@ -1,21 +1,24 @@
 """Send a placed request to its engine; before the first answer byte, and only then, try another (DESIGN.md 10)."""
 
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mmrouter.api import EngineType
 from mmrouter.engines import adapter
+from mmrouter.engines.sglang_stages import failure_of as failure_of_sglang
 from mmrouter_router.chain import WHOLE
 from mmrouter_router.decisions import Trace, trace_of
 from mmrouter_router.errors import RequestError
 from mmrouter_router.fleet import Target
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing
+from mmrouter_router.pairs import Prefill, PrefillError, Refusal, choose
 from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Policy
-from mmrouter_router.stages import Staged, Stages
+from mmrouter_router.stages import Note, Staged, Stages
 from mmrouter_router.tracing import Span, failure_of, scheduled, stage
 from mmrouter_router.upstream import Answer, Upstream, UpstreamError
 
@@ -57,14 +60,18 @@ class Reply:
     decision: Decision
     trace: Trace
     booking: Booking
-    answer: Answer
+    answer: Answer | Refusal
     first: bytes
     rest: AsyncIterator[bytes]
     span: Span
+    half: Prefill | None = None
+    """The other half of an answer that two engines give together."""
 
     def close(self) -> None:
         """End the booking and give the connection back (or drop it: the engine then aborts)."""
         self.booking.end()
+        if self.half is not None:
+            self.half.end(whole=self.answer.whole)
         self.answer.close()
         self.span.end()
 
@@ -111,14 +118,21 @@ class Forwarder:
             self._metrics.quarantined.inc()
             raise RequestError.quarantined()
         tried: set[str] = set()
+        failed: set[str] = set()  # prefill engines of pairs
         deaths = 0
-        alone = False
+        alone = moved = False
         trace: Trace | None = None
         while True:
             shape = self._stages.form() if self._stages is not None else WHOLE
             with stage("schedule") as told:
+                computes: Decision | None = None
                 try:
-                    decision = self._placer.place(prepared, exclude=tried, policy=policy, roles=shape.answers)
+                    if shape.paired:
+                        decision, computes = choose(
+                            self._placer, prepared, shape.answers, tried=tried, failed=failed, policy=policy
+                        )
+                    else:
+                        decision = self._placer.place(prepared, exclude=tried, policy=policy, roles=shape.answers)
                 except NoWorkerError as error:
                     raise RequestError.no_worker(str(error)) from error
                 if told:
@@ -126,7 +140,9 @@ class Forwarder:
             tried.add(decision.target.worker.member.uid)
             booking = self._placer.begin(decision)
             staged: Staged | None = None
-            if self._stages is not None and shape.staged and outgoing.path == CHAT:
+            if computes is not None:
+                booking.answered()
+            elif self._stages is not None and shape.staged and outgoing.path == CHAT:
                 try:
                     staged = await self._stages.before(
                         request_id, prepared, outgoing, shape, decision, headers, alone=alone
@@ -137,11 +153,12 @@ class Forwarder:
                 if staged.prefilled is not None:
                     booking.answered()
                 deaths += staged.lost
-            computed = (staged.prefilled if staged else None) or decision
+            computed = computes or (staged.prefilled if staged else None) or decision
             fresh = trace_of(request_id, prepared, computed)
-            fresh.attempts = trace.attempts if trace else []
+            fresh.attempts, fresh.chain = (trace.attempts, trace.chain) if trace else ([], [])
             if staged is not None:
-                fresh.chain = (trace.chain if trace else []) + [note.as_json() for note in staged.notes]
+                fresh.chain += [note.as_json() for note in staged.notes]
+            if staged is not None or computes is not None:
                 fresh.answers = decision.target.worker.member.name
             fresh.form, fresh.degraded = shape.name, shape.degraded
             trace = fresh
@@ -154,11 +171,37 @@ class Forwarder:
             span = stage("engine", client=True)
             if span:
                 span.tell({"mmrouter.worker": decision.target.worker.member.name, "mmrouter.attempt": len(tried)})
+            half: Prefill | None = None
+            sent = time.monotonic()
             try:
                 body = staged.body if staged is not None else outgoing.plain
-                reply = await self._exchange(decision, trace, booking, outgoing.path, body, headers, span)
+                if computes is not None:
+                    half = self._prefill(computes, request_id, outgoing, headers)
+                exchange = self._exchange(decision, trace, booking, outgoing.path, body, headers, span, half)
+                reply = await (exchange if half is None else half.beside(exchange, _drop))
                 retry = await self._refused(reply)
+            except PrefillError as error:
+                assert half is not None
+                self._noted(trace, half.note(error.cause))
+                trace.tried(half.decision, f"{error.cause}: {error}")
+                span.fail(error.cause)
+                if error.refusal is not None:
+                    refusal = error.refusal
+                    return Reply(half.decision, trace, booking, refusal, refusal.body, _nothing(), span)
+                booking.end()
+                span.end()
+                self._metrics.retries.labels(error.cause).inc()
+                deaths += error.died
+                if deaths >= DEATHS:
+                    self.quarantine.add(fingerprint)
+                    self._metrics.quarantined.inc()
+                    raise RequestError.quarantined() from error
+                failed.add(half.decision.target.worker.member.uid)
+                tried.discard(decision.target.worker.member.uid)  # it did nothing wrong, and waits for nobody now
+                continue
             except UpstreamError as error:
+                if half is not None:
+                    half.end()
                 booking.end()
                 cause = "engine_lost" if error.sent else "connect"
                 trace.tried(decision, f"{cause}: {error}")
@@ -172,6 +215,8 @@ class Forwarder:
                     raise RequestError.quarantined() from error
                 continue
             except BaseException as error:
+                if half is not None:
+                    half.end()
                 booking.end()
                 span.fail(failure_of(error))
                 span.end()
@@ -180,8 +225,18 @@ class Forwarder:
                 # What the prefill held may be gone: the same engine computes the prompt, or another does.
                 retry, alone = "transfer", True
                 tried.discard(decision.target.worker.member.uid)
+            if half is not None and (failure := failure_of_sglang(reply.answer.status, reply.first)) is not None:
+                half.end()
+                if retry is None and failure.status >= 500 and not moved:
+                    # Its partner may have failed it, and be seen to be gone a moment later.
+                    retry, moved = "transfer", True
+                    tried.discard(decision.target.worker.member.uid)
             if retry is None:
                 trace.tried(decision, f"answered {reply.answer.status}")
+                if half is not None and reply.answer.status < 400:
+                    self._noted(trace, half.note("done"))
+                    answers = (decision.target.worker.member.name,)
+                    trace.chain.append(Note("answer", "first_byte", answers, time.monotonic() - sent).as_json())
                 if self._stages is not None and staged is not None and reply.answer.status < 400:
                     last = self._stages.answered(staged, decision.target.worker.member.name)
                     trace.chain.append(last.as_json())
@@ -200,9 +255,10 @@ class Forwarder:
         body: bytes,
         headers: Mapping[str, str],
         span: Span,
+        half: Prefill | None = None,
     ) -> Reply:
         target = decision.target
-        own = self._own(target, trace.request_id)
+        own = self._own(target, trace.request_id) | (half.told(target) if half is not None else {})
         answer = await self._upstream.request(
             target.worker.member.ip, ENGINE_PORT, "POST", path, {**span.passed_on(headers), **own}, body
         )
@@ -217,7 +273,23 @@ class Forwarder:
         if span:
             span.event("first byte")
             span.tell({"http.response.status_code": answer.status})
-        return Reply(decision, trace, booking, answer, first, rest, span)
+        return Reply(decision, trace, booking, answer, first, rest, span, half)
+
+    def _prefill(self, decision: Decision, request_id: str, outgoing: Outgoing, headers: Mapping[str, str]) -> Prefill:
+        """Send a request to the engine that computes its prompt, while another one answers it."""
+
+        async def send(target: Target, told: Mapping[str, str]) -> Answer:
+            own = {**told, **self._own(target, request_id)}
+            return await self._upstream.request(
+                target.worker.member.ip, ENGINE_PORT, "POST", outgoing.path, own, outgoing.plain
+            )
+
+        return Prefill(decision, self._placer.begin(decision), send, headers)
+
+    def _noted(self, trace: Trace, note: Note) -> None:
+        trace.chain.append(note.as_json())
+        if self._stages is not None:
+            self._stages.count(note)
 
     async def ask(
         self, target: Target, request_id: str, path: str, body: bytes, headers: Mapping[str, str]
@@ -263,3 +335,14 @@ class Forwarder:
             if DRAINING in body:
                 return "draining"
         return None
+
+
+def _drop(reply: Reply) -> None:
+    """Cut a connection whose answer nobody gets; the booking is ended where it was begun."""
+    reply.answer.close()
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    """What follows an answer that is there whole."""
+    return
+    yield b""

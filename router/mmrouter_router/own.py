@@ -3,11 +3,12 @@
 The canary asks them to prove a worker, the learner to see what an engine makes of an image.
 """
 
+import asyncio
 import base64
 import io
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,11 @@ from mmrouter import feed
 from mmrouter.blocks import Span
 from mmrouter.engines import adapter
 from mmrouter.engines.events import EventError, Stored
+from mmrouter.engines.sglang_stages import decode_headers, new_meeting, prefill_headers
 from mmrouter.identity import media_identity, to_wire
 from mmrouter.prompt import PromptImage, TemplateError
 from mmrouter_router.feeds import Feed
-from mmrouter_router.fleet import Worker
+from mmrouter_router.fleet import Target, Worker
 from mmrouter_router.forward import ENGINE_PORT
 from mmrouter_router.prepare import Preparer
 from mmrouter_router.renderer import RendererError
@@ -68,9 +70,17 @@ class OwnRequests:
     """Makes, sends and watches them."""
 
     def __init__(
-        self, engine: str, preparer: Preparer, upstream: Upstream, engine_key: str, served_model: str, key: bytes
+        self,
+        engine: str,
+        preparer: Preparer,
+        upstream: Upstream,
+        engine_key: str,
+        served_model: str,
+        key: bytes,
+        partner: Callable[[Worker], Target | None] = lambda worker: None,
     ) -> None:
-        self._adapter = adapter(engine)
+        """``partner``: the decode engine that answers together with a prefill engine, where none answers alone."""
+        self._adapter, self._engine, self._partner = adapter(engine), engine, partner
         # Where a run starts is told apart by the blocks before it, so the nonce has to fill a whole one of them.
         self._fills_a_block = engine == "sglang"
         self._preparer, self._upstream = preparer, upstream
@@ -128,8 +138,28 @@ class OwnRequests:
         return await renderer.render(rewritten)
 
     async def send(self, worker: Worker, rank: int, question: Question) -> None:
-        """Let the engine answer. Raises :class:`OwnRequestError`."""
-        headers = {"content-type": "application/json", "authorization": f"Bearer {self._engine_key}"}
+        """Let the engine answer, where it takes two to answer with another one. Raises :class:`OwnRequestError`."""
+        if self._engine != "sglang" or worker.member.role != "prefill":
+            await self._send(worker, rank, question, {})
+            return
+        other = self._partner(worker)
+        if other is None:
+            raise OwnRequestError("no decode engine can answer together with it")
+        meeting = new_meeting(worker.member.ip, rank, worker.ranks)
+        answering = decode_headers(meeting, other.rank, other.worker.ranks)
+        halves = [
+            asyncio.create_task(self._send(worker, rank, question, prefill_headers(meeting))),
+            asyncio.create_task(self._send(other.worker, other.rank, question, answering)),
+        ]
+        try:
+            await asyncio.gather(*halves)
+        finally:
+            for half in halves:
+                half.cancel()  # whoever is left waits for nobody
+            await asyncio.gather(*halves, return_exceptions=True)
+
+    async def _send(self, worker: Worker, rank: int, question: Question, more: Mapping[str, str]) -> None:
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self._engine_key}", **more}
         if worker.ranks > 1:
             headers["x-data-parallel-rank"] = str(rank)
         try:

@@ -1,11 +1,13 @@
 """A prepared request and the fleet -> a decision (stages index and schedule of DESIGN.md 3)."""
 
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mmrouter.api import MMRouterDeployment, block_size_of
+from mmrouter_router.chain import proves
 from mmrouter_router.fleet import Fleet, Target, Usage, Worker
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Candidate, Choice, Exactness, Policy, choose
@@ -43,8 +45,9 @@ class Placer:
         self._policy: Policy = deployment.spec.routing.policy
         self._overlap_weight = float(deployment.spec.routing.overlap_weight)
         self._verification = deployment.spec.verification
+        self._engine = deployment.spec.engine.type
         self._block_sizes = {pool.name: block_size_of(deployment, pool) for pool in deployment.spec.pools}
-        self._turn = 0
+        self._turns: Counter[frozenset[str]] = Counter()  # by roles: each choice of a request takes turns of its own
 
     def standing(self, worker: Worker) -> Standing:
         """The table of DESIGN.md 5.3 for roles ``worker`` and ``prefill``."""
@@ -52,6 +55,8 @@ class Placer:
             return "unsynced"
         if worker.canary == "True":
             return "verified"
+        if not proves(self._engine, worker.member.role):
+            return "degraded"  # there is nothing that it could be wrong about, and nothing that it is chosen for
         waited = self._fleet.now() - worker.since
         if worker.canary == "Unknown" and waited < self._verification.timeout_seconds:
             return "pending"
@@ -76,7 +81,7 @@ class Placer:
 
         ``partner``: an engine that the chosen one has to exchange KV blocks with. Raises :class:`NoWorkerError`.
         """
-        targets = self._targets(exclude, roles, partner)
+        targets, kind = self._targets(exclude, roles, partner), frozenset(roles)
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
@@ -90,10 +95,10 @@ class Placer:
             policy=policy,
             overlap_weight=self._overlap_weight,
             fingerprint=prepared.fingerprint,
-            turn=self._turn,
+            turn=self._turns[kind],
         )
         if not dry_run:
-            self._turn += 1
+            self._turns[kind] += 1
         ordered = (target for group in targets.values() for target, _ in group)
         chosen = next(target for target, row in zip(ordered, rows, strict=True) if row is choice.winner)
         exactness, reasons = prepared.exactness_for(chosen.worker.scope)
@@ -111,6 +116,18 @@ class Placer:
         """Whether a request may go there at all."""
         standing = self.standing(worker)
         return standing in ("verified", "degraded", "pending") or (standing == "unsynced" and worker.serving)
+
+    def partner(self, worker: Worker) -> Target | None:
+        """Return the decode engine that can answer together with a prefill engine and has least to do."""
+        found = [
+            Target(other, rank, self.block_size(other))
+            for other in self._fleet
+            if other.member.role == "decode"
+            and other.member.compatibility == worker.member.compatibility
+            and self.able(other)
+            for rank in range(other.ranks)
+        ]
+        return min(found, key=lambda one: one.worker.usage.get(one.rank, _IDLE).active, default=None)
 
     def _targets(
         self, exclude: Collection[str], roles: Collection[str], partner: Worker | None

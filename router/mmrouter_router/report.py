@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_router.canary import proves
+from mmrouter_router.chain import proves
 from mmrouter_router.decisions import Counts
 from mmrouter_router.feeds import STALE_SECONDS
 from mmrouter_router.fleet import Fleet, Worker

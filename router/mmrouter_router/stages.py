@@ -92,7 +92,9 @@ class Stages:
         self._encoding = encoding
         self.worth = worth or Worth()
         self._plain = self._pools <= {"worker", "renderer"}  # whatever pods there are
-        self._answering = (self._pools & {"worker", "prefill", "decode"}) or frozenset({"worker"})
+        # Of SGLang a prefill or decode engine alone answers nobody.
+        alone = {"worker"} if engine == "sglang" else {"worker", "prefill", "decode"}
+        self._answering = (self._pools & alone) or frozenset({"worker"})
         self._whole = Form(self._answering)
 
     def form(self) -> Form:
@@ -244,6 +246,10 @@ class Stages:
 
     def _note(self, staged: Staged, note: Note) -> None:
         staged.notes.append(note)
+        self.count(note)
+
+    def count(self, note: Note) -> None:
+        """Count how a stage went."""
         outcome = "answered" if note.outcome.startswith("answered_") else note.outcome
         self._metrics.chain.labels(note.stage, outcome).inc()
         if note.outcome == "done":

@@ -180,6 +180,11 @@ class Answer:
         self.status = connection.status
         self.headers = connection.headers
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of it has come."""
+        return self._connection.complete
+
     def body(self) -> AsyncIterator[bytes]:
         """Yield the body's bytes, de-chunked, in the pieces in which they arrive."""
         return self._connection.read()

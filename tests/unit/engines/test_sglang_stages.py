@@ -1,5 +1,7 @@
 """Where the two engines of a request meet: rooms of their own, which name the rank that computes."""
 
+import json
+
 import pytest
 
 from mmrouter.engines.launching import BOOTSTRAP_PORT
@@ -7,9 +9,9 @@ from mmrouter.engines.sglang_stages import (
     ROOMS,
     Meeting,
     decode_headers,
+    failure_of,
     new_meeting,
     prefill_headers,
-    status_of,
 )
 
 
@@ -46,14 +48,19 @@ def test_each_engine_is_told_its_rank_and_the_decoder_the_prefills_where_there_a
 @pytest.mark.parametrize(
     ("status", "answer", "found"),
     [
-        (200, b'{"choices": []}', 200),
-        (200, b'data: {"choices": []}\n\ndata: [DONE]\n\n', 200),
-        (200, b'data: {"error": {"object": "error", "message": "x", "code": 500}}\n\n', 500),
-        (200, b'data: {"choices": []}\n\ndata: {"error":{"message":"x","code":400}}\n\ndata: [DONE]\n\n', 400),
-        (200, b'data: {"error": {"message": "x"}}', 500),
-        (200, b'data: {"choices": [{"delta": {"content": "\\n\\ndata: {\\"error\\": {"}}]}\n\n', 200),
-        (503, b"", 503),
+        (200, b'{"choices": []}', None),
+        (200, b'data: {"choices": []}\n\ndata: [DONE]\n\n', None),
+        (200, b'data: {"error": {"message": "x", "code": 500}}\n\n', (500, {"message": "x", "code": 500})),
+        (
+            200,
+            b'data: {"choices": []}\n\ndata: {"error":{"message":"x","code":400}}\n\ndata: [DONE]\n\n',
+            (400, {"message": "x", "code": 400}),
+        ),
+        (200, b'data: {"error": {"message": "x"}}', (500, {"message": "x"})),
+        (200, b'data: {"choices": [{"delta": {"content": "\\n\\ndata: {\\"error\\": {"}}]}\n\n', None),
+        (503, b'{"error": {"message": "busy"}}', (503, {"message": "busy"})),
     ],
 )
 def test_a_request_that_failed_in_a_stream_has_failed(status, answer, found):
-    assert status_of(status, answer) == found
+    failure = failure_of(status, answer)
+    assert (failure and (failure.status, json.loads(failure.body)["error"])) == found

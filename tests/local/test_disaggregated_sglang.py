@@ -1,0 +1,102 @@
+"""SGLang's prefill and decode engines as local processes: exact through pairs, and no request fails with an engine."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from local.rig import ROOT, Deployment, running, wait_for
+from local.test_scenarios import Folder, web
+from scenarios import SCENARIOS, Chat, Scenario, title
+
+EXAMPLE = ROOT / "examples" / "demo-disaggregated-sglang.yaml"
+__all__ = ["web"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The example, with a frontend that fetches images."""
+    body = yaml.safe_load(EXAMPLE.read_text())
+    spec = body["spec"]
+    spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
+    media = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
+    spec["routing"] = {"media": media}
+    file: Path = tmp_path_factory.mktemp("pairs") / "pairs.yaml"
+    file.write_text(yaml.safe_dump(body))
+    with running(file) as deployment:
+        yield deployment
+
+
+def proved(deployment: Deployment) -> bool:
+    """Every prefill engine is verified through a pair, and every decode engine can take work."""
+    standings = {(worker["role"], worker["standing"]) for worker in deployment.state()["workers"]}
+    return standings == {("prefill", "verified"), ("decode", "degraded")}
+
+
+@pytest.fixture
+def settled(pairs: Deployment) -> Deployment:
+    wait_for(lambda: proved(pairs), 60, "every prefill engine is verified, every decode engine usable")
+    return pairs
+
+
+@pytest.fixture
+def chat(settled: Deployment) -> Iterator[Chat]:
+    with ExitStack() as stack:
+        controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
+        yield Chat("demo", stack.enter_context(settled.client()), controls)
+
+
+def decided(deployment: Deployment, chat: Chat, *content: str) -> dict[str, Any]:
+    """Send a chat and return its decision."""
+    raw = chat.client.chat.completions.with_raw_response.create(
+        model="demo", messages=chat.messages(*content), max_tokens=4, temperature=0
+    )
+    assert raw.parse().choices[0].message.content
+    with deployment.control() as control:
+        found: dict[str, Any] = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").json()
+    return found
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
+    scenario(chat, web)
+
+
+def test_the_gate_passes_through_pairs(settled: Deployment) -> None:
+    done = settled.mmrouter("verify", settled.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_decision_names_both_engines_and_explain_shows_them(settled: Deployment, chat: Chat) -> None:
+    decision = decided(settled, chat, chat.image("a"), "what?")
+    roles = {worker["name"]: worker["role"] for worker in settled.state()["workers"]}
+    assert (roles[decision["worker"]], roles[decision["answers"]]) == ("prefill", "decode")
+    assert decision["form"] == "prefill-decode"
+    assert [(note["stage"], note["outcome"]) for note in decision["chain"]] == [
+        ("prefill", "done"),
+        ("answer", "first_byte"),
+    ]
+    shown = settled.mmrouter("explain", settled.url, decision["request_id"]).stdout
+    assert "stages, of the form prefill-decode" in shown
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_killed_costs_no_request(settled: Deployment, chat: Chat, role: str) -> None:
+    names = {worker["name"] for worker in settled.state()["workers"] if worker["role"] == role}
+    running_ = {name: one for name, one in settled.processes("sglang").items() if name in names}
+    name, process = sorted(running_.items())[0]
+    process.send_signal(signal.SIGKILL)
+    used = set()
+    for _ in range(10):
+        decision = decided(settled, chat, chat.image(os.urandom(4).hex()), "what?")
+        used.add(decision["worker" if role == "prefill" else "answers"])
+    assert used == names - {name} or used == names  # it starts again by itself
+    wait_for(lambda: proved(settled), 60, "it is back")
+
+
+def test_the_example_is_what_a_reader_may_start() -> None:
+    assert yaml.safe_load(EXAMPLE.read_text())["kind"] == "MMRouterDeployment"
