@@ -29,7 +29,7 @@ from e2e.reach import address
 from e2e.report import dump
 from openai import DEFAULT_MAX_RETRIES
 
-REPLAY_STEPS = 100
+REPLAY_STEPS = 150
 """Batches that the engines of these tests replay: some seconds of load."""
 ENGINE_ARGS = ["--max-model-len=4096", "--sim-blocks=600", f"--sim-replay-steps={REPLAY_STEPS}", "--sim-decode-ms=10"]
 """A small cache, too, which gives blocks up all the time, and answers that take long enough to be interrupted."""
