@@ -45,11 +45,16 @@ class Refusal:
 
 
 class PrefillError(Exception):
-    """A prefill engine failed before the answer began. ``cause`` is one of few words, ``died``: the engine ended."""
+    """A prefill engine failed before the answer began. ``cause`` is one of few words, ``died``: the engine ended.
 
-    def __init__(self, cause: str, message: str, *, died: bool = False, refusal: Refusal | None = None) -> None:
+    ``code``: what its span is told.
+    """
+
+    def __init__(
+        self, cause: str, message: str, *, died: bool = False, refusal: Refusal | None = None, code: str = ""
+    ) -> None:
         super().__init__(message)
-        self.cause, self.died, self.refusal = cause, died, refusal
+        self.cause, self.died, self.refusal, self.code = cause, died, refusal, code or cause
 
 
 class Prefill:
@@ -122,10 +127,8 @@ class Prefill:
                     answer.close()
             except UpstreamError as error:
                 cause = "engine_lost" if error.sent else "connect"
-                span.fail(cause)
                 raise PrefillError(cause, str(error), died=error.sent) from error
             if (failure := failure_of(answer.status, said)) is not None:
-                span.fail(f"answered_{failure.status}")
                 raise _refused(failure.status, failure.body)
 
 
@@ -175,7 +178,7 @@ async def _drained(answer: Answer) -> bytes:
 
 
 def _refused(status: int, body: bytes) -> PrefillError:
-    message = f"answered {status}"
+    message, code = f"answered {status}", f"answered_{status}"
     if status < 500 and status not in THEIRS:
-        return PrefillError(f"answered_{status}", message, refusal=Refusal(status, body))
-    return PrefillError("busy" if status == 503 else "prefill", message)
+        return PrefillError(code, message, refusal=Refusal(status, body))
+    return PrefillError("busy" if status == 503 else "prefill", message, code=code)

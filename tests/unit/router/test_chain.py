@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.chain import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form
+from mmrouter_router.chain import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form, proves
 
 ROLES = ("encoder", "prefill", "decode", "worker")
 subsets = st.frozensets(st.sampled_from(ROLES))
@@ -53,6 +53,19 @@ def test_a_pool_that_is_down_leaves_the_next_simpler_form(engine, pools, able, n
     found = form(engine, pools.split(), able.split())
     assert (found.name, found.degraded) == (name, degraded)
     assert found.answers
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_only_engines_of_sglang_get_a_request_at_once(engine):
+    pair = form(engine, PAIR, PAIR)
+    assert pair.prefills
+    assert pair.paired == (engine == "sglang")
+    assert not form(engine, ("worker",), ("worker",)).paired
+
+
+@pytest.mark.parametrize(("engine", "roles"), [("vllm", "worker prefill decode"), ("sglang", "worker prefill")])
+def test_what_publishes_blocks_can_be_proved(engine, roles):
+    assert {role for role in (*ROLES, "renderer") if proves(engine, role)} == set(roles.split())
 
 
 @pytest.mark.parametrize("able", ["prefill", "decode", "encoder", ""])

@@ -9,18 +9,23 @@ from array import array
 
 import pytest
 import pytest_asyncio
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from mmrouter import feed
 from mmrouter.api import parse_deployment
-from mmrouter.blocks import block_keys, pack_keys
+from mmrouter.blocks import Span, block_keys, pack_keys
 from mmrouter_router.errors import RequestError
 from mmrouter_router.fleet import Fleet, Member
 from mmrouter_router.forward import ENGINE_PORT, Forwarder
 from mmrouter_router.metrics import Metrics
+from mmrouter_router.otlp import Otlp
 from mmrouter_router.outgoing import Outgoing
+from mmrouter_router.own import OwnRequestError, OwnRequests, Question
 from mmrouter_router.place import Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.stages import Stages
+from mmrouter_router.tracing import enter
 from mmrouter_router.upstream import Upstream
 
 BLOCK, SEED = 16, 1
@@ -92,7 +97,7 @@ class Engine:
 class Rig:
     """A deployment with pools of SGLang; round robin, so that engines are asked in the order of their names."""
 
-    def __init__(self, policy: str = "roundRobin") -> None:
+    def __init__(self, policy: str = "roundRobin", **spec) -> None:
         roles = ("prefill", "decode")
         self.metrics, self.engines = Metrics(), {}
         self.rooms: set[str] = set()
@@ -100,7 +105,7 @@ class Rig:
         self.upstream = Upstream(connect_seconds=1)
         pools = [{"name": role, "role": role, "replicas": 2, "accelerator": {"kind": "cpu"}} for role in roles]
         engine = {"type": "sglang", "image": "i", "blockSize": BLOCK, "kvConnector": {"transferBackend": "nixl"}}
-        spec = {"model": {"id": "m"}, "engine": engine, "routing": {"policy": policy}, "pools": pools}
+        spec |= {"model": {"id": "m"}, "engine": engine, "routing": {"policy": policy}, "pools": pools}
         resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
         self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
         self.stages = Stages("sglang", roles, self.fleet, self.placer, self.metrics, None)
@@ -127,6 +132,13 @@ class Rig:
         prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
         async with asyncio.timeout(5):
             return await self.forwarder.send("r-1", prepared, Outgoing(path, dict(fields)), fingerprint, {})
+
+    async def prove(self, name: str, rank: int = 0) -> None:
+        """Ask a question of the router's own."""
+        own = OwnRequests("sglang", None, self.upstream, "secret", "m", b"", self.placer.partner)
+        question = Question(b'{"model": "m"}', IDS, Span(0, 1, b""))
+        async with asyncio.timeout(5):
+            await own.send(self.fleet.workers[name], rank, question)
 
     async def nothing_is_booked(self) -> None:
         async with asyncio.timeout(5):
@@ -379,3 +391,76 @@ async def test_when_every_prefill_has_failed_the_client_may_try_again(make):
     assert refused.value.status == 503
     assert "retry-after" in {name.lower() for name in refused.value.headers}
     await rig.nothing_is_booked()
+
+
+async def test_each_half_is_a_span_of_its_own_that_says_how_it_failed(make):
+    rig = make()
+    await rig.engine("p1", answer(500))
+    await rig.engine("p2")
+    await rig.engine("d1", MEETS)
+    collected = InMemorySpanExporter()
+    tracer = Otlp(collected, Resource({}), lambda what, count: None)
+    request = tracer.request("POST", "/v1/x", [])
+    enter(request)
+    reply = await rig.send()
+    reply.close()
+    await rig.nothing_is_booked()
+    request.end()
+    tracer.close()
+    spans = collected.get_finished_spans()
+    for name, told in (
+        ("prefill", [("p1", "answered_500"), ("p2", None)]),
+        ("engine", [("d1", "prefill"), ("d1", None)]),
+    ):
+        found = [span for span in spans if span.name == name]
+        assert [(s.attributes["mmrouter.worker"], s.attributes.get("error.type")) for s in found] == told
+
+
+async def test_equal_engines_of_both_roles_take_turns(make):
+    rig = make()
+    engines = [await rig.engine(name) for name in ("p1", "p2", "d1", "d2")]
+    for _ in range(4):
+        (await rig.send()).close()
+    assert [len(engine.asked) for engine in engines] == [2, 2, 2, 2]
+
+
+async def test_a_prefill_engine_is_proved_together_with_a_decode_engine_of_its_layout(make):
+    rig = make()
+    prefill, decode = await rig.engine("p1", compatibility="a", ranks=2), await rig.engine("d1", compatibility="a")
+    other = await rig.engine("d0", compatibility="b")
+    await rig.prove("p1", rank=1)
+    ((_, one, body), (_, two, same)) = (*prefill.asked, *decode.asked)
+    assert (body, other.asked) == (same, [])
+    assert one[ROOM] == two[ROOM]
+    assert (int(one[ROOM]) % 2, one["x-data-parallel-rank"]) == (1, "1")
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(answer(500), HANGS), (HANGS, answer(500)), (DIES, HANGS)])
+async def test_a_proof_that_fails_on_one_side_leaves_nobody_waiting(make, prefill, decode):
+    rig = make()
+    engines = [await rig.engine("p1", prefill), await rig.engine("d1", decode)]
+    with pytest.raises(OwnRequestError):
+        await rig.prove("p1")
+    for engine in engines:
+        if engine.says == HANGS and engine.asked:
+            await asyncio.wait_for(engine.gone.wait(), 5)
+
+
+async def test_without_a_decode_engine_nothing_is_proved(make):
+    rig = make()
+    prefill = await rig.engine("p1")
+    with pytest.raises(OwnRequestError, match="decode"):
+        await rig.prove("p1")
+    assert prefill.asked == []
+
+
+async def test_a_decode_engine_has_nothing_to_prove_and_is_used_even_where_what_is_unproved_is_refused(make):
+    rig = make(verification={"onFailure": "Refuse", "timeoutSeconds": 1})
+    await rig.engine("p1")
+    await rig.engine("d1")
+    worker = rig.fleet.workers["d1"]
+    worker.since -= 60
+    assert (worker.canary, rig.placer.standing(worker)) == ("Unknown", "degraded")
+    (await rig.send()).close()
+    rig.fleet.lost(worker)
+    assert rig.placer.standing(worker) == "unsynced"
