@@ -50,7 +50,7 @@ log = logging.getLogger("mmrouter.router")
 CLIENT_PORT, METRICS_PORT = 8000, 9090
 MODELS, HEALTH = "/v1/models", "/health"
 READY_SECONDS = 30.0
-"""Ready at the latest so long after start, with whatever is known then (DESIGN.md 4)."""
+"""Ready at the latest so long after start, with whatever is known then (docs/architecture.md)."""
 CANARY_RETRY_SECONDS = 1.0
 SWEEP_SECONDS = 0.05
 

@@ -1,4 +1,4 @@
-"""The canary: once per worker and epoch, two tiny images under one text, predicted and compared (DESIGN.md 5.1).
+"""The canary: once per worker and epoch, two tiny images under one text, predicted and compared (docs/exactness.md).
 
 Where the engine puts identity into the token ids, an image that is not known yet is first asked about under another
 text; then the canary predicts and compares as everywhere.

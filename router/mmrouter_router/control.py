@@ -1,4 +1,4 @@
-"""The control API on its own port, behind the control token: workers, decisions, explain, stream (DESIGN.md 10)."""
+"""The control API on its own port, behind a token: workers, decisions, explain, stream (docs/architecture.md)."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""Send a placed request to its engine; before the first answer byte, and only then, try another (DESIGN.md 10)."""
+"""Send a placed request to its engine; only before the first answer byte try another (docs/architecture.md)."""
 
 import time
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""A prepared request and the fleet -> a decision (stages index and schedule of DESIGN.md 3)."""
+"""A prepared request and the fleet -> a decision (stages index and schedule of docs/architecture.md)."""
 
 import time
 from collections import Counter
@@ -50,7 +50,7 @@ class Placer:
         self._turns: Counter[frozenset[str]] = Counter()  # by roles: each choice of a request takes turns of its own
 
     def standing(self, worker: Worker) -> Standing:
-        """The table of DESIGN.md 5.3 for roles ``worker`` and ``prefill``."""
+        """The table of docs/architecture.md for roles ``worker`` and ``prefill``."""
         if not worker.routable:
             return "unsynced"
         if worker.canary == "True":

@@ -1,4 +1,4 @@
-"""What this router tells the operator: per pod the two questions of DESIGN.md 5.3, and counts that only grow.
+"""What this router tells the operator: per pod the two questions of docs/architecture.md, and counts that only grow.
 
 A report is plain values, equal while nothing has changed: no clock, no sequence number, no load is in it. So a follower
 that compares two reports sees a change exactly where there is one.

@@ -1,4 +1,4 @@
-"""What is done before an engine answers a chat: images to encoders, the prompt to a prefill engine (DESIGN.md 6).
+"""What is done before an engine answers: images to encoders, the prompt to a prefill engine (docs/disaggregation.md).
 
 Every stage may fail, and none of them fails a request: the engine that comes next has the bytes and does the work
 itself. What was gone without, and why, stands in the request's trace and in a metric.

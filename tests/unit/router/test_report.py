@@ -1,4 +1,4 @@
-"""What the operator is told of every pod: the table of DESIGN.md 5.3, with a cause for each no."""
+"""What the operator is told of every pod: the table of docs/architecture.md, with a cause for each no."""
 
 import asyncio
 from dataclasses import replace
