@@ -317,6 +317,10 @@ async def test_a_client_that_leaves_ends_both(make):
     work = asyncio.create_task(rig.send())
     async with asyncio.timeout(5):
         await asyncio.gather(prefill.came.wait(), decode.came.wait())
+        # The prompt weighs on the engine that computes it, the answer on the other one.
+        computing, answering = (rig.fleet.workers[name].usage[0] for name in ("p1", "d1"))
+        assert computing.prefill > 0
+        assert (answering.prefill, answering.requests) == (0, 1)
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         await asyncio.gather(prefill.gone.wait(), decode.gone.wait())
@@ -426,8 +430,8 @@ async def test_equal_engines_of_both_roles_take_turns(make):
 
 async def test_a_prefill_engine_is_proved_together_with_a_decode_engine_of_its_layout(make):
     rig = make()
-    prefill, decode = await rig.engine("p1", compatibility="a", ranks=2), await rig.engine("d1", compatibility="a")
     other = await rig.engine("d0", compatibility="b")
+    prefill, decode = await rig.engine("p1", compatibility="a", ranks=2), await rig.engine("d1", compatibility="a")
     await rig.prove("p1", rank=1)
     ((_, one, body), (_, two, same)) = (*prefill.asked, *decode.asked)
     assert (body, other.asked) == (same, [])
