@@ -54,6 +54,7 @@ def pytest_runtest_makereport(
     dumps = item.config.stash.get(DUMPS, None)
     if report.failed and dumps is not None and dumps.places:
         folder = dumps.write(item.nodeid)
+        (folder / f"{report.when}.txt").write_text(report.longreprtext)  # pytest itself shows it when all tests are over
         report.sections.append(("what is known of it", str(folder)))
     return report
 
