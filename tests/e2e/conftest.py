@@ -54,7 +54,7 @@ def pytest_runtest_makereport(
     dumps = item.config.stash.get(DUMPS, None)
     if report.failed and dumps is not None and dumps.places:
         folder = dumps.write(item.nodeid)
-        (folder / f"{report.when}.txt").write_text(report.longreprtext)  # pytest itself shows it when all tests are over
+        (folder / f"{report.when}.txt").write_text(report.longreprtext)  # pytest shows it when all have run
         report.sections.append(("what is known of it", str(folder)))
     return report
 
