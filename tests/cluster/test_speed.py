@@ -1,4 +1,4 @@
-"""How fast one resource gets its children, where nothing else runs."""
+"""How fast one resource gets its children, in times of what the API server takes to make them."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -14,10 +14,13 @@ from mmrouter_operator.ref import CHILDREN, KINDS, RESOURCE
 Record = Callable[[str, Any], None]
 
 TIMED = 50
-P95_SECONDS = 1.0
+FLOORS = 4.0
+"""What the children may take, in times of what the API server took to make them: a busy machine slows both."""
 
 
-def test_the_children_of_a_new_resource_are_there_within_a_second(large: Replica, record: Record) -> None:
+def test_the_children_of_a_new_resource_take_little_longer_than_the_api_server_takes_to_make_them(
+    large: Replica, record: Record
+) -> None:
     plane = large.plane
     with plane.namespace() as namespace:
         for number in range(TIMED):
@@ -26,18 +29,22 @@ def test_the_children_of_a_new_resource_are_there_within_a_second(large: Replica
             wanted = expected(body, namespace)
             wait_for(partial(all_there, plane, wanted, namespace), 20, f"the children of {number} are there")
         idle(plane, USER, 1, 30)
-        took = sorted(durations(plane, namespace))
-    assert len(took) == TIMED
-    p95 = statistics.quantiles(took, n=20)[-1]
+        rows = list(durations(plane, namespace))
+    assert len(rows) == TIMED
+    took, floors = sorted(took for took, _ in rows), [took / floor for took, floor in rows]
+    p95, ratio = statistics.quantiles(took, n=20)[-1], statistics.median(floors)
     record("apply to last child, s", f"median {statistics.median(took):.2f}, p95 {p95:.2f}, of {TIMED}")
-    assert p95 < P95_SECONDS
+    record("the same, in times of the API server's own", f"median {ratio:.2f}, largest {max(floors):.2f}")
+    assert ratio < FLOORS
 
 
-def durations(plane: ControlPlane, namespace: str) -> Iterator[float]:
-    """Yield for each resource how long it took from the request that made it until its last child was made."""
+def durations(plane: ControlPlane, namespace: str) -> Iterator[tuple[float, float]]:
+    """Yield for each resource the seconds from the request that made it until its last child was made, and those of
+    them that the API server took for the requests that made its children, one after the other.
+    """
     plurals = {kind.plural for kind in CHILDREN.values()}
     rows = [row for row in plane.audit() if row.namespace == namespace and row.code == 201]
     made = {row.name: row.began for row in rows if row.resource == KINDS[RESOURCE].plural and not row.subresource}
     for name, began in made.items():
         children = [row for row in rows if row.user == USER and row.resource in plurals and row.name.startswith(name)]
-        yield max(row.ended for row in children) - began
+        yield max(row.ended for row in children) - began, sum(row.ended - row.began for row in children)
