@@ -79,7 +79,7 @@ class MappedSlot:
     @property
     def whole(self) -> bool:
         """Whether the file still has its pages. To touch the mapping of one that was cut would end the process."""
-        return os.fstat(self._number).st_size == self.size
+        return self._map.size() == self.size
 
     def remove(self) -> None:
         """Free the memory and the name. The caller has the exclusive lock."""

@@ -56,7 +56,7 @@ class _Slot:
         self.size = slot_bytes(length)
         self.views = 0
         try:
-            require_size(os.fstat(number), length)
+            require_size(os.fstat(number).st_size, length)
             self.map = mmap.mmap(number, self.size, access=mmap.ACCESS_READ)
             with contextlib.suppress(OSError):  # before Linux 5.14: then the pages are looked up at the first reading
                 self.map.madvise(MADV_POPULATE_READ)
@@ -124,7 +124,7 @@ class Reader:
     @staticmethod
     def _require(slot: _Slot, handle: Handle) -> None:
         """Raise unless the slot, which is locked, holds what the handle says."""
-        require_size(os.fstat(slot.number), handle.length)
+        require_size(slot.map.size(), handle.length)
         page = decode_page(slot.map[:HEADER_BYTES])
         require_same(page, handle)
         with slot.payload(handle.length) as payload:
@@ -158,20 +158,20 @@ class Reader:
     def _sweep(self) -> None:
         total = sum(slot.size for slot in self._slots.values())
         for path, slot in list(self._slots.items()):
-            if not slot.views and (total > self._mapped_bytes or not os.fstat(slot.number).st_nlink):
+            if not slot.views and (total > self._mapped_bytes or not slot.map.size()):
                 total -= slot.size
                 slot.close()
                 del self._slots[path]
 
 
-def require_size(status: os.stat_result, length: int) -> None:
-    """Raise :class:`HandOverError` unless a file is still there and as large as a slot for ``length`` bytes is."""
-    if not status.st_nlink:
+def require_size(size: int, length: int) -> None:
+    """Raise :class:`HandOverError` unless a file has the size of a slot for ``length`` bytes; 0 is a removed one."""
+    if not size:
         raise HandOverError("gone", "the slot was removed")
-    if status.st_size < slot_bytes(length):
-        raise HandOverError("truncated", f"a slot of {status.st_size} bytes for a payload of {length}")
-    if status.st_size > slot_bytes(length):
-        raise HandOverError("refused", f"a slot of {status.st_size} bytes is none for a payload of {length}")
+    if size < slot_bytes(length):
+        raise HandOverError("truncated", f"a slot of {size} bytes for a payload of {length}")
+    if size > slot_bytes(length):
+        raise HandOverError("refused", f"a slot of {size} bytes is none for a payload of {length}")
 
 
 def require_same(page: Page, handle: Handle) -> None:
