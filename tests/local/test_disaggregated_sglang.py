@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,15 @@ def test_an_engine_that_is_killed_costs_no_request(settled: Deployment, chat: Ch
     names = {worker["name"] for worker in settled.state()["workers"] if worker["role"] == role}
     running_ = {name: one for name, one in settled.processes("sglang").items() if name in names}
     name, process = sorted(running_.items())[0]
-    process.send_signal(signal.SIGKILL)
-    used = set()
-    for _ in range(10):
-        decision = decided(settled, chat, chat.image(os.urandom(4).hex()), "what?")
-        used.add(decision["worker" if role == "prefill" else "answers"])
-    assert used == names - {name} or used == names  # it starts again by itself
+    with ThreadPoolExecutor(8) as pool:
+        sent = [pool.submit(decided, settled, chat, chat.image(os.urandom(4).hex()), "what?") for _ in range(48)]
+        wait_for(lambda: sum(one.done() for one in sent) >= 8, 30, "the first answers")
+        process.send_signal(signal.SIGKILL)
+        decisions = [one.result(60) for one in sent]
+    others = {decision["worker" if role == "prefill" else "answers"] for decision in decisions} - {name}
+    assert others == names - {name}
+    attempts = [each["outcome"].split(":")[0] for decision in decisions for each in decision["attempts"]]
+    assert set(attempts) <= {"answered 200", "engine_lost", "connect", "transfer"}
     wait_for(lambda: proved(settled), 60, "it is back")
 
 
