@@ -217,6 +217,14 @@ def test_a_pod_of_somebody_else_is_refused_everywhere_changes_nothing_and_every_
     key = guarded.secret()["sidecar.curve.public"].decode().strip()
     targets = {"engine": address(engine), "frontend": address(frontend), "sidecar_key": key}
 
+    # A pod of an earlier test may still be going.
+    names = sorted(pod["metadata"]["name"] for pod in guarded.pods("worker"))
+    wait_for(
+        lambda: [(row[0], row[5]) for row in known(guarded, frontend)] == [(name, "verified") for name in names],
+        60,
+        "the frontend knows of the engines that are there, and of no other",
+        every=0.5,
+    )
     before, knew = counted(guarded, engine, frontend), known(guarded, frontend)
     done = intruder.execute(intruder.name, "web", "python3", "-c", INTRUDER.read_text(), stdin=json.dumps(targets))
     assert done.returncode == 0, done.stderr
