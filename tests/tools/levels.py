@@ -111,7 +111,9 @@ LARGE_ROOMS = ("tests/unit/router", "tests/unit/operator", "tests/unit/render")
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in ("breaks", "failures", "frontend_restart", "renderer"))
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
 REAL = "tests/conformance"
-ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing", "fields", "renderer"))
+ROUTED, ENCODED, FIELDS, RENDERER = (
+    f"{REAL}/vllm/test_{name}.py" for name in ("routing", "encoders", "fields", "renderer")
+)
 LEVELS = {
     "check": Level(
         (
@@ -166,8 +168,8 @@ LEVELS = {
     # together in the folder that its steps share.
     "conformance": Level(
         (
-            Step("vLLM, a family after the other", tests=f"{REAL}/vllm", without=(ROUTED, FIELDS, RENDERER)),
-            Step("vLLM behind routers", tests=ROUTED),
+            Step("vLLM, a family after the other", tests=f"{REAL}/vllm", without=(ROUTED, ENCODED, FIELDS, RENDERER)),
+            Step("vLLM behind routers", tests=(ROUTED, ENCODED)),
             Step("SGLang", tests=f"{REAL}/sglang"),
             Step("tests without a served model", tests=REAL, without=(f"{REAL}/vllm", f"{REAL}/sglang")),
             Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
