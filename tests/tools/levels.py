@@ -124,6 +124,8 @@ LEVELS = {
             program("ruff", "check", "."),
             program("mypy"),
             Step("mypy tests/tools", (str(BIN / "mypy"), "tests/tools")),
+            # Engines have other Pythons than we do.
+            Step("mypy transfer for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "transfer")),
             program("lint-imports"),
         ),
         limit_s=300,
