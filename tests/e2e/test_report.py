@@ -15,7 +15,7 @@ from e2e.boots import Boots
 from e2e.deploying import ROOT, Deployed
 from e2e.plane import Programs
 from e2e.reach import reached
-from e2e.report import Dumps, Place, waited, write_namespace
+from e2e.report import OPERATOR, Dumps, Place, waited, write_namespace
 
 from mmrouter_operator.ref import RESOURCE
 
@@ -97,8 +97,9 @@ def test_a_test_that_fails_leaves_a_folder_with_what_was_there_and_its_place_is_
     booted = done.stdout.partition("what each pod waited for")[2]
     assert re.search(r"loser: Ready after \d+ s", booted)
     assert re.search(r"^mmrouter-system mmrouter-operator-\S+: Ready after \d+ s", booted, re.MULTILINE)
-    own, system = sorted(folder.iterdir(), key=lambda path: path.name == "mmrouter-system")
-    assert system.name == "mmrouter-system"
+    assert "pigs fly" in (folder / "call.txt").read_text()
+    own, system = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.name == OPERATOR)
+    assert system.name == OPERATOR
     assert list((system / "logs").glob("mmrouter-operator-*.log"))
     assert (own / "logs" / "loser.only.log").read_text() == "run\n"
     assert (own / "logs" / "loser.only.previous.log").read_text() == "run\n", "of the run before"
