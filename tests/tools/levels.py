@@ -106,7 +106,7 @@ def program(name: str, *arguments: str) -> Step:
     return Step(" ".join((name, *arguments[:1])), (str(BIN / name), *arguments))
 
 
-LARGE_ROOMS = ("tests/unit/router", "tests/unit/operator", "tests/unit/render")
+LARGE_ROOMS = tuple(f"tests/unit/{room}" for room in ("router", "tools", "operator", "cli", "render"))
 # Deployments of their own, which they wait for and break; the other files share one.
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in ("breaks", "failures", "frontend_restart", "renderer"))
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
