@@ -12,9 +12,6 @@ import msgspec
 
 from mmrouter.engines.vllm_request import ImageRewrite
 
-LEASE_SECONDS: Final = 30.0
-"""For how long a prefill engine keeps blocks that nobody fetches (its connector's ``kv_lease_duration``)."""
-
 _REMOTE_DECODE: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 _ONE_TOKEN: Final = {"max_tokens": 1, "max_completion_tokens": 1}
 _DROPPED: Final = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "n", "best_of")

@@ -32,10 +32,9 @@ Post = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 class EncodeError(Exception):
     """No encoder encodes a request's images; ``reason`` is one of few words."""
 
-    def __init__(self, reason: str, retry_after: float | None = None) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Encoding:
         try:
             outcome = self.machine.place(request_id, [one.image for one in shown], began)
             if outcome.full is not None:
-                raise EncodeError("encoders_full", outcome.full.retry_after)
+                raise EncodeError("encoders_full")
             self._carry_out(outcome)
             answers = await waiting.done
         finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mmrouter.api import EngineType
 from mmrouter.engines import adapter
 from mmrouter.engines.sglang_stages import failure_of as failure_of_sglang
-from mmrouter_router.chain import WHOLE
+from mmrouter_router.chain import WHOLE, Form
 from mmrouter_router.decisions import Trace, trace_of
 from mmrouter_router.errors import RequestError
 from mmrouter_router.fleet import Target
@@ -134,6 +134,7 @@ class Forwarder:
                     else:
                         decision = self._placer.place(prepared, exclude=tried, policy=policy, roles=shape.answers)
                 except NoWorkerError as error:
+                    self._gone_without(shape)
                     raise RequestError.no_worker(str(error)) from error
                 if told:
                     told.tell(scheduled(decision))
@@ -147,7 +148,7 @@ class Forwarder:
                     staged = await self._stages.before(
                         request_id, prepared, outgoing, shape, decision, headers, alone=alone
                     )
-                except BaseException:
+                except BaseException:  # a client that leaves, too: nobody else would end the booking
                     booking.end()
                     raise
                 if staged.prefilled is not None:
@@ -233,6 +234,7 @@ class Forwarder:
                     tried.discard(decision.target.worker.member.uid)
             if retry is None:
                 trace.tried(decision, f"answered {reply.answer.status}")
+                self._gone_without(shape)
                 if half is not None and reply.answer.status < 400:
                     self._noted(trace, half.note("done"))
                     answers = (decision.target.worker.member.name,)
@@ -245,6 +247,11 @@ class Forwarder:
             reply.close()
             trace.tried(decision, retry)
             self._metrics.retries.labels(retry).inc()
+
+    def _gone_without(self, shape: Form) -> None:
+        """Count a request once, when it is clear which pools it had to do without."""
+        for missing in shape.degraded:
+            self._metrics.degraded.labels(missing).inc()
 
     async def _exchange(
         self,

@@ -86,7 +86,10 @@ class Metrics:
             "mmrouter_chain_seconds", "Seconds that a stage took", ["stage"], buckets=_FIRST_BYTE, registry=r
         )
         self.degraded = Counter(
-            "mmrouter_degraded_total", "Requests served without a pool that has no pod", ["missing"], registry=r
+            "mmrouter_degraded_total",
+            "Requests, once each, that had to do without a pool because none of its pods could take work",
+            ["missing"],
+            registry=r,
         )
         self.retries = Counter(
             "mmrouter_retries_total", "Requests sent to another worker, by cause", ["cause"], registry=r

@@ -85,7 +85,7 @@ class Prefill:
                 self._task.result()
                 await asyncio.wait((work,))
             return work.result()
-        except BaseException:
+        except BaseException:  # cancelled or failed: the other half's answer has nobody who takes it
             work.cancel()
             (left,) = await asyncio.gather(work, return_exceptions=True)
             if not isinstance(left, BaseException):

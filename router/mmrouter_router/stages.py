@@ -109,8 +109,6 @@ class Stages:
         if self._encoding is not None and self._encoding.able:
             able.add("encoder")
         found = form(self._engine, self._pools, able)
-        for missing in found.degraded:
-            self._metrics.degraded.labels(missing).inc()
         return found if found.answers else replace(found, answers=self._answering)
 
     async def before(

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -132,10 +131,9 @@ def test_a_pool_that_is_down_costs_no_request_and_the_decision_says_so(
     # None of the requests on the way there fails either: each stage that breaks is done by the next engine.
     wait_for(simpler, 30, f"a request is served without the {role}s")
     assert forms[-1]["form"] == form
+    metrics = httpx.get(settled.controls[0].replace(":8001", ":9090") + "/metrics").text
+    counted = f'mmrouter_degraded_total{{missing="{without}"}} '
+    (value,) = (line.removeprefix(counted) for line in metrics.splitlines() if line.startswith(counted))
+    assert float(value) == sum(without in each["degraded"] for each in forms)
     wait_for(settled.settled, 60, "the pool is back")
     wait_for(lambda: not decided(settled, chat, "back?")["degraded"], 30, "requests use it again")
-
-
-def test_the_example_is_what_a_reader_may_start() -> None:
-    assert Path(EXAMPLE).is_file()
-    assert yaml.safe_load(EXAMPLE.read_text())["kind"] == "MMRouterDeployment"

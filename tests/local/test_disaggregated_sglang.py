@@ -100,7 +100,3 @@ def test_an_engine_that_is_killed_costs_no_request(settled: Deployment, chat: Ch
     attempts = [each["outcome"].split(":")[0] for decision in decisions for each in decision["attempts"]]
     assert set(attempts) <= {"answered 200", "engine_lost", "connect", "transfer"}
     wait_for(lambda: proved(settled), 60, "it is back")
-
-
-def test_the_example_is_what_a_reader_may_start() -> None:
-    assert yaml.safe_load(EXAMPLE.read_text())["kind"] == "MMRouterDeployment"

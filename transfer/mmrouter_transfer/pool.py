@@ -156,7 +156,7 @@ class Pool:
         try:
             for payload, refetch in items:
                 leases.append(self.put(payload, refetch, seconds=seconds))
-        except BaseException:
+        except BaseException:  # ctrl-C, too: what is leased and not told of would stay until its deadline
             for lease in leases:
                 lease.release()
             raise

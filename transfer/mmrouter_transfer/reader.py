@@ -60,7 +60,7 @@ class _Slot:
             self.map = mmap.mmap(number, self.size, access=mmap.ACCESS_READ)
             with contextlib.suppress(OSError):  # before Linux 5.14: then the pages are looked up at the first reading
                 self.map.madvise(MADV_POPULATE_READ)
-        except BaseException:
+        except BaseException:  # whatever it is, nobody else has the descriptor
             os.close(number)
             raise
 
@@ -94,7 +94,7 @@ class Reader:
             try:
                 self._require(slot, handle)
                 view = View(self, slot, handle)
-            except BaseException:
+            except BaseException:  # whatever it is, nobody else would drop the lock
                 self._leave(slot)
                 raise
             self._slots.move_to_end(handle.path)
