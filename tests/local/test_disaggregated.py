@@ -8,28 +8,19 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
-from local.rig import ROOT, Deployment, running, wait_for
+from local.chains import decided, started
+from local.rig import Deployment, wait_for
 from local.test_scenarios import Folder, web
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import SCENARIOS, Chat, Scenario, title
 
-EXAMPLE = ROOT / "examples" / "demo-disaggregated.yaml"
 __all__ = ["web"]
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The example, with every prompt through a prefill engine, and one frontend that fetches images."""
-    body = yaml.safe_load(EXAMPLE.read_text())
-    spec = body["spec"]
-    spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
-    spec["frontend"]["replicas"] = 1
-    media = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
-    spec["routing"] = {"minPrefillTokens": 0, "media": media}
-    file = tmp_path_factory.mktemp("chain") / "chain.yaml"
-    file.write_text(yaml.safe_dump(body))
-    with running(file) as deployment:
+    """The example, with every prompt through a prefill engine."""
+    with started("demo-disaggregated.yaml", tmp_path_factory.mktemp("chain"), minPrefillTokens=0) as deployment:
         yield deployment
 
 
@@ -44,17 +35,6 @@ def chat(settled: Deployment) -> Iterator[Chat]:
     with ExitStack() as stack:
         controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
         yield Chat("demo", stack.enter_context(settled.client()), controls)
-
-
-def decided(deployment: Deployment, chat: Chat, *content: str) -> dict[str, Any]:
-    """Send a chat and return its decision."""
-    raw = chat.client.chat.completions.with_raw_response.create(
-        model="demo", messages=chat.messages(*content), max_tokens=4, temperature=0
-    )
-    assert raw.parse().choices[0].message.content
-    with deployment.control() as control:
-        found: dict[str, Any] = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").json()
-    return found
 
 
 def stages(decision: dict[str, Any]) -> dict[str, str]:

@@ -5,30 +5,20 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from local.rig import ROOT, Deployment, running, wait_for
+from local.chains import decided, started
+from local.rig import Deployment, wait_for
 from local.test_scenarios import Folder, web
 from scenarios import SCENARIOS, Chat, Scenario, title
 
-EXAMPLE = ROOT / "examples" / "demo-disaggregated-sglang.yaml"
 __all__ = ["web"]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The example, with a frontend that fetches images."""
-    body = yaml.safe_load(EXAMPLE.read_text())
-    spec = body["spec"]
-    spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
-    media = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
-    spec["routing"] = {"media": media}
-    file: Path = tmp_path_factory.mktemp("pairs") / "pairs.yaml"
-    file.write_text(yaml.safe_dump(body))
-    with running(file) as deployment:
+    """The example."""
+    with started("demo-disaggregated-sglang.yaml", tmp_path_factory.mktemp("pairs")) as deployment:
         yield deployment
 
 
@@ -49,17 +39,6 @@ def chat(settled: Deployment) -> Iterator[Chat]:
     with ExitStack() as stack:
         controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
         yield Chat("demo", stack.enter_context(settled.client()), controls)
-
-
-def decided(deployment: Deployment, chat: Chat, *content: str) -> dict[str, Any]:
-    """Send a chat and return its decision."""
-    raw = chat.client.chat.completions.with_raw_response.create(
-        model="demo", messages=chat.messages(*content), max_tokens=4, temperature=0
-    )
-    assert raw.parse().choices[0].message.content
-    with deployment.control() as control:
-        found: dict[str, Any] = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").json()
-    return found
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
