@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import zmq.asyncio
@@ -21,8 +20,9 @@ from mmrouter_router.encode import Encoders
 from mmrouter_router.encoders import EncoderPods
 from mmrouter_router.encoding import Encoding
 from mmrouter_router.errors import RequestError
+from mmrouter_router.exchange import Exchange
 from mmrouter_router.feeds import Feed, FeedSilentError
-from mmrouter_router.fleet import Fleet, Target, Worker
+from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.intake import Limits
 from mmrouter_router.learning import Learning
@@ -105,22 +105,21 @@ class Router:
             pods = EncoderPods(settings.deployment, self.fleet, self.probes, self.upstream, settings.engine_key)
             self.encoding = encoding = Encoding(Encoders(spec.routing.encoder_scheduling), pods.post, self.served_model)
             self.fleet.on_change(lambda: encoding.update(pods.encoders()))
+        self.exchange = Exchange(self.upstream, spec.engine.type, settings.engine_key)
         self.stages = Stages(
             spec.engine.type,
             roles,
             self.fleet,
             self.placer,
             self.metrics,
-            self._ask,
+            self.exchange.ask,
             encoding=self.encoding,
             worth=Worth(spec.routing.min_prefill_tokens),
         )
         self.forwarder = Forwarder(
             self.placer,
-            self.upstream,
-            settings.engine_key,
+            self.exchange,
             self.metrics,
-            engine=spec.engine.type,
             stages=self.stages,
             sent=self.learning.sent if self.learning is not None else _not_learned,
         )
@@ -307,9 +306,6 @@ class Router:
     async def _encode(self, encoding: Encoding | None) -> None:
         if encoding is not None:
             await encoding.run()
-
-    async def _ask(self, target: Target, request_id: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        return await self.forwarder.ask(target, request_id, CHAT, body, headers)
 
     async def _learn(self, learning: Learning | None) -> None:
         if learning is not None:

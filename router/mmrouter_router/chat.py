@@ -19,7 +19,8 @@ from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
 from mmrouter_router.decisions import Counts, Decisions, Trace
 from mmrouter_router.errors import RequestError
-from mmrouter_router.forward import ERROR_LIMIT, Forwarder, Reply
+from mmrouter_router.exchange import ERROR_LIMIT, Reply
+from mmrouter_router.forward import Forwarder
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing

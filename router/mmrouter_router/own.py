@@ -22,9 +22,9 @@ from mmrouter.engines.events import EventError, Stored
 from mmrouter.engines.sglang_stages import decode_headers, new_meeting, prefill_headers
 from mmrouter.identity import media_identity, to_wire
 from mmrouter.prompt import PromptImage, TemplateError
+from mmrouter_router.exchange import ENGINE_PORT
 from mmrouter_router.feeds import Feed
 from mmrouter_router.fleet import Target, Worker
-from mmrouter_router.forward import ENGINE_PORT
 from mmrouter_router.prepare import Preparer
 from mmrouter_router.renderer import RendererError
 from mmrouter_router.upstream import Upstream, UpstreamError

@@ -24,7 +24,7 @@ from mmrouter_router.encode import Image
 from mmrouter_router.encoding import EncodeError, Encoding, Shown
 from mmrouter_router.fleet import Fleet, Target
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import Outgoing, encode_body
+from mmrouter_router.outgoing import CHAT, Outgoing, encode_body
 from mmrouter_router.place import Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.tracing import failure_of, stage
@@ -34,8 +34,8 @@ PREFILL_SECONDS = 120.0
 """A prefill that takes longer is given up: its engine hangs, and the decoder computes the prompt."""
 ENCODE_SECONDS = 120.0
 
-Ask = Callable[[Target, str, bytes, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
-"""Target, request id, body, headers -> status and whole answer. Raises :class:`UpstreamError`."""
+Ask = Callable[[Target, str, str, bytes, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
+"""Target, request id, path, body, headers -> status and whole answer. Raises :class:`UpstreamError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class Stages:
             span.tell({"mmrouter.worker": target.worker.member.name})
             try:
                 async with asyncio.timeout(PREFILL_SECONDS):
-                    status, raw = await self._ask(target, request_id, body, span.passed_on(headers))
+                    status, raw = await self._ask(target, request_id, CHAT, body, span.passed_on(headers))
                 if status == 200:
                     params = read_prefilled(raw)
                 else:

@@ -15,13 +15,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from mmrouter import feed
 from mmrouter.api import parse_deployment
 from mmrouter_router.errors import RequestError
+from mmrouter_router.exchange import ENGINE_PORT, Exchange
 from mmrouter_router.fleet import Fleet, Member
-from mmrouter_router.forward import ENGINE_PORT, Forwarder, Quarantine
+from mmrouter_router.forward import Forwarder
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.otlp import Otlp
 from mmrouter_router.outgoing import Outgoing
 from mmrouter_router.place import Placer
 from mmrouter_router.prepare import Prepared
+from mmrouter_router.quarantine import Quarantine
 from mmrouter_router.tracing import enter
 from mmrouter_router.upstream import Upstream
 
@@ -74,7 +76,7 @@ class Rig:
         }
         resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
         self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
-        self.forwarder = Forwarder(self.placer, self.upstream, "secret", self.metrics)
+        self.forwarder = Forwarder(self.placer, Exchange(self.upstream, "vllm", "secret"), self.metrics)
 
     async def engine(self, says: bytes | None, *, dies: bool = False) -> Engine:
         engine = Engine(says or b"", dies=dies)

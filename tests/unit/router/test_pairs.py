@@ -16,8 +16,9 @@ from mmrouter import feed
 from mmrouter.api import parse_deployment
 from mmrouter.blocks import Span, block_keys, pack_keys
 from mmrouter_router.errors import RequestError
+from mmrouter_router.exchange import ENGINE_PORT, Exchange
 from mmrouter_router.fleet import Fleet, Member
-from mmrouter_router.forward import ENGINE_PORT, Forwarder
+from mmrouter_router.forward import Forwarder
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.otlp import Otlp
 from mmrouter_router.outgoing import Outgoing
@@ -109,9 +110,8 @@ class Rig:
         resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
         self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
         self.stages = Stages("sglang", roles, self.fleet, self.placer, self.metrics, None)
-        self.forwarder = Forwarder(
-            self.placer, self.upstream, "secret", self.metrics, engine="sglang", stages=self.stages
-        )
+        exchange = Exchange(self.upstream, "sglang", "secret")
+        self.forwarder = Forwarder(self.placer, exchange, self.metrics, stages=self.stages)
 
     async def engine(self, name: str, says: bytes = OK, *, keys=(), ranks=1, up=True, **member) -> Engine:
         """``p1`` prefills, ``d1`` decodes; it is not there at all where it is not ``up``."""

@@ -60,7 +60,7 @@ class Staging(Rig):
         worker.member = replace(worker.member, role=role)
         return worker
 
-    async def ask(self, target, request_id, body, headers):
+    async def ask(self, target, request_id, path, body, headers):
         self.prefills.append(json.loads(body) | {"at": target.worker.member.name})
         if isinstance(self.prefill_answer, Exception):
             raise self.prefill_answer

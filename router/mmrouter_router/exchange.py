@@ -1,0 +1,137 @@
+"""One exchange with one engine: what it is told besides the request, and its answer up to the first byte."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+from mmrouter.api import EngineType
+from mmrouter.engines import adapter
+from mmrouter_router.decisions import Trace
+from mmrouter_router.fleet import Target
+from mmrouter_router.pairs import Prefill, Refusal
+from mmrouter_router.place import Booking, Decision
+from mmrouter_router.tracing import Span
+from mmrouter_router.upstream import Answer, Upstream
+
+ENGINE_PORT = 8000
+DRAINING = b"cannot schedule new futures after shutdown"
+"""What vLLM answers with status 500 while it drains (facts on vLLM 8.5)."""
+ERROR_LIMIT = 256 * 1024
+STAGE_LIMIT = 4 << 20
+"""Of an answer that is for another engine: it lists the blocks of a prompt, and holds no text."""
+
+
+@dataclass
+class Reply:
+    """An engine's answer whose first bytes are there. Call ``close`` in every case.
+
+    ``decision``: on the engine that computed the prompt, which is the one that answers unless another prefilled it.
+    """
+
+    decision: Decision
+    trace: Trace
+    booking: Booking
+    answer: Answer | Refusal
+    first: bytes
+    rest: AsyncIterator[bytes]
+    span: Span
+    half: Prefill | None = None
+    """The other half of an answer that two engines give together."""
+
+    def close(self) -> None:
+        """End the booking and give the connection back (or drop it: the engine then aborts)."""
+        self.booking.end()
+        if self.half is not None:
+            self.half.end(whole=self.answer.whole)
+        self.answer.close()
+        self.span.end()
+
+    def drop(self) -> None:
+        """Cut the connection of an answer that nobody gets; the booking is ended where it was begun."""
+        self.answer.close()
+
+    async def refusal(self) -> str | None:
+        """Return why another worker should be asked, or ``None``."""
+        if self.answer.status == 503:
+            return "busy"
+        if self.answer.status == 500:
+            body = self.first
+            try:
+                async for piece in self.rest:
+                    body += piece
+                    if len(body) > ERROR_LIMIT:
+                        break
+            except BaseException:  # broken off or cancelled: nobody else will give the connection back
+                self.close()
+                raise
+            self.first = body
+            if DRAINING in body:
+                return "draining"
+        return None
+
+
+class Exchange:
+    """Speaks with the engines of a deployment, each with the headers that are ours to say."""
+
+    def __init__(self, upstream: Upstream, engine: EngineType, engine_key: str) -> None:
+        self._upstream = upstream
+        self._request_id_header: str = getattr(adapter(engine), "REQUEST_ID_HEADER", "x-request-id")
+        self._authorization = f"Bearer {engine_key}"
+
+    async def post(self, target: Target, request_id: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """Send a request; its answer may not have begun. ``headers`` have no say over ours.
+
+        Raises :class:`UpstreamError`.
+        """
+        own = self._own(target, request_id)
+        return await self._upstream.request(
+            target.worker.member.ip, ENGINE_PORT, "POST", path, {**headers, **own}, body
+        )
+
+    async def reply(
+        self,
+        decision: Decision,
+        trace: Trace,
+        booking: Booking,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        span: Span,
+        half: Prefill | None = None,
+    ) -> Reply:
+        """Send a request and wait for the first byte of its answer. Raises :class:`UpstreamError`."""
+        target = decision.target
+        told = half.told(target) if half is not None else {}
+        answer = await self.post(target, trace.request_id, path, body, {**span.passed_on(headers), **told})
+        rest = answer.body()
+        try:
+            # An engine sends its headers before it computes: only a body byte shows that it lives.
+            first = await anext(rest, b"")
+        except BaseException:
+            answer.close()
+            raise
+        booking.answered()
+        if span:
+            span.event("first byte")
+            span.tell({"http.response.status_code": answer.status})
+        return Reply(decision, trace, booking, answer, first, rest, span, half)
+
+    async def ask(
+        self, target: Target, request_id: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        """Send a stage of a request to an engine; returns status and whole answer. Raises :class:`UpstreamError`."""
+        answer = await self.post(target, request_id, path, body, headers)
+        try:
+            return answer.status, await answer.read(STAGE_LIMIT)
+        finally:
+            answer.close()
+
+    def _own(self, target: Target, request_id: str) -> dict[str, str]:
+        own = {
+            "content-type": "application/json",
+            "authorization": self._authorization,
+            self._request_id_header: request_id,
+            "accept-encoding": "identity",
+        }
+        if target.worker.ranks > 1:
+            own["x-data-parallel-rank"] = str(target.rank)
+        return own
