@@ -1,0 +1,227 @@
+"""The routes of our vLLM plugin: an image that a renderer processed goes to an engine as it is (docs/transfer.md).
+
+A renderer with the plugin renders a chat and *offers* its processed images; an engine with the plugin takes offers and
+keeps each image until a chat names it. That chat is the ordinary one with ``image_url: null`` beside our ``uuid``, so
+everything that concerns the answer stays the engine's own. An offer is passed on untouched: what is in it concerns the
+two plugins only. Whatever fails has a reason, and the chat then carries the image itself.
+
+1. ``POST RENDER_PATH`` to the renderer: ids and places as in its own answer, an offer for each image, and a lease.
+2. ``POST ITEMS_PATH`` to the engine: which of these images it holds now, and why it does not hold the others.
+3. The chat without the bytes of those that it holds. A cache miss (:func:`is_cache_miss`) is answered by the same chat
+   with bytes.
+4. ``POST RELEASE_PATH`` to the renderer as soon as 2 is answered or given up; what nobody releases ends by itself.
+
+All routes stand below ``/v1``, where vLLM asks for its API key. A server without the plugin answers 404.
+"""
+
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar, get_args
+
+import msgspec
+
+from mmrouter.blocks import Span
+from mmrouter.engines.vllm_render import read_rendered
+from mmrouter.engines.vllm_render import render_request as plain_render_request
+
+STATUS_PATH: Final = "/v1/mmrouter/handover"
+RENDER_PATH: Final = "/v1/mmrouter/render"
+ITEMS_PATH: Final = "/v1/mmrouter/items"
+RELEASE_PATH: Final = "/v1/mmrouter/release"
+WIRE_VERSION: Final = 1
+MAX_SECONDS: Final = 600.0
+
+Way = Literal["shm", "nixl", "inline"]
+"""How a processed image travels: a slot on the node's shared tmpfs, a NIXL read, or base64 in the requests."""
+WAYS: Final[tuple[Way, ...]] = get_args(Way)
+
+Reason = Literal[
+    "absent",
+    "corrupt",
+    "disabled",
+    "failed",
+    "full",
+    "gone",
+    "large",
+    "other",
+    "prompt",
+    "refused",
+    "settings",
+    "stale",
+    "truncated",
+    "uncached",
+    "unnamed",
+]
+"""Why an image was not handed over.
+
+``absent``: this side has no such way (no shared folder, no NIXL). ``disabled``: the plugin does not know this vLLM.
+``failed``: a NIXL read. ``large``: above the limit of what travels inline. ``prompt``: the model's prompt depends on
+more than the processed image. ``settings``: the two sides process differently. ``uncached``: a server runs without its
+processor cache, or it did not keep the image. ``unnamed``: the renderer gave the image another name than ours.
+``other``: a word that this release does not know. The rest are reasons of ``mmrouter_transfer``.
+"""
+_REASONS: Final[frozenset[str]] = frozenset(get_args(Reason))
+
+_MISS: Final = b"Cache miss for "
+"""How vLLM 0.32 says, in a 400, that it does not hold an image (facts on vLLM 3.2)."""
+
+T = TypeVar("T")
+
+
+class HandoverError(ValueError):
+    """An answer of the plugin cannot be used; the message says why."""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What a server's plugin says of itself.
+
+    ``ways``: way -> why it is not offered, empty where it is. ``settings`` is equal where two servers process alike.
+    """
+
+    version: int
+    role: Literal["renderer", "engine"]
+    enabled: bool
+    reason: str = ""
+    engine: str = ""
+    settings: str = ""
+    node: str = ""
+    ways: dict[str, str] = {}
+
+    def offers(self, way: Way) -> bool:
+        """Whether a hand-over may go this way as far as this server is concerned."""
+        return self.enabled and self.version == WIRE_VERSION and self.ways.get(way) == ""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """One processed image of a renderer. ``raw`` is its JSON, to be passed on as it is; ``length`` is in bytes."""
+
+    way: Way
+    length: int
+    raw: bytes
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """A renderer's answer: the prompt, and what it offers.
+
+    ``ids`` and ``spans`` as of ``read_rendered``; ``offers`` and ``withheld`` by the image's wire identity. ``fell``
+    names the ways that were asked for first and were not to be had, with the reason, one entry for each image.
+    """
+
+    ids: "array[int]"
+    spans: tuple[Span, ...]
+    lease: str
+    offers: dict[str, Offer]
+    withheld: dict[str, Reason]
+    fell: tuple[tuple[Way, Reason], ...] = ()
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """An engine's answer: the images that it holds until a chat names them, and why it does not hold the others."""
+
+    held: frozenset[str]
+    refused: dict[str, Reason]
+
+
+class _Offer(msgspec.Struct):
+    way: Way
+    length: int
+
+
+class _Rendered(msgspec.Struct):
+    lease: str
+    offers: dict[str, msgspec.Raw] = {}
+    withheld: dict[str, str] = {}
+    fell: list[tuple[Way, str]] = []
+
+
+class _Taken(msgspec.Struct):
+    held: list[str]
+    refused: dict[str, str] = {}
+
+
+def read_status(raw: bytes) -> Status:
+    """Return what a plugin says of itself. Raises :class:`HandoverError`."""
+    return _decode(raw, Status)
+
+
+def render_request(
+    body: Mapping[str, Any],
+    *,
+    ways: Sequence[Way],
+    seconds: float,
+    images: Iterable[str] | None = None,
+    inline_bytes: int = 0,
+) -> dict[str, Any]:
+    """Return the request that has a renderer render ``body``, a chat of ``rewrite_chat``, and offer its images.
+
+    ``ways``: in the order in which they are tried for each image. ``seconds``: how long an offer stands. ``images``:
+    identities to offer, by default all. ``inline_bytes``: the largest processed image that may travel inline.
+    """
+    wanted = None if images is None else sorted(set(images))
+    chat = plain_render_request(body)
+    return {"chat": chat, "ways": list(ways), "seconds": seconds, "images": wanted, "inline_bytes": inline_bytes}
+
+
+def read_render(raw: bytes) -> Rendered:
+    """Return a renderer's answer. Raises :class:`HandoverError`, and for the prompt what ``read_rendered`` raises."""
+    answer = _decode(raw, _Rendered)
+    ids, spans = read_rendered(raw)
+    offers: dict[str, Offer] = {}
+    for name, offered in answer.offers.items():
+        said = _decode(bytes(offered), _Offer)
+        offers[name] = Offer(said.way, said.length, bytes(offered))
+    withheld = {name: _known(reason) for name, reason in answer.withheld.items()}
+    return Rendered(
+        ids, spans, answer.lease, offers, withheld, tuple((way, _known(reason)) for way, reason in answer.fell)
+    )
+
+
+def items_request(offers: Mapping[str, Offer], *, seconds: float) -> bytes:
+    """Return the body that tells an engine to take these offers and to keep each image for ``seconds`` at most."""
+    items = {name: msgspec.Raw(offer.raw) for name, offer in offers.items()}
+    return msgspec.json.encode({"items": items, "seconds": seconds})
+
+
+def read_items(raw: bytes) -> Taken:
+    """Return which images an engine holds. Raises :class:`HandoverError`."""
+    answer = _decode(raw, _Taken)
+    return Taken(frozenset(answer.held), {name: _known(reason) for name, reason in answer.refused.items()})
+
+
+def release_request(lease: str) -> dict[str, Any]:
+    """Return the request that ends what a renderer's answer offered; again, or after its end, it does nothing."""
+    return {"lease": lease}
+
+
+def without_bytes(body: Mapping[str, Any], held: Collection[str]) -> dict[str, Any]:
+    """Return a chat of ``rewrite_chat`` in which images of these identities are named and not sent."""
+    return {**body, "messages": [_named(message, held) for message in body["messages"]]}
+
+
+def is_cache_miss(status: int, raw: bytes) -> bool:
+    """Whether an engine's answer says that it does not hold an image which a chat named without its bytes."""
+    return status == 400 and _MISS in raw
+
+
+def _named(message: Mapping[str, Any], held: Collection[str]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return message
+    parts = [
+        {**part, "image_url": None}
+        if isinstance(part, Mapping) and part.get("type") == "image_url" and part.get("uuid") in held
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _known(reason: str) -> Reason:
+    return reason if reason in _REASONS else "other"  # type: ignore[return-value] # one of the literals, as was looked up
+
+
+def _decode(raw: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HandoverError(f"not an answer of the plugin: {error}") from error
