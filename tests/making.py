@@ -56,6 +56,12 @@ def build_images(folder: Path, make: Callable[..., str]) -> list[Path]:
     return [Path(line.split()[1]) for line in lines]
 
 
+def prepared() -> Path | None:
+    """Where the archives of the images are put for all tests of a run; ``None``: each run of pytest makes its own."""
+    folder = os.environ.get("MMROUTER_RUN_FOLDER")
+    return Path(folder, "images") if folder else None
+
+
 def name_needs(items: Iterable[pytest.Item], fixtures: Collection[str]) -> None:
     """Have the report say of each test that takes one of the fixtures that it needs what its level is about."""
     for item in items:

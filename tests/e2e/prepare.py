@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from making import NotMadeError, build_images, made
+from making import NotMadeError, build_images, made, prepared
 from tools.vllm_env import CANNOT
 
 make = partial(made, live=True)
@@ -31,9 +31,13 @@ def prepare() -> None:
         return
     for script in ("node_env.py", "kube_env.py", "helm_env.py"):  # the first says what the machine lacks
         make(script)
-    # The archives are made anew in the tests' own folder; the builder keeps the layers.
-    with tempfile.TemporaryDirectory(prefix="mmrouter-images-") as folder:
-        build_images(Path(folder), make)
+    if (kept := prepared()) is None:  # the builder keeps the layers, the tests make archives of them
+        with tempfile.TemporaryDirectory(prefix="mmrouter-images-") as folder:
+            build_images(Path(folder), make)
+        return
+    part = kept.with_suffix(".part")
+    build_images(part, make)
+    part.rename(kept)  # all of them, or none
 
 
 def main() -> int:

@@ -3,9 +3,9 @@
     .venv/bin/python tests/tools/levels.py check [local] [cluster] [e2e] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
-of all levels but ``e2e`` run two or three at a time where there is memory for it; each one's output is shown when it
-ends. What is timed runs when nothing else does. The end is a table of the levels, with the reason of everything that
-was not run, and one line ``N passed, N failed, N skipped`` over all of them.
+of a level run two or three at a time where there is memory for it; each one's output is shown when it ends. What the
+others need runs before them, and what is timed after them. The end is a table of the levels, with the reason of
+everything that was not run, and one line ``N passed, N failed, N skipped`` over all of them.
 
 A level was not run when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
 engine (``making.py`` says which tests do). Exit status 1 when anything failed; 3 when the one level that was asked for
@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 from xml.etree import ElementTree
 
 import psutil
@@ -44,14 +44,14 @@ RUNNING: set["subprocess.Popen[bytes]"] = set()
 class Step:
     """One command of a level. A step with ``tests`` is a pytest run over that folder, ``without`` leaves parts out.
 
-    ``alone``: after all others, with nothing beside it. ``limit_s``: instead of that of its level.
+    ``when``: beside the others, or alone, ``before`` all of them or ``after``. ``limit_s``: instead of its level's.
     """
 
     name: str
     command: tuple[str, ...] = ()
     tests: str | tuple[str, ...] = ()
     without: tuple[str, ...] = ()
-    alone: bool = False
+    when: Literal["before", "beside", "after"] = "beside"
     limit_s: float | None = None
 
     @property
@@ -110,6 +110,8 @@ LARGE_ROOMS = tuple(f"tests/unit/{room}" for room in ("router", "tools", "operat
 # Deployments of their own, which they wait for and break; the other files share one.
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in ("breaks", "failures", "frontend_restart", "renderer"))
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
+# Engines that are real, a chain of pods, and a cluster that is made as the README says.
+NODES = tuple(f"tests/e2e/test_{name}.py" for name in ("tour", "vllm"))
 REAL = "tests/conformance"
 ROUTED, ENCODED, FIELDS, RENDERER = (
     f"{REAL}/vllm/test_{name}.py" for name in ("routing", "encoders", "fields", "renderer")
@@ -151,20 +153,30 @@ LEVELS = {
             Step("tests on a real control plane with running pods", tests="tests/cluster/running"),
             Step("tests on a real control plane, faults", tests=FAULTS),
             Step("tests of the chart", tests="tests/chart"),
-            Step("tests on a real control plane, speed", tests=SPEED, alone=True),
+            Step("tests on a real control plane, speed", tests=SPEED, when="after"),
         ),
         limit_s=1200,
         lanes=3,
         lane_gb=3,
     ),
-    # One lane: pods that run under load are what it is about. What is built once per machine, or once per change of the
-    # images, has a limit of its own. The environment of vLLM is not among it: it takes 3 minutes, where it is made.
+    # Two lanes, each with a node: a rollout under load waits more than it computes. What is built once per machine, or
+    # once per change of the images, has a limit of its own. The environment of vLLM is not among it: it takes 3
+    # minutes, where it is made.
     "e2e": Level(
         (
-            Step("what a node with real pods needs", (sys.executable, "tests/e2e/prepare.py"), limit_s=2700),
-            Step("tests on a node with real pods", tests="tests/e2e"),
+            Step(
+                "what a node with real pods needs",
+                (sys.executable, "tests/e2e/prepare.py"),
+                when="before",
+                limit_s=2700,
+            ),
+            Step("tests on a node with real pods", tests="tests/e2e", without=NODES),
+            Step("tests on nodes of their own", tests=NODES),
         ),
         limit_s=1500,
+        # Another cluster is one, which the two would share.
+        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 2,
+        lane_gb=5,
     ),
     # An engine that starts keeps one CPU busy, one that is asked waits now and then. What a run compares is put
     # together in the folder that its steps share.
@@ -186,9 +198,9 @@ LEVELS = {
 def run_level(level: Level, scratch: Path) -> Outcome:
     outcome = Outcome()
     began = time.monotonic()
-    for alone in (False, True):
-        steps = [step for step in level.steps if step.alone == alone]
-        with ThreadPoolExecutor(1 if alone else lane_count(level)) as lanes:
+    for when in ("before", "beside", "after"):
+        steps = [step for step in level.steps if step.when == when]
+        with ThreadPoolExecutor(lane_count(level) if when == "beside" else 1) as lanes:
             try:
                 for part in lanes.map(partial(run_step, level, scratch), steps):
                     outcome.add(part)
@@ -219,7 +231,7 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
         command = (sys.executable, "-m", "pytest", *step.paths, *left_out, "-q", f"--junit-xml={report}")
     env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
     limit_s = level.limit_s if step.limit_s is None else step.limit_s
-    if level.lanes == 1:
+    if level.lanes == 1 or step.when != "beside":
         print(f"\n== {step.name}", flush=True)
         status = execute(command, limit_s, None, env)
     else:

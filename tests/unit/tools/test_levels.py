@@ -62,19 +62,20 @@ def test_a_failing_command_fails_the_level_and_does_not_stop_it(tmp_path: Path) 
     assert summary({"check": outcome}).endswith("0 passed, 2 failed, 0 skipped")
 
 
-def test_what_runs_alone_begins_when_all_others_have_ended(tmp_path: Path) -> None:
-    # Each says when it began and when it ended; the one that is alone stands first in the list.
+def test_what_runs_alone_begins_before_all_others_or_when_they_have_ended(tmp_path: Path) -> None:
+    # Each says when it began and when it ended; those that are alone stand where they do not belong.
     code = (
         "import sys, time; began = time.monotonic(); time.sleep(0.2)\n"
         "print(began, time.monotonic(), file=open(sys.argv[1], 'w'))"
     )
     steps = [
-        Step(name, (sys.executable, "-c", code, str(tmp_path / name)), alone=name == "alone")
-        for name in ("alone", "one", "two")
+        Step(name, (sys.executable, "-c", code, str(tmp_path / name)), when=when)
+        for name, when in (("last", "after"), ("one", "beside"), ("two", "beside"), ("first", "before"))
     ]
     assert not run_level(Level(tuple(steps), limit_s=60, lanes=3), tmp_path).failed
     times = {step.name: [float(text) for text in (tmp_path / step.name).read_text().split()] for step in steps}
-    assert times["alone"][0] >= max(times["one"][1], times["two"][1])
+    assert times["first"][1] <= min(times["one"][0], times["two"][0])
+    assert times["last"][0] >= max(times["one"][1], times["two"][1])
 
 
 def test_no_file_of_the_tests_is_in_two_steps_or_in_none() -> None:
@@ -104,12 +105,12 @@ def test_a_step_has_its_own_limit_where_it_names_one(tmp_path: Path) -> None:
 
 
 def test_what_is_built_first_is_no_part_of_the_time_of_the_tests_with_real_pods() -> None:
-    first, then = levels.LEVELS["e2e"].steps
-    assert levels.LEVELS["e2e"].lanes == 1  # one after the other
+    first, *then = levels.LEVELS["e2e"].steps
+    assert first.when == "before"
     assert first.command == (sys.executable, "tests/e2e/prepare.py")
     assert (levels.ROOT / first.command[1]).is_file()
     assert first.limit_s is not None
-    assert then.limit_s is None
+    assert {step.limit_s for step in then} == {None}
 
 
 NEEDING = """
