@@ -19,3 +19,9 @@ STATE_DIR = "/var/lib/mmrouter/state"
 
 HUB_CACHE_DIR = "/var/lib/mmrouter/hub"
 """The engine's hub download, where there is no ``spec.model.volume``; the sidecar reads its metadata files there."""
+
+SHARED_DIR = "/var/lib/mmrouter/shared"
+"""The node's tmpfs directory, in pods of pools with ``sharedMemory.scope: node``; environment MMROUTER_SHARED_DIR."""
+
+PLUGIN_DIR = "/var/lib/mmrouter/plugin"
+"""Our plugin for vLLM, which an init container puts there; in the engine's PYTHONPATH."""

@@ -38,7 +38,8 @@ class SharedMemory(Resource):
     """Memory-backed files for the engine."""
 
     size: Size = "8Gi"
-    """Upper limit; what is written counts against the container's memory."""
+    """Upper limit; what is written counts against the memory of the container that writes it. The largest one of the
+    pools of scope node is also what the directory of a node may hold."""
     scope: Literal["pod", "node"] = "pod"
     """pod: the pod's own /dev/shm. node: besides, one tmpfs directory for all pods of this deployment on the node. node
     uses a hostPath, so the namespace must allow it."""

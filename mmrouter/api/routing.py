@@ -143,6 +143,9 @@ class Routing(Resource):
     """Tokens that must remain to be computed for a prompt to go through a prefill pool; a shorter or well cached one is
     computed where it is decoded, and above it what both ways are measured to take decides. 0: all of them go."""
     transfer: Literal["none", "shm", "nixl"] = "none"
-    """Hand processed tensors to engines: shm on one node, nixl across nodes; none: engines process images."""
+    """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share, for
+    which every pool needs sharedMemory.scope node: encoded images by a file, and with a renderer pool what that has
+    processed. nixl: what a renderer pool has processed over the network, and by shm where pods of scope node share a
+    node. What cannot be handed over travels inside the request."""
     media: Media = Media()
     """Which images are taken, and from where."""

@@ -114,17 +114,31 @@ class Spec(Resource):
         return Broken(f"pools[{self._first('renderer')}].role", "renderer pools exist for engine type vllm only")
 
     @rule(
+        "routing.transfer",
+        "transfer: shm and nixl are for engine type vllm; SGLang engines process images themselves",
+        "self.engine.type == 'vllm' || self.routing.transfer == 'none'",
+    )
+    def _transfer_is_vllm(self) -> bool:
+        return self.engine.type == "vllm" or self.routing.transfer == "none"
+
+    @rule(
+        "routing.transfer",
+        "transfer: nixl carries what a renderer has processed: add a renderer pool, or set shm or none",
+        f"self.routing.transfer != 'nixl' || {_any('renderer')}",
+    )
+    def _nixl_has_a_renderer(self) -> bool:
+        return self.routing.transfer != "nixl" or self._first("renderer") is not None
+
+    @rule(
         "pools",
-        "routing.transfer: shm needs scope: node on every encoder, prefill and worker pool",
-        "self.routing.transfer != 'shm' || self.pools.all(p, "
-        "!(p.role in ['encoder', 'prefill', 'worker']) || p.sharedMemory.scope == 'node')",
+        "routing.transfer: shm needs scope: node on every pool",
+        "self.routing.transfer != 'shm' || self.pools.all(p, p.sharedMemory.scope == 'node')",
     )
     def _transfer_has_a_place(self) -> bool | Broken:
         for number, pool in enumerate(self.pools):
-            if pool.role in ("encoder", "prefill", "worker") and pool.shared_memory.scope != "node":
+            if pool.shared_memory.scope != "node":
                 return self.routing.transfer != "shm" or Broken(
-                    f"pools[{number}].sharedMemory.scope",
-                    "routing.transfer: shm needs scope: node on every encoder, prefill and worker pool",
+                    f"pools[{number}].sharedMemory.scope", "routing.transfer: shm needs scope: node on every pool"
                 )
         return True
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mmrouter.api import SpecError, parse_deployment, to_json
 
 CPU = {"kind": "cpu"}
+NODE = {"scope": "node"}
 
 
 def pool(name: str = "worker", role: str = "worker", **fields: Any) -> dict[str, Any]:
@@ -52,7 +53,29 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"frontend": {"apiKeys": {}}}, "spec.frontend.apiKeys.secret", "is required"),
     ({"routing": {"overlapWeight": 1.5}}, "spec.routing.overlapWeight", 'decimals are written as strings: "1.5"'),
     ({"routing": {"overlapWeight": "-1"}}, "spec.routing.overlapWeight", "does not match"),
-    ({"routing": {"transfer": "shm"}}, "spec.pools[0].sharedMemory.scope", "needs scope: node"),
+    ({"routing": {"transfer": "shm"}}, "spec.pools[0].sharedMemory.scope", "needs scope: node on every pool"),
+    (
+        {
+            "routing": {"transfer": "shm"},
+            "pools": [pool(sharedMemory=NODE), pool("r", "renderer", accelerator=CPU)],
+        },
+        "spec.pools[1].sharedMemory.scope",
+        "needs scope: node on every pool",
+    ),
+    (
+        {
+            "routing": {"transfer": "shm"},
+            "pools": [pool("p", "prefill", sharedMemory=NODE), pool("d", "decode")],
+        },
+        "spec.pools[1].sharedMemory.scope",
+        "needs scope: node on every pool",
+    ),
+    ({"routing": {"transfer": "nixl"}}, "spec.routing.transfer", "add a renderer pool"),
+    (
+        {"routing": {"transfer": "shm"}, "engine": {"type": "sglang"}, "pools": [pool(sharedMemory=NODE)]},
+        "spec.routing.transfer",
+        "are for engine type vllm",
+    ),
     (media(fetch="allowList"), "spec.routing.media.allowedHosts", "at least one entry"),
     (media(allowedHosts=["a.example"]), "spec.routing.media.allowedHosts", "no effect with fetch: dataOnly"),
     (media(allowedCIDRs=["10.0.0.0/8"]), "spec.routing.media.allowedCIDRs", "no effect with fetch: dataOnly"),
@@ -219,7 +242,8 @@ def test_all_errors_are_told_at_once(document: Any) -> None:
         {"pools": [pool(parallelism={"tensor": 2}, accelerator={"kind": "nvidia", "claims": [CLAIM]})]},
         {"pools": [pool(parallelism={"data": 2}, accelerator={"kind": "nvidia", "count": 2})]},
         {"pools": [pool(accelerator={"kind": "nvidia", "resourceName": "nvidia.com/mig-3g.40gb"})]},
-        {"routing": {"transfer": "shm"}, "pools": [pool(sharedMemory={"scope": "node"})]},
+        {"routing": {"transfer": "shm"}, "pools": [pool(sharedMemory=NODE)]},
+        {"routing": {"transfer": "nixl"}, "pools": [pool(), pool("r", "renderer", accelerator=CPU)]},
         media(fetch="public", allowedCIDRs=["0.0.0.0/0"]),
     ],
 )
