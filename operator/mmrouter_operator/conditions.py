@@ -26,6 +26,7 @@ ENCODERS_READY: Final = "EncodersReady"
 WORKERS_READY: Final = "WorkersReady"
 RENDERERS_READY: Final = "RenderersReady"
 EXACT: Final = "ExactRoutingVerified"
+CHAIN: Final = "ChainComplete"
 REVISION_PINNED: Final = "RevisionPinned"
 AUTHENTICATED: Final = "Authenticated"
 AUTOSCALING: Final = "AutoscalingAvailable"
@@ -111,6 +112,15 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "Verifying": "Unknown",
         "FrontendNotHeard": "Unknown",
         "NoReplicas": "Unknown",
+    },
+    CHAIN: {
+        "EveryStage": "True",
+        "NoPair": "False",
+        "NoDecode": "False",
+        "NoPrefill": "False",
+        "NoEncoder": "False",
+        "Starting": "Unknown",
+        "FrontendNotHeard": "Unknown",
     },
     REVISION_PINNED: {"Commit": "True", "ModelRevisionUnpinned": "False"},
     AUTHENTICATED: {"ApiKeys": "True", "NoApiKeys": "False"},

@@ -125,6 +125,8 @@ class FrontendReport:
     exact_decisions: int = 0
     prompt_blocks: int = 0
     hit_blocks: int = 0
+    degraded: tuple[str, ...] | None = None
+    """Stages that its requests go without, as ``no_encoder``; ``None`` of a frontend that does not tell them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmrouter.api import MMRouterDeployment
 from mmrouter_operator import conditions as c
+from mmrouter_operator.chain import of_chain
 from mmrouter_operator.conditions import Condition, condition
 from mmrouter_operator.gates import is_verified, ready_frontends, told_of, voices
 from mmrouter_operator.observe import Snapshot
@@ -50,6 +51,7 @@ def of_valid(
     present = [group for group in groups if group is not None]
     degraded = _degraded(_problems(snapshot, plan, advice), plan, before)
     exact = _exact(dep, snapshot, plan, before)
+    chain = of_chain(dep, snapshot, plan, before.get(c.CHAIN))
     shown = [
         _ready(plan, present),
         condition(c.SPEC_VALID, "Valid", "the resource is valid"),
@@ -57,6 +59,7 @@ def of_valid(
         degraded,
         *present,
         exact,
+        *([chain] if chain is not None else []),
         *_warnings(dep, snapshot, plan, before),
     ]
     return [_bounded(item) for item in shown]

@@ -148,6 +148,7 @@ class Router:
             counts=self.chat.counts,
             ready=lambda: self.ready,
             possible=lambda: self.own.possible,
+            degraded=lambda: self.stages.form().degraded,
         )
         self.leaving = Leaving()
         self.peers: tuple[discovery.Peer, ...] = ()

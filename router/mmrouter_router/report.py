@@ -19,7 +19,10 @@ from mmrouter_router.renderer import Renderer
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Makes reports of one router. ``possible``: whether anybody can predict a prompt of this model."""
+    """Makes reports of one router. ``possible``: whether anybody can predict a prompt of this model.
+
+    ``degraded``: the stages that requests go without now, because no pod can do them.
+    """
 
     router_id: str
     engine: str
@@ -29,6 +32,7 @@ class Reporter:
     counts: Counts
     ready: Callable[[], bool]
     possible: Callable[[], bool]
+    degraded: Callable[[], tuple[str, ...]]
 
     def report(self) -> dict[str, Any]:
         """Return everything that the operator follows, as plain values."""
@@ -44,6 +48,7 @@ class Reporter:
             "router": self.router_id,
             "ready": self.ready(),
             "workers": workers,
+            "degraded": list(self.degraded()),
             "decisions": self.counts.decisions,
             "exact_decisions": self.counts.exact,
             "prompt_blocks": self.counts.prompt_blocks,

@@ -81,6 +81,7 @@ def test_a_deployment_that_serves_says_so_in_every_field() -> None:
         "EncodersReady": ("True", "AllReady"),
         "RenderersReady": ("True", "AllReady"),
         "ExactRoutingVerified": ("True", "Verified"),
+        "ChainComplete": ("True", "EveryStage"),
         "RevisionPinned": ("False", "ModelRevisionUnpinned"),
         "Authenticated": ("False", "NoApiKeys"),
         "PodSecurityRestricted": ("True", "Restricted"),
@@ -363,7 +364,7 @@ def test_events_are_of_transitions_only() -> None:
     second = judged(world)
     told = {(item.type, item.reason) for item in transitions(first, second)}
     expected = {"Ready", "FrontendReady", "WorkersReady", "EncodersReady", "RenderersReady", "ExactRoutingVerified"}
-    assert told == {("Normal", reason) for reason in (*expected, "Complete")}
+    assert told == {("Normal", reason) for reason in (*expected, "ChainComplete", "Complete")}
     world.status = second
     third = judged(world, pods(engines, waiting=("engine", "ErrImagePull", "manifest unknown")))
     (event,) = transitions(second, third)

@@ -81,6 +81,7 @@ async def test_a_routers_report_arrives_whole_and_typed():
     async with frontend() as router, operator() as op:
         router.worker("a")
         router.worker("b", canary="")
+        router.degraded = ("no_prefill",)
         router.counts.add(exact=True, prompt_blocks=7, hit_blocks=3)
         op.streams.follow(KEY, {"f1": router.ip}, "t")
         assert op.streams.reports(KEY) == {"f1": None}
@@ -91,6 +92,7 @@ async def test_a_routers_report_arrives_whole_and_typed():
         assert report.workers["uid-b"].verified == "Unknown"
         assert report.workers["uid-b"].cause == "pending"
         assert (report.decisions, report.exact_decisions, report.prompt_blocks, report.hit_blocks) == (1, 1, 7, 3)
+        assert report.degraded == ("no_prefill",)
         assert op.changes == [KEY]
 
 
@@ -265,3 +267,13 @@ def test_an_event_is_bounded_while_it_comes():
     events.feed(b"data: " + b"x" * 90)
     with pytest.raises(StreamError, match="more than 100 bytes"):
         events.feed(b"x" * 20)
+
+
+async def test_a_frontend_of_before_does_not_tell_what_it_goes_without():
+    async def answer(writer):
+        writer.write(head() + EVENT)
+
+    async with speaking(answer) as (ip, _), operator() as op:
+        op.streams.follow(KEY, {"f1": ip}, "t")
+        await op.until(op.report)
+        assert op.report().degraded is None

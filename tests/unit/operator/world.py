@@ -111,7 +111,7 @@ class World:
             now=self.now,
             children={**children, **{key: child_view(obj) for key, obj in self.others.items()}},
             pods=pods,
-            reports={pod.uid: FrontendReport("r", True, workers) for pod in pods if not pod.pool},
+            reports={pod.uid: FrontendReport("r", True, workers, degraded=()) for pod in pods if not pod.pool},
             secrets=SECRETS,
             revisions=tuple(self.revisions),
         )

@@ -26,6 +26,7 @@ class Reports(Rig):
         self.probes = Probes(self.fleet, self.upstream, engine, "secret", "m")
         self.renderer = Renderer(self.upstream, "secret", "m", Metrics())
         self.counts, self.possible, self.ready = Counts(), True, True
+        self.degraded: tuple[str, ...] = ()
         self.reporter = Reporter(
             router_id="r",
             engine=engine,
@@ -35,6 +36,7 @@ class Reports(Rig):
             counts=self.counts,
             ready=lambda: self.ready,
             possible=lambda: self.possible,
+            degraded=lambda: self.degraded,
         )
 
     def row(self, worker) -> tuple:
@@ -182,3 +184,10 @@ def test_counts_only_grow():
     rig.counts.add(exact=False, prompt_blocks=5, hit_blocks=5)
     report = rig.reporter.report()
     assert [report[n] for n in ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")] == [2, 1, 15, 9]
+
+
+def test_what_requests_go_without_is_told_in_every_report():
+    rig = Reports()
+    assert rig.reporter.report()["degraded"] == []
+    rig.degraded = ("no_encoder", "no_prefill")
+    assert rig.reporter.report()["degraded"] == ["no_encoder", "no_prefill"]
