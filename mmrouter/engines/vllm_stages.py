@@ -64,6 +64,12 @@ def read_encoded(raw: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {name: found[name] for name in names}
 
 
+def embedding_bytes(params: Mapping[str, Any]) -> int:
+    """Return the size of an embedding by what its encoder said of it; 0 where its connector says nothing."""
+    size = params.get("size_bytes")
+    return size if isinstance(size, int) and size > 0 else 0
+
+
 def with_embeddings(
     body: Mapping[str, Any], encoded: Mapping[str, Mapping[str, Any]], order: Sequence[str]
 ) -> dict[str, Any]:

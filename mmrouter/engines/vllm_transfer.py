@@ -61,6 +61,17 @@ def _kv_connector(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, Any]:
     }
 
 
+def embedding_cache_bytes(dep: "MMRouterDeployment", pool: "Pool") -> int | None:
+    """Return how many bytes of embeddings an encoder keeps for others, ``None`` where its connector does not say."""
+    try:
+        config, _ = _ec_connector(dep, pool, "ec_producer")
+    except LaunchError:
+        return None
+    extra = config.get("ec_connector_extra_config")
+    size = extra.get("ec_cpu_bytes") if isinstance(extra, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def _ec_connector(dep: "MMRouterDeployment", pool: "Pool", role: str) -> tuple[dict[str, Any], dict[str, str]]:
     from mmrouter.api import quantity_bytes  # noqa: PLC0415 - the models import the adapters' flag tables
 

@@ -1,7 +1,11 @@
 """The encoder pods of a deployment: who of them takes images, and how one is sent a request."""
 
-from mmrouter.api import MMRouterDeployment
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mmrouter.api import MMRouterDeployment, Pool
 from mmrouter.engines.launching import HTTP_PORT
+from mmrouter.engines.vllm_transfer import embedding_cache_bytes
 from mmrouter_router.encode import Encoder
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.probes import Probes
@@ -17,6 +21,11 @@ class EncoderPods:
         self, deployment: MMRouterDeployment, fleet: Fleet, probes: Probes, upstream: Upstream, engine_key: str
     ) -> None:
         self._pools = {pool.name: pool for pool in deployment.spec.pools}
+        self._cache_bytes = {
+            pool.name: embedding_cache_bytes(deployment, pool)
+            for pool in deployment.spec.pools
+            if pool.role == "encoder"
+        }
         self._refuses = deployment.spec.verification.on_failure == "Refuse"
         self._fleet, self._probes, self._upstream = fleet, probes, upstream
         self._headers = {
@@ -28,20 +37,25 @@ class EncoderPods:
     def encoders(self) -> list[Encoder]:
         """Return the encoders that take images now (docs/architecture.md)."""
         return [
-            Encoder(_id(worker), pool.accelerator.kind, weight=pool.weight)
+            self._encoder(worker, pool)
             for worker in self._fleet
             if worker.member.role == "encoder"
             and (pool := self._pools.get(worker.member.pool)) is not None
             and self._takes(worker)
         ]
 
-    async def post(self, encoder: str, body: bytes) -> tuple[int, bytes]:
+    def _encoder(self, worker: Worker, pool: Pool) -> Encoder:
+        encoder = Encoder(_id(worker), pool.accelerator.kind, weight=pool.weight)
+        size = self._cache_bytes[pool.name]
+        return encoder if size is None else replace(encoder, cache_bytes=size)
+
+    async def post(self, encoder: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Send an encoder a chat; returns status and answer. Raises :class:`UpstreamError`."""
         worker = next((worker for worker in self._fleet if _id(worker) == encoder), None)
         if worker is None:
             raise UpstreamError(f"encoder {encoder} has left", sent=False)
         answer = await self._upstream.request(
-            worker.member.ip, HTTP_PORT, "POST", "/v1/chat/completions", self._headers, body
+            worker.member.ip, HTTP_PORT, "POST", "/v1/chat/completions", {**headers, **self._headers}, body
         )
         try:
             return answer.status, await answer.read(MAX_ANSWER)

@@ -8,12 +8,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrouter.engines.vllm_request import ImageRewrite
-from mmrouter.engines.vllm_stages import StageError, encode_request, read_encoded
+from mmrouter.engines.vllm_stages import StageError, embedding_bytes, encode_request, read_encoded
 from mmrouter_router.encode import Answer, Encoder, Encoders, Image, Outcome, Placed
 from mmrouter_router.outgoing import encode_body
 from mmrouter_router.upstream import UpstreamError
@@ -25,8 +25,8 @@ REFUSED = range(400, 500)
 BUSY = frozenset({408, 429})
 """Of these, what is about the encoder and not about the image."""
 
-Post = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
-"""Encoder id and body -> status and answer. Raises :class:`UpstreamError`."""
+Post = Callable[[str, bytes, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
+"""Encoder id, body and trace context -> status and answer. Raises :class:`UpstreamError`."""
 
 
 class EncodeError(Exception):
@@ -59,6 +59,7 @@ class _Waiting:
     """A request whose images are being encoded."""
 
     shown: tuple[Shown, ...]
+    headers: Mapping[str, str]
     done: "asyncio.Future[tuple[Answer, ...]]" = field(default_factory=asyncio.Future)
 
 
@@ -94,13 +95,16 @@ class Encoding:
         """What the scheduler calls an encoder: one that comes back is another one to it, as it may have forgotten."""
         return f"{name}~{self._times[name]}" if self._times[name] else name
 
-    async def encode(self, request_id: str, shown: Sequence[Shown]) -> Encoded:
+    async def encode(
+        self, request_id: str, shown: Sequence[Shown], headers: Mapping[str, str] | None = None
+    ) -> Encoded:
         """Have every image encoded; a call that is cancelled takes back what only it wanted.
 
+        ``headers``: the request's trace context. An image that several requests wait for is in the first one's trace.
         Raises :class:`EncodeError` when no encoder does it.
         """
         began = self._clock()
-        waiting = self._waiting[request_id] = _Waiting(tuple(shown))
+        waiting = self._waiting[request_id] = _Waiting(tuple(shown), headers or {})
         try:
             outcome = self.machine.place(request_id, [one.image for one in shown], began)
             if outcome.full is not None:
@@ -147,11 +151,11 @@ class Encoding:
         self._changed.set()
 
     async def _send(self, job: int, encoder: str, image: Image) -> None:
-        rewrite = self._rewrite(image)
+        rewrite, headers = self._asked(image)
         refused = False
         try:
             status, raw = await self._post(
-                encoder.partition("~")[0], encode_body(encode_request([rewrite], model=self._model))
+                encoder.partition("~")[0], encode_body(encode_request([rewrite], model=self._model)), headers
             )
             refused = status in REFUSED and status not in BUSY
             if status != 200:
@@ -163,12 +167,12 @@ class Encoding:
             self._carry_out(self.machine.failed(job, self._clock(), refused=refused))
             return
         self._sending.pop(job, None)
-        self._carry_out(self.machine.finished(job, self._clock(), params))
+        self._carry_out(self.machine.finished(job, self._clock(), params, embedding_bytes(params)))
 
-    def _rewrite(self, image: Image) -> ImageRewrite:
-        """What is sent for an image: any request's that shows it, as equal keys are equal bytes."""
+    def _asked(self, image: Image) -> tuple[ImageRewrite, Mapping[str, str]]:
+        """What is sent for an image, and in whose trace: any request's that shows it, as equal keys are equal bytes."""
         for waiting in self._waiting.values():
             for shown in waiting.shown:
                 if shown.image.key == image.key:
-                    return shown.rewrite
+                    return shown.rewrite, waiting.headers
         raise AssertionError("an image that nobody waits for was started")

@@ -141,7 +141,7 @@ class Stages:
                 self._note(staged, Note("prefill", why, detail={"remaining_tokens": staged.remaining}))
         fields: Mapping[str, Any] = outgoing.fields
         if shape.encodes and computes.target.worker.member.role != "decode":
-            fields = await self._encode(request_id, prepared, outgoing, computes, staged)
+            fields = await self._encode(request_id, prepared, outgoing, computes, headers, staged)
         if computes is not decision:
             fields = await self._prefill(request_id, prepared, outgoing, fields, computes, headers, staged)
         staged.sent = time.monotonic()
@@ -158,7 +158,13 @@ class Stages:
     # -- the stages --------------------------------------------------------------------------------------------------
 
     async def _encode(
-        self, request_id: str, prepared: Prepared, outgoing: Outgoing, computes: Decision, staged: Staged
+        self,
+        request_id: str,
+        prepared: Prepared,
+        outgoing: Outgoing,
+        computes: Decision,
+        headers: Mapping[str, str],
+        staged: Staged,
     ) -> Mapping[str, Any]:
         """Have the images encoded that the computing engine's blocks do not hold. Returns the fields to go on with."""
         assert self._encoding is not None
@@ -171,7 +177,7 @@ class Stages:
         with stage("encode") as span:
             try:
                 async with asyncio.timeout(ENCODE_SECONDS):
-                    done = await self._encoding.encode(request_id, shown)
+                    done = await self._encoding.encode(request_id, shown, span.passed_on(headers))
             except (EncodeError, TimeoutError) as error:
                 reason = error.reason if isinstance(error, EncodeError) else "timeout"
                 span.fail(failure_of(error))

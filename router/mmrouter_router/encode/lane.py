@@ -149,11 +149,11 @@ class Lane:
         spent, self._since = now - self._since, now
         return max(0.0, spent)
 
-    def encoded(self, job: Job, now: float, value: object) -> None:
-        """The job is done: learn from it, and note what the encoder holds now."""
+    def encoded(self, job: Job, now: float, value: object, size: int = 0) -> None:
+        """The job is done: learn from it, and note what the encoder holds now, ``size`` bytes where it says so."""
         spent = self.end(job, now)
         self.rate.observe(job.image.tokens, spent, self.encoder.slots)
-        self.held.add(job.image.key, job.image.size, value)
+        self.held.add(job.image.key, size or job.image.size, value)
         self.troubles, self.rests_until = 0, -math.inf
 
     def rest(self, now: float) -> None:

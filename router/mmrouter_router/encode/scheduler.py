@@ -155,13 +155,16 @@ class Encoders:
 
     # -- what encoders did
 
-    def finished(self, run: int, now: float, value: object = None) -> Outcome:
-        """An encoder answered. ``value`` comes back in answers, now and while the embedding is held."""
+    def finished(self, run: int, now: float, value: object = None, size: int = 0) -> Outcome:
+        """An encoder answered. ``value`` comes back in answers, now and while the embedding is held.
+
+        ``size``: bytes of the embedding, if the encoder said so.
+        """
         doing = _Doing()
         job = self._runs.pop(run, None)
         if job is None:
             return Outcome()
-        job.lane.encoded(job, now, value)
+        job.lane.encoded(job, now, value, size)
         del self._flights[job.image.key]
         for request in job.waiters:
             self._requests[request].answers[job.image.key] = Answer(job.lane.id, value)

@@ -8,6 +8,7 @@ import pytest
 from mmrouter.api import SpecError, parse_deployment
 from mmrouter.engines.launching import LaunchError, chosen_flags
 from mmrouter.engines.vllm import KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
+from mmrouter.engines.vllm_transfer import embedding_cache_bytes
 
 
 def deployment(**spec: Any) -> Any:
@@ -176,6 +177,18 @@ def test_an_encoder_produces_embeddings_and_is_told_nothing_of_a_cache() -> None
     cache = {"--block-size", "--enable-prefix-caching", "--kv-events-config", "--enable-prompt-tokens-details"}
     assert not cache & set(made.args)
     assert as_json(made.args, KV) is None
+
+
+@pytest.mark.parametrize(
+    ("connector", "size"),
+    [(None, 4 * 2**30), ({"ec_connector": "ECExampleConnector"}, None), ({"ec_connector_extra_config": {}}, None)],
+)
+def test_the_router_knows_how_much_an_encoder_keeps_where_its_connector_says_so(
+    connector: dict[str, Any] | None, size: int | None
+) -> None:
+    dep = deployment(pools=EPD, engine={"type": "vllm", "ecConnector": connector or {}})
+    (encoder,) = (pool for pool in dep.spec.pools if pool.role == "encoder")
+    assert embedding_cache_bytes(dep, encoder) == size
 
 
 def test_whoever_prefills_takes_embeddings_where_there_are_encoders() -> None:

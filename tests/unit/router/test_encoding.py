@@ -23,12 +23,15 @@ class Pool:
         self.gates = {}  # image -> Event, for images that are held up
         self.answers = {}  # encoder -> status, or an error to raise
         self.cancelled = []
+        self.traced = {}  # image -> headers that it was sent with
+        self.size = {}  # what encoders say of an embedding
 
-    async def post(self, encoder, body):
+    async def post(self, encoder, body, headers):
         (part,) = json.loads(body)["messages"][0]["content"]
         name = part["uuid"]
         assert part["image_url"]["url"] == f"data:{name}"
         self.sent.append((encoder, name))
+        self.traced[name] = dict(headers)
         try:
             if gate := self.gates.get(name):
                 await gate.wait()
@@ -38,7 +41,7 @@ class Pool:
         answer = self.answers.get(encoder, 200)
         if isinstance(answer, Exception):
             raise answer
-        params = {name: {"item_indices": [0], "peer_host": encoder}}
+        params = {name: {"item_indices": [0], "peer_host": encoder, **self.size}}
         return answer, json.dumps({"ec_transfer_params": params} if answer == 200 else {"error": "x"}).encode()
 
     def hold(self, *names):
@@ -83,6 +86,26 @@ async def test_an_image_of_many_requests_is_sent_once_while_it_is_on_its_way_and
     await asyncio.gather(*waiting)
     await encoding.encode("later", [shown("x")])
     assert [name for _, name in pool.sent] == ["x"]
+
+
+async def test_what_an_encoder_says_of_an_embeddings_size_counts_against_its_bound(encoding, pool):
+    pool.size = {"size_bytes": 60}
+    encoding.update([Encoder("a", "cpu", cache_bytes=100)])
+    for name in ("x", "y", "x"):
+        await encoding.encode(name + str(len(pool.sent)), [shown(name)])
+    assert [name for _, name in pool.sent] == ["x", "y", "x"]
+    assert [(view.held, view.held_bytes) for view in encoding.machine.views(0.0)] == [(1, 60)]
+
+
+async def test_an_image_is_in_the_trace_of_the_request_that_asked_first(encoding, pool):
+    pool.hold("x")
+    first = asyncio.create_task(encoding.encode("r1", [shown("x")], {"traceparent": "one"}))
+    await until(lambda: pool.sent)
+    second = asyncio.create_task(encoding.encode("r2", [shown("x"), shown("y")], {"traceparent": "two"}))
+    await until(lambda: len(pool.sent) == 2)
+    pool.gates["x"].set()
+    await asyncio.gather(first, second)
+    assert pool.traced == {"x": {"traceparent": "one"}, "y": {"traceparent": "two"}}
 
 
 async def test_an_image_that_nobody_waits_for_any_more_is_aborted_and_one_that_somebody_does_is_not(encoding, pool):

@@ -67,7 +67,7 @@ class Staging(Rig):
         status, answer = self.prefill_answer
         return status, json.dumps(answer).encode()
 
-    async def encode(self, encoder, body):
+    async def encode(self, encoder, body, headers):
         parts = json.loads(body)["messages"][0]["content"]
         self.encoded += [part["uuid"] for part in parts]
         params = {part["uuid"]: {"item_indices": [0], "by": encoder} for part in parts}
