@@ -1,13 +1,15 @@
 """Hand-over of large payloads between processes of one node, through leased files on a shared tmpfs (docs/transfer.md).
 
 A writer has a :class:`Pool`, a reader a :class:`Reader`; what travels between them is a :class:`Handle`, small values
-that fit into JSON. Whatever goes wrong is a :class:`HandOverError` with a reason, and the caller falls back to what the
-handle's ``refetch`` names. A janitor calls :func:`reclaim` and :func:`ledger`.
+that fit into JSON. For a reader that knows nothing of this package a writer has :class:`Plains`: ordinary files.
+Whatever goes wrong is a :class:`HandOverError` with a reason, and the caller falls back to what the handle's
+``refetch`` names. A janitor calls :func:`reclaim` and :func:`ledger`.
 
 The package needs Python 3.10, Linux and msgspec, and nothing else: it also runs inside the images of engines.
 """
 
 from mmrouter_transfer.ledger import Entry, Ledger, ledger
+from mmrouter_transfer.plain import PlainFile, Plains
 from mmrouter_transfer.pool import Lease, Pool
 from mmrouter_transfer.reader import Reader, View
 from mmrouter_transfer.reclaim import Reclaimed, reclaim
@@ -20,6 +22,8 @@ __all__ = [
     "Handle",
     "Lease",
     "Ledger",
+    "PlainFile",
+    "Plains",
     "Pool",
     "Reader",
     "Reason",

@@ -18,12 +18,16 @@ from mmrouter_transfer.values import HandOverError
 
 POOL_PREFIX = "pool-"
 SLOT_PREFIX = "slot-"
+PLAIN_PREFIX = "plain-"
+DRAFT_PREFIX = "draft-"
+"""A plain file that is not whole yet."""
 OWNER = "owner"
 FOLDER_MODE = 0o2770
 FILE_MODE = 0o660
 """Readers are other users of the same group: they lock, and write what they acknowledge."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW = _FILE | os.O_CREAT | os.O_EXCL
 
 
 def clock() -> float:
@@ -50,11 +54,11 @@ def open_file(name: str, below: int) -> int:
     return number
 
 
-def create_file(name: str, below: int) -> int:
+def create_file(name: str, below: int, mode: int = FILE_MODE) -> int:
     """Make a file that must not exist. Raises ``OSError``."""
-    number = os.open(name, _FILE | os.O_CREAT | os.O_EXCL, FILE_MODE, dir_fd=below)
+    number = os.open(name, _NEW, mode, dir_fd=below)
     try:
-        os.fchmod(number, FILE_MODE)  # whatever the umask says
+        os.fchmod(number, mode)  # whatever the umask says
     except OSError:
         os.close(number)
         raise

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from mmrouter_transfer import files, owner
+from mmrouter_transfer.marks import is_plain, plain_state, since_of
 from mmrouter_transfer.sizes import HEADER_BYTES
 from mmrouter_transfer.slot import Page, State, decode_page, state_of
 from mmrouter_transfer.values import HandOverError
@@ -20,8 +21,9 @@ Kind = State | Literal["owner", "unreadable", "other"]
 class Entry(msgspec.Struct, frozen=True):
     """One file. ``since`` and ``deadline`` are seconds on the node's CLOCK_BOOTTIME, null where nobody says.
 
-    ``state``: of a slot as in ``slot.State``, or ``unreadable``; ``owner`` is a pool's owner file, ``other`` no file of
-    this library. ``lives``: whether the pool's writer does. ``bytes``: memory that the file takes.
+    ``state``: of a slot as in ``slot.State``, or ``unreadable``; of a plain file as in ``marks.PlainState``; ``owner``
+    is a writer's owner file, ``other`` no file of this library. ``lives``: whether the writer does. ``bytes``: memory
+    that the file takes.
     """
 
     path: str
@@ -78,6 +80,9 @@ def _pool(pool: int, name: str, now: float) -> Iterator[Entry]:
     whose, lives = owner.read(pool)
     for inside in sorted(os.listdir(pool)):
         path = f"{name}/{inside}"
+        if is_plain(inside):
+            yield from _plain(pool, inside, path, whose, lives, now)
+            continue
         if not inside.startswith(files.SLOT_PREFIX) and inside != files.OWNER:
             yield from _others(pool, inside, path)
             continue
@@ -103,6 +108,19 @@ def _pool(pool: int, name: str, now: float) -> Iterator[Entry]:
             yield Entry(path, size, state, whose.writer, lives, header.since, header.deadline, header.generation)
         finally:
             os.close(file)
+
+
+def _plain(pool: int, name: str, path: str, whose: owner.Owner, lives: bool, now: float) -> Iterator[Entry]:
+    try:
+        status = os.stat(name, dir_fd=pool, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        yield from _others(pool, name, path)
+        return
+    state = plain_state(name, status.st_mtime, lives, now)
+    deadline = None if state == "writing" else status.st_mtime
+    yield Entry(path, status.st_blocks * 512, state, whose.writer, lives, since_of(name), deadline)
 
 
 def _others(folder: int, name: str, path: str) -> Iterator[Entry]:

@@ -1,12 +1,15 @@
 """The file by which a pool says whose it is. Its exclusive lock is held for as long as the writer lives."""
 
 import os
+import re
+import secrets
 
 import msgspec
 
 from mmrouter_transfer import files
 
 MAX_BYTES = 4096
+_NOT_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -20,6 +23,11 @@ class Owner(msgspec.Struct, frozen=True):
 
 NOBODY = Owner("", 0, 0.0, 0)
 _decoder = msgspec.json.Decoder(Owner)
+
+
+def folder_name(writer: str) -> str:
+    """Return a name that no other folder has: what of ``writer`` a name may hold, and something drawn."""
+    return f"{files.POOL_PREFIX}{_NOT_A_NAME.sub('_', writer)[:100]}-{secrets.token_hex(8)}"
 
 
 def create(root: int, name: str, owner: Owner) -> tuple[int, int]:

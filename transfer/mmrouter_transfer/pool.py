@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import re
-import secrets
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,13 +12,10 @@ from mmrouter_transfer import files, owner
 from mmrouter_transfer.checksum import checksum
 from mmrouter_transfer.mapped import MappedSlot
 from mmrouter_transfer.reclaim import reclaim
+from mmrouter_transfer.room import HIGH_WATER, Room
 from mmrouter_transfer.sizes import evictions, size_class, slot_bytes
-from mmrouter_transfer.slot import MAX_LEASE_SECONDS, Header
+from mmrouter_transfer.slot import LEASE_SECONDS, MAX_LEASE_SECONDS, Header
 from mmrouter_transfer.values import Check, Handle, HandOverError
-
-LEASE_SECONDS = 60.0
-HIGH_WATER = 0.9
-_NOT_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class Lease:
@@ -89,19 +84,21 @@ class Pool:
         writer: str,
         *,
         limit_bytes: int,
+        total_bytes: int | None = None,
         high_water: float = HIGH_WATER,
         now: Callable[[], float] = files.clock,
     ) -> None:
         """Make the pool's folder. ``writer`` says whose it is, for people; ``limit_bytes`` bounds its files.
 
-        ``high_water``: share of the limit, and of the whole file system, above which nothing more is lent.
-        Raises ``OSError``.
+        ``total_bytes``: bound of all that lies below ``root``, of whomever. ``high_water``: share of either, and of the
+        whole file system, above which nothing more is lent. Raises ``OSError``.
         """
-        self.name = f"{files.POOL_PREFIX}{_NOT_A_NAME.sub('_', writer)[:100]}-{secrets.token_hex(8)}"
+        self.name = owner.folder_name(writer)
         self.limit_bytes = limit_bytes
         self._high_water = high_water
         self._root = Path(root)
         self._now = now
+        self._room = Room(root, total_bytes, high_water, now)
         self._mutex = threading.RLock()
         self._names = itertools.count(1)
         self._generations = itertools.count(1)
@@ -243,12 +240,11 @@ class Pool:
             raise HandOverError("full", f"{self.bytes} of {self.limit_bytes} bytes are in use, {wanted} are wanted")
         for place in places:
             self._remove(idle[place])
-        space = os.fstatvfs(self._folder)
-        if space.f_bavail * space.f_frsize - wanted < (1 - self._high_water) * space.f_blocks * space.f_frsize:
-            raise HandOverError("full", f"the file system has {space.f_bavail * space.f_frsize} bytes left")
+        self._room.take(wanted)
         try:
             slot = MappedSlot(self._folder, self.name, f"{files.SLOT_PREFIX}{next(self._names):x}", wanted)
         except OSError as error:
+            self._room.give(wanted)
             raise HandOverError("full", f"no slot of {wanted} bytes: {error.strerror}") from error
         self.bytes += slot.size
         return slot
@@ -301,6 +297,7 @@ class Pool:
 
     def _remove(self, slot: MappedSlot) -> None:
         self._idle[slot.class_bytes].remove(slot)
+        self._room.give(slot.size)
         self.bytes -= slot.size
         slot.remove()
 

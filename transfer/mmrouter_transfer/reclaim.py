@@ -9,26 +9,35 @@ import msgspec
 
 from mmrouter_transfer import files
 from mmrouter_transfer.ledger import read_page
+from mmrouter_transfer.marks import is_plain, plain_state
 from mmrouter_transfer.slot import MAX_LEASE_SECONDS, state_of
 from mmrouter_transfer.values import HandOverError
 
 
 class Reclaimed(msgspec.Struct, frozen=True):
-    """What one call did. ``kept``: slots of dead writers that are still leased or read; the next call looks again."""
+    """What one call did: ``slots`` and plain ``files`` that it removed, their ``bytes``, and folders (``pools``).
+
+    ``kept``: slots and plain files of dead writers that are still leased or read; the next call looks again.
+    """
 
     slots: int = 0
     bytes: int = 0
     pools: int = 0
     kept: int = 0
+    files: int = 0
 
     def __add__(self, other: "Reclaimed") -> "Reclaimed":
         return Reclaimed(
-            self.slots + other.slots, self.bytes + other.bytes, self.pools + other.pools, self.kept + other.kept
+            self.slots + other.slots,
+            self.bytes + other.bytes,
+            self.pools + other.pools,
+            self.kept + other.kept,
+            self.files + other.files,
         )
 
 
 def reclaim(root: str | Path, now: float, *, only: str | None = None) -> Reclaimed:
-    """Remove the slots of dead writers that nobody reads and no lease protects, then their folders.
+    """Remove slots and plain files of dead writers that nobody reads and no lease protects, then their folders.
 
     A writer is dead when nobody holds the lock of its owner file. ``only`` names one pool. Any number of janitors may
     do this at once. Raises ``OSError`` where the root cannot be read.
@@ -73,6 +82,9 @@ def _dead(root: int, only: str | None, open_files: contextlib.ExitStack) -> list
 def _clear(pool: int, now: float) -> Reclaimed:
     done = Reclaimed()
     for name in sorted(os.listdir(pool)):
+        if is_plain(name):
+            done += _clear_plain(pool, name, now)
+            continue
         if not name.startswith(files.SLOT_PREFIX):
             continue
         try:
@@ -87,6 +99,18 @@ def _clear(pool: int, now: float) -> Reclaimed:
         finally:
             os.close(number)
     return done
+
+
+def _clear_plain(pool: int, name: str, now: float) -> Reclaimed:
+    """Remove one plain file of a dead writer. Whoever has it open reads it to its end: only its name goes."""
+    try:
+        status = os.stat(name, dir_fd=pool, follow_symlinks=False)
+        if plain_state(name, status.st_mtime, False, now) == "leased":
+            return Reclaimed(kept=1)
+        os.unlink(name, dir_fd=pool)
+    except OSError:  # another janitor took it, or it is a folder
+        return Reclaimed()
+    return Reclaimed(files=1, bytes=status.st_blocks * 512)
 
 
 def _over(number: int, now: float) -> bool:

@@ -19,6 +19,11 @@ def slot_bytes(length: int) -> int:
     return PAGE_BYTES + size_class(length)
 
 
+def file_bytes(length: int) -> int:
+    """Return the memory that a file of ``length`` bytes takes: whole pages."""
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
 def evictions(idle: Sequence[int], free: int, wanted: int) -> list[int] | None:
     """Return which idle slots (places in ``idle``, a list of file sizes) to give up so that ``wanted`` bytes are free.
 

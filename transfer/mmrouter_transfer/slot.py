@@ -25,6 +25,7 @@ from mmrouter_transfer.values import Check, Count, HandOverError, Shape, require
 
 VERSION = 1
 MAGIC = b"mmrslot"
+LEASE_SECONDS = 60.0
 MAX_LEASE_SECONDS = 3600.0
 """No lease is longer. A header that claims more is corrupt: it would keep its bytes for ever."""
 CLOCK_SLACK_SECONDS = 1.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from mmrouter_transfer import HandOverError, Lease, Pool, Reader
+from mmrouter_transfer import HandOverError, Lease, Plains, Pool, Reader
 
 Found = TypeVar("Found")
 
@@ -29,6 +29,13 @@ def crash_writer(pool: Pool, drafts: Iterable[Lease] = ()) -> None:
     os.close(pool._owner)
     os.close(pool._folder)
     pool._closed = True
+
+
+def crash_plains(plains: Plains) -> None:
+    """The same for a writer of plain files."""
+    os.close(plains._owner)
+    os.close(plains._folder)
+    plains._closed = True
 
 
 def crash_reader(reader: Reader) -> None:
