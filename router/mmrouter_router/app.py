@@ -28,7 +28,7 @@ from mmrouter_router.intake import Limits
 from mmrouter_router.learning import Learning
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT
+from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
 from mmrouter_router.place import Decision, Placer
 from mmrouter_router.prepare import Prepared, Preparer
@@ -102,8 +102,15 @@ class Router:
         roles = {pool.role for pool in spec.pools}
         self.encoding: Encoding | None = None
         if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
-            pods = EncoderPods(settings.deployment, self.fleet, self.probes, self.upstream, settings.engine_key)
-            self.encoding = encoding = Encoding(Encoders(spec.routing.encoder_scheduling), pods.post, self.served_model)
+            pods = EncoderPods(
+                settings.deployment,
+                self.fleet,
+                self.probes,
+                self.upstream,
+                settings.engine_key,
+                self.served_model,
+            )
+            self.encoding = encoding = Encoding(Encoders(spec.routing.encoder_scheduling), pods.post)
             self.fleet.on_change(lambda: encoding.update(pods.encoders()))
         self.exchange = Exchange(self.upstream, spec.engine.type, settings.engine_key)
         self.stages = Stages(
@@ -295,10 +302,10 @@ class Router:
             self.metrics.parity.labels("Unknown", "not_run").inc()
         await asyncio.sleep(CANARY_RETRY_SECONDS)  # the next round looks again; a result is in the heartbeat by then
 
-    def _answered(self, trace: Trace, prepared: Prepared, body: bytes) -> None:
+    def _answered(self, trace: Trace, prepared: Prepared, outgoing: Outgoing) -> None:
         self.sampler.offer(trace)
         if self.render_sampler is not None:
-            self.render_sampler.offer(trace, prepared, body)
+            self.render_sampler.offer(trace, prepared, lambda: outgoing.plain)
 
     async def _compare_renderings(self, sampler: RenderSampler | None) -> None:
         if sampler is not None:

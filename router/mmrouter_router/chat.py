@@ -23,7 +23,7 @@ from mmrouter_router.exchange import ERROR_LIMIT, Reply
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT, Outgoing
+from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.schedule import Policy
 from mmrouter_router.tenants import Tenant, Tenants
@@ -66,7 +66,7 @@ class Chat:
         metrics: Metrics,
         control_token: str,
         debug_headers: bool,
-        answered: Callable[[Trace, Prepared, bytes], None],
+        answered: Callable[[Trace, Prepared, Outgoing], None],
         tracing: Tracing = NO_TRACING,
     ) -> None:
         """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait."""
@@ -171,7 +171,7 @@ class Chat:
                 await _pass_error(send, reply, extra, self._adapter.prompt_error_field)
             else:
                 await _pass_answer(send, reply, extra)
-                self._answered(reply.trace, prepared, outgoing.plain)
+                self._answered(reply.trace, prepared, outgoing)
             return reply.answer.status
         except BaseException as error:
             reply.span.fail(failure_of(error))
@@ -180,16 +180,17 @@ class Chat:
             reply.close()
 
     def _outgoing(self, path: str, prepared: Prepared) -> Outgoing:
-        images = [
-            self._adapter.ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity))
+        images = tuple(
+            OutgoingImage(i.message, i.part, to_wire(i.identity), i.media)
             for i in (prepared.images if path == CHAT else ())
-        ]
+        )
+        rewrites = [image.rewrite() for image in images]
         rewritten = self._adapter.rewrite_chat(
-            prepared.request.body, images, model=self._served_model, cache_salt=prepared.salt
+            prepared.request.body, rewrites, model=self._served_model, cache_salt=prepared.salt
         )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
-        return Outgoing(path, rewritten.body, tuple(images))
+        return Outgoing(path, rewritten.body, images)
 
     def _count(self, prepared: Prepared, reply: Reply) -> None:
         decision = reply.decision

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 from mmrouter.api import MMRouterDeployment, Pool
 from mmrouter.engines.launching import HTTP_PORT
+from mmrouter.engines.vllm_stages import encode_request
 from mmrouter.engines.vllm_transfer import embedding_cache_bytes
 from mmrouter_router.encode import Encoder
 from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_router.outgoing import OutgoingImage, encode_body
 from mmrouter_router.probes import Probes
 from mmrouter_router.upstream import Upstream, UpstreamError
 
@@ -18,7 +20,13 @@ class EncoderPods:
     """What the scheduler of images knows of the fleet. An encoder is known by its engine's start: then it is empty."""
 
     def __init__(
-        self, deployment: MMRouterDeployment, fleet: Fleet, probes: Probes, upstream: Upstream, engine_key: str
+        self,
+        deployment: MMRouterDeployment,
+        fleet: Fleet,
+        probes: Probes,
+        upstream: Upstream,
+        engine_key: str,
+        model: str,
     ) -> None:
         self._pools = {pool.name: pool for pool in deployment.spec.pools}
         self._cache_bytes = {
@@ -27,7 +35,7 @@ class EncoderPods:
             if pool.role == "encoder"
         }
         self._refuses = deployment.spec.verification.on_failure == "Refuse"
-        self._fleet, self._probes, self._upstream = fleet, probes, upstream
+        self._fleet, self._probes, self._upstream, self._model = fleet, probes, upstream, model
         self._headers = {
             "authorization": f"Bearer {engine_key}",
             "content-type": "application/json",
@@ -49,11 +57,12 @@ class EncoderPods:
         size = self._cache_bytes[pool.name]
         return encoder if size is None else replace(encoder, cache_bytes=size)
 
-    async def post(self, encoder: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Send an encoder a chat; returns status and answer. Raises :class:`UpstreamError`."""
+    async def post(self, encoder: str, image: OutgoingImage, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Send an encoder an image; returns status and answer. Raises :class:`UpstreamError`."""
         worker = next((worker for worker in self._fleet if _id(worker) == encoder), None)
         if worker is None:
             raise UpstreamError(f"encoder {encoder} has left", sent=False)
+        body = encode_body(encode_request([image.rewrite(image.url)], model=self._model))
         answer = await self._upstream.request(
             worker.member.ip, HTTP_PORT, "POST", "/v1/chat/completions", {**headers, **self._headers}, body
         )

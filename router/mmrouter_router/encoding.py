@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrouter.engines.vllm_request import ImageRewrite
-from mmrouter.engines.vllm_stages import StageError, embedding_bytes, encode_request, read_encoded
+from mmrouter.engines.vllm_stages import StageError, embedding_bytes, read_encoded
 from mmrouter_router.encode import Answer, Encoder, Encoders, Image, Outcome, Placed
-from mmrouter_router.outgoing import encode_body
+from mmrouter_router.outgoing import OutgoingImage
 from mmrouter_router.upstream import UpstreamError
 
 log = logging.getLogger("mmrouter.encoding")
@@ -25,8 +24,8 @@ REFUSED = range(400, 500)
 BUSY = frozenset({408, 429})
 """Of these, what is about the encoder and not about the image."""
 
-Post = Callable[[str, bytes, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
-"""Encoder id, body and trace context -> status and answer. Raises :class:`UpstreamError`."""
+Post = Callable[[str, OutgoingImage, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
+"""Encoder id, image and trace context -> status and answer. Raises :class:`UpstreamError`."""
 
 
 class EncodeError(Exception):
@@ -42,7 +41,7 @@ class Shown:
     """One image of a request: what the scheduler weighs, and what an encoder is sent."""
 
     image: Image
-    rewrite: ImageRewrite
+    sent: OutgoingImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +65,9 @@ class _Waiting:
 class Encoding:
     """The encoders of this router's fleet. All methods are called from one event loop."""
 
-    def __init__(self, machine: Encoders, post: Post, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, machine: Encoders, post: Post, clock: Callable[[], float] = time.monotonic) -> None:
         self.machine = machine
-        self._post, self._model, self._clock = post, model, clock
+        self._post, self._clock = post, clock
         self._waiting: dict[str, _Waiting] = {}
         self._sending: dict[int, asyncio.Task[None]] = {}
         self._joined: dict[str, Encoder] = {}  # by the id that the fleet knows
@@ -114,7 +113,7 @@ class Encoding:
         finally:
             del self._waiting[request_id]
             self._carry_out(self.machine.cancel(request_id, self._clock()))
-        params = {one.rewrite.uuid: answer.value for one, answer in zip(shown, answers, strict=True)}
+        params = {one.sent.uuid: answer.value for one, answer in zip(shown, answers, strict=True)}
         return Encoded(params, outcome.placed, self._clock() - began)
 
     async def run(self) -> None:
@@ -151,16 +150,14 @@ class Encoding:
         self._changed.set()
 
     async def _send(self, job: int, encoder: str, image: Image) -> None:
-        rewrite, headers = self._asked(image)
+        sent, headers = self._asked(image)
         refused = False
         try:
-            status, raw = await self._post(
-                encoder.partition("~")[0], encode_body(encode_request([rewrite], model=self._model)), headers
-            )
+            status, raw = await self._post(encoder.partition("~")[0], sent, headers)
             refused = status in REFUSED and status not in BUSY
             if status != 200:
                 raise StageError(f"answered {status}: {raw[:200].decode(errors='replace')}")
-            params = read_encoded(raw, [rewrite.uuid])[rewrite.uuid]
+            params = read_encoded(raw, [sent.uuid])[sent.uuid]
         except (StageError, UpstreamError) as error:
             log.warning("encoder %s: %s", encoder, error)
             self._sending.pop(job, None)
@@ -169,10 +166,10 @@ class Encoding:
         self._sending.pop(job, None)
         self._carry_out(self.machine.finished(job, self._clock(), params, embedding_bytes(params)))
 
-    def _asked(self, image: Image) -> tuple[ImageRewrite, Mapping[str, str]]:
+    def _asked(self, image: Image) -> tuple[OutgoingImage, Mapping[str, str]]:
         """What is sent for an image, and in whose trace: any request's that shows it, as equal keys are equal bytes."""
         for waiting in self._waiting.values():
             for shown in waiting.shown:
                 if shown.image.key == image.key:
-                    return shown.rewrite, waiting.headers
+                    return shown.sent, waiting.headers
         raise AssertionError("an image that nobody waits for was started")

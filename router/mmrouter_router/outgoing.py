@@ -3,27 +3,81 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from mmrouter.engines.vllm_request import ImageRewrite
+from mmrouter_router.media import Media
 
 CHAT = "/v1/chat/completions"
+UNSHOWN: Final = ""
+"""What stands for an image's URL until it is known how the image travels: base64 of ten megabytes takes its time."""
+
+Place = tuple[int, int]
+"""Message and part."""
+
+
+@dataclass(frozen=True)
+class OutgoingImage:
+    """One image part of a chat: where it stands, what the image is called, and its bytes."""
+
+    message: int
+    part: int
+    uuid: str
+    media: Media
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        return self.message, self.part
+
+    @cached_property
+    def url(self) -> str:
+        """The bytes as a ``data:`` URI, made when somebody asks."""
+        return self.media.data_uri()
+
+    def rewrite(self, url: str = UNSHOWN) -> ImageRewrite:
+        """What its part becomes."""
+        return ImageRewrite(self.message, self.part, url, self.uuid)
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A body for ``path``. ``images``: what the chat's images became, in the order of the prompt."""
+    """A body for ``path``, in which nothing stands yet for its images. ``images``: in the order of the prompt."""
 
     path: str
     fields: Mapping[str, Any]
-    images: tuple[ImageRewrite, ...] = ()
+    images: tuple[OutgoingImage, ...] = ()
 
     @cached_property
     def plain(self) -> bytes:
         """The body for an engine that does everything itself."""
-        return encode_body(self.fields)
+        return self.body(self.fields)
+
+    def body(self, fields: Mapping[str, Any], shown: Mapping[Place, str | None] | None = None) -> bytes:
+        """Return ``fields``, which are this request's with what other engines said, as JSON.
+
+        ``shown``: place -> URL of an image, ``None`` for one that the engine has under its name; what is not in it is
+        sent in the body.
+        """
+        urls: dict[Place, str | None] = dict(shown or {})
+        for image in self.images:
+            if image.place not in urls:
+                urls[image.place] = image.url
+        return encode_body(_with_images(fields, urls) if urls else fields)
+
+
+def _with_images(fields: Mapping[str, Any], urls: Mapping[Place, str | None]) -> dict[str, Any]:
+    """Return a chat that shows its images so; ``fields`` stays as it is, and what does not change is shared with it."""
+    messages = list(fields["messages"])
+    for message, part in urls:
+        content = messages[message]["content"]
+        if content is fields["messages"][message]["content"]:
+            messages[message] = {**messages[message], "content": (content := list(content))}
+        url, kept = urls[message, part], content[part].get("image_url") or {}
+        content[part] = {**content[part], "image_url": None if url is None else {**kept, "url": url}}
+    return {**fields, "messages": messages}
 
 
 def encode_body(body: object) -> bytes:

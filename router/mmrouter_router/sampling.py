@@ -128,11 +128,11 @@ class RenderSampler:
         self._wants, self._renderer, self._metrics, self._room = wants, renderer, metrics, held
         self._queue: asyncio.Queue[_Asked] = asyncio.Queue(queue)
 
-    def offer(self, trace: Trace, prepared: Prepared, body: bytes) -> None:
-        """Take an answered request with the body that the engine got, where it is of the share. Never waits."""
+    def offer(self, trace: Trace, prepared: Prepared, body: Callable[[], bytes]) -> None:
+        """Take an answered request, where it is of the share, with the body that has its images in it. Never waits."""
         if not self._wants(trace.request_id) or (prompt := predicted_prompt(prepared)) is None:
             return
-        asked = _Asked(trace, prompt, body)
+        asked = _Asked(trace, prompt, body())
         if self._queue.full() or asked.size > self._room:
             self._metrics.parity_dropped.inc()
             return

@@ -24,7 +24,7 @@ from mmrouter_router.encode import Image
 from mmrouter_router.encoding import EncodeError, Encoding, Shown
 from mmrouter_router.fleet import Fleet, Target
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT, Outgoing, encode_body
+from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.place import Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.tracing import failure_of, stage
@@ -145,7 +145,7 @@ class Stages:
         if computes is not decision:
             fields = await self._prefill(request_id, prepared, outgoing, fields, computes, headers, staged)
         staged.sent = time.monotonic()
-        staged.body = outgoing.plain if fields is outgoing.fields else encode_body(fields)
+        staged.body = outgoing.plain if fields is outgoing.fields else outgoing.body(fields)
         return staged
 
     def answered(self, staged: Staged, worker: str) -> Note:
@@ -188,7 +188,7 @@ class Stages:
             "tokens": sum(one.image.tokens for one in shown),
             "placed": [
                 {
-                    "identity": one.rewrite.uuid,
+                    "identity": one.sent.uuid,
                     "how": placed.how,
                     "encoder": placed.encoder,
                     "weighed": dict(placed.weighed),
@@ -215,7 +215,7 @@ class Stages:
         began = time.monotonic()
         outcome, params = "done", None
         booking = self._placer.begin(computes)
-        body = encode_body(prefill_request(fields))
+        body = outgoing.body(prefill_request(fields))
         with stage("prefill", client=True) as span:
             span.tell({"mmrouter.worker": target.worker.member.name})
             try:
@@ -272,7 +272,7 @@ def _uncovered(prepared: Prepared, outgoing: Outgoing, computes: Decision) -> li
     held = len(prepared.ids) - _remaining(prepared, computes)
     found: dict[str, Shown] = {}
     spans = prepared.spans or (None,) * len(prepared.images)  # none where the prompt could not be predicted
-    for image, span, rewrite in zip(prepared.images, spans, outgoing.images, strict=True):
+    for image, span, sent in zip(prepared.images, spans, outgoing.images, strict=True):
         if span is None or span.end > held:
-            found.setdefault(rewrite.uuid, Shown(Image(image.identity, image.tokens), rewrite))
+            found.setdefault(sent.uuid, Shown(Image(image.identity, image.tokens), sent))
     return list(found.values())

@@ -5,14 +5,15 @@ import json
 
 import pytest
 
-from mmrouter.engines.vllm_request import ImageRewrite
 from mmrouter_router.encode import Encoder, Encoders, Image
 from mmrouter_router.encoding import EncodeError, Encoding, Shown
+from mmrouter_router.media import Media
+from mmrouter_router.outgoing import OutgoingImage
 from mmrouter_router.upstream import UpstreamError
 
 
 def shown(name, tokens=100):
-    return Shown(Image(name.encode(), tokens), ImageRewrite(0, 0, f"data:{name}", name))
+    return Shown(Image(name.encode(), tokens), OutgoingImage(0, 0, name, Media(name.encode(), "image/png", "data")))
 
 
 class Pool:
@@ -26,10 +27,9 @@ class Pool:
         self.traced = {}  # image -> headers that it was sent with
         self.size = {}  # what encoders say of an embedding
 
-    async def post(self, encoder, body, headers):
-        (part,) = json.loads(body)["messages"][0]["content"]
-        name = part["uuid"]
-        assert part["image_url"]["url"] == f"data:{name}"
+    async def post(self, encoder, image, headers):
+        name = image.uuid
+        assert image.media.data == name.encode()
         self.sent.append((encoder, name))
         self.traced[name] = dict(headers)
         try:
@@ -55,7 +55,7 @@ async def pool():
 
 @pytest.fixture
 async def encoding(pool):
-    made = Encoding(Encoders(), pool.post, "m")
+    made = Encoding(Encoders(), pool.post)
     made.update([Encoder("a", "cpu", queue=4), Encoder("b", "cpu", queue=4)])
     task = asyncio.create_task(made.run())
     yield made
@@ -187,7 +187,7 @@ async def test_without_an_encoder_or_room_it_is_said_at_once(encoding, pool):
 
 
 async def test_a_stalled_encoders_work_moves_without_anybody_calling(pool):
-    stalls = Encoding(Encoders(), pool.post, "m")
+    stalls = Encoding(Encoders(), pool.post)
     stalls.update([Encoder("a", "nvidia"), Encoder("b", "cpu")])
     task = asyncio.create_task(stalls.run())
     for number in range(10):  # both become known to be quick

@@ -68,7 +68,7 @@ class Rig:
     async def asked(self, prepared, request_id="r-1"):
         """What came of one request."""
         sampler, trace = self.sampler(), kept(request_id)
-        sampler.offer(trace, prepared, sent(prepared))
+        sampler.offer(trace, prepared, lambda: sent(prepared))
         running = asyncio.create_task(sampler.run())
         self.tasks.append(running)
         await self.until(lambda: trace.rendering is not None)
@@ -132,7 +132,7 @@ async def test_a_broken_prediction_is_counted_with_its_cause(rig, prepare, cause
         },
     }[cause]
     bad, trace, sampler = replace(good, **broken), kept("r-1"), rig.sampler()
-    sampler.offer(trace, bad, sent(good))
+    sampler.offer(trace, bad, lambda: sent(good))
     rig.tasks.append(asyncio.create_task(sampler.run()))
     await rig.until(lambda: trace.rendering is not None)
     assert (trace.rendering.result, trace.rendering.cause) == ("False", cause)
@@ -155,17 +155,17 @@ async def test_samples_and_their_bytes_are_bounded_and_what_does_not_fit_is_coun
     size = len(body) + 4 * len(prompt.ids)
     sampler = rig.sampler(queue=2)
     for number in range(5):
-        sampler.offer(kept(f"r-{number}"), prompt, body)
+        sampler.offer(kept(f"r-{number}"), prompt, lambda: body)
     assert rig.metrics.parity_dropped._value.get() == 3
     tight, traces = rig.sampler(held=2 * size), [kept(f"r-{number}") for number in range(4)]
     for trace in traces:
-        tight.offer(trace, prompt, body)
+        tight.offer(trace, prompt, lambda: body)
     assert rig.metrics.parity_dropped._value.get() == 5
     rig.tasks.append(asyncio.create_task(tight.run()))
     await rig.until(lambda: traces[1].rendering is not None)
     again = [kept("r-8"), kept("r-9")]
     for trace in again:  # what was compared is not held any more
-        tight.offer(trace, prompt, body)
+        tight.offer(trace, prompt, lambda: body)
     await rig.until(lambda: all(trace.rendering is not None for trace in again))
     assert rig.metrics.parity_dropped._value.get() == 5
 
@@ -173,8 +173,8 @@ async def test_samples_and_their_bytes_are_bounded_and_what_does_not_fit_is_coun
 async def test_what_is_not_sampled_or_not_predicted_by_us_holds_nothing(rig, prepare):  # noqa: F811
     prompt = await prepare(text("look"))
     sampler = rig.sampler(queue=1)
-    sampler.offer(kept("unsampled"), prompt, b"{}")
-    sampler.offer(kept("r-1"), replace(prompt, rendered=True), b"{}")
-    sampler.offer(kept("r-2"), replace(prompt, exactness="affinity"), b"{}")
+    sampler.offer(kept("unsampled"), prompt, lambda: b"{}")
+    sampler.offer(kept("r-1"), replace(prompt, rendered=True), lambda: b"{}")
+    sampler.offer(kept("r-2"), replace(prompt, exactness="affinity"), lambda: b"{}")
     assert sampler._queue.empty()
     assert rig.metrics.parity_dropped._value.get() == 0

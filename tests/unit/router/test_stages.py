@@ -9,12 +9,12 @@ import pytest
 from unit.router.test_place import BLOCK, SEED, Rig
 
 from mmrouter.blocks import Span, block_keys
-from mmrouter.engines.vllm_request import ImageRewrite
 from mmrouter_router.chain import SHORT_TOKENS
 from mmrouter_router.encode import Encoder, Encoders
 from mmrouter_router.encoding import Encoding
+from mmrouter_router.media import Media
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import Outgoing
+from mmrouter_router.outgoing import Outgoing, OutgoingImage
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.stages import Stages
 from mmrouter_router.upstream import UpstreamError
@@ -23,6 +23,7 @@ LENGTH = 2 * SHORT_TOKENS
 IDS = array("I", range(LENGTH))
 SPANS = (Span(100, 64, b"a" * 32), Span(600, 64, b"b" * 32))
 KEYS = block_keys(IDS, BLOCK, SPANS, SEED)
+MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}} for _ in SPANS]}]
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
 
 
@@ -50,7 +51,7 @@ class Staging(Rig):
         self.encoded: list[str] = []
         self.prefill_answer: tuple[int, dict] | Exception = (200, {"kv_transfer_params": PARAMS})
         self.encode_status = 200
-        self.encoding = Encoding(Encoders(), self.encode, "m") if "encoder" in roles else None
+        self.encoding = Encoding(Encoders(), self.encode) if "encoder" in roles else None
         if self.encoding is not None:
             self.encoding.update([Encoder("e1", "cpu")])
         self.stages = Stages("vllm", roles, self.fleet, self.placer, self.metrics, self.ask, self.encoding)
@@ -67,10 +68,9 @@ class Staging(Rig):
         status, answer = self.prefill_answer
         return status, json.dumps(answer).encode()
 
-    async def encode(self, encoder, body, headers):
-        parts = json.loads(body)["messages"][0]["content"]
-        self.encoded += [part["uuid"] for part in parts]
-        params = {part["uuid"]: {"item_indices": [0], "by": encoder} for part in parts}
+    async def encode(self, encoder, image, headers):
+        self.encoded.append(image.uuid)
+        params = {image.uuid: {"item_indices": [0], "by": encoder}}
         return self.encode_status, json.dumps({"ec_transfer_params": params}).encode()
 
     async def before(self, wanted=None, fields=(), **options):
@@ -78,9 +78,10 @@ class Staging(Rig):
         shape = self.stages.form()
         decision = self.placer.place(wanted, roles=shape.answers)
         images = tuple(
-            ImageRewrite(0, n, f"data:{n}", f"m1-{span.identity[:1].decode()}") for n, span in enumerate(SPANS)
+            OutgoingImage(0, n, f"m1-{span.identity[:1].decode()}", Media(b"%d" % n, "image/png", "data"))
+            for n, span in enumerate(SPANS)
         )
-        outgoing = Outgoing("/v1/chat/completions", {"model": "m", "messages": [], **dict(fields)}, images)
+        outgoing = Outgoing("/v1/chat/completions", {"model": "m", "messages": MESSAGES, **dict(fields)}, images)
         staged = await self.stages.before("r", wanted, outgoing, shape, decision, {}, **options)
         return staged, json.loads(staged.body), [(note.stage, note.outcome) for note in staged.notes]
 
