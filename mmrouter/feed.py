@@ -86,12 +86,27 @@ def deciding(groups: Sequence[Group]) -> Group:
     return max(groups, key=lambda group: (group.window, -group.group))
 
 
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """The node's shared directory (docs/transfer.md), as the sidecar's janitor saw it last. Bytes.
+
+    ``taken``: what lies in it, of whomever. ``limit``: how much may; 0 where only the file system bounds it. ``above``:
+    whether it is above its high-water mark, by either.
+    """
+
+    taken: int
+    limit: int
+    available: int  # what the file system still has
+    capacity: int  # of the file system
+    above: bool = False
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Sent every half second and on every change: who this is and how far the stream is.
 
     ``worker`` is ``<pod uid>/<boot id>``; ``seq`` is the last delta's number, so a router that missed the newest delta
     notices without waiting for the next one. ``groups`` is in ascending order; ``facts`` is what media identity depends
-    on beside the model (SGLang: version, model type, page size, flags; structured values as JSON texts).
+    on beside the model (SGLang: version, model type, page size, flags; structured values as JSON texts). ``shared`` is
+    of a pod that has its node's shared directory.
     """
 
     worker: str
@@ -109,6 +124,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     canary: Canary | None = None
     groups: tuple[Group, ...] = ()
     facts: dict[str, str] = {}
+    shared: Shared | None = None
 
 
 class Sighting(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import aiohttp
+import msgspec
 from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import Counter
@@ -172,6 +173,7 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "canary": worker.canary,
         "canary_cause": beat.canary.cause if beat and beat.canary else "",
         "canary_message": beat.canary.message if beat and beat.canary else "",
+        "shared": msgspec.structs.asdict(beat.shared) if beat and beat.shared else None,
         "held": {rank: fleet.index.held(slot) for rank, slot in worker.slots.items()},
         "heard_seconds_ago": round(fleet.now() - worker.beat_at, 3) if worker.beat_at else None,
         "waiting": sum(worker.waiting.values()),

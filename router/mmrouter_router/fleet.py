@@ -9,7 +9,19 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from mmrouter.blocks import unpack_keys
-from mmrouter.feed import Delta, Group, Heartbeat, Load, Published, ReplayPart, Reply, Sighting, SnapshotPart, deciding
+from mmrouter.feed import (
+    Delta,
+    Group,
+    Heartbeat,
+    Load,
+    Published,
+    ReplayPart,
+    Reply,
+    Shared,
+    Sighting,
+    SnapshotPart,
+    deciding,
+)
 from mmrouter_router import follow
 from mmrouter_router.index import Index, Slot, window_blocks
 from mmrouter_router.metrics import Metrics
@@ -232,9 +244,11 @@ class Fleet:
         steps = self._carry_out(worker, worker.follower.on_heartbeat(beat))
         if beat.epoch == worker.follower.epoch:
             steps += self._regroup(worker, deciding(beat.groups))
-        quiet = ("seq",)
-        if before is None or any(
-            getattr(before, name) != getattr(beat, name) for name in beat.__struct_fields__ if name not in quiet
+        quiet = ("seq", "shared")
+        if (
+            before is None
+            or any(getattr(before, name) != getattr(beat, name) for name in beat.__struct_fields__ if name not in quiet)
+            or _told(before.shared) != _told(beat.shared)
         ):
             self.changed()
         return steps
@@ -301,6 +315,11 @@ class Fleet:
         for slot in worker.slots.values():
             self.index.retire(slot)
         worker.slots.clear()
+
+
+def _told(shared: Shared | None) -> tuple[bool, int] | None:
+    """What of a node's shared directory is news to anybody: not each byte."""
+    return None if shared is None else (shared.above, shared.limit)
 
 
 def _scope(beat: Heartbeat, pool: str) -> Scope | None:

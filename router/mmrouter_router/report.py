@@ -40,7 +40,11 @@ class Reporter:
         for worker in self.fleet:
             member = worker.member
             draining = member.draining or (worker.beat is not None and worker.beat.draining)
-            workers[member.uid] = _row(member.uid, member.pool, member.role, self.standing(worker), draining=draining)
+            row = _row(member.uid, member.pool, member.role, self.standing(worker), draining=draining)
+            shared = worker.beat.shared if worker.beat is not None else None
+            if shared is not None:  # its node's shared directory; how full it is changes with every request
+                row["shared"] = {"above": shared.above, "limit": shared.limit}
+            workers[member.uid] = row
         for one in self.renderer.state():
             standing = _rendering(one)
             workers[one["uid"]] = _row(one["uid"], one["pool"], RENDERER_ROLE, standing, draining=one["draining"])

@@ -7,6 +7,8 @@ import pytest
 from unit.router.engine import Engine
 from unit.router.test_place import Rig, prepared
 
+from mmrouter import feed
+from mmrouter_router.control import state_of
 from mmrouter_router.decisions import Counts
 from mmrouter_router.fleet import Member
 from mmrouter_router.metrics import Metrics
@@ -176,6 +178,29 @@ def test_a_report_is_equal_while_only_heartbeats_loads_and_the_clock_move():
         rig.beat(worker)
         worker.waiting[0] = rig.clock.now
     assert rig.reporter.report() == before
+
+
+def test_a_nodes_shared_directory_is_told_of_when_it_goes_above_its_mark_and_not_with_each_byte():
+    rig = Reports()
+    worker = rig.worker("a")
+    assert "shared" not in rig.reporter.report()["workers"]["uid-a"]
+    assert state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]["shared"] is None
+    changes: list[int] = []
+    told = []
+    rig.fleet.on_change(lambda: changes.append(1))
+    for taken in (1, 2, 900, 901, 3):
+        rig.beat(worker, shared=feed.Shared(taken, 1000, 5000, 9000, taken >= 900))
+        row = rig.reporter.report()["workers"]["uid-a"]["shared"]
+        assert row == {"above": taken >= 900, "limit": 1000}
+        told.append(len(changes))
+    assert told == [1, 1, 2, 2, 3]
+    assert state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]["shared"] == {
+        "taken": 3,
+        "limit": 1000,
+        "available": 5000,
+        "capacity": 9000,
+        "above": False,
+    }
 
 
 def test_counts_only_grow():
