@@ -12,6 +12,12 @@ from tools import levels
 from tools.levels import Level, Outcome, Step, run_level, summary
 
 
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these tests run are a few lines: no plugin is loaded for them, which would take longer than they do."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def python(code: str) -> Step:
     return Step(code[:20], (sys.executable, "-c", code))
 
@@ -143,6 +149,7 @@ def test_where_nothing_can_be_made_no_test_passes_that_needs_what_its_level_is_a
 ) -> None:
     cache = tmp_path / "file"
     cache.touch()
+    monkeypatch.delenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
     monkeypatch.setenv("MMROUTER_CACHE", str(cache))
     monkeypatch.setenv("MMROUTER_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.delenv("MMROUTER_KUBECONFIG", raising=False)
