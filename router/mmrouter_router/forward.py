@@ -18,7 +18,7 @@ from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.quarantine import DEATHS, Quarantine
 from mmrouter_router.schedule import Policy
-from mmrouter_router.stages import Note, Staged, Stages
+from mmrouter_router.stages import PREFILL_SECONDS, Note, Staged, Stages
 from mmrouter_router.tracing import Span, failure_of, scheduled, stage
 from mmrouter_router.upstream import Answer, UpstreamError
 
@@ -74,14 +74,16 @@ class Forwarder:
         metrics: Metrics,
         *,
         stages: Stages | None = None,
+        prefill_seconds: float = PREFILL_SECONDS,
         sent: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
     ) -> None:
         """``sent`` is called with every request right before it goes to an engine.
 
-        ``stages``: what is done before an engine answers; ``None``: nothing.
+        ``stages``: what is done before an engine answers; ``None``: nothing. ``prefill_seconds``: after so long a pair
+        of which nothing came is given up.
         """
         self._placer, self._exchange, self._metrics, self._sent = placer, exchange, metrics, sent
-        self._stages = stages
+        self._stages, self._prefill_seconds = stages, prefill_seconds
         self.quarantine = Quarantine()
 
     async def send(
@@ -206,7 +208,9 @@ class Forwarder:
             span.end()
             past.deaths += error.died
             past.failed.add(computes.target.worker.member.uid)
-            past.again(decision)  # it did nothing wrong, and waits for nobody now
+            if error.cause != "timeout" or not past.moved:
+                past.again(decision)  # it did nothing wrong, and waits for nobody now
+            past.moved |= error.cause == "timeout"  # which of the two hangs is not seen: next time it counts as both
             return error.cause
         except BaseException as error:
             half.end()
@@ -244,7 +248,7 @@ class Forwarder:
         async def send(target: Target, told: Mapping[str, str]) -> Answer:
             return await self._exchange.post(target, call.request_id, call.outgoing.path, call.outgoing.plain, told)
 
-        return Prefill(computes, self._placer.begin(computes), send, call.headers)
+        return Prefill(computes, self._placer.begin(computes), send, call.headers, self._prefill_seconds)
 
     def _gone_without(self, shape: Form) -> None:
         """Count a request once, when it is clear which pools it had to do without."""

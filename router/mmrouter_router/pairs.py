@@ -15,7 +15,7 @@ from mmrouter_router.fleet import Target
 from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Policy
-from mmrouter_router.stages import Note
+from mmrouter_router.stages import PREFILL_SECONDS, Note
 from mmrouter_router.tracing import stage
 from mmrouter_router.upstream import Answer, UpstreamError
 
@@ -58,10 +58,20 @@ class PrefillError(Exception):
 
 
 class Prefill:
-    """A prefill engine's half of one request, under way from the start. Call ``end`` in every case."""
+    """A prefill engine's half of one request, under way from the start. Call ``end`` in every case.
 
-    def __init__(self, decision: Decision, booking: Booking, send: Send, headers: Mapping[str, str]) -> None:
-        self.decision, self._booking = decision, booking
+    ``seconds``: when neither half has come to anything by then, this one is given up.
+    """
+
+    def __init__(
+        self,
+        decision: Decision,
+        booking: Booking,
+        send: Send,
+        headers: Mapping[str, str],
+        seconds: float = PREFILL_SECONDS,
+    ) -> None:
+        self.decision, self._booking, self._patience = decision, booking, seconds
         target = decision.target
         self._meeting = new_meeting(target.worker.member.ip, target.rank, target.worker.ranks)
         self._began = time.monotonic()
@@ -80,7 +90,11 @@ class Prefill:
         """
         work = asyncio.create_task(answering)
         try:
-            await asyncio.wait((work, self._task), return_when=asyncio.FIRST_COMPLETED)
+            halves = (work, self._task)
+            done, _ = await asyncio.wait(halves, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self.end()
+                raise PrefillError("timeout", f"nothing came of it within {self._patience:g} s")
             if not work.done():
                 self._task.result()
                 await asyncio.wait((work,))

@@ -101,11 +101,13 @@ class Stages:
         """Return the stages that the pods can serve now. Roles that answer are in it even when no pod of theirs can."""
         if self._plain:
             return self._whole
-        able = {
-            worker.member.role
-            for worker in self._fleet
-            if worker.member.role != "encoder" and self._placer.able(worker)
-        }
+        layouts: dict[str, set[str]] = {}
+        for worker in self._fleet:
+            if worker.member.role != "encoder" and self._placer.able(worker):
+                layouts.setdefault(worker.member.role, set()).add(worker.member.compatibility)
+        able = set(layouts)
+        if self._engine == "sglang" and layouts.get("prefill", set()).isdisjoint(layouts.get("decode", ())):
+            able -= {"prefill", "decode"}  # neither does anything alone, and they exchange blocks of one layout only
         if self._encoding is not None and self._encoding.able:
             able.add("encoder")
         found = form(self._engine, self._pools, able)

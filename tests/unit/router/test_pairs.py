@@ -98,7 +98,7 @@ class Engine:
 class Rig:
     """A deployment with pools of SGLang; round robin, so that engines are asked in the order of their names."""
 
-    def __init__(self, policy: str = "roundRobin", **spec) -> None:
+    def __init__(self, policy: str = "roundRobin", prefill_seconds: float = 60, **spec) -> None:
         roles = ("prefill", "decode")
         self.metrics, self.engines = Metrics(), {}
         self.rooms: set[str] = set()
@@ -111,7 +111,9 @@ class Rig:
         self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
         self.stages = Stages("sglang", roles, self.fleet, self.placer, self.metrics, None)
         exchange = Exchange(self.upstream, "sglang", "secret")
-        self.forwarder = Forwarder(self.placer, exchange, self.metrics, stages=self.stages)
+        self.forwarder = Forwarder(
+            self.placer, exchange, self.metrics, stages=self.stages, prefill_seconds=prefill_seconds
+        )
 
     async def engine(self, name: str, says: bytes = OK, *, keys=(), ranks=1, up=True, **member) -> Engine:
         """``p1`` prefills, ``d1`` decodes; it is not there at all where it is not ``up``."""
@@ -254,6 +256,46 @@ async def test_a_prefill_that_fails_ends_the_decoders_request_and_another_pair_i
     await rig.nothing_is_booked()
 
 
+async def test_a_prefill_that_hangs_is_given_up_in_time_and_another_pair_is_tried(make):
+    rig = make(prefill_seconds=0.05)
+    hangs = await rig.engine("p1", HANGS)
+    await rig.engine("p2")
+    decode = await rig.engine("d1", MEETS)
+    reply = await rig.send()
+    assert (reply.answer.status, reply.first) == (200, b"ok")
+    assert outcomes(reply) == [("p1", "timeout"), ("d1", "answered 200")]
+    assert stages(reply) == [("prefill", "timeout", "p1"), ("prefill", "done", "p2"), ("answer", "first_byte", "d1")]
+    reply.close()
+    for engine in (hangs, decode):
+        await asyncio.wait_for(engine.gone.wait(), 5)
+    await rig.nothing_is_booked()
+
+
+async def test_a_decoder_that_hangs_under_two_pairs_is_not_asked_a_third_time(make):
+    rig = make(prefill_seconds=0.05)
+    prefills = [await rig.engine(name, HANGS) for name in ("p1", "p2", "p3")]
+    decodes = [await rig.engine(name, HANGS) for name in ("d1", "d2")]
+    with pytest.raises(RequestError) as refused:
+        await rig.send()
+    assert refused.value.status == 503
+    assert [len(engine.asked) for engine in prefills] == [1, 1, 1]
+    assert max(len(engine.asked) for engine in decodes) == 2
+    await rig.nothing_is_booked()
+
+
+async def test_an_answer_that_has_begun_is_never_given_up_however_long_its_prefill_takes(make):
+    rig = make(prefill_seconds=0.05)
+    prefill = await rig.engine("p1", HANGS)
+    await rig.engine("p2")
+    await rig.engine("d1")
+    reply = await rig.send()
+    assert (reply.answer.status, reply.first) == (200, b"ok")
+    await asyncio.sleep(0.1)  # longer than a prefill may take; nothing is there to wait for
+    assert (len(prefill.asked), prefill.left, rig.engines["p2"].asked) == (1, 0, [])
+    assert outcomes(reply) == [("d1", "answered 200")]
+    reply.close()
+
+
 async def test_what_is_the_clients_fault_reaches_it_as_the_engines_error_and_nobody_else_is_asked(make):
     rig = make()
     await rig.engine("p1", WRONG)
@@ -383,6 +425,20 @@ async def test_without_a_pair_nobody_is_asked(make, alone):
     with pytest.raises(RequestError) as refused:
         await rig.send()
     assert (refused.value.status, engine.asked) == (503, [])
+    assert rig.metrics.degraded.labels("no_pair")._value.get() == 1
+
+
+async def test_engines_of_unequal_layouts_count_as_no_pair_and_the_form_says_so(make):
+    rig = make()
+    engines = [await rig.engine("p1", compatibility="old"), await rig.engine("d1", compatibility="new")]
+    assert rig.stages.form().degraded == ("no_pair",)
+    with pytest.raises(RequestError) as refused:
+        await rig.send()
+    assert (refused.value.status, [engine.asked for engine in engines]) == (503, [[], []])
+    assert rig.metrics.degraded.labels("no_pair")._value.get() == 1
+    await rig.engine("d2", compatibility="old")
+    assert rig.stages.form().degraded == ()
+    (await rig.send()).close()
     assert rig.metrics.degraded.labels("no_pair")._value.get() == 1
 
 
