@@ -3,6 +3,10 @@
 import json
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmrouter.api import MMRouterDeployment
 
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
@@ -34,6 +38,18 @@ class LaunchError(ValueError):
     def __init__(self, path: str, message: str) -> None:
         self.path = path
         super().__init__(message)
+
+
+def takes_plugin(dep: "MMRouterDeployment") -> bool:
+    """Whether the deployment's engines run our plugin: it takes and gives what renderers have processed."""
+    return dep.spec.routing.transfer != "none" and any(pool.role == "renderer" for pool in dep.spec.pools)
+
+
+def plugin_command(command: list[str]) -> list[str]:
+    """Return an engine's command as the plugin's start script runs it: with the plugins of its image, and ours."""
+    from mmrouter.api.paths import PLUGIN_DIR  # noqa: PLC0415 - the models import the adapters' flag tables
+
+    return ["python3", f"{PLUGIN_DIR}/start.py", *command]
 
 
 def flag(name: str, value: object) -> list[str]:

@@ -7,7 +7,16 @@ How engines hand tensors to each other stands in :mod:`mmrouter.engines.vllm_tra
 
 from typing import TYPE_CHECKING, Any, Final
 
-from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, SIDE_CHANNEL_PORT, Launch, flag
+from mmrouter.engines.launching import (
+    EVENTS_PORT,
+    HTTP_PORT,
+    REPLAY_PORT,
+    SIDE_CHANNEL_PORT,
+    Launch,
+    flag,
+    plugin_command,
+    takes_plugin,
+)
 from mmrouter.engines.vllm_transfer import SIDE_CHANNEL, transfer_flags
 
 if TYPE_CHECKING:
@@ -99,7 +108,7 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     """
     # The models import the adapters' flag tables, so the arrow back is taken at call time.
     from mmrouter.api import block_size_of  # noqa: PLC0415
-    from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
+    from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR  # noqa: PLC0415
 
     spec = dep.spec
     model, engine = spec.model, spec.engine
@@ -135,13 +144,17 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     }
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-processor-kwargs", set_options)
+    if spec.routing.transfer != "none" and pool.shared_memory.scope == "node":
+        # Encoded images then come as files of this folder (facts on vLLM 3.2).
+        args += flag("--allowed-local-media-path", SHARED_DIR)
     args += transfer
     if not renders and pool.parallelism.tensor > 1:
         args += flag("--tensor-parallel-size", pool.parallelism.tensor)
     if not renders and pool.parallelism.data > 1:
         args += flag("--data-parallel-size", pool.parallelism.data)
+    command = ["vllm", "launch", "render"] if renders else ["vllm", "serve"]
     return Launch(
-        command=["vllm", "launch", "render"] if renders else ["vllm", "serve"],
+        command=plugin_command(command) if takes_plugin(dep) else command,
         args=[*args, *engine.args, *pool.args],
         env=_environment() | transfer_env,
         health_path="/health",

@@ -8,7 +8,7 @@ blocks which do not come are computed: vLLM's own default is to fail the request
 from typing import TYPE_CHECKING, Any, Final
 
 from mmrouter.engines.devices import DEVICES
-from mmrouter.engines.launching import SIDE_CHANNEL_PORT, LaunchError, flag
+from mmrouter.engines.launching import SIDE_CHANNEL_PORT, LaunchError, flag, takes_plugin
 
 if TYPE_CHECKING:
     from mmrouter.api import MMRouterDeployment, Pool
@@ -31,8 +31,11 @@ def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], 
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT),
         }
-        if DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
-            env["UCX_TLS"] = "tcp,self,sm"  # UCX finds no transport of an accelerator there (facts on vLLM 7.1)
+    if takes_plugin(dep):
+        env["MMROUTER_TRANSFER"] = dep.spec.routing.transfer
+    nixl = pool.role in ("prefill", "decode") or (takes_plugin(dep) and dep.spec.routing.transfer == "nixl")
+    if nixl and DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
+        env["UCX_TLS"] = "tcp,self,sm"  # UCX finds no transport of an accelerator there (facts on vLLM 7.1)
     encodes, generates = pool.role == "encoder", pool.role in ("worker", "prefill")
     if encodes or (generates and any(other.role == "encoder" for other in dep.spec.pools)):
         config, more = _ec_connector(dep, pool, "ec_producer" if encodes else "ec_consumer")

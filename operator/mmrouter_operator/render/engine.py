@@ -5,9 +5,9 @@ from typing import Any
 from mmrouter.api import EngineType, MMRouterDeployment, Pool, SpecError
 from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR
 from mmrouter.engines import adapter
-from mmrouter.engines.launching import HTTP_PORT, Launch, LaunchError
+from mmrouter.engines.launching import HTTP_PORT, Launch, LaunchError, takes_plugin
 from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, probes, shared_memory
+from mmrouter_operator.render import common, plugin, probes, shared_memory
 from mmrouter_operator.render.accelerators import ACCELERATORS
 from mmrouter_operator.render.secret import ENGINE_KEY
 
@@ -23,6 +23,10 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
     if dep.spec.engine.chat_template is not None:
         mounts.append(common.mount("engine-config", CONFIG_DIR, read_only=True))
     mounts += [shared_memory.own_mount(), common.mount("tmp", "/tmp")]  # noqa: S108 - a path in the pod
+    if shared_memory.is_shared(pool):
+        mounts.append(shared_memory.shared_mount())
+    if takes_plugin(dep):
+        mounts.append(plugin.mount())
     ports = {"http": HTTP_PORT} | launch.ports
     return {
         "name": "engine",
@@ -35,7 +39,7 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
         "lifecycle": probes.announce_by_sidecar() if followed else probes.announce_by_waiting(),
         "resources": _resources(pool),
         "securityContext": common.container_security(),
-        "volumeMounts": [*mounts, *shared_memory.shared_mount(pool)],
+        "volumeMounts": mounts,
     }
 
 
@@ -79,7 +83,7 @@ def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorCo
         {"name": adapter(dep.spec.engine.type).API_KEY_ENV, "valueFrom": key},
         *(common.value_env(name, value) for name, value in launch.env.items()),
         *(common.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
-        *shared_memory.shared_env(pool),
+        *(shared_memory.shared_env(dep, pool.resources) if shared_memory.is_shared(pool) else []),
         # The root is read-only and the user has no entry in /etc/passwd.
         common.value_env("HOME", "/tmp"),  # noqa: S108
         common.value_env("USER", "mmrouter"),

@@ -5,7 +5,7 @@ from typing import Any, Final
 from mmrouter.api import MMRouterDeployment
 from mmrouter.api.paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
 from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, placement, probes
+from mmrouter_operator.render import common, placement, probes, shared_memory
 from mmrouter_operator.render.inputs import frontend_inputs
 from mmrouter_operator.render.owned import Finished, finish
 from mmrouter_operator.render.secret import ROUTER_ITEMS
@@ -56,10 +56,15 @@ def frontend_template(dep: MMRouterDeployment, secrets: str, config: OperatorCon
 
 
 def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
-    from_hub = dep.spec.model.volume is None
+    from_hub, shared = dep.spec.model.volume is None, shared_memory.frontends_share(dep)
+    init = [
+        *([shared_memory.prepare(config)] if shared else []),
+        *([_model_metadata(dep, config)] if from_hub else []),
+    ]
     volumes = [
         common.config_volume(dep, ROUTER_ITEMS),
         *(common.model_volume(dep) or [{"name": "model", "emptyDir": {"sizeLimit": "1Gi"}}]),
+        *([shared_memory.shared_volume(dep, config)] if shared else []),
         {"name": "tmp", "emptyDir": {}},
     ]
     if dep.spec.frontend.api_keys is not None:
@@ -69,22 +74,26 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         "serviceAccountName": frontend_account(dep),
         "automountServiceAccountToken": True,  # the router watches the engine pods
         "enableServiceLinks": False,
-        "securityContext": common.pod_security(),
+        "securityContext": common.pod_security() | (shared_memory.groups() if shared else {}),
         "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + STREAM_SECONDS + probes.STOP_SECONDS,
+        **({"affinity": placement.near_engines(dep)} if shared else {}),
         "topologySpreadConstraints": placement.spread(frontend_selector(dep)),
-        **({"initContainers": [_model_metadata(dep, config)]} if from_hub else {}),
+        **({"initContainers": init} if init else {}),
         "containers": [_router(dep, config)],
         "volumes": volumes,
     }
 
 
 def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
+    shared = shared_memory.frontends_share(dep)
     mounts = [
         common.mount("config", CONFIG_DIR, read_only=True),
         common.mount("model", MODEL_DIR, read_only=True),
     ]
     if dep.spec.frontend.api_keys is not None:
         mounts.append(common.mount("api-keys", API_KEYS_DIR, read_only=True))
+    if shared:
+        mounts.append(shared_memory.shared_mount())
     return {
         "name": "router",
         "image": config.image,
@@ -95,6 +104,7 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
             common.value_env("MMROUTER_DISCOVERY", "kubernetes"),
             common.value_env("MMROUTER_BIND", "all"),
             common.value_env("MMROUTER_DRAIN_SECONDS", str(STREAM_SECONDS)),
+            *(shared_memory.shared_env(dep, dep.spec.frontend.resources) if shared else []),
             *_tracing_env(dep),
         ],
         "ports": [

@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool, Role, block_size_of
+from mmrouter.api import MMRouterDeployment, Pool, Role, block_size_of, quantity_bytes
 from mmrouter.engines import adapter
-from mmrouter.engines.launching import chosen_flags
+from mmrouter.engines.launching import chosen_flags, takes_plugin
+from mmrouter_operator.render.shared_memory import frontends_share, is_shared, limit_bytes
 
 Layout = dict[str, Any]
 
@@ -34,6 +35,7 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
             "engine": _only(spec["engine"], ROUTER_ENGINE_FIELDS),
             "frontend": _only(frontend, ("apiKeys", "resources", "podTemplate")),
             "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
+            **({"shared": _shared(dep)} if frontends_share(dep) else {}),
             "secrets": secrets,
         }
     )
@@ -42,8 +44,9 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
 def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
     """Return the hash of what a pool's pods are made from; ``secrets`` is the Secret's fingerprint.
 
-    Other pools count in two things: encoders, because engines are told how to take embeddings, and partners in the
-    exchange of KV blocks, because their pods carry one compatibility label.
+    Other pools count in four things: encoders, because engines are told how to take embeddings; partners in the
+    exchange of KV blocks, because their pods carry one compatibility label; renderers, because engines then have our
+    plugin; and the largest one that shares memory, because that is what all of them may fill.
     """
     spec = _spec(dep)
     mine = next(item for item in spec["pools"] if item["name"] == pool.name)
@@ -56,9 +59,29 @@ def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
             "pool": mine,
             "encoders": any(other.role == "encoder" for other in dep.spec.pools),
             "partners": compatibility(_said_layout(dep, partner) for partner in partners(dep, pool)),
+            **_handover(dep, pool),
             "secrets": secrets,
         }
     )
+
+
+def _shared(dep: MMRouterDeployment) -> dict[str, str]:
+    """Return what a router must know of the node's directory: whose it is besides, and how large."""
+    return {pool.name: pool.shared_memory.size for pool in dep.spec.pools if is_shared(pool)}
+
+
+def _handover(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
+    """Return what other sections say of how images reach a pool's engines; empty where they come inside requests.
+
+    So a deployment without hand-overs has the hashes that it had before there were any.
+    """
+    found: dict[str, Any] = {}
+    transfer = dep.spec.routing.transfer
+    if transfer != "none" and (is_shared(pool) or takes_plugin(dep)):
+        found["transfer"] = [transfer, "plugin" if takes_plugin(dep) else ""]
+    if is_shared(pool) and (limit := limit_bytes(dep)) != quantity_bytes(pool.shared_memory.size):
+        found["shared"] = limit
+    return found
 
 
 def compatibility(layouts: Iterable[Layout]) -> str:

@@ -30,13 +30,14 @@ WEB_PORTS: Final = (80, 443)
 HUB_PORTS: Final = (443,)
 
 TRANSFER_ROLES: Final[frozenset[Role]] = frozenset({"encoder", "prefill", "decode"})
-"""Roles that hand tensors to other engines or take them from others; a worker does beside an encoder."""
+"""Roles that hand tensors to other engines or take them from others; a worker does beside an encoder, and everybody
+beside a renderer with ``routing.transfer: nixl``."""
 TRANSFER_PORTS: Final = (
     (SIDE_CHANNEL_PORT, SIDE_CHANNEL_PORT + 63),  # NIXL, one port per rank
     (8997, BOOTSTRAP_PORT),  # SGLang's bootstrap servers: encoder, prefill
     (14579, 14579),  # vLLM's embedding transfer
     (15000, 17000),  # Mooncake's own range
-    (32768, 60999),  # what UCX and ZMQ are given by Linux
+    (32768, 60999),  # what UCX (KV blocks, processed images) and ZMQ are given by Linux
 )
 """First and last port on which engines take tensors from each other, none of them for anybody else."""
 
@@ -107,7 +108,10 @@ def _engine_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Rule
 
 def _transferring(dep: MMRouterDeployment) -> list[Role]:
     """Return the roles between which tensors travel; empty where every engine works for itself."""
-    roles: set[Role] = {pool.role for pool in dep.spec.pools if pool.role != "renderer"}
+    roles: set[Role] = {pool.role for pool in dep.spec.pools}
+    if dep.spec.routing.transfer == "nixl":
+        return sorted(roles)  # every engine reads what renderers have processed
+    roles -= {"renderer"}
     return sorted(roles) if roles & TRANSFER_ROLES else []
 
 

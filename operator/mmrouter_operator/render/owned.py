@@ -8,11 +8,11 @@ from mmrouter.api import SpecError
 from mmrouter_operator.render.overlay import OverlayError, overlay
 from mmrouter_operator.render.shape import template_faults
 
-OWNED_VOLUMES: Final = frozenset({"config", "engine-config", "api-keys", "state", "shared"})
+OWNED_VOLUMES: Final = frozenset({"config", "engine-config", "api-keys", "state", "shared", "plugin"})
 """Volumes that hold our configuration, secrets and journal. Others (hub, shm, tmp) may be of the user's choice."""
 OWNED_ENV_PREFIXES: Final = ("POD_", "MMROUTER_")
 OWNED_ENV: Final = frozenset({"NODE_NAME", "VLLM_API_KEY", "SGLANG_API_KEY"})
-OUR_IMAGES: Final = frozenset({"sidecar", "router", "shared-memory", "model-metadata"})
+OUR_IMAGES: Final = frozenset({"sidecar", "router", "shared-memory", "model-metadata", "handover-plugin"})
 """Containers that run our own image, whose command is therefore ours too."""
 
 Item = dict[str, Any]

@@ -9,7 +9,8 @@ from mmrouter_operator.render.common import DEPLOYMENT_LABEL
 HOSTNAME = "kubernetes.io/hostname"
 ZONE = "topology.kubernetes.io/zone"
 SHARED_MEMORY_LABEL = "mmrouter.io/shared-memory"
-"""Label of pods that share their node's tmpfs directory; its value is the scope."""
+"""Label of engine pods that share their node's tmpfs directory; its value is the scope. Frontends go where these are
+and do not bear it: they should not draw each other onto one node."""
 
 
 def tolerations(pool: Pool) -> list[dict[str, Any]]:
@@ -31,14 +32,21 @@ def affinity(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
         terms = [{"matchExpressions": [_expression(label)]} for label in labels]
         found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     if pool.shared_memory.scope == "node":
-        # Preferred: a required term would hold all pools on one node for good, and a drain of that node would never
-        # end, because no replacement could start elsewhere. What cannot be handed over on the node travels as bytes.
-        shared = {DEPLOYMENT_LABEL: dep.metadata.name, SHARED_MEMORY_LABEL: "node"}
-        term = {"labelSelector": {"matchLabels": shared}, "topologyKey": HOSTNAME}
-        found["podAffinity"] = {
-            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]
-        }
+        found |= near_engines(dep)
     return found
+
+
+def near_engines(dep: MMRouterDeployment) -> dict[str, Any]:
+    """Return the affinity of a pod that shares memory with engines.
+
+    Preferred: a required term would hold all pools on one node for good, and a drain of that node would never end,
+    because no replacement could start elsewhere. What cannot be handed over on the node travels as bytes.
+    """
+    shared = {DEPLOYMENT_LABEL: dep.metadata.name, SHARED_MEMORY_LABEL: "node"}
+    term = {"labelSelector": {"matchLabels": shared}, "topologyKey": HOSTNAME}
+    return {
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+    }
 
 
 def spread(selector: dict[str, str], *, together: bool = False) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@ Renderers have no cache, so they have no sidecar: the frontends ask them and see
 from typing import Any, Final
 
 from mmrouter.api import MMRouterDeployment, Pool
+from mmrouter.engines.launching import takes_plugin
 from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, placement, probes, shared_memory
+from mmrouter_operator.render import common, placement, plugin, probes, shared_memory
 from mmrouter_operator.render.engine import engine, engine_image, startup_seconds
 from mmrouter_operator.render.inputs import compatibility, kv_layout, partners, pool_inputs
 from mmrouter_operator.render.owned import Finished, finish
@@ -89,28 +90,34 @@ def _selector(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
 
 
 def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config: OperatorConfig) -> dict[str, Any]:
-    followed = pool.role != "renderer"
-    init = [*shared_memory.prepare(pool, config), *([sidecar(dep, pool, config)] if followed else [])]
+    followed, shared, plugged = pool.role != "renderer", shared_memory.is_shared(pool), takes_plugin(dep)
+    init = [
+        *([shared_memory.prepare(config)] if shared else []),
+        *([plugin.deliver(config)] if plugged else []),
+        *([sidecar(dep, pool, config)] if followed else []),
+    ]
     affinity = placement.affinity(dep, pool)
     pod: dict[str, Any] = {
         "serviceAccountName": engine_account(dep),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": common.pod_security() | shared_memory.groups(pool),
+        "securityContext": common.pod_security() | (shared_memory.groups() if shared else {}),
         # The engine lets running requests finish for as long as it was told to drain.
         "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + pool.updates.drain_seconds + probes.STOP_SECONDS,
         "readinessGates": [{"conditionType": gate} for gate in GATES],
         "nodeSelector": dict(pool.node_selector),
         "tolerations": placement.tolerations(pool),
         **({"affinity": affinity} if affinity else {}),
-        "topologySpreadConstraints": placement.spread(_selector(dep, pool), together=shared_memory.is_shared(pool)),
+        "topologySpreadConstraints": placement.spread(_selector(dep, pool), together=shared),
         **({"initContainers": init} if init else {}),
         "containers": [container],
         "volumes": [
             *([common.config_volume(dep, SIDECAR_ITEMS)] if followed else []),
             *_engine_config_volume(dep),
             *(common.model_volume(dep) or [{"name": "hub", "emptyDir": {}}]),
-            *shared_memory.volumes(dep, pool, config),
+            shared_memory.own_volume(pool),
+            *([shared_memory.shared_volume(dep, config)] if shared else []),
+            *([plugin.volume()] if plugged else []),
             *([{"name": "state", "emptyDir": {}}] if followed else []),
             {"name": "tmp", "emptyDir": {}},
         ],

@@ -1,17 +1,18 @@
-"""Memory-backed files of an engine pod: its own /dev/shm, and with ``scope: node`` a directory that pods share.
+"""Memory-backed files of a pod: an engine's own /dev/shm, and with ``scope: node`` a directory that pods share.
 
 The shared one is a folder on the node's tmpfs. It lies beside the pod's own /dev/shm, at a path of its own, because
-engines put private segments into /dev/shm whose names meet if two pods see one folder.
+engines put private segments into /dev/shm whose names meet if two pods see one folder. Frontends have it too where
+images are handed over (``routing.transfer``): they write what engines read.
 """
 
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool
+from mmrouter.api import MMRouterDeployment, Pool, quantity_bytes
+from mmrouter.api.base import Resources
+from mmrouter.api.paths import SHARED_DIR
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.render import common
 
-SHARED_DIR: Final = "/var/lib/mmrouter/shared"
-"""Where pods of scope node see their node's directory; environment MMROUTER_SHARED_DIR."""
 SHARED_GROUP: Final = 65533
 """Group that owns the directory and what lies in it. ``fsGroup`` has no effect on a hostPath."""
 
@@ -21,13 +22,22 @@ def is_shared(pool: Pool) -> bool:
     return pool.shared_memory.scope == "node"
 
 
-def volumes(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> list[dict[str, Any]]:
-    """Return the pod's volumes. Namespace and name are folders of their own: joined by a dash, two could be one."""
-    own = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory.size}}
-    if not is_shared(pool):
-        return [own]
-    path = f"{config.shared_memory_root}/{dep.metadata.namespace}/{dep.metadata.name}"
-    return [own, {"name": "shared", "hostPath": {"path": path, "type": "DirectoryOrCreate"}}]
+def frontends_share(dep: MMRouterDeployment) -> bool:
+    """Whether the frontends use their node's directory."""
+    return dep.spec.routing.transfer != "none" and any(is_shared(pool) for pool in dep.spec.pools)
+
+
+def limit_bytes(dep: MMRouterDeployment) -> int:
+    """Return what a node's directory may hold in all: the largest size of the pools that use it; 0 without any.
+
+    The kernel does not know this limit, because the file system is the node's: whoever writes keeps to it.
+    """
+    return max((quantity_bytes(pool.shared_memory.size) for pool in dep.spec.pools if is_shared(pool)), default=0)
+
+
+def own_volume(pool: Pool) -> dict[str, Any]:
+    """Return the volume of a pod's own memory-backed files."""
+    return {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory.size}}
 
 
 def own_mount() -> dict[str, Any]:
@@ -35,36 +45,48 @@ def own_mount() -> dict[str, Any]:
     return common.mount("shm", "/dev/shm")  # noqa: S108 - a path in the pod
 
 
-def shared_mount(pool: Pool) -> list[dict[str, Any]]:
+def shared_volume(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
+    """Return the node's directory. Namespace and name are folders of their own: joined by a dash, two could be one."""
+    path = f"{config.shared_memory_root}/{dep.metadata.namespace}/{dep.metadata.name}"
+    return {"name": "shared", "hostPath": {"path": path, "type": "DirectoryOrCreate"}}
+
+
+def shared_mount() -> dict[str, Any]:
     """Return the mount of the node's directory."""
-    return [common.mount("shared", SHARED_DIR)] if is_shared(pool) else []
+    return common.mount("shared", SHARED_DIR)
 
 
-def shared_env(pool: Pool) -> list[dict[str, Any]]:
-    """Return the variable that names the node's directory."""
-    return [common.value_env("MMROUTER_SHARED_DIR", SHARED_DIR)] if is_shared(pool) else []
+def shared_env(dep: MMRouterDeployment, writer: Resources | None = None) -> list[dict[str, Any]]:
+    """Return the variables that name the node's directory and how many bytes the container may have there.
+
+    ``writer``: the resources of a container that writes; ``None``: of one that watches what all of them have together.
+    Memory that is written counts against the writer's own limit, so it gets at most half of that.
+    """
+    limit = limit_bytes(dep)
+    if writer is not None and "memory" in writer.limits:
+        limit = min(limit, quantity_bytes(writer.limits["memory"]) // 2)
+    return [
+        common.value_env("MMROUTER_SHARED_DIR", SHARED_DIR),
+        common.value_env("MMROUTER_SHARED_LIMIT_BYTES", str(limit)),
+    ]
 
 
-def prepare(pool: Pool, config: OperatorConfig) -> list[dict[str, Any]]:
+def prepare(config: OperatorConfig) -> dict[str, Any]:
     """Return the init container that opens the directory to the group; the kubelet makes it for root alone.
 
     It is root, and in the group, so that it needs no capability: an owner may hand a folder to a group of its own.
     """
-    if not is_shared(pool):
-        return []
     security = common.container_security() | {"runAsUser": 0, "runAsGroup": SHARED_GROUP, "runAsNonRoot": False}
-    return [
-        {
-            "name": "shared-memory",
-            "image": config.image,
-            "command": ["mmrouter", "shared-memory", SHARED_DIR, str(SHARED_GROUP)],
-            "env": [],
-            "securityContext": security,
-            "volumeMounts": shared_mount(pool),
-        }
-    ]
+    return {
+        "name": "shared-memory",
+        "image": config.image,
+        "command": ["mmrouter", "shared-memory", SHARED_DIR, str(SHARED_GROUP)],
+        "env": [],
+        "securityContext": security,
+        "volumeMounts": [shared_mount()],
+    }
 
 
-def groups(pool: Pool) -> dict[str, Any]:
-    """Return what the pod's security context needs to use the directory."""
-    return {"supplementalGroups": [SHARED_GROUP]} if is_shared(pool) else {}
+def groups() -> dict[str, Any]:
+    """Return what a pod's security context needs to use the directory."""
+    return {"supplementalGroups": [SHARED_GROUP]}

@@ -25,7 +25,7 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             common.value_env("MMROUTER_POOL", pool.name),
             *common.config_env(),
             common.value_env("MMROUTER_STATE_DIR", STATE_DIR),
-            *shared_memory.shared_env(pool),
+            *(shared_memory.shared_env(dep) if shared_memory.is_shared(pool) else []),
             *([common.value_env("HF_HUB_CACHE", HUB_CACHE_DIR)] if from_hub else []),
         ],
         "ports": [
@@ -42,6 +42,6 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             common.mount("state", STATE_DIR),
             # The engine's, so that what lies there can be looked at; the runtime's own would be another.
             shared_memory.own_mount(),
-            *shared_memory.shared_mount(pool),
+            *([shared_memory.shared_mount()] if shared_memory.is_shared(pool) else []),
         ],
     }

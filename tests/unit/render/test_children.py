@@ -17,7 +17,7 @@ from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.secrets import new_secret_data
 
 GOLDEN = Path(__file__).parent / "golden"
-GOLDENS = ("shortest", "whole", "sglang", "disaggregated", "sglang-disaggregated", "node")
+GOLDENS = ("shortest", "whole", "sglang", "disaggregated", "sglang-disaggregated", "node", "handover")
 
 
 def load(name: str) -> MMRouterDeployment:

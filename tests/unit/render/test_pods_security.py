@@ -4,16 +4,27 @@ import copy
 from typing import Any
 
 import pytest
-from unit.render.objects import Object, container, containers, deployments, exceptions, pod_of, variables, with_pool
+from unit.render.objects import (
+    Object,
+    change,
+    container,
+    containers,
+    deployments,
+    exceptions,
+    pod_of,
+    variables,
+    with_pool,
+)
 from unit.render.test_children import GOLDENS, load
 
 from mmrouter.api import MMRouterDeployment
+from mmrouter.api.paths import SHARED_DIR
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.podsecurity import violations
-from mmrouter_operator.render.shared_memory import SHARED_DIR, SHARED_GROUP
+from mmrouter_operator.render.shared_memory import SHARED_GROUP
 
-OURS = {"engine", "sidecar", "router", "model-metadata"}
+OURS = {"engine", "sidecar", "router", "model-metadata", "handover-plugin"}
 CASES: list[tuple[str, Any, str]] = [
     ("", {"hostNetwork": True}, "hostNetwork: the pod shares a namespace of its node"),
     ("", {"hostPID": True}, "hostPID: the pod shares a namespace of its node"),
@@ -130,7 +141,7 @@ def test_scope_node_is_one_folder_per_deployment_beside_the_pods_own_shared_memo
         assert pod["securityContext"]["supplementalGroups"] == [SHARED_GROUP]
         for name in ("sidecar", "engine"):
             assert variables(container(pod, name))["MMROUTER_SHARED_DIR"] == SHARED_DIR
-    assert "hostPath" not in str(pod_of(dep, secrets, "frontend"))
+    assert "hostPath" not in str(pod_of(change(dep, routing={}), secrets, "frontend"))
 
 
 def test_names_that_join_to_the_same_text_are_different_folders(secrets: SecretData) -> None:
@@ -174,9 +185,10 @@ def test_pools_of_scope_node_prefer_each_others_nodes_and_do_not_insist(secrets:
         assert [rule["topologyKey"] for rule in pod["topologySpreadConstraints"]] == ["topology.kubernetes.io/zone"]
 
 
-def test_scope_node_is_an_exception_of_its_pools_alone() -> None:
+def test_scope_node_is_an_exception_of_its_pools_and_of_frontends_that_hand_over() -> None:
+    assert {name for name, _ in exceptions(change(load("node"), routing={}))} == {"enc", "worker"}
     found = exceptions(load("node"))
-    assert {name for name, _ in found} == {"enc", "worker"}
+    assert {name for name, _ in found} == {"enc", "worker", "frontend"}
     assert ("worker", "volume shared: hostPath is not among the volumes that restricted allows") in found
     assert ("worker", "container shared-memory: it runs as root") in found
 

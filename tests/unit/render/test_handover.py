@@ -1,0 +1,213 @@
+"""What pods have so that images reach engines otherwise than inside requests: memory of the node, and our plugin."""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from unit.render.objects import Object, change, container, deployments, named, pod_of, variables
+from unit.render.test_children import load
+from unit.render.test_networkpolicy import SITE, STRANGER, engine, frontend, passes
+from unit.render.test_pods_inputs import hashes, templates
+
+from mmrouter.api import MMRouterDeployment, to_json
+from mmrouter.api.paths import PLUGIN_DIR, SHARED_DIR
+from mmrouter_operator.render import SecretData, render
+from mmrouter_operator.render.networkpolicy import render_networkpolicies
+from mmrouter_operator.render.shared_memory import SHARED_GROUP
+
+NODE = {"scope": "node"}
+GIB = 1 << 30
+
+
+def pool(name: str, role: str, kind: str = "nvidia", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "role": role, "accelerator": {"kind": kind}, **fields}
+
+
+def roles(**fields: Any) -> list[dict[str, Any]]:
+    """Return pools of every role; all on CPUs."""
+    names = ("encoder", "prefill", "decode", "renderer")
+    return [pool(name, name, "cpu", **fields) for name in names]
+
+
+@pytest.fixture
+def over() -> MMRouterDeployment:
+    return load("handover")
+
+
+def transferred(dep: MMRouterDeployment, transfer: str, pools: list[dict[str, Any]]) -> MMRouterDeployment:
+    connector = {"ec_connector": "ECExampleConnector", "ec_connector_extra_config": {"shared_storage_path": SHARED_DIR}}
+    said = {**to_json(dep)["spec"]["engine"], "ecConnector": connector}
+    return change(dep, routing={"transfer": transfer}, pools=pools, engine=said)
+
+
+def engine_args(pod: Object) -> list[str]:
+    found: list[str] = container(pod, "engine")["args"]
+    return found
+
+
+def test_engines_and_renderers_read_files_of_the_nodes_memory_and_of_nothing_else(
+    over: MMRouterDeployment, secrets: SecretData
+) -> None:
+    dep = transferred(over, "shm", roles(sharedMemory=NODE))
+    for one in dep.spec.pools:
+        args = engine_args(pod_of(dep, secrets, one.name))
+        assert args[args.index("--allowed-local-media-path") + 1] == SHARED_DIR
+    apart = transferred(over, "nixl", [*roles(), pool("near", "decode", "cpu", sharedMemory=NODE)])
+    allowed = {one.name for one in apart.spec.pools if _reads_files(pod_of(apart, secrets, one.name))}
+    assert allowed == {"near"}
+    quiet = transferred(over, "none", roles(sharedMemory=NODE))
+    assert not any(_reads_files(pod_of(quiet, secrets, one.name)) for one in quiet.spec.pools)
+
+
+def _reads_files(pod: Object) -> bool:
+    return "--allowed-local-media-path" in engine_args(pod)
+
+
+def test_frontends_have_the_nodes_memory_where_they_hand_over_and_some_pool_shares_it(
+    over: MMRouterDeployment, secrets: SecretData
+) -> None:
+    near = [*to_json(over)["spec"]["pools"], pool("near", "worker", sharedMemory=NODE)]
+    pod = pod_of(change(over, pools=near), secrets, "frontend")
+    router = container(pod, "router")
+    assert {"name": "shared", "mountPath": SHARED_DIR} in router["volumeMounts"]
+    assert variables(router)["MMROUTER_SHARED_DIR"] == SHARED_DIR
+    assert pod["securityContext"]["supplementalGroups"] == [SHARED_GROUP]
+    assert [one["name"] for one in pod["initContainers"]] == ["shared-memory"]
+    worker = pod_of(change(over, pools=near), secrets, "near")
+    paths = [v["hostPath"] for v in (*pod["volumes"], *worker["volumes"]) if v["name"] == "shared"]
+    assert paths[0] == paths[1]
+    for dep in (over, change(over, pools=near, routing={})):
+        assert "shared" not in str(pod_of(dep, secrets, "frontend")["volumes"])
+        assert "MMROUTER_SHARED_DIR" not in variables(container(pod_of(dep, secrets, "frontend"), "router"))
+
+
+def test_frontends_would_rather_be_where_engines_share_memory_and_still_apart_from_each_other(
+    secrets: SecretData,
+) -> None:
+    pod = pod_of(load("node"), secrets, "frontend")
+    assert list(pod["affinity"]) == ["podAffinity"]
+    (term,) = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    wanted = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    found = {
+        obj["metadata"]["name"]
+        for obj in deployments(render(load("node"), secrets=secrets))
+        if wanted.items() <= obj["spec"]["template"]["metadata"]["labels"].items()
+    }
+    assert found == {"near-enc", "near-worker"}
+    assert [rule["topologyKey"] for rule in pod["topologySpreadConstraints"]] == [
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    ]
+
+
+def limits(dep: MMRouterDeployment, secrets: SecretData, component: str) -> dict[str, int]:
+    pod = pod_of(dep, secrets, component)
+    every = [*pod.get("initContainers", []), *pod["containers"]]
+    found = {one["name"]: variables(one).get("MMROUTER_SHARED_LIMIT_BYTES") for one in every}
+    return {name: int(value) for name, value in found.items() if value is not None}
+
+
+def test_a_node_holds_what_the_largest_pool_says_and_nobody_writes_more_than_half_of_its_own_memory(
+    over: MMRouterDeployment, secrets: SecretData
+) -> None:
+    pools = [
+        pool("small", "worker", sharedMemory={**NODE, "size": "1Gi"}),
+        pool("large", "worker", sharedMemory={**NODE, "size": "6Gi"}),
+        pool("apart", "worker", sharedMemory={"size": "32Gi"}),
+        pool("render", "renderer", "cpu", sharedMemory=NODE | {"size": "2Gi"}, resources={"limits": {"memory": "4Gi"}}),
+    ]
+    dep = change(over, pools=pools, frontend={"resources": {"limits": {"memory": "1Gi"}}})
+    assert limits(dep, secrets, "small") == {"sidecar": 6 * GIB, "engine": 6 * GIB}
+    assert limits(dep, secrets, "render") == {"engine": 2 * GIB}
+    assert limits(dep, secrets, "frontend") == {"router": GIB // 2}
+    assert limits(dep, secrets, "apart") == {}
+
+
+def test_the_plugin_comes_to_engines_and_renderers_whose_images_stay_as_they_are(
+    over: MMRouterDeployment, secrets: SecretData
+) -> None:
+    for transfer in ("shm", "nixl"):
+        dep = transferred(over, transfer, roles(sharedMemory=NODE))
+        for one in dep.spec.pools:
+            pod = pod_of(dep, secrets, one.name)
+            deliver, started = container(pod, "handover-plugin"), container(pod, "engine")
+            assert deliver["command"] == ["mmrouter", "plugin", PLUGIN_DIR]
+            assert deliver["image"].startswith("mmrouter/mmrouter:")
+            assert started["image"].startswith("vllm/vllm-openai-cpu:")
+            own = ["vllm", "launch", "render"] if one.role == "renderer" else ["vllm", "serve"]
+            assert started["command"] == ["python3", f"{PLUGIN_DIR}/start.py", *own]
+            assert {"name": "plugin", "mountPath": PLUGIN_DIR, "readOnly": True} in started["volumeMounts"]
+            assert {"name": "plugin", "mountPath": PLUGIN_DIR} in deliver["volumeMounts"]
+            assert variables(started)["MMROUTER_TRANSFER"] == transfer
+        assert "plugin" not in str(pod_of(dep, secrets, "frontend"))
+
+
+def test_without_a_renderer_or_a_hand_over_engines_start_as_they_always_did(
+    over: MMRouterDeployment, secrets: SecretData
+) -> None:
+    plain = [pool("worker", "worker", sharedMemory=NODE)]
+    without = change(over, pools=plain, routing={"transfer": "shm"})
+    for dep in (without, change(over, routing={})):
+        pod = pod_of(dep, secrets, "worker")
+        assert container(pod, "engine")["command"] == ["vllm", "serve"]
+        assert PLUGIN_DIR not in str(pod)
+        assert "MMROUTER_TRANSFER" not in str(pod)
+
+
+def test_nixl_on_cpus_is_told_the_transports_that_are_there(over: MMRouterDeployment, secrets: SecretData) -> None:
+    def transports(dep: MMRouterDeployment, name: str) -> Any:
+        return variables(container(pod_of(dep, secrets, name), "engine")).get("UCX_TLS")
+
+    assert {name: transports(over, name) for name in ("worker", "slow", "render")} == {
+        "worker": None,
+        "slow": "tcp,self,sm",
+        "render": "tcp,self,sm",
+    }
+    near = [{**one, "sharedMemory": NODE} for one in to_json(over)["spec"]["pools"]]
+    assert transports(change(over, pools=near, routing={"transfer": "shm"}), "slow") is None
+
+
+def test_processed_images_cross_the_network_only_where_nixl_carries_them(over: MMRouterDeployment) -> None:
+    near = [{**one, "sharedMemory": NODE} for one in to_json(over)["spec"]["pools"]]
+    apart = render_networkpolicies(over, SITE)
+    together = render_networkpolicies(change(over, pools=near, routing={"transfer": "shm"}), SITE)
+    worker, renderer = engine("worker", "worker", "over"), engine("render", "renderer", "over")
+    for port in (40000, 5600):
+        assert passes(apart, worker, renderer, port)
+        assert passes(apart, renderer, worker, port)
+        assert not passes(together, worker, renderer, port)
+        assert not passes(apart, STRANGER, renderer, port)
+        assert not passes(apart, frontend("over"), renderer, port)
+    assert not passes(apart, worker, renderer, 8000)
+    assert passes(apart, frontend("over"), renderer, 8000)
+
+
+def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeployment, secrets: SecretData) -> None:
+    """Templates and hashes change together; without hand-overs nothing is hashed that was not before there were any."""
+    said = to_json(over)["spec"]["pools"]
+    near = [{**one, "sharedMemory": NODE} for one in said]
+    steps = {
+        "none, apart": change(over, routing={}),
+        "nixl, apart": over,
+        "nixl, near": change(over, pools=near),
+        "shm, near": change(over, pools=near, routing={"transfer": "shm"}),
+        "shm, no renderer": change(over, pools=near[:2], routing={"transfer": "shm"}),
+        "shm, one larger": change(
+            over, pools=[{**near[0], "sharedMemory": NODE | {"size": "9Gi"}}, near[1]], routing={"transfer": "shm"}
+        ),
+    }
+    found = {name: templates(dep, secrets) for name, dep in steps.items()}
+    for (one, these), (other, those) in combinations(found.items(), 2):
+        for component in these.keys() & those.keys():
+            same = these[component] == those[component]
+            assert same is (hashes(these)[component] == hashes(those)[component]), (one, other, component)
+    changed = {name for name in found["shm, near"] if found["shm, near"][name] != found["nixl, near"][name]}
+    assert changed == {"worker", "slow", "render", "frontend"}
+
+
+def test_a_podtemplate_cannot_take_the_plugin_away(over: MMRouterDeployment, secrets: SecretData) -> None:
+    patch = {"spec": {"initContainers": [{"name": "handover-plugin", "command": ["true"]}]}}
+    said = [{**one, "podTemplate": patch} for one in to_json(over)["spec"]["pools"]]
+    obj = named(render(change(over, pools=said), secrets=secrets), "Deployment", "over-worker")
+    pod = obj["spec"]["template"]["spec"]
+    assert container(pod, "handover-plugin")["command"] == ["mmrouter", "plugin", PLUGIN_DIR]
