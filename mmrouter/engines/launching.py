@@ -47,9 +47,7 @@ def takes_plugin(dep: "MMRouterDeployment") -> bool:
 
 def plugin_command(command: list[str]) -> list[str]:
     """Return an engine's command as the plugin's start script runs it: with the plugins of its image, and ours."""
-    from mmrouter.api.paths import PLUGIN_DIR  # noqa: PLC0415 - the models import the adapters' flag tables
-
-    return ["python3", f"{PLUGIN_DIR}/start.py", *command]
+    return ["python3", "-m", "mmrouter_plugin.start", *command]
 
 
 def flag(name: str, value: object) -> list[str]:

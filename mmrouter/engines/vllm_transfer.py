@@ -32,7 +32,7 @@ def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], 
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT),
         }
     if takes_plugin(dep):
-        env["MMROUTER_TRANSFER"] = dep.spec.routing.transfer
+        env["MMROUTER_HANDOVER_WAYS"] = ",".join(_ways(dep, pool))
     nixl = pool.role in ("prefill", "decode") or (takes_plugin(dep) and dep.spec.routing.transfer == "nixl")
     if nixl and DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
         env["UCX_TLS"] = "tcp,self,sm"  # UCX finds no transport of an accelerator there (facts on vLLM 7.1)
@@ -42,6 +42,12 @@ def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], 
         args += flag("--ec-transfer-config", config)
         env |= more
     return args, env
+
+
+def _ways(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+    """Return how our plugin hands over what renderers have processed, the best way first."""
+    ways = {"nixl": dep.spec.routing.transfer == "nixl", "shm": pool.shared_memory.scope == "node", "inline": True}
+    return [way for way, there in ways.items() if there]
 
 
 def _kv_connector(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, Any]:

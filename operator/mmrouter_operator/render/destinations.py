@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Iterable
+from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -88,17 +89,23 @@ def host_and_port(url: str) -> tuple[str, int] | None:
 
 def _block(base: Network, closed: Iterable[Network]) -> list[dict[str, Any]]:
     """Return one peer for ``base`` without ``closed``, or none where nothing of it is left."""
+    holes = _holes(base, tuple(closed))
+    if holes is None:
+        return []
+    return [{"ipBlock": {"cidr": str(base), "except": list(holes)} if holes else {"cidr": str(base)}}]
+
+
+@lru_cache(maxsize=256)  # the same few ranges in every rendering, and a millisecond each
+def _holes(base: Network, closed: tuple[Network, ...]) -> tuple[str, ...] | None:
+    """Return what ``base`` is without of ``closed``, as few ranges; ``None`` where that is all of it."""
     inside: list[Network] = []
     for network in closed:
         if _within(base, network):
-            return []
+            return None
         if _within(network, base):
             inside.append(network)
-    block: dict[str, Any] = {"cidr": str(base)}
-    if inside:
-        # Of one version all of them, as they lie inside one range.
-        block["except"] = [str(network) for network in ipaddress.collapse_addresses(inside)]  # type: ignore[type-var]
-    return [{"ipBlock": block}]
+    # Of one version all of them, as they lie inside one range.
+    return tuple(str(network) for network in ipaddress.collapse_addresses(inside))  # type: ignore[type-var]
 
 
 def _within(inner: Network, outer: Network) -> bool:

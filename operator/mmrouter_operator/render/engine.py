@@ -83,6 +83,7 @@ def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorCo
         {"name": adapter(dep.spec.engine.type).API_KEY_ENV, "valueFrom": key},
         *(common.value_env(name, value) for name, value in launch.env.items()),
         *(common.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
+        *(plugin.env(dep, pool) if takes_plugin(dep) else []),
         *(shared_memory.shared_env(dep, pool.resources) if shared_memory.is_shared(pool) else []),
         # The root is read-only and the user has no entry in /etc/passwd.
         common.value_env("HOME", "/tmp"),  # noqa: S108

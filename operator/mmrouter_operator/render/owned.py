@@ -11,7 +11,8 @@ from mmrouter_operator.render.shape import template_faults
 OWNED_VOLUMES: Final = frozenset({"config", "engine-config", "api-keys", "state", "shared", "plugin"})
 """Volumes that hold our configuration, secrets and journal. Others (hub, shm, tmp) may be of the user's choice."""
 OWNED_ENV_PREFIXES: Final = ("POD_", "MMROUTER_")
-OWNED_ENV: Final = frozenset({"NODE_NAME", "VLLM_API_KEY", "SGLANG_API_KEY"})
+OWNED_ENV: Final = frozenset({"NODE_NAME", "VLLM_API_KEY", "SGLANG_API_KEY", "PYTHONPATH"})
+"""PYTHONPATH only where we set it, for our plugin."""
 OUR_IMAGES: Final = frozenset({"sidecar", "router", "shared-memory", "model-metadata", "handover-plugin"})
 """Containers that run our own image, whose command is therefore ours too."""
 

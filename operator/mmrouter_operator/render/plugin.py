@@ -6,12 +6,15 @@ The engine's command is then the plugin's start script with the engine's own com
 
 from typing import Any, Final
 
+from mmrouter.api import MMRouterDeployment, Pool
 from mmrouter.api.paths import PLUGIN_DIR
 from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common
+from mmrouter_operator.render import common, shared_memory
 
 NAME: Final = "handover-plugin"
 """Of the init container."""
+MOST_BYTES: Final = 1 << 30
+"""What a renderer keeps of processed images until engines have taken them: seconds of a busy renderer's work."""
 _VOLUME: Final = "plugin"
 
 
@@ -23,6 +26,15 @@ def volume() -> dict[str, Any]:
 def mount() -> dict[str, Any]:
     """Return its mount in the engine's container."""
     return common.mount(_VOLUME, PLUGIN_DIR, read_only=True)
+
+
+def env(dep: MMRouterDeployment, pool: Pool) -> list[dict[str, Any]]:
+    """Return where Python finds the plugin, and how many bytes of processed images it may keep for others."""
+    most = min(MOST_BYTES, shared_memory.limit_bytes(dep)) if shared_memory.is_shared(pool) else MOST_BYTES
+    return [
+        common.value_env("PYTHONPATH", PLUGIN_DIR),
+        common.value_env("MMROUTER_HANDOVER_BYTES", str(shared_memory.writable(most, pool.resources))),
+    ]
 
 
 def deliver(config: OperatorConfig) -> dict[str, Any]:

@@ -60,15 +60,18 @@ def shared_env(dep: MMRouterDeployment, writer: Resources | None = None) -> list
     """Return the variables that name the node's directory and how many bytes the container may have there.
 
     ``writer``: the resources of a container that writes; ``None``: of one that watches what all of them have together.
-    Memory that is written counts against the writer's own limit, so it gets at most half of that.
+    What is written counts against the writer's own memory limit, so it may fill at most half of that.
     """
     limit = limit_bytes(dep)
-    if writer is not None and "memory" in writer.limits:
-        limit = min(limit, quantity_bytes(writer.limits["memory"]) // 2)
     return [
         common.value_env("MMROUTER_SHARED_DIR", SHARED_DIR),
-        common.value_env("MMROUTER_SHARED_LIMIT_BYTES", str(limit)),
+        common.value_env("MMROUTER_SHARED_LIMIT_BYTES", str(limit if writer is None else writable(limit, writer))),
     ]
+
+
+def writable(limit: int, writer: Resources) -> int:
+    """Return how many of ``limit`` bytes of memory a container may fill that has these resources."""
+    return min(limit, quantity_bytes(writer.limits["memory"]) // 2) if "memory" in writer.limits else limit
 
 
 def prepare(config: OperatorConfig) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils
 
 from mmrouter.api import MMRouterDeployment, parse_deployment, to_json
 from mmrouter_operator.render import SecretData
@@ -12,8 +14,18 @@ from mmrouter_operator.render import SecretData
 GOLDEN = Path(__file__).parent / "golden"
 
 
+# It reads a megabyte of schemas anew for every object.
+utils.schema_contents = lru_cache(maxsize=None)(utils.schema_contents)
+
+
 def load(name: str) -> MMRouterDeployment:
-    return parse_deployment(yaml.safe_load((GOLDEN / f"{name}.yaml").read_text()))
+    return parse_deployment(read(GOLDEN / f"{name}.yaml"))
+
+
+@lru_cache(maxsize=None)
+def read(path: Path) -> Any:
+    """Return a document of YAML, which nobody changes."""
+    return yaml.safe_load(path.read_text())
 
 
 @pytest.fixture

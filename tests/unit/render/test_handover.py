@@ -135,10 +135,12 @@ def test_the_plugin_comes_to_engines_and_renderers_whose_images_stay_as_they_are
             assert deliver["image"].startswith("mmrouter/mmrouter:")
             assert started["image"].startswith("vllm/vllm-openai-cpu:")
             own = ["vllm", "launch", "render"] if one.role == "renderer" else ["vllm", "serve"]
-            assert started["command"] == ["python3", f"{PLUGIN_DIR}/start.py", *own]
+            assert started["command"] == ["python3", "-m", "mmrouter_plugin.start", *own]
             assert {"name": "plugin", "mountPath": PLUGIN_DIR, "readOnly": True} in started["volumeMounts"]
             assert {"name": "plugin", "mountPath": PLUGIN_DIR} in deliver["volumeMounts"]
-            assert variables(started)["MMROUTER_TRANSFER"] == transfer
+            assert variables(started)["PYTHONPATH"] == PLUGIN_DIR
+            ways = {"shm": "shm,inline", "nixl": "nixl,shm,inline"}
+            assert variables(started)["MMROUTER_HANDOVER_WAYS"] == ways[transfer]
         assert "plugin" not in str(pod_of(dep, secrets, "frontend"))
 
 
@@ -151,7 +153,21 @@ def test_without_a_renderer_or_a_hand_over_engines_start_as_they_always_did(
         pod = pod_of(dep, secrets, "worker")
         assert container(pod, "engine")["command"] == ["vllm", "serve"]
         assert PLUGIN_DIR not in str(pod)
-        assert "MMROUTER_TRANSFER" not in str(pod)
+        assert "MMROUTER_HANDOVER" not in str(pod)
+        assert "PYTHONPATH" not in str(pod)
+
+
+def test_a_renderer_keeps_no_more_for_others_than_its_memory_and_the_nodes_allow(
+    over: MMRouterDeployment, secrets: SecretData
+) -> None:
+    def kept(**fields: Any) -> int:
+        dep = change(over, pools=[pool("worker", "worker"), pool("render", "renderer", "cpu", **fields)])
+        return int(variables(container(pod_of(dep, secrets, "render"), "engine"))["MMROUTER_HANDOVER_BYTES"])
+
+    assert kept() == GIB
+    assert kept(sharedMemory={"size": "64Mi"}) == GIB
+    assert kept(sharedMemory=NODE | {"size": "64Mi"}) == 64 << 20
+    assert kept(resources={"limits": {"memory": "1Gi"}}) == GIB // 2
 
 
 def test_nixl_on_cpus_is_told_the_transports_that_are_there(over: MMRouterDeployment, secrets: SecretData) -> None:
@@ -206,8 +222,18 @@ def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeploy
 
 
 def test_a_podtemplate_cannot_take_the_plugin_away(over: MMRouterDeployment, secrets: SecretData) -> None:
-    patch = {"spec": {"initContainers": [{"name": "handover-plugin", "command": ["true"]}]}}
+    other = {"name": "PYTHONPATH", "value": "/opt/other"}
+    patch = {
+        "spec": {
+            "initContainers": [{"name": "handover-plugin", "command": ["true"]}],
+            "containers": [{"name": "engine", "env": [other]}],
+        }
+    }
     said = [{**one, "podTemplate": patch} for one in to_json(over)["spec"]["pools"]]
     obj = named(render(change(over, pools=said), secrets=secrets), "Deployment", "over-worker")
     pod = obj["spec"]["template"]["spec"]
     assert container(pod, "handover-plugin")["command"] == ["mmrouter", "plugin", PLUGIN_DIR]
+    assert variables(container(pod, "engine"))["PYTHONPATH"] == PLUGIN_DIR
+    free = [{**one, "podTemplate": {"spec": {"containers": [{"name": "engine", "env": [other]}]}}} for one in said]
+    without = pod_of(change(over, pools=free, routing={}), secrets, "worker")
+    assert variables(container(without, "engine"))["PYTHONPATH"] == "/opt/other"
