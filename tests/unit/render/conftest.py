@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 # It reads a megabyte of schemas anew for every object.
-utils.schema_contents = lru_cache(maxsize=None)(utils.schema_contents)
+utils.schema_contents = cache(utils.schema_contents)
 
 
 def load(name: str) -> MMRouterDeployment:
     return parse_deployment(read(GOLDEN / f"{name}.yaml"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def read(path: Path) -> Any:
     """Return a document of YAML, which nobody changes."""
     return yaml.safe_load(path.read_text())
