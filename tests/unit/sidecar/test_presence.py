@@ -1,0 +1,100 @@
+"""An engine without events is missed as soon as it ends, and not for a connection that it closes."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from mmrouter_sidecar import presence
+
+PORT = 8000
+_hosts = itertools.count(1)
+
+
+class Engine:
+    """A server at an address of its own, which may end and start again."""
+
+    def __init__(self) -> None:
+        self.ip = f"127.83.{os.getpid() % 250}.{next(_hosts)}"
+        self.taken = 0
+        self._server: asyncio.Server | None = None
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._connected, self.ip, PORT)
+
+    def hang_up(self) -> None:
+        """Close every connection."""
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    def end(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.hang_up()
+
+    def _connected(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.taken += 1
+        self._writers.append(writer)
+
+
+@asynccontextmanager
+async def watched(engine: Engine) -> AsyncIterator[list[int]]:
+    """Watch an engine; gives a list that grows with each end."""
+    ends: list[int] = []
+    watching = asyncio.create_task(presence.watch(engine.ip, PORT, lambda: ends.append(engine.taken)))
+    try:
+        yield ends
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_each_end_is_told_once_however_soon_the_next_engine_is_there(monkeypatch):
+    monkeypatch.setattr(presence, "AGAIN_SECONDS", 0.02)
+    engine = Engine()
+    async with watched(engine) as ends:
+        for count in (1, 2):
+            await engine.start()
+            await until(lambda wanted=count: engine.taken == wanted)
+            engine.end()
+            await until(lambda wanted=count: len(ends) == wanted)
+    assert ends == [1, 2]
+
+
+async def test_an_engine_that_was_never_there_has_not_ended(monkeypatch):
+    monkeypatch.setattr(presence, "AGAIN_SECONDS", 0.001)
+    engine, asked = Engine(), []
+    connect = presence._connect
+
+    async def counted(ip: str, port: int):
+        asked.append(ip)
+        return await connect(ip, port)
+
+    monkeypatch.setattr(presence, "_connect", counted)
+    async with watched(engine) as ends:
+        await until(lambda: len(asked) > 3)
+    assert ends == []
+
+
+async def test_an_engine_that_closes_a_connection_and_listens_on_has_not_ended(monkeypatch):
+    monkeypatch.setattr(presence, "AGAIN_SECONDS", 0.001)
+    engine = Engine()
+    await engine.start()
+    async with watched(engine) as ends:
+        for count in (1, 2, 3):
+            await until(lambda wanted=count: engine.taken == wanted)
+            assert ends == []
+            engine.hang_up()
+        await until(lambda: engine.taken == 4)
+        engine.end()
+        await until(lambda: ends)
+    assert len(ends) == 1
