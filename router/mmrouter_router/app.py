@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from mmrouter.api import quantity_bytes
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary
 from mmrouter_router.chain import Worth, proves
@@ -24,6 +25,7 @@ from mmrouter_router.exchange import Exchange
 from mmrouter_router.feeds import Feed, FeedSilentError
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.forward import Forwarder
+from mmrouter_router.handover import ByBytes, Delivery, Folder, HandOver
 from mmrouter_router.intake import Limits
 from mmrouter_router.learning import Learning
 from mmrouter_router.media import MediaResolver
@@ -100,6 +102,8 @@ class Router:
             self.learning = Learning(self.preparer.sentinels, self.fleet, self.canary, self._feeder, self.metrics)
         self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
         roles = {pool.role for pool in spec.pools}
+        self.handover = self._handover()
+        delivery: Delivery = self.handover or ByBytes()
         self.encoding: Encoding | None = None
         if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
             pods = EncoderPods(
@@ -109,6 +113,7 @@ class Router:
                 self.upstream,
                 settings.engine_key,
                 self.served_model,
+                delivery,
             )
             self.encoding = encoding = Encoding(Encoders(spec.routing.encoder_scheduling), pods.post)
             self.fleet.on_change(lambda: encoding.update(pods.encoders()))
@@ -122,12 +127,14 @@ class Router:
             self.exchange.ask,
             encoding=self.encoding,
             worth=Worth(spec.routing.min_prefill_tokens),
+            delivery=delivery,
         )
         self.forwarder = Forwarder(
             self.placer,
             self.exchange,
             self.metrics,
             stages=self.stages,
+            delivery=delivery,
             sent=self.learning.sent if self.learning is not None else _not_learned,
         )
         self.tracing = tracing_to(spec.observability.otlp_endpoint, self.metrics.spans)
@@ -174,6 +181,31 @@ class Router:
         return Sentinels(
             count=lambda event: self.metrics.sentinels.labels(event).inc(),
             pictures=[(picture.identity, picture.data) for picture in pictures],
+        )
+
+    def _handover(self) -> HandOver | None:
+        """Return what hands images over, where the resource says so and engines can take them."""
+        settings, spec = self.settings, self.settings.deployment.spec
+        if spec.routing.transfer == "none" or spec.engine.type != "vllm":
+            return None
+        folder = None
+        if settings.shared_dir is not None:
+            sizes = [quantity_bytes(p.shared_memory.size) for p in spec.pools if p.shared_memory.scope == "node"]
+            total = max(sizes, default=0)
+            try:
+                folder = Folder(settings.shared_dir, settings.router_id, settings.shared_limit_bytes or total, total)
+            except OSError as error:
+                log.warning("images are not handed over as files: %s: %s", settings.shared_dir, error.strerror)
+        return HandOver(
+            settings.deployment,
+            self.fleet,
+            self.upstream,
+            settings.engine_key,
+            self.metrics,
+            lambda: self.renderer.usable,
+            node=settings.node,
+            folder=folder,
+            always=settings.always_hand_over,
         )
 
     def _feeder(self, uid: str) -> Feed | None:
@@ -244,6 +276,7 @@ class Router:
                     tasks.create_task(self.probes.run(), name="probes"),
                     tasks.create_task(self._compare_renderings(self.render_sampler), name="renderings"),
                     tasks.create_task(self._encode(self.encoding), name="encoders"),
+                    tasks.create_task(self._hand_over(self.handover), name="hand-overs"),
                     tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
@@ -251,6 +284,8 @@ class Router:
                 for task in [*background, *self._canaries.values(), *(task for _, task in self._feeds.values())]:
                     task.cancel()
         finally:
+            if self.handover is not None:
+                self.handover.close()
             self.upstream.close()
             await self.media.close()
             self._context.destroy(linger=0)
@@ -275,10 +310,9 @@ class Router:
                 self.preparer.unknown_family,
                 self.settings.deployment.spec.engine.type,
             )
-        engine = self.settings.deployment.spec.engine.type
         while True:
             self._changed.clear()
-            provable = [worker for worker in self.fleet if proves(engine, worker.member.role)]
+            provable = [worker for worker in self.fleet if proves(worker.member.role)]
             for worker in provable if self.own.possible and not self.leaving.begun else ():
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
@@ -314,6 +348,10 @@ class Router:
     async def _encode(self, encoding: Encoding | None) -> None:
         if encoding is not None:
             await encoding.run()
+
+    async def _hand_over(self, handover: HandOver | None) -> None:
+        if handover is not None:
+            await handover.run()
 
     async def _learn(self, learning: Learning | None) -> None:
         if learning is not None:

@@ -11,10 +11,19 @@ from array import array
 
 from mmrouter import feed
 from mmrouter.blocks import block_keys
+from mmrouter_router.chain import publishes
 from mmrouter_router.feeds import Feed
 from mmrouter_router.fleet import Fleet, Target, Worker
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.own import OwnRequestError, OwnRequests, Picture, Question, new_nonce, small_pictures
+from mmrouter_router.own import (
+    OwnRequestError,
+    OwnRequests,
+    Picture,
+    Question,
+    new_nonce,
+    prompt_tokens,
+    small_pictures,
+)
 from mmrouter_router.parity import Difference, Prediction, first_difference
 from mmrouter_router.sentinels import Scope, Sentinels, Values, fill, observe
 
@@ -54,8 +63,9 @@ class Canary:
             return None
         difference: Difference | None = None
         compared = 0
+        compare = self._compare if publishes(self._own.engine, worker.member.role) else self._answers
         for rank in range(worker.ranks):
-            difference, blocks = await self._compare(worker, rank, feeder, block_size)
+            difference, blocks = await compare(worker, rank, feeder, block_size)
             compared += blocks
             if difference is not None:
                 break
@@ -112,6 +122,16 @@ class Canary:
                 return difference, compared
             compared += blocks
         return None, compared
+
+    async def _answers(self, worker: Worker, rank: int, feeder: Feed, block_size: int) -> tuple[Difference | None, int]:
+        """Let an engine that publishes nothing answer: its prompt is as long as predicted. No block is compared."""
+        picture = self._own.picture(small_pictures()[0])
+        question = await self._own.question(new_nonce(), picture, block_size)
+        tokens = prompt_tokens(await self._own.send(worker, rank, question))
+        predicted = len(question.ids)
+        if tokens != predicted:
+            return Difference("count", f"its prompt has {tokens} tokens, and {predicted} were predicted"), 0
+        return None, 0
 
     async def _ask(
         self, worker: Worker, rank: int, feeder: Feed, block_size: int, nonce: str, picture: Picture

@@ -86,13 +86,16 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
     return Form(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and engine != "vllm")
 
 
-def proves(engine: str, role: str) -> bool:
-    """Whether a canary can prove pods of a role: their engines publish the blocks of what they computed.
+def proves(role: str) -> bool:
+    """Whether a canary can prove pods of a role: their engines answer chats, of SGLang some of them in pairs."""
+    return role in ("worker", "prefill", "decode")
 
-    A decode engine of SGLang keeps no cache, so there is nothing to prove and nothing to predict. A prefill engine of
-    it is asked together with a decode engine.
+
+def publishes(engine: str, role: str) -> bool:
+    """Whether engines of a role publish the blocks of what they computed. A decode engine of SGLang keeps no cache, so
+    there is nothing to predict of it: it is proved by its half of an answer.
     """
-    return role in ("worker", "prefill") or (role == "decode" and engine == "vllm")
+    return proves(role) and (engine, role) != ("sglang", "decode")
 
 
 class Worth:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 from PIL import Image
 
@@ -25,12 +26,16 @@ from mmrouter.prompt import PromptImage, TemplateError
 from mmrouter_router.exchange import ENGINE_PORT
 from mmrouter_router.feeds import Feed
 from mmrouter_router.fleet import Target, Worker
+from mmrouter_router.place import PARTNERS
 from mmrouter_router.prepare import Preparer
 from mmrouter_router.renderer import RendererError
 from mmrouter_router.upstream import Upstream, UpstreamError
 
 SIDE = 64  # pixels; a handful of tokens in every family
 COLOURS = ("#c02030", "#2030c0")
+PAIR_SECONDS = 25.0
+"""How long two engines may take to answer together: each waits for the other one, for minutes if that one hangs. Less
+than the lease of a canary."""
 
 
 class OwnRequestError(Exception):
@@ -66,6 +71,14 @@ def small_pictures() -> tuple[bytes, ...]:
     return tuple(pictures)
 
 
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage
+
+
 class OwnRequests:
     """Makes, sends and watches them."""
 
@@ -78,13 +91,22 @@ class OwnRequests:
         served_model: str,
         key: bytes,
         partner: Callable[[Worker], Target | None] = lambda worker: None,
+        pair_seconds: float = PAIR_SECONDS,
     ) -> None:
-        """``partner``: the decode engine that answers together with a prefill engine, where none answers alone."""
+        """``partner``: the engine that answers together with a prefill or decode engine, where none answers alone;
+        ``pair_seconds``: how long the two may take.
+        """
         self._adapter, self._engine, self._partner = adapter(engine), engine, partner
+        self._pair_seconds = pair_seconds
         # Where a run starts is told apart by the blocks before it, so the nonce has to fill a whole one of them.
         self._fills_a_block = engine == "sglang"
         self._preparer, self._upstream = preparer, upstream
         self._engine_key, self._model, self._key = engine_key, served_model, key
+
+    @property
+    def engine(self) -> str:
+        """Type of the deployment's engines."""
+        return self._engine
 
     @property
     def possible(self) -> bool:
@@ -137,28 +159,37 @@ class OwnRequests:
             raise OwnRequestError(f"family {self._preparer.unknown_family} is not modelled")
         return await renderer.render(rewritten)
 
-    async def send(self, worker: Worker, rank: int, question: Question) -> None:
-        """Let the engine answer, where it takes two to answer with another one. Raises :class:`OwnRequestError`."""
-        if self._engine != "sglang" or worker.member.role != "prefill":
-            await self._send(worker, rank, question, {})
-            return
+    async def send(self, worker: Worker, rank: int, question: Question) -> bytes:
+        """Let the engine answer, where it takes two to answer with another one. Returns the answer's body.
+
+        Raises :class:`OwnRequestError`.
+        """
+        if self._engine != "sglang" or worker.member.role not in PARTNERS:
+            return await self._send(worker, rank, question, {})
         other = self._partner(worker)
         if other is None:
-            raise OwnRequestError("no decode engine can answer together with it")
-        meeting = new_meeting(worker.member.ip, rank, worker.ranks)
-        answering = decode_headers(meeting, other.rank, other.worker.ranks)
+            raise OwnRequestError(f"no {PARTNERS[worker.member.role]} engine can answer together with it")
+        one = Target(worker, rank, other.block_size)
+        computes, answers = (one, other) if worker.member.role == "prefill" else (other, one)
+        meeting = new_meeting(computes.worker.member.ip, computes.rank, computes.worker.ranks)
+        told = (prefill_headers(meeting), decode_headers(meeting, answers.rank, answers.worker.ranks))
         halves = [
-            asyncio.create_task(self._send(worker, rank, question, prefill_headers(meeting))),
-            asyncio.create_task(self._send(other.worker, other.rank, question, answering)),
+            asyncio.create_task(self._send(half.worker, half.rank, question, headers))
+            for half, headers in zip((computes, answers), told, strict=True)
         ]
         try:
-            await asyncio.gather(*halves)
+            async with asyncio.timeout(self._pair_seconds):
+                _, said = await asyncio.gather(*halves)
+            return said
+        except TimeoutError as error:
+            pair = f"{computes.worker.member.name} and {answers.worker.member.name}"
+            raise OwnRequestError(f"{pair} gave no answer within {self._pair_seconds:g} s") from error
         finally:
             for half in halves:
                 half.cancel()  # whoever is left waits for nobody
             await asyncio.gather(*halves, return_exceptions=True)
 
-    async def _send(self, worker: Worker, rank: int, question: Question, more: Mapping[str, str]) -> None:
+    async def _send(self, worker: Worker, rank: int, question: Question, more: Mapping[str, str]) -> bytes:
         headers = {"content-type": "application/json", "authorization": f"Bearer {self._engine_key}", **more}
         if worker.ranks > 1:
             headers["x-data-parallel-rank"] = str(rank)
@@ -174,6 +205,7 @@ class OwnRequests:
             raise OwnRequestError(str(error)) from error
         if answer.status != 200:
             raise OwnRequestError(f"the engine answered {answer.status}: {body[:200].decode(errors='replace')}")
+        return body
 
     async def published(self, worker: Worker, rank: int, feeder: Feed, before: int) -> Sequence[Stored]:
         """Return what the engine stored since delta ``before``, decoded from its raw batches."""
@@ -192,6 +224,14 @@ class OwnRequests:
                     if raw.rank == rank:
                         stored += [event for event in batch.events if isinstance(event, Stored)]
         return stored
+
+
+def prompt_tokens(answer: bytes) -> int:
+    """Return how many tokens the prompt of an answer had. Raises :class:`OwnRequestError` where it does not say."""
+    try:
+        return msgspec.json.decode(answer, type=_Answer).usage.prompt_tokens
+    except msgspec.DecodeError as error:
+        raise OwnRequestError(f"an answer does not say how long its prompt was: {error}") from error
 
 
 def new_nonce() -> str:

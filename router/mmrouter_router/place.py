@@ -1,10 +1,11 @@
 """A prepared request and the fleet -> a decision (stages index and schedule of docs/architecture.md)."""
 
+import random
 import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from mmrouter.api import MMRouterDeployment, block_size_of
 from mmrouter_router.chain import proves
@@ -18,6 +19,8 @@ Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
 
 WORKERS = frozenset({"worker"})
 """The role of engines that serve a request whole; other roles are placed where a chain of engines asks for them."""
+PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}
+"""Role -> the role of the engine without which it answers nobody (SGLang)."""
 _IDLE = Usage()
 
 
@@ -55,7 +58,7 @@ class Placer:
             return "unsynced"
         if worker.canary == "True":
             return "verified"
-        if not proves(self._engine, worker.member.role):
+        if not proves(worker.member.role):
             return "degraded"  # there is nothing that it could be wrong about, and nothing that it is chosen for
         waited = self._fleet.now() - worker.since
         if worker.canary == "Unknown" and waited < self._verification.timeout_seconds:
@@ -118,16 +121,21 @@ class Placer:
         return standing in ("verified", "degraded", "pending") or (standing == "unsynced" and worker.serving)
 
     def partner(self, worker: Worker) -> Target | None:
-        """Return the decode engine that can answer together with a prefill engine and has least to do."""
+        """Return an engine that can answer together with this prefill or decode engine, where there is one.
+
+        Any of the proved ones, else any: one that hangs must not keep all the others from being proved.
+        """
+        role = PARTNERS[worker.member.role]
         found = [
             Target(other, rank, self.block_size(other))
             for other in self._fleet
-            if other.member.role == "decode"
+            if other.member.role == role
             and other.member.compatibility == worker.member.compatibility
-            and self.able(other)
+            and other.routable
             for rank in range(other.ranks)
         ]
-        return min(found, key=lambda one: one.worker.usage.get(one.rank, _IDLE).active, default=None)
+        proved = [one for one in found if one.worker.canary == "True"]
+        return random.choice(proved or found) if found else None
 
     def _targets(
         self, exclude: Collection[str], roles: Collection[str], partner: Worker | None

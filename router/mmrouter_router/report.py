@@ -86,7 +86,7 @@ class Reporter:
         canary = worker.beat.canary if worker.beat is not None else None
         if worker.canary != "Unknown" and canary is not None:
             return canary.cause, canary.message
-        if not proves(self.engine, worker.member.role):
+        if not proves(worker.member.role):
             return "not_probed", f"no canary is defined for a {worker.member.role} of {self.engine}"
         if not self.possible():
             return "not_modelled", "nobody can predict this model's prompts: requests are placed by affinity"

@@ -25,6 +25,8 @@ HEAVY_SECONDS = 5.0
 """From so long an answer on, a question counts as work for the engine..."""
 HEAVY_PERIOD = 10.0
 """... and is asked only so often while it is up: an SGLang encoder encodes an image for it (facts on SGLang 5.1)."""
+UNSEEN = "down"
+"""Reason of the epoch that begins when an engine goes down whose end no connection tells."""
 PATIENCE = 3
 """Failed looks in a row at an engine that was up before it counts as down: a busy one may miss one."""
 
@@ -77,6 +79,8 @@ class Probe:
             return
         self._failures += 1
         if state == "up" and (healthy is False or self._failures >= PATIENCE):
+            if not self._settings.publishes:
+                self._relay.engine_ended(UNSEEN)  # what was proved of it was perhaps another engine
             self._relay.learned(state="down")
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool | None:

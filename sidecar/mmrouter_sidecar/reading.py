@@ -62,6 +62,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         hub_dir=Path(env.get("HF_HUB_CACHE", HUB_CACHE_DIR)),
         health_path=launch.health_path,
         health_seconds=float(launch.health_seconds),
+        publishes="--kv-events-config" in launch.args,
     )
 
 
@@ -78,6 +79,13 @@ def _required(env: Mapping[str, str], name: str) -> str:
     if not value:
         raise SettingsError(f"{name} is not set")
     return value
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    value = env.get(name, "0")
+    if not value.isdecimal():
+        raise SettingsError(f"{name} is {value!r}, not a number of bytes")
+    return int(value)
 
 
 def _read(path: Path) -> bytes:

@@ -61,6 +61,12 @@ class Settings:
     """What the engine is asked in this role; empty for what it is usually asked."""
     health_seconds: float = 5.0
     """How long an answer may take. One that takes long is work for the engine, and is asked for seldom."""
+    shared_dir: Path | None = None
+    """The node's shared directory, where the pod has it."""
+    shared_bytes: int = 0
+    """What may lie in it; 0 where only the file system bounds it."""
+    publishes: bool = True
+    """Whether the engine publishes events. Where it does not, only its health tells that it is another one."""
 
     def seed(self, lora: str | None, salt: str | None) -> Key:
         """Return the seed of a chain of keys, the same that every router computes."""

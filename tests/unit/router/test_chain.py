@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.chain import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form, proves
+from mmrouter_router.chain import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form, proves, publishes
 
 ROLES = ("encoder", "prefill", "decode", "worker")
 subsets = st.frozensets(st.sampled_from(ROLES))
@@ -64,8 +64,9 @@ def test_only_engines_of_sglang_get_a_request_at_once(engine):
 
 
 @pytest.mark.parametrize(("engine", "roles"), [("vllm", "worker prefill decode"), ("sglang", "worker prefill")])
-def test_what_publishes_blocks_can_be_proved(engine, roles):
-    assert {role for role in (*ROLES, "renderer") if proves(engine, role)} == set(roles.split())
+def test_what_answers_chats_can_be_proved_and_a_decode_engine_of_sglang_publishes_nothing(engine, roles):
+    assert {role for role in (*ROLES, "renderer") if publishes(engine, role)} == set(roles.split())
+    assert {role for role in (*ROLES, "renderer") if proves(role)} == {"worker", "prefill", "decode"}
 
 
 @pytest.mark.parametrize("able", ["prefill", "decode", "encoder", ""])

@@ -115,8 +115,8 @@ class Rig:
             self.placer, exchange, self.metrics, stages=self.stages, prefill_seconds=prefill_seconds
         )
 
-    async def engine(self, name: str, says: bytes = OK, *, keys=(), ranks=1, up=True, **member) -> Engine:
-        """``p1`` prefills, ``d1`` decodes; it is not there at all where it is not ``up``."""
+    async def engine(self, name: str, says: bytes = OK, *, keys=(), ranks=1, up=True, proved=None, **member) -> Engine:
+        """``p1`` prefills and is ``proved``, ``d1`` decodes and is not; it is not there where it is not ``up``."""
         engine = self.engines[name] = Engine(says, self.rooms)
         if up:
             await engine.serve()
@@ -125,7 +125,7 @@ class Rig:
         self.fleet.connect(worker)
         asked = worker.follower._asked
         self.fleet.replied(worker, feed.SnapshotPart(asked, f"{name}/1", 1, 0, 0, 0, "GPU", pack_keys(keys), True))
-        canary = feed.Canary(1, "True") if role != "decode" else None
+        canary = feed.Canary(1, "True") if (role != "decode" if proved is None else proved) else None
         beat = feed.Heartbeat(f"{name}/1", 1, 0, "sglang", "up", "0", BLOCK, "m", "", {}, ranks, False, canary)
         self.fleet.published(worker, beat)
         return engine
@@ -135,12 +135,12 @@ class Rig:
         async with asyncio.timeout(5):
             return await self.forwarder.send("r-1", prepared, Outgoing(path, dict(fields)), fingerprint, {})
 
-    async def prove(self, name: str, rank: int = 0) -> None:
+    async def prove(self, name: str, rank: int = 0, seconds: float = 60) -> bytes:
         """Ask a question of the router's own."""
-        own = OwnRequests("sglang", None, self.upstream, "secret", "m", b"", self.placer.partner)
+        own = OwnRequests("sglang", None, self.upstream, "secret", "m", b"", self.placer.partner, seconds)
         question = Question(b'{"model": "m"}', IDS, Span(0, 1, b""))
         async with asyncio.timeout(5):
-            await own.send(self.fleet.workers[name], rank, question)
+            return await own.send(self.fleet.workers[name], rank, question)
 
     async def nothing_is_booked(self) -> None:
         async with asyncio.timeout(5):
@@ -514,13 +514,47 @@ async def test_without_a_decode_engine_nothing_is_proved(make):
     assert prefill.asked == []
 
 
-async def test_a_decode_engine_has_nothing_to_prove_and_is_used_even_where_what_is_unproved_is_refused(make):
+async def test_a_decode_engine_is_proved_by_its_half_of_an_answer(make):
+    rig = make()
+    prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", answer(200, b'{"usage": {}}'), ranks=2)
+    await rig.engine("p2", compatibility="other")
+    said = await rig.prove("d1", rank=1)
+    ((_, one, body), (_, two, same)) = (*prefill.asked, *decode.asked)
+    assert (said, body, rig.engines["p2"].asked) == (b'{"usage": {}}', same, [])
+    assert (one[ROOM], two["x-override-routed-dp-rank"]) == (two[ROOM], "1")
+    assert one["x-override-routed-dp-rank"] == two["x-override-disagg-prefill-dp-rank"] == str(int(one[ROOM]) % 2)
+
+
+async def test_an_engine_that_hangs_keeps_nobody_waiting_for_its_proof(make):
+    rig = make()
+    engines = [await rig.engine("p1", MEETS), await rig.engine("d1", HANGS)]
+    with pytest.raises(OwnRequestError, match=r"p1 and d1 gave no answer within 0\.05 s"):
+        await rig.prove("d1", seconds=0.05)
+    for engine in engines:
+        await asyncio.wait_for(engine.gone.wait(), 5)
+
+
+async def test_a_proved_partner_is_asked_and_else_any_so_that_one_that_hangs_keeps_nobody_unproved(make):
+    rig = make()
+    for name in ("p1", "p2", "p3"):
+        await rig.engine(name, proved=name == "p3")
+    await rig.engine("d1")
+    await rig.engine("d2")
+    decode, prefill = rig.fleet.workers["d1"], rig.fleet.workers["p1"]
+    assert {rig.placer.partner(decode).worker.member.name for _ in range(64)} == {"p3"}
+    assert {rig.placer.partner(prefill).worker.member.name for _ in range(64)} == {"d1", "d2"}
+
+
+async def test_a_decode_engine_that_never_proved_itself_is_not_used_where_what_is_unproved_is_refused(make):
     rig = make(verification={"onFailure": "Refuse", "timeoutSeconds": 1})
     await rig.engine("p1")
-    await rig.engine("d1")
-    worker = rig.fleet.workers["d1"]
-    worker.since -= 60
-    assert (worker.canary, rig.placer.standing(worker)) == ("Unknown", "degraded")
-    (await rig.send()).close()
-    rig.fleet.lost(worker)
-    assert rig.placer.standing(worker) == "unsynced"
+    silent, proved = await rig.engine("d1"), await rig.engine("d2", proved=True)
+    assert rig.placer.standing(rig.fleet.workers["d1"]) == "pending"
+    for worker in rig.fleet:
+        worker.since -= 60
+    assert [rig.placer.standing(rig.fleet.workers[name]) for name in ("d1", "d2")] == ["refused", "verified"]
+    for _ in range(4):
+        (await rig.send()).close()
+    assert (silent.asked, len(proved.asked)) == ([], 4)
+    rig.fleet.lost(rig.fleet.workers["d2"])
+    assert rig.placer.standing(rig.fleet.workers["d2"]) == "unsynced"

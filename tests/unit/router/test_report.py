@@ -90,10 +90,11 @@ def test_a_model_that_nobody_predicts_says_so_instead_of_waiting():
     assert rig.row(rig.worker("a", canary="")) == (True, "Unknown", "not_modelled")
 
 
-def test_an_engine_that_has_nothing_to_prove_is_not_probed():
+def test_both_engines_of_a_pair_wait_for_their_canary():
     rig = Reports("sglang")
     assert rig.row(rig.of_role("prefill", "p", canary="")) == (True, "Unknown", "pending")
-    assert rig.row(rig.of_role("decode", "d", canary="")) == (True, "Unknown", "not_probed")
+    assert rig.row(rig.of_role("decode", "d", canary="")) == (True, "Unknown", "pending")
+    assert rig.row(rig.of_role("decode", "e")) == (True, "True", "")
 
 
 async def probing(rig, condition, seconds: float = 5.0) -> None:

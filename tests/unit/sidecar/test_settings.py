@@ -60,24 +60,26 @@ def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "role", "path", "seconds"),
+    ("engine", "role", "path", "seconds", "publishes"),
     [
-        ("vllm", "worker", "/health", 5.0),
-        ("vllm", "encoder", "/health", 5.0),
-        ("sglang", "worker", "/ready", 5.0),
-        ("sglang", "encoder", "/health", 30.0),
+        ("vllm", "worker", "/health", 5.0, True),
+        ("vllm", "encoder", "/health", 5.0, False),
+        ("sglang", "worker", "/ready", 5.0, True),
+        ("sglang", "decode", "/ready", 5.0, False),
+        ("sglang", "encoder", "/health", 30.0, False),
     ],
 )
 def test_an_engine_is_asked_for_its_health_as_its_role_answers(
-    environment: dict[str, str], engine: str, role: str, path: str, seconds: float
+    environment: dict[str, str], engine: str, role: str, path: str, seconds: float, publishes: bool
 ) -> None:
     file = Path(environment["MMROUTER_CONFIG"]) / "deployment.json"
     resource = json.loads(file.read_text())
     asked = {"name": "asked", "role": role, "accelerator": {"kind": "nvidia"}}
-    resource["spec"] |= {"engine": {"type": engine}, "pools": [*resource["spec"]["pools"], asked]}
+    others = [asked | {"name": "prefill", "role": "prefill"}] if role == "decode" else resource["spec"]["pools"]
+    resource["spec"] |= {"engine": {"type": engine}, "pools": [*others, asked]}
     file.write_text(json.dumps(resource))
     settings = load(environment | {"MMROUTER_POOL": "asked"})
-    assert (settings.health_path, settings.health_seconds) == (path, seconds)
+    assert (settings.health_path, settings.health_seconds, settings.publishes) == (path, seconds, publishes)
 
 
 def test_files_and_variables_become_settings(environment: dict[str, str], settings: Settings) -> None:

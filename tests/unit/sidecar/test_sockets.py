@@ -352,6 +352,20 @@ async def test_health_load_and_geometry_come_from_the_engines_http_side(
     assert one.metric("probe_failures_total", path="/health") >= 1
 
 
+async def test_what_was_proved_of_an_engine_that_publishes_nothing_ends_when_it_goes_down(
+    start: Any, http_engine: Any, router: Any, settings: Any
+) -> None:
+    """No connection tells that it ended, as an engine's publisher does."""
+    await start(replace(settings, publishes=False))
+    up = await router.heartbeat(lambda beat: beat.engine_state == "up")
+    await router.ask(lambda number: feed.CanaryClaim(number, up.epoch, "r", 5.0))
+    await router.ask(lambda number: feed.CanaryResult(number, feed.Canary(up.epoch, "True", router="r")))
+    await router.heartbeat(lambda beat: beat.canary is not None)
+    http_engine["health"] = 503
+    down = await router.heartbeat(lambda beat: beat.engine_state == "down")
+    assert (down.canary, down.epoch > up.epoch, down.worker != up.worker) == (None, True, True)
+
+
 async def test_an_sglang_engine_says_what_identity_depends_on(
     start: Any, http_engine: Any, router: Any, settings: Any
 ) -> None:
