@@ -27,6 +27,7 @@ WORKERS_READY: Final = "WorkersReady"
 RENDERERS_READY: Final = "RenderersReady"
 EXACT: Final = "ExactRoutingVerified"
 CHAIN: Final = "ChainComplete"
+PRESSURE: Final = "ShmPressure"
 REVISION_PINNED: Final = "RevisionPinned"
 AUTHENTICATED: Final = "Authenticated"
 AUTOSCALING: Final = "AutoscalingAvailable"
@@ -122,6 +123,12 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "Starting": "Unknown",
         "FrontendNotHeard": "Unknown",
     },
+    PRESSURE: {
+        "AboveHighWaterMark": "True",
+        "BelowHighWaterMark": "False",
+        "NotMeasured": "Unknown",
+        "FrontendNotHeard": "Unknown",
+    },
     REVISION_PINNED: {"Commit": "True", "ModelRevisionUnpinned": "False"},
     AUTHENTICATED: {"ApiKeys": "True", "NoApiKeys": "False"},
     AUTOSCALING: {"Available": "True", "AutoscalingUnavailable": "False"},
@@ -131,7 +138,7 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
 }
 """Condition -> reason -> the status that the condition has for it."""
 
-ABNORMAL: Final = frozenset({DEGRADED})
+ABNORMAL: Final = frozenset({DEGRADED, PRESSURE})
 """Conditions whose True calls for somebody. Of the others it is False, but for Progressing, which calls for nobody."""
 
 REPLICAS_READY: Final = (FRONTEND_READY, WORKERS_READY, ENCODERS_READY, RENDERERS_READY)

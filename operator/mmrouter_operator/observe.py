@@ -100,6 +100,15 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedReport:
+    """The memory that a pod shares with others of its node. ``above``: so full that nothing more is handed over."""
+
+    above: bool = False
+    limit: int = 0
+    """Bytes that it may hold."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What one frontend says of one engine pod."""
 
@@ -112,6 +121,8 @@ class WorkerReport:
     cause: str = ""
     message: str = ""
     draining: bool = False
+    shared: SharedReport | None = None
+    """Of a pod that shares its node's memory, once its sidecar has looked at it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from mmrouter_operator.conditions import Condition, condition
 from mmrouter_operator.gates import is_verified, ready_frontends, told_of, voices
 from mmrouter_operator.observe import Snapshot
 from mmrouter_operator.plan import Plan
+from mmrouter_operator.pressure import of_pressure
 from mmrouter_operator.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
 from mmrouter_operator.render import overridden
 from mmrouter_operator.render.inputs import SET_ROLES
@@ -52,6 +53,7 @@ def of_valid(
     degraded = _degraded(_problems(snapshot, plan, advice), plan, before)
     exact = _exact(dep, snapshot, plan, before)
     chain = of_chain(dep, snapshot, plan, before.get(c.CHAIN))
+    pressure = of_pressure(dep, snapshot, before.get(c.PRESSURE))
     shown = [
         _ready(plan, present),
         condition(c.SPEC_VALID, "Valid", "the resource is valid"),
@@ -59,7 +61,7 @@ def of_valid(
         degraded,
         *present,
         exact,
-        *([chain] if chain is not None else []),
+        *(item for item in (chain, pressure) if item is not None),
         *_warnings(dep, snapshot, plan, before),
     ]
     return [_bounded(item) for item in shown]

@@ -47,6 +47,8 @@ REASONS: Final[Mapping[str, str]] = {
     "NoDecode": "Look at the decode pods; requests are answered meanwhile.",
     "NoPair": "Look at the prefill and decode pods: requests are refused meanwhile.",
     "Starting": "Wait.",
+    "AboveHighWaterMark": "Raise sharedMemory.size, where the node has the memory; requests are answered meanwhile.",
+    "NotMeasured": "Wait; where it stays, see the log of an engine's sidecar.",
     "FrontendNotHeard": "The operator must reach the frontends on port 8001: see NetworkPolicies and its log.",
     "NoReplicas": "Wait until an engine runs.",
     "ModelRevisionUnpinned": "Write the commit into spec.model.revision.",

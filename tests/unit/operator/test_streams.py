@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.frontend import PORT, Frontend
 
-from mmrouter_operator.observe import FrontendReport, WorkerReport
+from mmrouter_operator.observe import FrontendReport, SharedReport, WorkerReport
 from mmrouter_operator.streams import Events, StreamError, Streams
 
 KEY = ("default", "demo")
@@ -277,3 +277,17 @@ async def test_a_frontend_of_before_does_not_tell_what_it_goes_without():
         op.streams.follow(KEY, {"f1": ip}, "t")
         await op.until(op.report)
         assert op.report().degraded is None
+
+
+async def test_what_a_sidecar_says_of_its_nodes_memory_arrives_typed_and_may_be_left_out():
+    workers = b'{"a":{"uid":"a","pool":"p","role":"worker","shared":{"above":true,"limit":5}},"b":%s}'
+    row = b'{"uid":"b","pool":"p","role":"worker"}'
+
+    async def answer(writer):
+        writer.write(head() + EVENT.replace(b"{}", workers % row))
+
+    async with speaking(answer) as (ip, _), operator() as op:
+        op.streams.follow(KEY, {"f1": ip}, "t")
+        await op.until(op.report)
+        assert op.report().workers["a"].shared == SharedReport(above=True, limit=5)
+        assert op.report().workers["b"].shared is None
