@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from mmrouter.api import quantity_bytes
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary
 from mmrouter_router.chain import Worth, proves
@@ -25,7 +24,7 @@ from mmrouter_router.exchange import Exchange
 from mmrouter_router.feeds import Feed, FeedSilentError
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.forward import Forwarder
-from mmrouter_router.handover import ByBytes, Delivery, Folder, HandOver
+from mmrouter_router.handover import ByBytes, Delivery, HandOver, handover_of
 from mmrouter_router.intake import Limits
 from mmrouter_router.learning import Learning
 from mmrouter_router.media import MediaResolver
@@ -102,7 +101,7 @@ class Router:
             self.learning = Learning(self.preparer.sentinels, self.fleet, self.canary, self._feeder, self.metrics)
         self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
         roles = {pool.role for pool in spec.pools}
-        self.handover = self._handover()
+        self.handover = handover_of(settings, self.fleet, self.upstream, self.metrics, lambda: self.renderer.usable)
         delivery: Delivery = self.handover or ByBytes()
         self.encoding: Encoding | None = None
         if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
@@ -181,31 +180,6 @@ class Router:
         return Sentinels(
             count=lambda event: self.metrics.sentinels.labels(event).inc(),
             pictures=[(picture.identity, picture.data) for picture in pictures],
-        )
-
-    def _handover(self) -> HandOver | None:
-        """Return what hands images over, where the resource says so and engines can take them."""
-        settings, spec = self.settings, self.settings.deployment.spec
-        if spec.routing.transfer == "none" or spec.engine.type != "vllm":
-            return None
-        folder = None
-        if settings.shared_dir is not None:
-            sizes = [quantity_bytes(p.shared_memory.size) for p in spec.pools if p.shared_memory.scope == "node"]
-            total = max(sizes, default=0)
-            try:
-                folder = Folder(settings.shared_dir, settings.router_id, settings.shared_limit_bytes or total, total)
-            except OSError as error:
-                log.warning("images are not handed over as files: %s: %s", settings.shared_dir, error.strerror)
-        return HandOver(
-            settings.deployment,
-            self.fleet,
-            self.upstream,
-            settings.engine_key,
-            self.metrics,
-            lambda: self.renderer.usable,
-            node=settings.node,
-            folder=folder,
-            always=settings.always_hand_over,
         )
 
     def _feeder(self, uid: str) -> Feed | None:

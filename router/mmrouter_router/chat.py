@@ -181,7 +181,7 @@ class Chat:
 
     def _outgoing(self, path: str, prepared: Prepared) -> Outgoing:
         images = tuple(
-            OutgoingImage(i.message, i.part, to_wire(i.identity), i.media)
+            OutgoingImage(i.message, i.part, to_wire(i.identity), i.media, i.tokens)
             for i in (prepared.images if path == CHAT else ())
         )
         rewrites = [image.rewrite() for image in images]

@@ -35,6 +35,8 @@ class Trace:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     chain: list[dict[str, Any]] = field(default_factory=list)
     """What was done before the answer, or gone without: one entry per stage and attempt."""
+    travelled: list[dict[str, Any]] = field(default_factory=list)
+    """How images reached engines, where they are handed over: one entry per image, engine and attempt."""
     answers: str = ""
     """The engine that answers, where stages came before it."""
     form: str = "whole"
@@ -83,6 +85,7 @@ class Trace:
             "attempts": self.attempts,
             "form": self.form,
             "chain": self.chain,
+            "travelled": self.travelled,
             "answers": self.answers or winner.name,
             "degraded": list(self.degraded),
         }

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from mmrouter.api import MMRouterDeployment, Pool
 from mmrouter.engines.launching import HTTP_PORT
@@ -9,7 +10,8 @@ from mmrouter.engines.vllm_stages import encode_request
 from mmrouter.engines.vllm_transfer import embedding_cache_bytes
 from mmrouter_router.encode import Encoder
 from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.outgoing import OutgoingImage, encode_body
+from mmrouter_router.handover import Delivery, Parcel, Said
+from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.probes import Probes
 from mmrouter_router.upstream import Upstream, UpstreamError
 
@@ -27,6 +29,7 @@ class EncoderPods:
         upstream: Upstream,
         engine_key: str,
         model: str,
+        delivery: Delivery,
     ) -> None:
         self._pools = {pool.name: pool for pool in deployment.spec.pools}
         self._cache_bytes = {
@@ -35,7 +38,8 @@ class EncoderPods:
             if pool.role == "encoder"
         }
         self._refuses = deployment.spec.verification.on_failure == "Refuse"
-        self._fleet, self._probes, self._upstream, self._model = fleet, probes, upstream, model
+        self._fleet, self._probes, self._upstream = fleet, probes, upstream
+        self._model, self._delivery = model, delivery
         self._headers = {
             "authorization": f"Bearer {engine_key}",
             "content-type": "application/json",
@@ -57,19 +61,30 @@ class EncoderPods:
         size = self._cache_bytes[pool.name]
         return encoder if size is None else replace(encoder, cache_bytes=size)
 
-    async def post(self, encoder: str, image: OutgoingImage, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Send an encoder an image; returns status and answer. Raises :class:`UpstreamError`."""
+    async def post(
+        self, encoder: str, image: OutgoingImage, headers: Mapping[str, str], told: list[dict[str, Any]]
+    ) -> tuple[int, bytes]:
+        """Send an encoder an image; returns status and answer. ``told`` gets how it travelled.
+
+        Raises :class:`UpstreamError`.
+        """
         worker = next((worker for worker in self._fleet if _id(worker) == encoder), None)
         if worker is None:
             raise UpstreamError(f"encoder {encoder} has left", sent=False)
-        body = encode_body(encode_request([image.rewrite(image.url)], model=self._model))
-        answer = await self._upstream.request(
-            worker.member.ip, HTTP_PORT, "POST", "/v1/chat/completions", {**headers, **self._headers}, body
-        )
-        try:
-            return answer.status, await answer.read(MAX_ANSWER)
-        finally:
-            answer.close()
+
+        async def post(body: bytes) -> Said:
+            answer = await self._upstream.request(
+                worker.member.ip, HTTP_PORT, "POST", CHAT, {**headers, **self._headers}, body
+            )
+            try:
+                return Said(answer.status, await answer.read(MAX_ANSWER))
+            finally:
+                answer.close()
+
+        alone = replace(image, message=0, part=0)
+        outgoing = Outgoing(CHAT, encode_request([alone.rewrite()], model=self._model), (alone,))
+        said = await self._delivery.send(Parcel(worker, outgoing, outgoing.fields), post, told)
+        return said.status, said.raw
 
     def _takes(self, worker: Worker) -> bool:
         standing = self._probes.encoder(worker)

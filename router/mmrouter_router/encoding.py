@@ -24,8 +24,11 @@ REFUSED = range(400, 500)
 BUSY = frozenset({408, 429})
 """Of these, what is about the encoder and not about the image."""
 
-Post = Callable[[str, OutgoingImage, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
-"""Encoder id, image and trace context -> status and answer. Raises :class:`UpstreamError`."""
+Post = Callable[[str, OutgoingImage, Mapping[str, str], list[dict[str, Any]]], Awaitable[tuple[int, bytes]]]
+"""Encoder id, image, trace context, and a list that gets how the image travelled -> status and answer.
+
+Raises :class:`UpstreamError`.
+"""
 
 
 class EncodeError(Exception):
@@ -51,6 +54,8 @@ class Encoded:
     params: dict[str, dict[str, Any]]
     placed: tuple[Placed, ...]
     seconds: float
+    travelled: list[dict[str, Any]]
+    """How the images that were sent reached their encoders."""
 
 
 @dataclass(slots=True)
@@ -113,8 +118,10 @@ class Encoding:
         finally:
             del self._waiting[request_id]
             self._carry_out(self.machine.cancel(request_id, self._clock()))
-        params = {one.sent.uuid: answer.value for one, answer in zip(shown, answers, strict=True)}
-        return Encoded(params, outcome.placed, self._clock() - began)
+        params = {one.sent.uuid: answer.value[0] for one, answer in zip(shown, answers, strict=True)}
+        # What an encoder had already travelled to it for another request.
+        fresh = [a.value[1] for a, placed in zip(answers, outcome.placed, strict=True) if placed.how == "queued"]
+        return Encoded(params, outcome.placed, self._clock() - began, [told for one in fresh for told in one])
 
     async def run(self) -> None:
         """Take work away from encoders that stall; ends only by cancellation, and ends what is being sent."""
@@ -152,8 +159,9 @@ class Encoding:
     async def _send(self, job: int, encoder: str, image: Image) -> None:
         sent, headers = self._asked(image)
         refused = False
+        travelled: list[dict[str, Any]] = []
         try:
-            status, raw = await self._post(encoder.partition("~")[0], sent, headers)
+            status, raw = await self._post(encoder.partition("~")[0], sent, headers, travelled)
             refused = status in REFUSED and status not in BUSY
             if status != 200:
                 raise StageError(f"answered {status}: {raw[:200].decode(errors='replace')}")
@@ -164,7 +172,7 @@ class Encoding:
             self._carry_out(self.machine.failed(job, self._clock(), refused=refused))
             return
         self._sending.pop(job, None)
-        self._carry_out(self.machine.finished(job, self._clock(), params, embedding_bytes(params)))
+        self._carry_out(self.machine.finished(job, self._clock(), (params, travelled), embedding_bytes(params)))
 
     def _asked(self, image: Image) -> tuple[OutgoingImage, Mapping[str, str]]:
         """What is sent for an image, and in whose trace: any request's that shows it, as equal keys are equal bytes."""

@@ -49,23 +49,33 @@ class Reply:
         """Cut the connection of an answer that nobody gets; the booking is ended where it was begun."""
         self.answer.close()
 
+    @property
+    def status(self) -> int:
+        """The answer's status."""
+        return self.answer.status
+
+    async def said(self) -> bytes:
+        """Return the text of an error, which is kept as the answer's first bytes; empty of any other answer."""
+        if self.answer.status < 400:
+            return b""
+        body = self.first
+        try:
+            async for piece in self.rest:
+                body += piece
+                if len(body) > ERROR_LIMIT:
+                    break
+        except BaseException:  # broken off or cancelled: nobody else will give the connection back
+            self.close()
+            raise
+        self.first = body
+        return body
+
     async def refusal(self) -> str | None:
         """Return why another worker should be asked, or ``None``."""
         if self.answer.status == 503:
             return "busy"
-        if self.answer.status == 500:
-            body = self.first
-            try:
-                async for piece in self.rest:
-                    body += piece
-                    if len(body) > ERROR_LIMIT:
-                        break
-            except BaseException:  # broken off or cancelled: nobody else will give the connection back
-                self.close()
-                raise
-            self.first = body
-            if DRAINING in body:
-                return "draining"
+        if self.answer.status == 500 and DRAINING in await self.said():
+            return "draining"
         return None
 
 

@@ -11,6 +11,7 @@ from mmrouter_router.decisions import Trace, trace_of
 from mmrouter_router.errors import RequestError
 from mmrouter_router.exchange import Exchange, Reply
 from mmrouter_router.fleet import Target
+from mmrouter_router.handover import ByBytes, Delivery, Parcel
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.pairs import Prefill, PrefillError, choose
@@ -58,6 +59,7 @@ class Past:
     """A pair failed, and neither engine was seen to be gone: done once."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
     chain: list[dict[str, Any]] = field(default_factory=list)
+    travelled: list[dict[str, Any]] = field(default_factory=list)
 
     def again(self, decision: Decision) -> None:
         """Let an engine be asked once more: what failed was not it."""
@@ -74,6 +76,7 @@ class Forwarder:
         metrics: Metrics,
         *,
         stages: Stages | None = None,
+        delivery: Delivery | None = None,
         prefill_seconds: float = PREFILL_SECONDS,
         sent: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
     ) -> None:
@@ -84,6 +87,7 @@ class Forwarder:
         """
         self._placer, self._exchange, self._metrics, self._sent = placer, exchange, metrics, sent
         self._stages, self._prefill_seconds = stages, prefill_seconds
+        self._delivery = delivery or ByBytes()
         self.quarantine = Quarantine()
 
     async def send(
@@ -157,6 +161,7 @@ class Forwarder:
                 booking.end()
                 raise
             past.chain += [note.as_json() for note in staged.notes]
+            past.travelled += staged.travelled
             past.deaths += staged.lost
             if past.deaths >= DEATHS:
                 booking.end()
@@ -166,9 +171,13 @@ class Forwarder:
         computed = (staged.prefilled if staged is not None else None) or decision
         trace = self._traced(call, past, placed, computed, chained=staged is not None)
         span = _span(decision, past)
-        body = staged.body if staged is not None else outgoing.plain
+        fields = staged.fields if staged is not None else outgoing.fields
+
+        async def post(body: bytes) -> Reply:
+            return await self._exchange.reply(decision, trace, booking, outgoing.path, body, call.headers, span)
+
         try:
-            reply = await self._exchange.reply(decision, trace, booking, outgoing.path, body, call.headers, span)
+            reply = await self._delivery.send(Parcel(decision.target.worker, outgoing, fields), post, past.travelled)
             retry = await reply.refusal()
         except BaseException as error:
             return _lost(error, past, trace, decision, booking, span)
@@ -235,7 +244,7 @@ class Forwarder:
     def _traced(self, call: Call, past: Past, placed: Placed, computed: Decision, *, chained: bool) -> Trace:
         """Return what is kept of an attempt that is about to be sent. ``chained``: more than one engine is in it."""
         trace = trace_of(call.request_id, call.prepared, computed)
-        trace.attempts, trace.chain = past.attempts, past.chain
+        trace.attempts, trace.chain, trace.travelled = past.attempts, past.chain, past.travelled
         trace.form, trace.degraded = placed.form.name, placed.form.degraded
         if chained:
             trace.answers = placed.decision.target.worker.member.name

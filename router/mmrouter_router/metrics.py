@@ -91,6 +91,22 @@ class Metrics:
             ["missing"],
             registry=r,
         )
+        self.handovers = Counter(
+            "mmrouter_handover_total",
+            "Images to engines: with an empty reason how they came, else a way that they did not come by and why",
+            ["how", "reason"],
+            registry=r,
+        )
+        self.handover_bytes = Counter(
+            "mmrouter_handover_bytes_total", "Encoded bytes of images that came, by how", ["how"], registry=r
+        )
+        self.handover_seconds = Histogram(
+            "mmrouter_handover_seconds",
+            "Seconds until an image was there, in a file, or in the body",
+            ["how"],
+            buckets=_LATENCY,
+            registry=r,
+        )
         self.retries = Counter(
             "mmrouter_retries_total", "Requests sent to another worker, by cause", ["cause"], registry=r
         )

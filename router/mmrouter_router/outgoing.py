@@ -20,12 +20,14 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class OutgoingImage:
-    """One image part of a chat: where it stands, what the image is called, and its bytes."""
+    """One image part of a chat: where it stands, what the image is called, its bytes and its visual tokens."""
 
     message: int
     part: int
     uuid: str
     media: Media
+    tokens: int = 0
+    """0 where nobody has counted them."""
 
     @property
     def place(self) -> Place:
@@ -61,11 +63,12 @@ class Outgoing:
         ``shown``: place -> URL of an image, ``None`` for one that the engine has under its name; what is not in it is
         sent in the body.
         """
-        urls: dict[Place, str | None] = dict(shown or {})
-        for image in self.images:
-            if image.place not in urls:
-                urls[image.place] = image.url
-        return encode_body(_with_images(fields, urls) if urls else fields)
+        return encode_body(self.shown(fields, shown or {}))
+
+    def shown(self, fields: Mapping[str, Any], shown: Mapping[Place, str | None]) -> Mapping[str, Any]:
+        """Return what :meth:`body` makes JSON of."""
+        bodied = {image.place: image.url for image in self.images if image.place not in shown}
+        return _with_images(fields, {**shown, **bodied}) if self.images else fields
 
 
 def _with_images(fields: Mapping[str, Any], urls: Mapping[Place, str | None]) -> dict[str, Any]:

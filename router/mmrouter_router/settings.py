@@ -51,6 +51,14 @@ class Settings:
     drain_seconds: float = DRAIN_SECONDS
     """How long answers may take to finish after SIGTERM."""
     api_server: ApiServer = ApiServer("", "443", Path(SERVICE_ACCOUNT_DIR))
+    node: str = ""
+    """Name of the node that this pod is on."""
+    shared_dir: Path | None = None
+    """Folder that the pods of the node share, where there is one."""
+    shared_limit_bytes: int = 0
+    """Most bytes that this process may have there."""
+    always_hand_over: bool = False
+    """Take every hand-over that is possible, whatever it costs: to see that it works."""
     bind_all: bool = False
     """Listen on every address of the pod, its loopback too: a port-forward comes from there."""
 
@@ -105,6 +113,10 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
             env.get("KUBERNETES_SERVICE_PORT", "443"),
             Path(env.get("MMROUTER_SERVICE_ACCOUNT_DIR", SERVICE_ACCOUNT_DIR)),
         ),
+        node=env.get("NODE_NAME", ""),
+        shared_dir=Path(shared) if (shared := env.get("MMROUTER_SHARED_DIR", "")) else None,
+        shared_limit_bytes=_bytes(env, "MMROUTER_SHARED_LIMIT_BYTES"),
+        always_hand_over=env.get("MMROUTER_HANDOVER") == "always",
         bind_all=env.get("MMROUTER_BIND") == "all",
     )
 
@@ -118,6 +130,13 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= seconds < float("inf"):
         raise SettingsError(f"{name} is {text!r}, which is no number of seconds")
     return seconds
+
+
+def _bytes(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "0")
+    if not text.isdecimal():
+        raise SettingsError(f"{name} is {text!r}, which is no number of bytes")
+    return int(text)
 
 
 def _read(path: Path) -> bytes:

@@ -23,6 +23,7 @@ from mmrouter_router.chain import Form, Worth, form
 from mmrouter_router.encode import Image
 from mmrouter_router.encoding import EncodeError, Encoding, Shown
 from mmrouter_router.fleet import Fleet, Target
+from mmrouter_router.handover import ByBytes, Delivery, Parcel, Said
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.place import Decision, NoWorkerError, Placer
@@ -63,13 +64,15 @@ class Note:
 class Staged:
     """What the answering engine is sent, and who computed the prompt where that was another one."""
 
-    body: bytes
+    fields: Mapping[str, Any]
+    """The request's, with what other engines said."""
     notes: list[Note]
     prefilled: Decision | None = None
     began: float = 0.0  # seconds of a monotonic clock, before the first stage
     sent: float = 0.0  # and after the last one
     remaining: int = 0  # prompt tokens that the answering engine did not hold
     lost: bool = False  # an engine ended under a stage
+    travelled: list[dict[str, Any]] = field(default_factory=list)  # how images reached the engines before
 
 
 class Stages:
@@ -85,11 +88,12 @@ class Stages:
         ask: Ask,
         encoding: Encoding | None = None,
         worth: Worth | None = None,
+        delivery: Delivery | None = None,
     ) -> None:
         """``pools``: the roles of the resource's pools."""
         self._engine, self._pools = engine, frozenset(pools)
         self._fleet, self._placer, self._metrics, self._ask = fleet, placer, metrics, ask
-        self._encoding = encoding
+        self._encoding, self._delivery = encoding, delivery or ByBytes()
         self.worth = worth or Worth()
         self._plain = self._pools <= {"worker", "renderer"}  # whatever pods there are
         # Of SGLang a prefill or decode engine alone answers nobody.
@@ -128,7 +132,7 @@ class Stages:
 
         ``alone``: that engine computes the prompt itself, because it could not fetch it.
         """
-        staged = Staged(b"", [], began=time.monotonic(), remaining=_remaining(prepared, decision))
+        staged = Staged(outgoing.fields, [], began=time.monotonic(), remaining=_remaining(prepared, decision))
         computes = decision
         if shape.prefills and decision.target.worker.member.role == "decode":
             why = "transfer" if alone else why_whole(outgoing.fields) or self.worth.why_here(staged.remaining)
@@ -147,7 +151,7 @@ class Stages:
         if computes is not decision:
             fields = await self._prefill(request_id, prepared, outgoing, fields, computes, headers, staged)
         staged.sent = time.monotonic()
-        staged.body = outgoing.plain if fields is outgoing.fields else outgoing.body(fields)
+        staged.fields = fields
         return staged
 
     def answered(self, staged: Staged, worker: str) -> Note:
@@ -198,6 +202,7 @@ class Stages:
                 for one, placed in zip(shown, done.placed, strict=True)
             ],
         }
+        staged.travelled += done.travelled
         workers = tuple(sorted({placed.encoder for placed in done.placed}))
         self._note(staged, Note("encode", "done", workers, done.seconds, detail))
         return with_embeddings(outgoing.fields, done.params, [image.uuid for image in outgoing.images])
@@ -217,16 +222,20 @@ class Stages:
         began = time.monotonic()
         outcome, params = "done", None
         booking = self._placer.begin(computes)
-        body = outgoing.body(prefill_request(fields))
+        parcel = Parcel(target.worker, outgoing, prefill_request(fields))
         with stage("prefill", client=True) as span:
+
+            async def post(body: bytes) -> Said:
+                return Said(*await self._ask(target, request_id, CHAT, body, span.passed_on(headers)))
+
             span.tell({"mmrouter.worker": target.worker.member.name})
             try:
                 async with asyncio.timeout(PREFILL_SECONDS):
-                    status, raw = await self._ask(target, request_id, CHAT, body, span.passed_on(headers))
-                if status == 200:
-                    params = read_prefilled(raw)
+                    said = await self._delivery.send(parcel, post, staged.travelled)
+                if said.status == 200:
+                    params = read_prefilled(said.raw)
                 else:
-                    outcome = f"answered_{status}"
+                    outcome = f"answered_{said.status}"
             except StageError:
                 outcome = "unusable"
             except TimeoutError:

@@ -68,7 +68,7 @@ class Staging(Rig):
         status, answer = self.prefill_answer
         return status, json.dumps(answer).encode()
 
-    async def encode(self, encoder, image, headers):
+    async def encode(self, encoder, image, headers, told):
         self.encoded.append(image.uuid)
         params = {image.uuid: {"item_indices": [0], "by": encoder}}
         return self.encode_status, json.dumps({"ec_transfer_params": params}).encode()
@@ -83,7 +83,7 @@ class Staging(Rig):
         )
         outgoing = Outgoing("/v1/chat/completions", {"model": "m", "messages": MESSAGES, **dict(fields)}, images)
         staged = await self.stages.before("r", wanted, outgoing, shape, decision, {}, **options)
-        return staged, json.loads(staged.body), [(note.stage, note.outcome) for note in staged.notes]
+        return staged, json.loads(outgoing.body(staged.fields)), [(note.stage, note.outcome) for note in staged.notes]
 
 
 async def test_a_prompt_is_computed_where_most_of_it_is_held_and_fetched_by_the_decoder():

@@ -1,0 +1,82 @@
+"""Images as files in the folder that the pods of a node share."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from mmrouter.engines.vllm_media import MIME_SUFFIXES
+from mmrouter_router.encode.rates import Line
+from mmrouter_router.handover.cost import Raw
+from mmrouter_router.media import Media
+from mmrouter_router.outgoing import Outgoing, OutgoingImage
+from mmrouter_transfer import HandOverError, PlainFile, Plains
+
+IN_THREAD: Final = 256 * 1024
+"""Bytes from which a file is written by a thread: the pages of a tmpfs take their time."""
+SIZES: Final = (64 << 10, 2 << 20)
+ROUNDS: Final = 5
+
+
+class Folder:
+    """This router's files below the root."""
+
+    def __init__(self, root: Path, writer: str, limit_bytes: int, total_bytes: int) -> None:
+        """``limit_bytes``: of this router's files, ``total_bytes``: of everybody's. Raises ``OSError``."""
+        self._plains = Plains(root, writer, limit_bytes, total_bytes=total_bytes)
+
+    async def put(self, name: str, media: Media) -> PlainFile:
+        """Write an image; those who name the same one share its file. Raises :class:`HandOverError`."""
+        if len(media.data) < IN_THREAD:
+            return self._put(name, media)
+        writing = asyncio.get_running_loop().run_in_executor(None, self._put, name, media)
+        try:
+            return await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            writing.add_done_callback(_dropped)  # the thread goes on, and nobody else knows of its file
+            raise
+
+    def measured(self) -> Mapping[Raw, Line]:
+        """Return what writing a file takes here, and what writing a body does: 30 ms at the router's start.
+
+        Nothing where the folder is full.
+        """
+        try:
+            points = {size: self._measure(bytes(size)) for size in SIZES}
+        except HandOverError:
+            return {}
+        (small, fast), (large, slow) = points.items()
+        lines: dict[Raw, Line] = {}
+        for number, way in enumerate(("file", "bytes")):
+            per_byte = max(0.0, slow[number] - fast[number]) / (large - small)
+            lines[way] = Line(max(0.0, fast[number] - small * per_byte), per_byte)  # type: ignore[index] # the two of Raw
+        return lines
+
+    def close(self) -> None:
+        """End; files that are still out stay until their deadlines."""
+        self._plains.close()
+
+    def _put(self, name: str, media: Media) -> PlainFile:
+        return self._plains.put(media.data, MIME_SUFFIXES.get(media.mime, ""), key=name)
+
+    def _measure(self, data: bytes) -> tuple[float, float]:
+        """Return the seconds of a file and of a body."""
+        media = Media(data, "image/png", "data")
+        files, bodies = [], []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            self._put("", media).release()
+            wrote = time.perf_counter()
+            part = {"type": "image_url", "image_url": {"url": ""}}
+            fields = {"messages": [{"role": "user", "content": [part]}]}
+            Outgoing("", fields, (OutgoingImage(0, 0, "", media),)).body(fields)
+            files.append(wrote - began)
+            bodies.append(time.perf_counter() - wrote)
+        return median(files), median(bodies)
+
+
+def _dropped(writing: "asyncio.Future[PlainFile]") -> None:
+    if not writing.cancelled() and writing.exception() is None:
+        writing.result().release()
