@@ -36,10 +36,18 @@ class Commands:
     engine_folder: Path | None
     hint: str
 
+    def path(self, env: Mapping[str, str]) -> str:
+        """Return a process's PATH: engines, and the Python that they run in, are found as in their own image."""
+        own = env.get("PATH", os.defpath)
+        return own if self.engine_folder is None else f"{self.engine_folder}{os.pathsep}{own}"
+
     def resolve(self, command: str, env: Mapping[str, str]) -> list[str]:
         """Return the beginning of a command line that this machine can run. Raises :class:`LocalError`."""
         if command == "mmrouter":
             return [sys.executable, "-m", "mmrouter_cli"]
+        if command == "python3":
+            # An engine's image has one; this machine may have ours alone.
+            return [shutil.which(command, path=self.path(env)) or sys.executable]
         search = env.get("PATH", os.defpath)
         if command in ENGINE_COMMANDS and self.engine_folder is not None:
             search = str(self.engine_folder)

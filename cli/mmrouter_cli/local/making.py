@@ -57,6 +57,7 @@ class PodMaker:
         temporary = mounts.get("/tmp", str(home))  # noqa: S108 - a path in the container
         env = {**inherited_env(), "HOME": str(home), "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"}
         env |= {name: rewrite(value) for name, value in inside.items()}
+        env["PATH"] = self.commands.path(env)
 
         def line(words: Sequence[str]) -> tuple[str, ...]:
             # Expanded from the container's own view, so that a path is rewritten once.

@@ -232,6 +232,20 @@ def test_commands_mean_this_interpreter_the_simulator_or_an_environment(tmp_path
         engine_commands("path", None, tmp_path).resolve("vllm", {"PATH": "/nowhere"})
 
 
+def test_an_engine_that_is_started_by_python_has_the_python_and_the_command_of_its_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    for name in ("python3", "vllm"):
+        (folder / name).touch(mode=0o755)
+    real = engine_commands("path", tmp_path / "venv", tmp_path)
+    assert real.resolve("python3", {"PATH": "/usr/bin"}) == [str(folder / "python3")]
+    assert real.path({"PATH": "/usr/bin"}) == f"{folder}:/usr/bin"
+    simulated = engine_commands("sim", None, tmp_path / "sim")
+    assert simulated.resolve("python3", {"PATH": "/nowhere"}) == [sys.executable]
+    assert simulated.path({"PATH": "/usr/bin"}) == f"{tmp_path / 'sim'}:/usr/bin"
+    assert engine_commands("path", None, tmp_path).path({"PATH": "/usr/bin"}) == "/usr/bin"
+
+
 def test_nothing_private_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("MMROUTER_SIM_SPEED", "10")

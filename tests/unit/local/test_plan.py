@@ -88,6 +88,31 @@ def test_memory_that_pods_share_is_one_folder_of_the_run(tmp_path: Path) -> None
     assert found[0].is_relative_to(tmp_path / "tmpfs")
 
 
+def test_what_hands_images_over_is_there_on_one_machine_too(tmp_path: Path) -> None:
+    resource = copy.deepcopy(RESOURCE)
+    node = {"sharedMemory": {"scope": "node"}, "accelerator": {"kind": "cpu"}}
+    resource["spec"]["pools"] = [{"name": n, "role": n, **node} for n in ("worker", "renderer")]
+    resource["spec"]["routing"] = {"transfer": "shm"}
+    plan = make_plan(render(parse_deployment(resource), secrets=new_secret_data()))
+    (tmp_path / "models").mkdir()
+    roots, plugins = set(), set()
+    for number, pod in enumerate(plan.pods):
+        folders = {"folder": tmp_path / "run" / str(number), "tmpfs": tmp_path / "tmpfs" / str(number)}
+        volumes = make_volumes(pod, plan, **folders, base_dir=tmp_path)
+        for container in (*pod.init, *pod.containers):
+            rewrite = rewriter(mount_paths(container, volumes, pod.name))
+            words = [rewrite(word) for word in container.command]
+            if "--allowed-local-media-path" in words:
+                roots.add(words[words.index("--allowed-local-media-path") + 1])
+            if container.name in ("router", "engine", "sidecar"):
+                roots |= {rewrite(v["value"]) for v in container.env if v["name"] == "MMROUTER_SHARED_DIR"}
+            if container.name == "handover-plugin":
+                plugins.add(words[-1])
+            plugins |= {rewrite(v["value"]) for v in container.env if v["name"] == "PYTHONPATH"}
+    assert len(roots) == 1  # every process of every pod: one folder
+    assert len(plugins) == 2  # engine and renderer: one each
+
+
 def test_data_is_read_in_all_its_forms() -> None:
     plan = make_plan(
         [
