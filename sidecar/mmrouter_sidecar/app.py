@@ -5,10 +5,12 @@ import logging
 
 import zmq.asyncio
 
-from mmrouter_sidecar import http
+from mmrouter.feed import Shared
+from mmrouter_sidecar import http, presence
 from mmrouter_sidecar.engine import Engine
+from mmrouter_sidecar.janitor import Janitor
 from mmrouter_sidecar.metrics import Counted, Metrics
-from mmrouter_sidecar.probe import Probe
+from mmrouter_sidecar.probe import UNSEEN, Probe
 from mmrouter_sidecar.publisher import Publisher
 from mmrouter_sidecar.relay import Relay
 from mmrouter_sidecar.settings import Settings
@@ -34,6 +36,7 @@ class Sidecar:
         self.metrics.watch(self._counted)
         self.engine = Engine(settings, self.relay, self._context, self.metrics, self._settle)
         self._probe = Probe(settings, self.relay, self.metrics)
+        self._janitor = Janitor(settings, self.metrics, self._filled) if settings.shared_dir is not None else None
         self._settings = settings
         self._flushed = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -51,6 +54,9 @@ class Sidecar:
             ready=self.ready.is_set,
             drain=lambda: self.relay.learned(draining=True),
         )
+        if self._janitor is not None:
+            # Before anything answers, so before the kubelet starts the engine: what the dead left is not in its way.
+            await self._janitor.begin()
         try:
             async with web, asyncio.TaskGroup() as tasks:
                 working = [
@@ -59,12 +65,16 @@ class Sidecar:
                     tasks.create_task(self._probe.run()),
                     tasks.create_task(self._beats()),
                     tasks.create_task(self._boot()),
+                    tasks.create_task(self._missing()),
+                    *([tasks.create_task(self._janitor.run())] if self._janitor is not None else []),
                 ]
                 await self._stop.wait()
                 log.info("stopping")
                 self.ready.clear()
                 for task in working:
                     task.cancel()
+            if self._janitor is not None:
+                await self._janitor.end()
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -78,6 +88,19 @@ class Sidecar:
         await self.engine.bound()
         self.ready.set()
         log.info("ready: worker %s, epoch %d", self.relay.worker, self.relay.epoch)
+
+    async def _missing(self) -> None:
+        """Notice the end of an engine whose events do not tell it."""
+        if not self._settings.publishes:
+            await presence.watch(self._settings.pod_ip, self._settings.ports.engine, self._unseen)
+
+    def _unseen(self) -> None:
+        if self.relay.facts.state == "up":
+            self.relay.engine_ended(UNSEEN)
+            self.relay.learned(state="down")
+
+    def _filled(self, shared: Shared) -> None:
+        self.relay.shared = shared
 
     def _counted(self) -> Counted:
         ledger = self.relay.ledger

@@ -49,17 +49,23 @@ class Metrics:
         self.journal_bytes = gauge("journal_bytes", "Size of the journal.")
         self.lag = gauge("lag_seconds", "Age of the last event batch when it was applied.")
         self.up = gauge("engine_up", "1 while the engine answers.")
+        self.shm: Mapping[str, int] = {}
+        """Bytes of the node's shared directory by state."""
+        self.shm_pressure = gauge("shm_pressure_ratio", "Share of the node's shared directory that is taken.")
+        self.shm_reclaimed = counter("shm_reclaimed", "Files removed from the node's shared directory.", "reason")
+        self.shm_reclaimed_bytes = counter("shm_reclaimed_bytes", "Bytes that they had.", "reason")
+        self.shm_errors = counter("shm_errors", "Steps of the janitor that the file system did not let it do.")
         self.load = EngineLoad()
         self.registry.register(self.load)
 
     def watch(self, counted: Callable[[], Counted]) -> None:
         """Expose what the hot path counts by itself, when it is asked for."""
-        self.registry.register(_Collector(counted))
+        self.registry.register(_Collector(counted, lambda: self.shm))
 
 
 class _Collector:
-    def __init__(self, counted: Callable[[], Counted]) -> None:
-        self._counted = counted
+    def __init__(self, counted: Callable[[], Counted], shm: Callable[[], Mapping[str, int]]) -> None:
+        self._counted, self._shm = counted, shm
 
     def collect(self) -> Iterable[Metric]:
         """Counts by reason (blocks for stored, removed and quarantined ones, else events), and what is held."""
@@ -71,3 +77,9 @@ class _Collector:
         yield events
         yield GaugeMetricFamily(f"{PREFIX}_blocks", "Distinct block keys held.", counted.held)
         yield GaugeMetricFamily(f"{PREFIX}_blocks_aside", "Blocks held whose key is not known.", counted.aside)
+        shm = GaugeMetricFamily(
+            f"{PREFIX}_shm_bytes", "Bytes in the node's shared directory, the same from all its pods.", labels=["state"]
+        )
+        for state, size in sorted(self._shm().items()):
+            shm.add_metric([state], size)
+        yield shm

@@ -63,6 +63,8 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         health_path=launch.health_path,
         health_seconds=float(launch.health_seconds),
         publishes="--kv-events-config" in launch.args,
+        shared_dir=Path(env["MMROUTER_SHARED_DIR"]) if env.get("MMROUTER_SHARED_DIR") else None,
+        shared_bytes=_number(env, "MMROUTER_SHARED_LIMIT_BYTES"),
     )
 
 

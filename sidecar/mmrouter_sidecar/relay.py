@@ -70,6 +70,8 @@ class Relay:
         self.ledger = Ledger(settings.seed)
         self.canaries = Canaries(0)
         self.facts = EngineFacts(revision=settings.revision)
+        self.shared: feed.Shared | None = None
+        """How full the node's shared directory is; the next heartbeat tells it."""
         self.boot, self.epoch, self.seq = "", 0, 0
         self.proofs: dict[int, tuple[int, int]] = {}
         """Rank -> (engine number, digest) of the last batch applied."""
@@ -177,6 +179,7 @@ class Relay:
                 canary=self.canaries.result,
                 groups=self.ledger.groups,
                 facts=facts.identity,
+                shared=self.shared,
             )
         )
 

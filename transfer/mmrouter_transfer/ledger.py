@@ -23,7 +23,8 @@ class Entry(msgspec.Struct, frozen=True):
 
     ``state``: of a slot as in ``slot.State``, or ``unreadable``; of a plain file as in ``marks.PlainState``; ``owner``
     is a writer's owner file, ``other`` no file of this library. ``lives``: whether the writer does. ``bytes``: memory
-    that the file takes.
+    that the file takes. ``used``: of a file that is not of this library, when it was read or written last, in seconds
+    since 1970.
     """
 
     path: str
@@ -34,6 +35,7 @@ class Entry(msgspec.Struct, frozen=True):
     since: float | None = None
     deadline: float | None = None
     generation: int = 0
+    used: float | None = None
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -130,7 +132,7 @@ def _others(folder: int, name: str, path: str) -> Iterator[Entry]:
     except FileNotFoundError:
         return
     if not stat.S_ISDIR(status.st_mode):
-        yield Entry(path, status.st_blocks * 512, "other")
+        yield Entry(path, status.st_blocks * 512, "other", used=max(status.st_atime, status.st_mtime))
         return
     with contextlib.suppress(OSError), files.folder(name, below=folder) as inner:
         for inside in sorted(os.listdir(inner)):

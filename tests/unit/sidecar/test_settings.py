@@ -92,6 +92,16 @@ def test_files_and_variables_become_settings(environment: dict[str, str], settin
     assert told.fingerprint != settings.fingerprint
 
 
+def test_the_nodes_directory_and_its_limit_are_read_where_the_pod_has_it(environment: dict[str, str]) -> None:
+    assert (load(environment).shared_dir, load(environment).shared_bytes) == (None, 0)
+    environment |= {"MMROUTER_SHARED_DIR": "/var/lib/mmrouter/shared", "MMROUTER_SHARED_LIMIT_BYTES": "8589934592"}
+    told = load(environment)
+    assert (told.shared_dir, told.shared_bytes) == (Path("/var/lib/mmrouter/shared"), 8 << 30)
+    assert from_json(to_json(told)) == told
+    with pytest.raises(SettingsError, match="MMROUTER_SHARED_LIMIT_BYTES is '8Gi'"):
+        load(environment | {"MMROUTER_SHARED_LIMIT_BYTES": "8Gi"})
+
+
 @pytest.mark.parametrize("name", ["POD_UID", "MMROUTER_POOL"])
 def test_a_missing_variable_is_named(environment: dict[str, str], name: str) -> None:
     with pytest.raises(SettingsError, match=name):

@@ -84,6 +84,10 @@ def test_the_ledger_tells_every_byte_whose_it_is_and_in_which_state(root, clock)
     assert {path for path, entry in told.items() if entry.state == "other"} == {
         "stranger", "folder/inside", "pool-x-1/notes", "pool-file", "pool-dangling",
     }  # fmt: skip
+    os.utime(root / "stranger", (2e9, 1e9))
+    os.utime(root / "folder" / "inside", (1e9, 3e9))
+    used = {entry.path: entry.used for entry in ledger(root, clock.now).entries}
+    assert (used["stranger"], used["folder/inside"], used[leases[0].handle.path]) == (2e9, 3e9, None)
     assert 0 <= found.pressure <= 1
     crash_writer(pool)
     assert not ledger(root, clock.now).entries[-1].lives

@@ -1,0 +1,305 @@
+"""The janitor on a real tmpfs: what the dead left goes, before the engine runs, and what anybody may name stays."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from unit.transfer.conftest import TMPFS
+from unit.transfer.crashes import crash_plains, crash_writer, taken
+
+from mmrouter import feed
+from mmrouter_sidecar import janitor as janitors
+from mmrouter_sidecar import tidying
+from mmrouter_sidecar.janitor import Janitor
+from mmrouter_sidecar.metrics import Counted, Metrics
+from mmrouter_sidecar.settings import Settings
+from mmrouter_transfer import Plains, Pool
+from mmrouter_transfer.files import clock
+
+MIB = 1 << 20
+ENCODERS = "m1-aa/encoder_cache.safetensors"
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="mmrouter-janitor-", dir=TMPFS if os.access(TMPFS, os.W_OK) else None))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Node:
+    """One node's directory, and the janitors of its pods."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.folder = folder
+        self.settings = replace(settings, shared_dir=folder, shared_bytes=64 * MIB)
+        self.ahead = 0.0
+        self.told: list[feed.Shared] = []
+        self.metrics = Metrics()
+        self.metrics.watch(lambda: Counted(0, {}, 0, 0))
+
+    def janitor(self, uid: str = "pod-1", **changes: Any) -> Janitor:
+        settings = replace(self.settings, pod_uid=uid, **changes)
+        return Janitor(settings, self.metrics, self.told.append, now=lambda: clock() + self.ahead)
+
+    def removed(self, reason: str, what: str = "") -> float:
+        name = f"mmrouter_sidecar_shm_reclaimed{what}_total"
+        return self.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"mmrouter_sidecar_{name}", labels) or 0.0
+
+    def encoded(self, name: str, size: int = 5000, unused: float = 0.0) -> Path:
+        path = self.folder / name / tidying.ENCODER_FILE
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(size))
+        status = path.stat()
+        os.utime(path, (status.st_atime - unused, status.st_mtime - unused))
+        return path
+
+    def crashed(self) -> None:
+        """What two writers leave that are killed: leases that are not over, a plain file, half of one."""
+        pool, plains = Pool(self.folder, "w", limit_bytes=8 * MIB), Plains(self.folder, "r", 8 * MIB)
+        pool.put(b"x", "r")
+        plains.put(b"y", ".png")
+        (plains.folder / "draft-plain-1-1").write_bytes(b"half")
+        crash_writer(pool)
+        crash_plains(plains)
+
+
+@pytest.fixture
+def node(settings: Settings, shared: Path) -> Node:
+    return Node(settings, shared)
+
+
+async def test_what_the_last_pod_of_a_node_left_is_cleared_before_the_next_ones_engine_runs(node: Node) -> None:
+    node.crashed()
+    node.encoded("m1-aa")
+    (node.folder / "core.1234").write_bytes(bytes(MIB))
+    living = Plains(node.folder, "router", MIB)
+    file = living.put(b"mine")
+    await node.janitor().begin()
+    assert sorted(os.listdir(node.folder)) == sorted([living.name, "sidecar-pod-1"])
+    assert file.path.read_bytes() == b"mine"
+    assert (node.removed("dead_writer"), node.removed("left_behind")) == (3, 2)
+    assert node.removed("left_behind", "_bytes") == MIB + 2 * 4096
+    assert node.told[-1].taken == taken(node.folder)
+    living.close()
+
+
+async def test_beside_another_pod_leases_last_until_their_ends_and_files_of_others_stay(node: Node) -> None:
+    await node.janitor("pod-2").begin()
+    node.crashed()
+    node.encoded("m1-aa")
+    one = node.janitor()
+    await one.begin()
+    assert (node.removed("dead_writer"), node.removed("left_behind")) == (1, 0)  # the half file
+    assert (node.folder / ENCODERS).exists()
+    node.ahead = 61
+    await one.begin()
+    assert node.removed("dead_writer") == 3
+    assert sorted(os.listdir(node.folder)) == ["m1-aa", "sidecar-pod-1", "sidecar-pod-2"]
+
+
+async def test_a_pod_that_was_killed_is_waited_for_as_long_as_a_restart_takes(node: Node) -> None:
+    await node.janitor("pod-2").begin()
+    node.encoded("m1-aa")
+    node.ahead = tidying.PRESENT_SECONDS - 10
+    await node.janitor().begin()
+    assert (node.folder / ENCODERS).exists()
+    node.ahead = 2 * tidying.PRESENT_SECONDS
+    await node.janitor("pod-3").begin()
+    assert os.listdir(node.folder) == ["sidecar-pod-3"]
+
+
+async def test_a_sidecar_that_is_started_again_beside_its_running_engine_leaves_its_files(node: Node) -> None:
+    node.encoded("m1-aa")
+    server = await asyncio.start_server(lambda *_: None, node.settings.pod_ip, 0)
+    port = server.sockets[0].getsockname()[1]
+    beside = node.janitor(ports=replace(node.settings.ports, engine=port))
+    await beside.begin()
+    await beside.end()
+    assert (node.folder / ENCODERS).exists()
+    server.close()
+    await server.wait_closed()
+    await beside.begin()
+    assert not (node.folder / ENCODERS).exists()
+
+
+async def test_the_last_pod_of_a_node_leaves_nothing_and_one_that_is_not_the_last_what_others_use(node: Node) -> None:
+    one, two = node.janitor("pod-1"), node.janitor("pod-2")
+    await one.begin()
+    await two.begin()
+    node.crashed()
+    node.encoded("m1-aa")
+    await one.end()
+    assert (node.folder / ENCODERS).exists()
+    assert len([name for name in os.listdir(node.folder) if name.startswith("pool-")]) == 2
+    assert "sidecar-pod-1" not in os.listdir(node.folder)
+    await two.end()
+    assert os.listdir(node.folder) == []
+
+
+async def test_nothing_is_followed_out_of_the_directory(node: Node, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / tidying.ENCODER_FILE).write_bytes(b"x")
+    os.utime(outside / tidying.ENCODER_FILE, (0, 0))
+    (node.folder / "link").symlink_to(outside)
+    (node.folder / "folder").mkdir()
+    (node.folder / "folder" / "link").symlink_to(outside)
+    await node.janitor("pod-2").begin()
+    one = node.janitor()
+    await one.begin()
+    await node.janitor("pod-2").end()
+    await one.end()
+    assert os.listdir(node.folder) == []
+    assert (outside / tidying.ENCODER_FILE).exists()
+
+
+async def test_encoders_files_make_room_those_first_that_were_not_read_for_longest(node: Node) -> None:
+    await node.janitor("pod-2").begin()
+    for number in range(6):
+        node.encoded(f"m1-{number}", MIB, unused=600 - number)
+    young = node.encoded("m1-young", MIB)
+    read = node.folder / "m1-0" / tidying.ENCODER_FILE
+    one = node.janitor(shared_bytes=8 * MIB)
+    assert read.read_bytes()
+    await one.begin()
+    assert node.told[-1] == replaced(node.told[-1], above=False, limit=8 * MIB)
+    left = sorted(path.name for path in node.folder.glob("m1-*") if any(path.iterdir()))
+    assert left == ["m1-0", "m1-3", "m1-4", "m1-5", "m1-young"]
+    assert young.exists()
+    assert (node.removed("pressure"), node.removed("pressure", "_bytes")) == (2, 2 * MIB)
+
+
+def replaced(figures: feed.Shared, **values: Any) -> feed.Shared:
+    return feed.Shared(**{name: getattr(figures, name) for name in figures.__struct_fields__} | values)
+
+
+async def test_each_reading_of_an_encoders_file_shows_and_not_only_the_first(node: Node) -> None:
+    """relatime notes a reading only where the file was changed since the last one that it noted."""
+    await node.janitor("pod-2").begin()
+    path = node.encoded("m1-aa", unused=30)
+    one = node.janitor()
+    seen = []
+    for _ in range(3):
+        assert path.read_bytes()
+        seen.append(path.stat().st_atime_ns)
+        await one.begin()
+        assert path.stat().st_atime_ns == seen[-1]
+    assert seen == sorted(set(seen))
+
+
+async def test_a_file_that_was_used_since_it_was_looked_at_is_not_removed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await node.janitor("pod-2").begin()
+    path = node.encoded("m1-aa", unused=2 * tidying.FORGOTTEN_SECONDS)
+    real = tidying.doomed
+
+    def used_meanwhile(*arguments: Any) -> list[tidying.Doomed]:
+        found = real(*arguments)
+        assert len(found) == 1
+        assert path.read_bytes()
+        return found
+
+    monkeypatch.setattr(tidying, "doomed", used_meanwhile)
+    await node.janitor().begin()
+    assert path.exists()
+    monkeypatch.setattr(tidying, "doomed", real)
+    os.utime(path, (0, 0))
+    await node.janitor().begin()
+    assert (path.exists(), node.removed("unused")) == (False, 1)
+
+
+async def test_a_folder_that_an_encoder_may_be_about_to_write_into_stays_and_one_long_empty_goes(node: Node) -> None:
+    await node.janitor("pod-2").begin()
+    for name, age in (("m1-young", 10), ("m1-old", tidying.FORGOTTEN_SECONDS + 1), ("m1-full", 1e6)):
+        folder = node.folder / "deep" / name
+        folder.mkdir(parents=True)
+        if name == "m1-full":
+            (folder / "file").write_bytes(b"x")
+        now = folder.stat().st_mtime
+        os.utime(folder, (now - age, now - age))
+    await node.janitor().begin()
+    assert sorted(path.name for path in (node.folder / "deep").iterdir()) == ["m1-full", "m1-young"]
+
+
+async def test_the_bytes_are_told_by_state_and_the_pressure_with_them(node: Node) -> None:
+    await node.janitor("pod-2").begin()
+    pool = Pool(node.folder, "w", limit_bytes=8 * MIB)
+    pool.put(b"x", "r")
+    node.encoded("m1-aa")
+    await node.janitor().begin()
+    assert node.metric("shm_bytes", state="leased") == 65536 + 4096
+    assert node.metric("shm_bytes", state="encoder") == 8192
+    assert node.metric("shm_pressure_ratio") >= taken(node.folder) / (64 * MIB) > 0
+    figures = node.told[-1]
+    assert (figures.taken, figures.limit, figures.above) == (taken(node.folder), 64 * MIB, False)
+    assert figures.capacity >= figures.available > 0
+    pool.close()
+
+
+async def test_a_directory_that_cannot_be_used_is_counted_and_stops_nothing(node: Node, start: Any) -> None:
+    gone = node.folder / "not there"
+    one = node.janitor(shared_dir=gone)
+    await one.begin()
+    await one.end()
+    assert (node.metric("shm_errors_total"), node.told) == (2, [])
+    running = await start(replace(node.settings, shared_dir=gone))
+    assert running.metric("shm_errors_total") >= 1
+
+
+async def test_two_janitors_at_once_do_not_undo_each_other(node: Node) -> None:
+    for _ in range(5):
+        node.crashed()
+    for number in range(20):
+        node.encoded(f"m1-{number}", unused=10_000)
+    both = [node.janitor("pod-1"), node.janitor("pod-2")]
+    for one in both:
+        one._touch()
+    await asyncio.gather(*(one.begin() for one in both))
+    assert node.removed("dead_writer") == 5
+    assert node.removed("unused") == 20
+    assert node.metric("shm_errors_total") == 0
+
+
+async def test_a_sidecar_clears_before_it_answers_and_tells_routers_how_full_the_directory_is(
+    node: Node, start: Any, router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PERIOD", "LOOK_PERIOD"):
+        monkeypatch.setattr(janitors, name, 0.02)
+    monkeypatch.setattr(janitors, "SHARE", 10.0)
+    node.crashed()
+    node.encoded("m1-aa")
+    at_serving: list[list[str]] = []
+    real: Callable[..., Any] = janitors.Janitor.run
+
+    def observed(self: Janitor) -> Any:
+        at_serving.append(os.listdir(node.folder))
+        return real(self)
+
+    monkeypatch.setattr(janitors.Janitor, "run", observed)
+    one = await start(node.settings)
+    assert at_serving == [["sidecar-pod-1"]]
+    beat = await router.heartbeat(lambda beat: beat.shared is not None)
+    assert (beat.shared.taken, beat.shared.limit, beat.shared.above) == (0, 64 * MIB, False)
+    pool = Pool(node.folder, "w", limit_bytes=60 * MIB, high_water=1.0)
+    leases = [pool.lease(MIB) for _ in range(55)]
+    await router.heartbeat(lambda beat: beat.shared.above)
+    crash_writer(pool, leases)
+    beat = await router.heartbeat(lambda beat: not beat.shared.above)
+    assert beat.shared.taken < 0.7 * 64 * MIB
+    await router.heartbeat(lambda beat: beat.shared.taken == 0)
+    assert os.listdir(node.folder) == ["sidecar-pod-1"]
+    assert one.metric("shm_reclaimed_total", reason="dead_writer") >= 55
+    node.encoded("m1-bb")
+    await one.stop()
+    assert os.listdir(node.folder) == []
