@@ -1,0 +1,354 @@
+"""Hand-overs: what leads where, what it costs, and that an engine gets every image whatever fails."""
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter.api import parse_deployment
+from mmrouter.engines.vllm_handover import Status
+from mmrouter_router.encode.rates import Line
+from mmrouter_router.fleet import Fleet, Member
+from mmrouter_router.handover import HandOver, Parcel, Said
+from mmrouter_router.handover.cost import Costs
+from mmrouter_router.handover.files import IN_THREAD, Folder
+from mmrouter_router.handover.plan import plan
+from mmrouter_router.handover.reach import End, why_no_file, why_not_processed
+from mmrouter_router.handover.rest import FAILURES, LAST_SECONDS, Resting
+from mmrouter_router.handover.values import Fall, Load, Reach
+from mmrouter_router.media import Media
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.upstream import Upstream, UpstreamError
+
+LARGE = 8 * IN_THREAD
+OPEN = Status(1, "engine", enabled=True, settings="s", ways={"shm": "", "nixl": "", "inline": ""})
+GONE = b'{"error":{"message":"[Errno 2] No such file or directory: \'<path>\'"}}'
+MISSING = b'{"error":{"message":"Cache miss for image at index 0 but data is not provided."}}'
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_taken_from_the_size_on_at_which_it_is_the_cheaper_way():
+    costs = Costs({"file": Line(1e-3, 1e-9), "bytes": Line(0.0, 1e-9)})
+    taken = [not costs.why_no_file(size) for size in (1_000, 100_000, 10_000_000)]
+    assert taken == [False, False, True]
+    for size in (100_000, 200_000, 400_000, 800_000) * 3:
+        costs.observe("bytes", size, size * 5e-8)
+    assert not costs.why_no_file(100_000)
+    assert costs.why_no_file(1_000) == "bytes_cheaper"
+
+
+@given(st.lists(st.floats(0, 60), min_size=8, max_size=8))
+def test_a_quarter_of_wild_times_changes_no_decision(wild):
+    costs = Costs()
+    for number in range(24):
+        size = 100_000 * (1 + number % 4)
+        costs.observe("file", size, 1e-4 + size * 1e-9)
+        costs.observe("bytes", size, size * 2e-9)
+    for seconds in wild:
+        costs.observe("file", 100_000, seconds)
+    assert not costs.why_no_file(10_000_000)
+    assert costs.why_no_file(1_000)
+
+
+def test_a_renderer_is_asked_while_answers_are_sooner_with_it_and_now_and_then_after():
+    costs = Costs()
+    for _ in range(20):
+        processed = not costs.why_unprocessed(500)
+        costs.observe_answer(500, 0.2 if processed else 0.1, processed=processed)
+    said = Counter(costs.why_unprocessed(500) for _ in range(64))
+    assert said["slower"] == 60
+    assert costs.why_unprocessed(4) == "small"
+
+
+def test_whatever_it_costs_means_every_way_that_is_there():
+    costs = Costs(always=True)
+    assert (costs.why_no_file(1), costs.why_unprocessed(1)) == ("", "")
+
+
+# -- what leads where --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("router", "engine", "why"),
+    [
+        (End("n", True), End("n", True), ""),
+        (End("n", False), End("n", True), "no_folder"),
+        (End("n", True), End("n", False), "no_folder"),
+        (End("n", True), End("m", True), "other_node"),
+        (End("", True), End("", True), "other_node"),
+    ],
+)
+def test_a_file_leads_to_engines_of_the_same_node_that_have_the_folder(router, engine, why):
+    assert why_no_file(router, engine) == why
+
+
+@pytest.mark.parametrize(
+    ("mode", "renderer", "engine", "whys"),
+    [
+        ("nixl", End("n", plugin=OPEN), End("n", plugin=OPEN), ["", "", ""]),
+        ("nixl", End("n", plugin=OPEN), End("m", plugin=OPEN), ["", "other_node", ""]),
+        ("shm", End("n", plugin=OPEN), End("n", plugin=OPEN), ["", ""]),
+        ("shm", None, End("n", plugin=OPEN), ["no_renderer"] * 2),
+        ("shm", End("n", plugin=OPEN), End("n"), ["no_plugin"] * 2),
+        ("shm", End("n", plugin=Status(1, "renderer", enabled=False)), End("n", plugin=OPEN), ["disabled"] * 2),
+        ("shm", End("n", plugin=OPEN), End("n", plugin=Status(1, "engine", True, settings="t")), ["settings"] * 2),
+        (
+            "shm",
+            End("n", plugin=OPEN),
+            End("n", plugin=Status(1, "engine", True, settings="s", ways={"shm": ""})),
+            ["", "absent"],
+        ),
+    ],
+)
+def test_a_processed_image_goes_where_both_plugins_have_the_way(mode, renderer, engine, whys):
+    assert list(why_not_processed(mode, renderer, engine).values()) == whys
+
+
+@given(
+    st.lists(st.integers(0, 20_000_000), min_size=1, max_size=6),
+    st.sampled_from(["", "no_folder", "other_node", "resting"]),
+    st.dictionaries(st.sampled_from(["nixl", "shm", "inline"]), st.sampled_from(["", "absent", "other_node"])),
+)
+def test_every_image_has_a_way_and_every_way_that_it_does_not_take_a_reason(sizes, file, processed):
+    loads = [Load(str(number), size, 100) for number, size in enumerate(sizes)]
+    found = plan(loads, Reach(file, processed), Costs())
+    for load in loads:
+        passed = {fall.how for fall in found.falls[load.uuid]}
+        assert all(fall.reason for fall in found.falls[load.uuid])
+        assert passed == {way for way, why in processed.items() if why} | (
+            set() if load.uuid in found.files else {"file"}
+        )
+    assert list(found.processed) == [way for way, why in processed.items() if not why]
+
+
+# -- what keeps failing ------------------------------------------------------------------------------------------------
+
+
+def test_a_way_that_keeps_failing_rests_longer_each_time_and_one_success_is_enough():
+    now = 0.0
+    resting = Resting(lambda: now)
+    for _ in range(FAILURES - 1):
+        resting.failed("e", "file")
+    assert not resting.rests("e", "file")
+    rests = []
+    for _ in range(9):
+        resting.failed("e", "file")
+        assert resting.rests("e", "file")
+        assert not resting.rests("e", "shm")
+        assert not resting.rests("f", "file")
+        began = now
+        while resting.rests("e", "file"):
+            now += 1.0
+        rests.append(now - began)
+    assert rests[:4] == [1, 2, 4, 8]
+    assert rests[-1] == LAST_SECONDS
+    resting.worked("e", "file")
+    resting.failed("e", "file")
+    assert not resting.rests("e", "file")
+    resting.failed("gone", "file")
+    resting.keep({"e"})
+    assert set(resting._states) == {("e", "file")}
+
+
+# -- one request -------------------------------------------------------------------------------------------------------
+
+
+class Rig:
+    """A router with its folder, one engine on its node, and an engine that answers as it is told."""
+
+    def __init__(self, root: Path, *, node: str = "n", limit: int = 64 << 20, clock=lambda: 0.0) -> None:
+        self.root = root
+        self.metrics = Metrics()
+        pool = {"name": "worker", "role": "worker", "accelerator": {"kind": "cpu"}, "sharedMemory": {"scope": "node"}}
+        spec = {"model": {"id": "m"}, "engine": {"type": "vllm"}, "routing": {"transfer": "shm"}, "pools": [pool]}
+        resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
+        fleet = Fleet(self.metrics)
+        self.worker = fleet.join(Member("u", "w-0", "127.0.0.1", "worker", "worker", node))
+        self.folder = Folder(root, "router", limit, limit)
+        self.handover = HandOver(
+            parse_deployment({**resource, "spec": spec}),
+            fleet,
+            Upstream(),
+            "key",
+            self.metrics,
+            list,
+            node="n",
+            folder=self.folder,
+            clock=clock,
+        )
+        self.answers: list[tuple[int, bytes] | Exception] = []
+        self.got: list[list[bytes | None]] = []  # per request the images as the engine has them
+        self.told: list[dict] = []
+
+    async def post(self, body: bytes) -> Said:
+        self.got.append([self.seen(part) for part in json.loads(body)["messages"][0]["content"]])
+        answer = self.answers.pop(0) if self.answers else (200, b"ok")
+        if isinstance(answer, Exception):
+            raise answer
+        return Said(*answer)
+
+    def seen(self, part: dict) -> bytes | str:
+        url = part["image_url"]["url"]
+        if not url.startswith("file:"):
+            return "bytes"
+        path = Path(urlsplit(url).path)
+        assert path.is_relative_to(self.root)
+        assert path.stat().st_mode & 0o007 == 0
+        return path.read_bytes()
+
+    def parcel(self, *sizes: int) -> Parcel:
+        images = tuple(
+            OutgoingImage(0, n, f"m1-{n}", Media(bytes([n]) * size, "image/png", "data"))
+            for n, size in enumerate(sizes)
+        )
+        parts = [{"type": "image_url", "image_url": {"url": ""}, "uuid": image.uuid} for image in images]
+        outgoing = Outgoing(CHAT, {"messages": [{"role": "user", "content": parts}]}, images)
+        return Parcel(self.worker, outgoing, outgoing.fields)
+
+    async def send(self, *sizes: int) -> Said:
+        return await self.handover.send(self.parcel(*sizes), self.post, self.told)
+
+    def counted(self) -> dict[tuple[str, str], float]:
+        (family,) = self.metrics.handovers.collect()
+        samples = [sample for sample in family.samples if sample.name.endswith("_total")]
+        return {(s.labels["how"], s.labels["reason"]): s.value for s in samples}
+
+    def left(self) -> list[str]:
+        return [name for _, _, names in os.walk(self.root) for name in names if name != "owner"]
+
+
+@pytest.fixture
+def rig(tmp_path):
+    return Rig(tmp_path)
+
+
+async def test_a_large_image_is_a_file_while_the_engine_reads_it_and_gone_when_it_answers(tmp_path):
+    rig = Rig(tmp_path, clock=time.monotonic)
+    answer = await rig.send(LARGE, 10)
+    assert (answer.status, rig.got) == (200, [[b"\0" * LARGE, "bytes"]])
+    assert rig.left() == []
+    assert rig.counted() == {("file", ""): 1, ("bytes", ""): 1, ("file", "bytes_cheaper"): 1}
+    first, second = rig.told
+    assert (first["how"], first["bytes"], first["engine"], first["instead_of"]) == ("file", LARGE, "w-0", [])
+    assert first["seconds"] > 0
+    assert second["instead_of"] == [{"how": "file", "reason": "bytes_cheaper"}]
+
+
+async def test_an_engine_that_cannot_read_a_file_gets_the_bytes_and_the_request_succeeds(rig):
+    rig.answers = [(500, GONE), (200, b"ok")]
+    answer = await rig.send(LARGE)
+    assert (answer.status, rig.got) == (200, [[b"\0" * LARGE], ["bytes"]])
+    assert rig.counted() == {("file", "refused"): 1, ("bytes", ""): 1}
+    assert rig.left() == []
+
+
+async def test_a_way_that_engines_refuse_is_left_alone_for_a_while(rig):
+    for _ in range(FAILURES):
+        rig.answers = [(500, GONE)]
+        await rig.send(LARGE)
+    rig.got.clear()
+    await rig.send(LARGE)
+    assert rig.got == [["bytes"]]
+    assert rig.counted()["file", "resting"] == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(400, b"maximum context length"), (503, GONE), (500, b"cannot schedule new futures"), (404, GONE)],
+)
+async def test_what_is_not_about_a_file_is_the_answer_and_nothing_is_sent_again(rig, status, said):
+    rig.answers = [(status, said)]
+    answer = await rig.send(LARGE)
+    assert (answer.status, len(rig.got), rig.left()) == (status, 1, [])
+
+
+async def test_a_request_that_fails_with_bytes_too_says_nothing_against_files(rig):
+    for _ in range(FAILURES):
+        rig.answers = [(500, GONE), (400, b"cannot identify image file")]
+        assert (await rig.send(LARGE)).status == 400
+    assert not rig.handover._resting.rests(rig.worker.id, "file")
+
+
+async def test_a_folder_above_its_mark_stops_hand_overs_and_no_request(tmp_path):
+    rig = Rig(tmp_path, limit=2 * LARGE)
+    held = await rig.folder.put("other", Media(bytes(LARGE), "image/png", "data"))
+    assert (await rig.send(LARGE)).status == 200
+    assert rig.got == [["bytes"]]
+    assert rig.counted() == {("file", "full"): 1, ("bytes", ""): 1}
+    held.release()
+    await rig.send(LARGE)
+    assert rig.got[-1] == [b"\0" * LARGE]
+
+
+async def test_an_engine_of_another_node_gets_bytes(tmp_path):
+    rig = Rig(tmp_path, node="m")
+    await rig.send(LARGE)
+    assert rig.got == [["bytes"]]
+    assert rig.counted() == {("file", "other_node"): 1, ("bytes", ""): 1}
+
+
+async def test_a_lost_engine_and_a_client_that_leaves_leave_no_file(rig):
+    rig.answers = [UpstreamError("gone", sent=True)]
+    with pytest.raises(UpstreamError):
+        await rig.send(LARGE)
+    assert rig.left() == []
+    asked = asyncio.Event()
+
+    async def hangs(body: bytes) -> Said:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    task = asyncio.create_task(rig.handover.send(rig.parcel(LARGE), hangs, rig.told))
+    await asked.wait()
+    assert len(rig.left()) == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert rig.left() == []
+    assert ("file", "") not in rig.counted()
+
+
+async def test_a_client_that_leaves_while_its_file_is_written_leaves_no_file(rig):
+    task = asyncio.create_task(rig.send(LARGE * 4))
+    await asyncio.sleep(0)  # the thread has it now
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    async with asyncio.timeout(5):
+        while rig.left():
+            await asyncio.sleep(0.001)
+    assert rig.got == []
+
+
+async def test_two_requests_that_show_one_image_share_its_file(rig):
+    seen: list[str] = []
+
+    async def looks(body: bytes) -> Said:
+        seen.append(json.loads(body)["messages"][0]["content"][0]["image_url"]["url"])
+        if len(seen) == 1:
+            await rig.handover.send(rig.parcel(LARGE), looks, rig.told)
+            assert len(rig.left()) == 1  # the first one's answer has not begun
+        return Said(200, b"ok")
+
+    await rig.handover.send(rig.parcel(LARGE), looks, rig.told)
+    assert seen[0] == seen[1]
+    assert rig.left() == []
+
+
+def test_a_plan_names_what_was_passed_over_in_the_order_of_the_ladder():
+    found = plan([Load("a", 10, 1)], Reach("", {"nixl": "absent", "shm": "", "inline": ""}), Costs())
+    assert found.falls["a"] == (
+        Fall("nixl", "absent"),
+        Fall("shm", "small"),
+        Fall("inline", "small"),
+        Fall("file", "bytes_cheaper"),
+    )
