@@ -30,6 +30,7 @@ COPY operator operator
 COPY sidecar sidecar
 COPY router router
 COPY transfer transfer
+COPY plugin plugin
 COPY sim sim
 COPY cli cli
 RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist . && \

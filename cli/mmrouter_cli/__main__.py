@@ -31,6 +31,10 @@ def main() -> None:
         from mmrouter_router.fetch import main as fetch_metadata
 
         sys.exit(fetch_metadata())
+    if command == "plugin":
+        from mmrouter_plugin.install import main as install_plugin
+
+        sys.exit(install_plugin(sys.argv[2:]))
     if command == "operator":
         from mmrouter_operator.__main__ import main as run_operator
 

@@ -1,0 +1,57 @@
+"""An engine's side: offers become items that wait for the chat that names them."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from mmrouter_plugin import vllm_items
+from mmrouter_plugin.cache import HandedOverCache, Processed
+from mmrouter_plugin.kept import Kept
+from mmrouter_plugin.packed import read_header
+from mmrouter_plugin.ways import Ways
+from mmrouter_plugin.wire import HandOverFailed, Offer
+
+log = logging.getLogger("mmrouter.plugin")
+
+
+class Taking:
+    """Takes offers. Usable from several threads."""
+
+    def __init__(self, ways: Ways, settings: str, cache: HandedOverCache, kept: Kept[Processed]) -> None:
+        self._ways, self._settings, self._cache, self._kept = ways, settings, cache, kept
+        self.counts: Counter[str] = Counter()
+
+    def take(self, items: Mapping[str, Offer], seconds: float) -> tuple[list[str], dict[str, str]]:
+        """Return the images that the engine holds now, and why it does not hold the others."""
+        held: list[str] = []
+        refused: dict[str, str] = {}
+        for name, offer in items.items():
+            if self._cache.holds(name, seconds):
+                self.counts["held before"] += 1
+                held.append(name)
+                continue
+            try:
+                self._take(name, offer, seconds)
+            except HandOverFailed as failed:
+                log.info("image %s is not taken: %s", name, failed)
+                self.counts[f"refused {failed.reason}"] += 1
+                refused[name] = failed.reason
+            else:
+                self.counts[f"taken {offer.__struct_config__.tag}"] += 1
+                held.append(name)
+        return held, refused
+
+    @property
+    def used(self) -> int:
+        """Items that a chat took."""
+        return self._cache.used
+
+    def _take(self, name: str, offer: Offer, seconds: float) -> None:
+        def unpack(packed: memoryview) -> Processed:
+            if len(packed) != offer.length:
+                raise HandOverFailed("truncated", f"{len(packed)} bytes, {offer.length} were offered")
+            header, tensors = read_header(packed, name=name, settings=self._settings)
+            with tensors:  # a slot can only be let go when nothing points into it
+                return vllm_items.unpack(header, tensors)
+
+        self._kept.put(name, self._ways.read(offer, unpack), offer.length, seconds)

@@ -1,0 +1,172 @@
+"""Processed images across nodes: a NIXL agent on either side, the engine's reads from the renderer's memory.
+
+A read that fails costs nothing that is not given back: its buffer is lent for the read alone, and one that the network
+may still write to is kept aside until NIXL says that it does not any more.
+"""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mmrouter_plugin.arena import GENERATION, HEAD_BYTES, Arena, Part
+from mmrouter_plugin.packed import Plan
+from mmrouter_plugin.sums import checksum
+from mmrouter_plugin.wire import HandOverFailed, Nixl
+
+T = TypeVar("T")
+
+READ_SECONDS = 10.0
+POLL_SECONDS = 0.0005
+MAX_PEERS = 64
+UNTIL_FREED = 3600.0
+"""The longest lease of a buffer that a read may still write to; NIXL is asked all the while."""
+
+
+class NixlWay:
+    """One agent and its arena, for both sides: a renderer offers from it, an engine reads into it."""
+
+    def __init__(self, agent: Any, arena: Arena, now: Callable[[], float] = time.monotonic) -> None:
+        """``agent`` is a ``nixl_agent``. Registers the arena. Raises what NIXL raises."""
+        self._agent, self.arena, self._now = agent, arena, now
+        # Mapped to the end of the process, so the address stays what it is.
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(arena.memory))
+        self._registered = agent.register_memory([(self._base, arena.memory.nbytes, 0, "")], "DRAM")
+        self._metadata: bytes = agent.get_agent_metadata()
+        self._peers: OrderedDict[str, bytes] = OrderedDict()
+        self._stuck: list[tuple[Any, Part]] = []
+        self._mutex = threading.Lock()  # an agent serves one thread at a time
+
+    def offer(self, plan: Plan, seconds: float) -> tuple[Nixl, Callable[[], bool]]:
+        """Write an item; return where it lies, and what ends that. Raises :class:`HandOverFailed`."""
+        part = self.arena.lease(plan.length, seconds)
+        try:
+            payload = self.arena.payload(part, plan.length)
+            plan.write(payload)
+            offered = Nixl(
+                length=plan.length,
+                agent=self._agent.name,
+                metadata=self._metadata,
+                address=self._base + part.offset,
+                generation=part.generation,
+                checksum=checksum(payload),
+            )
+        except BaseException:
+            self.arena.release(part)
+            raise
+        return offered, lambda: self.arena.release(part)
+
+    def read(self, offer: Nixl, use: Callable[[memoryview], T]) -> T:
+        """Read an item and return what ``use`` makes of it while it lies there. Raises :class:`HandOverFailed`."""
+        self.stuck()
+        part = self.arena.lease(HEAD_BYTES + offer.length, UNTIL_FREED)
+        try:
+            return self._read(offer, part, use)
+        finally:
+            with self._mutex:
+                if all(stuck is not part for _, stuck in self._stuck):
+                    self.arena.release(part)
+
+    def stuck(self) -> int:
+        """Return how many buffers wait for a read that was given up."""
+        with self._mutex:
+            self._settle()
+            return len(self._stuck)
+
+    def _read(self, offer: Nixl, part: Part, use: Callable[[memoryview], T]) -> T:
+        with self._mutex:
+            self._meet(offer)
+        local = self._base + part.offset + HEAD_BYTES
+        deadline = self._now() + READ_SECONDS
+        self._transfer(offer, part, local, offer.address, HEAD_BYTES + offer.length, deadline)
+        # The lease may have ended, and its memory got another item, while it was read. Its generation is zeroed before
+        # that, so one that still stands there now, after the read, stood there all the time.
+        self._transfer(offer, part, local, offer.address, GENERATION.size, deadline)
+        got = self.arena.payload(part, HEAD_BYTES + offer.length)
+        if GENERATION.unpack_from(got)[0] != offer.generation:
+            raise HandOverFailed("stale", "the lease ended")
+        payload = got[HEAD_BYTES:]
+        if checksum(payload) != offer.checksum:
+            raise HandOverFailed("corrupt", "the item's checksum differs")
+        return use(payload)
+
+    def _meet(self, offer: Nixl) -> None:
+        if self._peers.get(offer.agent) == offer.metadata:
+            self._peers.move_to_end(offer.agent)
+            return
+        self._leave(offer.agent)
+        try:
+            name = self._agent.add_remote_agent(offer.metadata)
+        except Exception as error:
+            raise HandOverFailed("failed", f"the renderer's agent is not met: {error}") from error
+        met = name.decode() if isinstance(name, bytes) else name
+        self._peers[offer.agent] = offer.metadata
+        if met != offer.agent:
+            self._leave(offer.agent)
+            raise HandOverFailed("refused", "the offer names another agent than its metadata")
+        while len(self._peers) > MAX_PEERS:
+            self._leave(next(iter(self._peers)))
+
+    def _leave(self, name: str) -> None:
+        if self._peers.pop(name, None) is not None:
+            with contextlib.suppress(Exception):  # it may be gone, which is what we want
+                self._agent.remove_remote_agent(name)
+
+    def _transfer(self, offer: Nixl, part: Part, local: int, remote: int, length: int, deadline: float) -> None:
+        handle, state = None, "not begun"
+        try:
+            with self._mutex:
+                here = self._agent.get_xfer_descs([(local, length, 0)], "DRAM")
+                there = self._agent.get_xfer_descs([(remote, length, 0)], "DRAM")
+                handle = self._agent.initialize_xfer("READ", here, there, offer.agent)
+                state = self._agent.transfer(handle)
+            while state == "PROC" and self._now() < deadline:
+                time.sleep(POLL_SECONDS)
+                with self._mutex:
+                    state = self._agent.check_xfer_state(handle)
+        except Exception as error:  # whatever NIXL raises
+            state = str(error)[:200]
+        finally:
+            with self._mutex:
+                if state != "DONE":
+                    self._leave(offer.agent)
+                if handle is not None and not self._free(handle):
+                    self._stuck.append((handle, part))
+        if state != "DONE":
+            raise HandOverFailed("failed", f"the read ended as {state}")
+
+    def _free(self, handle: Any) -> bool:
+        """Cancel a read, or forget one that ended; return whether nothing writes to its buffer any more."""
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception:  # NIXL cannot cancel it now
+            return False
+        return True
+
+    def _settle(self) -> None:
+        still = [(handle, part) for handle, part in self._stuck if not self._free(handle)]
+        parts = [part for _, part in still]
+        for _, part in self._stuck:
+            if part not in parts:
+                self.arena.release(part)
+        self._stuck = still
+
+
+def open_nixl(role: str, limit_bytes: int) -> tuple[NixlWay | None, str]:
+    """Return the way, or ``None`` and why this image or machine has none."""
+    try:
+        from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415
+    except Exception as error:  # the package may be there and its libraries not
+        return None, f"absent: NIXL cannot be loaded: {str(error)[:200]}"
+    try:
+        # The one who is read from has to take part where the network does not read by itself: its own thread does.
+        config = nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
+        agent = nixl_agent(f"mmrouter-{role}-{os.getpid()}-{secrets.token_hex(8)}", config)
+        return NixlWay(agent, Arena(limit_bytes, time.monotonic)), ""
+    except Exception as error:
+        return None, f"absent: NIXL has no way out: {str(error)[:200]}"

@@ -1,0 +1,188 @@
+"""A processed image as one run of bytes: no pickle, and nothing in it names code.
+
+::
+
+    8 bytes   length of the header, little-endian
+    header    msgpack of :class:`Header`
+    padding   to a multiple of 64
+    tensors   each at a multiple of 64
+
+This module knows neither torch nor vLLM: a tensor is its dtype, its shape and a buffer.
+"""
+
+import math
+import struct
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from mmrouter_plugin import WIRE_VERSION
+from mmrouter_plugin.wire import HandOverFailed
+from mmrouter_transfer import DTYPES
+
+ALIGNMENT = 64
+MAX_HEADER_BYTES = 16 << 20
+MAX_DEPTH = 4
+_LENGTH = struct.Struct("<Q")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 48))]
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """Where a tensor lies; ``offset`` is from the begin of the tensors, ``shape`` in elements of ``dtype``."""
+
+    dtype: str
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
+    offset: Count
+
+    @property
+    def length(self) -> int:
+        """Bytes. Raises :class:`HandOverFailed` for a dtype that is not handed over."""
+        if self.dtype not in DTYPES:
+            raise HandOverFailed("refused", f"dtype {self.dtype[:40]!r}")
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+
+class Node(msgspec.Struct, frozen=True):
+    """What a field holds: one tensor, one number, nothing, or a list of these."""
+
+    tensor: Tensor | None = None
+    number: int | float | bool | None = None
+    nodes: "list[Node] | None" = None
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One keyword argument of the model, and how vLLM batches it with those of other images."""
+
+    name: str
+    kind: Literal["batched", "flat", "shared"]
+    node: Node
+    keep_on_cpu: bool = False
+    dim: int = 0
+    batch_size: int = 1
+
+
+class Update(msgspec.Struct, frozen=True):
+    """What an image becomes in a prompt: ``target`` is replaced by, or followed by, ``full``.
+
+    ``mask`` has a byte for each id of ``full``: whether an embedding stands there. ``None``: everywhere.
+    """
+
+    mode: Literal["insert", "replace"]
+    target: list[int]
+    full: list[int]
+    mask: bytes | None = None
+
+
+class Header(msgspec.Struct, frozen=True):
+    """``settings`` is equal where two servers process alike; ``length`` is of all tensors with their padding."""
+
+    version: int
+    settings: str
+    name: str
+    modality: str
+    fields: list[Field]
+    updates: list[Update]
+    length: Count
+
+
+class Plan:
+    """A packed item that is not written yet: ``length`` bytes are needed, and :meth:`write` fills them."""
+
+    def __init__(self, header: Header, buffers: list[tuple[int, memoryview]]) -> None:
+        encoded = msgspec.msgpack.encode(header)
+        self._head = _LENGTH.pack(len(encoded)) + encoded
+        self._begin = aligned(len(self._head))
+        self._buffers = buffers
+        self.length = self._begin + header.length
+
+    def write(self, target: memoryview) -> None:
+        """Write the item to ``target``, flat and of bytes, at least ``length`` of them."""
+        end = len(self._head)
+        target[:end] = self._head
+        target[end : self._begin] = bytes(self._begin - end)
+        end = self._begin
+        for offset, data in self._buffers:
+            at = self._begin + offset
+            target[end:at] = bytes(at - end)  # what lay there before is nobody's business
+            end = at + len(data)
+            target[at:end] = data
+        target[end : self.length] = bytes(self.length - end)
+
+
+class Packer:
+    """Collects tensors while the header is made."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[int, memoryview]] = []
+        self._length = 0
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], data: memoryview) -> Node:
+        """Take a tensor in. ``data`` is flat and of bytes, and stays as it is until the plan was written."""
+        placed = Tensor(dtype, shape, self._length)
+        if placed.length != len(data):
+            raise HandOverFailed("refused", f"{dtype} of shape {shape} is not {len(data)} bytes")
+        self._buffers.append((self._length, data))
+        self._length = aligned(self._length + len(data))
+        return Node(tensor=placed)
+
+    def plan(self, settings: str, name: str, modality: str, fields: list[Field], updates: list[Update]) -> Plan:
+        header = Header(WIRE_VERSION, settings, name, modality, fields, updates, self._length)
+        return Plan(header, self._buffers)
+
+
+def read_header(packed: memoryview, *, name: str, settings: str) -> tuple[Header, memoryview]:
+    """Return the header of a packed item, and its tensors where they lie.
+
+    Everything in it is within bounds then. Raises :class:`HandOverFailed`: ``truncated`` or ``refused`` for what is
+    no packed item of ``name``, ``settings`` for one that was processed differently.
+    """
+    if len(packed) < _LENGTH.size:
+        raise HandOverFailed("truncated", f"an item of {len(packed)} bytes")
+    (length,) = _LENGTH.unpack(packed[: _LENGTH.size])
+    if length > min(MAX_HEADER_BYTES, len(packed) - _LENGTH.size):
+        raise HandOverFailed("truncated", f"a header of {length} bytes in an item of {len(packed)}")
+    try:
+        header = msgspec.msgpack.decode(packed[_LENGTH.size : _LENGTH.size + length], type=Header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise HandOverFailed("refused", f"not a packed item: {error}") from error
+    if header.version != WIRE_VERSION:
+        raise HandOverFailed("refused", f"an item of version {header.version}, not {WIRE_VERSION}")
+    if header.name != name:
+        raise HandOverFailed("refused", f"the item is {header.name[:80]!r}, not {name[:80]!r}")
+    if header.settings != settings:
+        raise HandOverFailed("settings", "the image was processed with other settings than ours")
+    begin = aligned(_LENGTH.size + length)
+    if len(packed) != begin + header.length:
+        raise HandOverFailed("truncated", f"{len(packed) - begin} bytes of tensors, not {header.length}")
+    for field in header.fields:
+        for tensor in _tensors(field.node, 0):
+            if tensor.offset % ALIGNMENT or tensor.offset + tensor.length > header.length:
+                raise HandOverFailed("refused", f"a tensor at {tensor.offset}+{tensor.length} of {header.length}")
+    for update in header.updates:
+        if update.mask is not None and len(update.mask) != len(update.full):
+            raise HandOverFailed("refused", f"a mask of {len(update.mask)} for {len(update.full)} ids")
+    return header, packed[begin:]  # last of all: an error on its way up would keep hold of it
+
+
+def aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _tensors(node: Node, depth: int) -> Iterator[Tensor]:
+    if depth > MAX_DEPTH:
+        raise HandOverFailed("refused", "lists in lists in lists")
+    if node.tensor is not None:
+        yield node.tensor
+    for inner in node.nodes or ():
+        yield from _tensors(inner, depth + 1)
+
+
+def plain(node: Node, tensor: Any) -> Any:
+    """Return what a node holds, each tensor made by ``tensor(Tensor)``."""
+    if node.tensor is not None:
+        return tensor(node.tensor)
+    if node.nodes is not None:
+        return [plain(inner, tensor) for inner in node.nodes]
+    return node.number

@@ -1,0 +1,134 @@
+"""What the routes take and answer: the plugin's side of ``mmrouter.engines.vllm_handover``."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from mmrouter_plugin import WIRE_VERSION
+
+STATUS_PATH = "/v1/mmrouter/handover"
+RENDER_PATH = "/v1/mmrouter/render"
+ITEMS_PATH = "/v1/mmrouter/items"
+RELEASE_PATH = "/v1/mmrouter/release"
+
+Way = Literal["shm", "nixl", "inline"]
+WAYS: tuple[Way, ...] = ("shm", "nixl", "inline")
+MAX_SECONDS = 600.0
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+Length = Annotated[int, msgspec.Meta(ge=0, le=(1 << 40))]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+T = TypeVar("T")
+
+
+class HandOverFailed(Exception):  # noqa: N818 - it is an outcome, with a reason for a counter
+    """An image was not handed over. ``reason`` is one of the words of ``mmrouter.engines.vllm_handover.Reason``."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+class BadRequest(ValueError):  # noqa: N818 - named after the answer that it becomes
+    """A request cannot be read; the message says why."""
+
+
+class RenderRequest(msgspec.Struct):
+    """``chat`` is handed to vLLM as it is. ``images``: names to offer, ``None`` for all."""
+
+    chat: msgspec.Raw
+    ways: list[Way]
+    seconds: Seconds
+    images: list[Name] | None = None
+    inline_bytes: Length = 0
+
+
+class Shm(msgspec.Struct, frozen=True, tag="shm", tag_field="way"):
+    """A packed item in a slot of the node's shared tmpfs; ``handle`` is one of ``mmrouter_transfer``."""
+
+    length: Length
+    handle: dict[str, Any]
+
+
+class Inline(msgspec.Struct, frozen=True, tag="inline", tag_field="way"):
+    """A packed item in the request itself, in base64."""
+
+    length: Length
+    data: bytes
+
+
+class Nixl(msgspec.Struct, frozen=True, tag="nixl", tag_field="way"):
+    """A packed item in registered memory of a NIXL agent.
+
+    Eight bytes with ``generation`` stand at ``address``, the item ``HEAD_BYTES`` after it. They are zeroed before the
+    memory is used again, so a reader that finds them unchanged after its read has read the item.
+    """
+
+    length: Length
+    agent: Name
+    metadata: bytes
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    generation: Annotated[int, msgspec.Meta(ge=1)]
+    checksum: int
+
+
+Offer = Shm | Inline | Nixl
+
+
+class ItemsRequest(msgspec.Struct):
+    """Offers by name; each item that is taken is kept for ``seconds`` at most."""
+
+    items: dict[Name, Offer]
+    seconds: Seconds
+
+
+class ReleaseRequest(msgspec.Struct):
+    lease: str
+
+
+class Rendered(msgspec.Struct):
+    """``token_ids`` and ``features`` are those of vLLM's own answer."""
+
+    token_ids: list[int]
+    features: Any
+    lease: str
+    offers: dict[str, Offer]
+    withheld: dict[str, str]
+    fell: list[tuple[str, str]]
+
+
+class Taken(msgspec.Struct):
+    held: list[str]
+    refused: dict[str, str]
+
+
+class Released(msgspec.Struct):
+    released: int
+
+
+class Status(msgspec.Struct):
+    """``ways``: way -> why it is not offered, empty where it is. ``counts`` is for people and tests."""
+
+    role: str
+    enabled: bool
+    reason: str
+    engine: str
+    settings: str
+    node: str
+    ways: dict[str, str]
+    counts: dict[str, int]
+    version: int = WIRE_VERSION
+
+
+def read(raw: bytes, kind: type[T]) -> T:
+    """Return the request that a body holds. Raises :class:`BadRequest`."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(str(error)) from error
+
+
+def error(status: int, message: str) -> bytes:
+    """Return the body of an answer that is no success, in the shape of vLLM's own."""
+    return msgspec.json.encode({"error": {"message": message, "type": "mmrouter", "param": None, "code": status}})
