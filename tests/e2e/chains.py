@@ -1,0 +1,151 @@
+"""Deployments whose engines work in stages, in real pods: what they are made of, and what is asked of them."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from cluster.access import Access
+from cluster.resources import condition
+from e2e.deploying import Deployed, deploy, example, make_model, wait_or_dump
+from e2e.load import Traffic, load
+from e2e.processes import process_here
+from e2e.reach import Reached, at_pod, reached
+from e2e.web import PodWeb, pod_web
+from prometheus_client.parser import text_string_to_metric_families
+from scenarios import Chat
+
+PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
+"""Labels of a namespace for pods that share a folder of their node."""
+ENGINE_PORT = 8000
+METRICS_PORT = 9090
+TOLD_SECONDS = 30.0
+WHOLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A deployment with pools of several roles, and a web server that it fetches from."""
+
+    deployed: Deployed
+    reached: Reached
+    web: PodWeb
+
+    @property
+    def name(self) -> str:
+        return self.deployed.name
+
+    @contextmanager
+    def chat(self) -> Iterator[Chat]:
+        """Return a conversation of its own."""
+        with self.reached.chat(self.name) as made:
+            yield made
+
+    def decided(self, chat: Chat, *content: str, **options: Any) -> dict[str, Any]:
+        """Send a chat and return its decision. Raises ``AssertionError`` for an empty answer."""
+        raw = chat.client.chat.completions.with_raw_response.create(
+            model=self.name, messages=chat.messages(*content), max_tokens=4, temperature=0, **options
+        )
+        assert raw.parse().choices[0].message.content
+        path = f"/control/decisions/{raw.headers['x-mmrouter-request-id']}"
+        found: dict[str, Any] = chat.controls[0].get(path).raise_for_status().json()
+        return found
+
+    def condition(self, type: str) -> dict[str, Any]:
+        """Return a condition, empty while there is none."""
+        return condition(self.deployed.cluster, type, self.deployed.namespace, self.name)
+
+    def conditions(self, *types: str) -> dict[str, tuple[str, str]]:
+        """Return type -> status and reason."""
+        found = {type: self.condition(type) for type in types}
+        return {type: (each.get("status", ""), each.get("reason", "")) for type, each in found.items()}
+
+    def whole(self) -> bool:
+        """Whether everything is Ready and requests go through every stage."""
+        return self.conditions("Ready", "ChainComplete") == {
+            "Ready": ("True", "Serving"),
+            "ChainComplete": ("True", "EveryStage"),
+        }
+
+    def wait(self, condition: Any, what: str, seconds: float = WHOLE_SECONDS) -> Any:
+        """Wait as :func:`wait_or_dump` does."""
+        return wait_or_dump(self.deployed.cluster, self.deployed.namespace, condition, seconds, what)
+
+    def warned(self, reason: str) -> int:
+        """Return how often the operator has told of a condition that became bad for a reason: what passes is kept."""
+        path = f"/apis/events.k8s.io/v1/namespaces/{self.deployed.namespace}/events"
+        items = self.deployed.cluster.request("GET", path).raise_for_status().json()["items"]
+        return sum(item["type"] == "Warning" and item.get("reason") == reason for item in items)
+
+    def without(self, word: str) -> float:
+        """Return how many requests the frontends counted that went without something."""
+        pods = self.deployed.pods("frontend")
+        return sum(samples(self.deployed, pod, METRICS_PORT, "mmrouter_degraded_total", missing=word) for pod in pods)
+
+    def decisions(self, since: float) -> list[dict[str, Any]]:
+        """Return what was decided from a moment on, in seconds since 1970."""
+        with self.reached.control() as control:
+            latest = control.get("/control/decisions?count=1000").raise_for_status().json()
+        return [each for each in latest if each["at"] >= since]
+
+
+@contextmanager
+def chained(cluster: Access, namespace: str, spec: Mapping[str, Any]) -> Iterator[Chain]:
+    """Deploy ``examples/kind.yaml`` with other parts of its spec and one frontend, and wait until it is proved.
+
+    ``spec``: what stands in place of the example's parts, one level deep.
+    """
+    body = example()
+    whole = body["spec"]
+    make_model(cluster, namespace)
+    web = pod_web(cluster, namespace, whole["engine"]["image"])
+    for name, part in spec.items():
+        whole[name] = {**whole.get(name, {}), **part} if isinstance(part, Mapping) else part
+    whole["frontend"] = {"replicas": 1}
+    whole["routing"] = {**whole.get("routing", {}), "media": web.media}
+    made = deploy(cluster, namespace, body)
+    with reached(made) as where:
+        yield Chain(made, where, web)
+
+
+def samples(deployed: Deployed, pod: dict[str, Any], port: int, name: str, **labels: str) -> float:
+    """Return the sum of a metric's samples with some labels on a pod's page."""
+    with at_pod(deployed, pod, port) as url:
+        page = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+    return sum(
+        each.value
+        for family in text_string_to_metric_families(page)
+        for each in family.samples
+        if each.name == name and labels.items() <= each.labels.items()
+    )
+
+
+def encoded(deployed: Deployed, role: str) -> dict[str, float]:
+    """Return pool -> visual tokens that its engines have encoded since they started."""
+    found: dict[str, float] = {}
+    for pod in deployed.pods(role):
+        pool = pod["metadata"]["labels"]["mmrouter.io/pool"]
+        tokens = samples(deployed, pod, ENGINE_PORT, "mmrouter_sim_visual_tokens_total")
+        found[pool] = found.get(pool, 0.0) + tokens
+    return found
+
+
+def strike(chain: Chain, role: str, reason: str, *, count: int | None = None) -> tuple[Traffic, float]:
+    """Kill engines of a role with -9 under load; return the traffic and when, once that was told of and is over.
+
+    ``reason``: what the operator is to warn of. ``count``: how many engines, by default all.
+    """
+    victims = [process_here(pod, "engine") for pod in chain.deployed.pods(role)[:count]]
+    assert victims
+    warned = chain.warned(reason)
+    with load(chain.deployed, clients=3, pause=0.1) as traffic:
+        traffic.go_on()
+        since = time.time()
+        for victim in victims:
+            victim.kill()
+        chain.wait(lambda: chain.warned(reason) > warned, f"{reason} is told of", TOLD_SECONDS)
+        chain.wait(chain.whole, "it is back")
+        traffic.go_on()
+    return traffic, since

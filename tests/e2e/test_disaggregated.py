@@ -1,0 +1,236 @@
+"""Encoders on two kinds of devices, prefill and decode engines in real pods: proved, and simpler without a pool.
+
+The encoders' kinds say the opposite of what they are: those on the XPU are slow. So only what was measured explains who
+gets how much.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from cluster.access import Access
+from cluster.resources import apply, get
+from e2e.chains import PRIVILEGED, Chain, chained, encoded, strike
+from e2e.test_placement import RACK, device, equip, label
+from scenarios import SCENARIOS, Chat, Scenario, title
+
+from mmrouter_operator.ref import RESOURCE
+
+FAST_MS, SLOW_MS = 2, 6
+"""Milliseconds that an encoder takes for a visual token: far more than the processor's share of it."""
+SHARE = (1 / FAST_MS) / (1 / FAST_MS + 1 / SLOW_MS)
+"""Of the work that the fast encoder is to get."""
+NEAR = 0.15
+SHARED = "/var/lib/mmrouter/shared"
+IN_ORDER = {"encode": "done", "prefill": "done", "answer": "first_byte"}
+POOLS = {"enc-cpu": "encoder", "enc-xpu": "encoder", "prefill": "prefill", "decode": "decode"}
+
+
+def pool(name: str, kind: str = "cpu", *args: str) -> dict[str, Any]:
+    """Return a pool of one engine, on the node of the rack."""
+    shared = {"size": "64Mi", "scope": "node"}
+    where = {"accelerator": {"kind": kind}, "nodeSelector": {RACK: "7"}, "sharedMemory": shared}
+    return {"name": name, "role": POOLS[name], "replicas": 1, "args": list(args), **where}
+
+
+SPEC = {
+    "engine": {
+        "ecConnector": {
+            "ec_connector": "ECExampleConnector",
+            "ec_connector_extra_config": {"shared_storage_path": SHARED},
+        }
+    },
+    "routing": {"minPrefillTokens": 0},
+    "pools": [
+        pool("enc-cpu", "cpu", f"--sim-encode-seconds={FAST_MS / 1e3}"),
+        pool("enc-xpu", "intel-xe", f"--sim-encode-seconds={SLOW_MS / 1e3}"),
+        pool("prefill"),
+        pool("decode"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def node(operated: Access) -> Iterator[str]:
+    """A node that takes pods and says that it has an XPU; what it said before it says again afterwards."""
+    items = operated.request("GET", "/api/v1/nodes").raise_for_status().json()["items"]
+    item = next(item for item in items if not item["spec"].get("taints"))
+    name, had, offered = item["metadata"]["name"], item["metadata"]["labels"], item["status"]["capacity"]
+    try:
+        equip(operated, name, {label("xe"): "true", RACK: "7"}, {device("xe"): "1"})
+        yield name
+    finally:
+        devices = {device("xe"): offered.get(device("xe"))}
+        equip(operated, name, {key: had.get(key) for key in (label("xe"), RACK)}, devices)
+
+
+@pytest.fixture(scope="module")
+def chain(operated: Access, node: str, record: Callable[[str, Any], None]) -> Iterator[Chain]:
+    began = time.monotonic()
+    with operated.namespace(**PRIVILEGED) as namespace, chained(operated, namespace, SPEC) as made:
+        record("encoders, prefill and decode Ready and proved after apply, s", round(time.monotonic() - began, 1))
+        yield made
+
+
+@pytest.fixture
+def chat(chain: Chain) -> Iterator[Chat]:
+    chain.wait(chain.whole, "every stage is there")
+    with chain.chat() as made:
+        yield made
+
+
+def test_every_condition_is_green(chain: Chain) -> None:
+    expected = {
+        "Ready": ("True", "Serving"),
+        "EncodersReady": ("True", "AllReady"),
+        "WorkersReady": ("True", "AllReady"),
+        "ExactRoutingVerified": ("True", "Verified"),
+        "ChainComplete": ("True", "EveryStage"),
+        "Degraded": ("False", "AsExpected"),
+    }
+    assert chain.conditions(*expected) == expected
+
+
+def test_each_pools_pods_stand_where_their_devices_are_and_are_told_their_part(chain: Chain, node: str) -> None:
+    pods = {
+        pod["metadata"]["labels"]["mmrouter.io/pool"]: pod
+        for role in set(POOLS.values())
+        for pod in chain.deployed.pods(role)
+    }
+    assert set(pods) == set(POOLS)
+    for name, pod in pods.items():
+        (engine,) = pod["spec"]["containers"]
+        assert (pod["spec"]["nodeName"], pod["spec"]["nodeSelector"]) == (node, {RACK: "7"})
+        wants_xpu = name == "enc-xpu"
+        assert engine["resources"].get("limits", {}) == ({device("xe"): "1"} if wants_xpu else {})
+        assert (label("xe") in json.dumps(pod["spec"]["affinity"])) is wants_xpu
+    embeddings = {name: told(pod, "--ec-transfer-config") for name, pod in pods.items()}
+    assert {name: each and each["ec_role"] for name, each in embeddings.items()} == {
+        "enc-cpu": "ec_producer",
+        "enc-xpu": "ec_producer",
+        "prefill": "ec_consumer",
+        "decode": None,
+    }
+    blocks = {name: told(pod, "--kv-transfer-config") for name, pod in pods.items()}
+    assert {name: each and each["kv_buffer_device"] for name, each in blocks.items()} == {
+        "enc-cpu": None,
+        "enc-xpu": None,
+        "prefill": "cpu",
+        "decode": "cpu",
+    }
+    layouts = {name: pod["metadata"]["labels"]["mmrouter.io/compatibility"] for name, pod in pods.items()}
+    assert layouts["prefill"] == layouts["decode"]
+
+
+def told(pod: dict[str, Any], flag: str) -> Any:
+    """Return the value of a JSON flag of a pod's engine, ``None`` without it."""
+    args = pod["spec"]["containers"][0]["args"]
+    return json.loads(args[args.index(flag) + 1]) if flag in args else None
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario: Scenario, chat: Chat, chain: Chain) -> None:
+    scenario(chat, chain.web)
+
+
+def mmrouter(chain: Chain, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command line tool on this machine, for the deployment's first frontend."""
+    options = (f"--control={chain.reached.controls[0]}", f"--token={chain.reached.token}")
+    command = [sys.executable, "-m", "mmrouter_cli", arguments[0], chain.reached.url, *arguments[1:], *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_gate_passes_through_the_whole_chain(chain: Chain, chat: Chat) -> None:
+    done = mmrouter(chain, "verify")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_request_goes_through_every_stage_explain_shows_them_and_its_image_is_encoded_once(
+    chain: Chain, chat: Chat
+) -> None:
+    before = {role: sum(encoded(chain.deployed, role).values()) for role in set(POOLS.values())}
+    decision = chain.decided(chat, chat.image("a"), "what?")
+    assert decision["form"] == "encode-prefill-decode"
+    assert {note["stage"]: note["outcome"] for note in decision["chain"]} == IN_ORDER
+    assert all(note["seconds"] > 0 for note in decision["chain"])
+    ((prefill,), (decode,)) = (chain.deployed.pods(role) for role in ("prefill", "decode"))
+    assert decision["worker"] == prefill["metadata"]["name"]
+    assert decision["answers"] == decode["metadata"]["name"]
+    shown = mmrouter(chain, "explain", decision["request_id"])
+    assert "stages, of the form encode-prefill-decode" in shown.stdout, shown.stdout + shown.stderr
+    chain.decided(chat, "and again, at another place?", chat.image("a"))
+    after = {role: sum(encoded(chain.deployed, role).values()) for role in before}
+    spent = {role: after[role] - before[role] for role in before}
+    assert spent == {"encoder": decision["images"][0]["tokens"], "prefill": 0, "decode": 0}
+
+
+def test_encoders_get_images_by_the_rates_that_were_measured_and_not_by_their_kind(
+    chain: Chain, chat: Chat, record: Callable[[str, Any], None]
+) -> None:
+    def show(name: str) -> None:
+        chain.decided(chat, *(chat.image(f"{name}-{number}") for number in range(8)), "compare")
+
+    show("so that both are measured")
+    before = encoded(chain.deployed, "encoder")
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(show, "abcd"))
+    after = encoded(chain.deployed, "encoder")
+    spent = {name: after[name] - before[name] for name in after}
+    share = spent["enc-cpu"] / sum(spent.values())
+    record("share of the encoder that is three times as fast", round(share, 2))
+    assert abs(share - SHARE) < NEAR, spent
+
+
+def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_there_are_some_again(
+    chain: Chain, chat: Chat
+) -> None:
+    body = get(chain.deployed.cluster, RESOURCE, chain.deployed.namespace, chain.name)
+    assert body is not None
+    whole = {key: body[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": chain.name}}
+    pools = [{**each, "replicas": 0} if each["role"] == "encoder" else each for each in whole["spec"]["pools"]]
+    empty = {**whole, "spec": {**whole["spec"], "pools": pools}}
+    wanted = {
+        "Ready": ("False", "EncodersNotReady"),
+        "EncodersReady": ("False", "ScaledToZero"),
+        "ChainComplete": ("False", "NoEncoder"),
+    }
+    try:
+        apply(chain.deployed.cluster, chain.deployed.namespace, empty)
+        chain.wait(lambda: chain.conditions(*wanted) == wanted, "the conditions say that there are none")
+        counted = chain.without("no_encoder")
+        decision = chain.decided(chat, chat.image("alone"), "what?")
+        assert (decision["degraded"], decision["form"]) == (["no_encoder"], "prefill-decode")
+        assert chain.without("no_encoder") == counted + 1
+        shown = mmrouter(chain, "explain", decision["request_id"])
+        assert "served without: no_encoder" in shown.stdout, shown.stdout + shown.stderr
+    finally:
+        apply(chain.deployed.cluster, chain.deployed.namespace, whole)
+    chain.wait(chain.whole, "the encoders are back")
+    decision = chain.decided(chat, chat.image("together"), "what?")
+    assert (decision["degraded"], decision["form"]) == ([], "encode-prefill-decode")
+
+
+@pytest.mark.parametrize(
+    ("role", "reason", "word", "form"),
+    [
+        ("encoder", "NoEncoder", "no_encoder", "prefill-decode"),
+        ("prefill", "NoPrefill", "no_prefill", "whole"),
+        ("decode", "NoDecode", "no_decode", "encode-whole"),
+    ],
+)
+def test_a_pool_that_is_killed_costs_no_request_and_decision_condition_and_metric_say_so(
+    chain: Chain, chat: Chat, role: str, reason: str, word: str, form: str, record: Callable[[str, Any], None]
+) -> None:
+    counted = chain.without(word)
+    traffic, since = strike(chain, role, reason)
+    without = [each for each in chain.decisions(since) if each["degraded"] == [word]]
+    record(f"kill -9 of every {role}", f"{len(traffic.sent)} requests, {len(without)} went without")
+    assert traffic.failed_before_streaming == [], traffic
+    assert {each["form"] for each in without} == {form}
+    assert chain.without(word) - counted == len(without)
+    assert chain.decided(chat, chat.image("back"), "what?")["degraded"] == []

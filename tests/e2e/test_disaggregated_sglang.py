@@ -1,0 +1,53 @@
+"""SGLang's prefill and decode engines in real pods: proved in pairs, and no request is lost with one of them."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cluster.access import Access
+from e2e.chains import Chain, chained, strike
+from e2e.deploying import RESTRICTED
+from scenarios import assert_whole
+
+SPEC = {
+    "engine": {"type": "sglang", "kvConnector": {"transferBackend": "nixl"}},
+    "pools": [
+        {"name": "prefill", "role": "prefill", "replicas": 2, "accelerator": {"kind": "cpu"}},
+        {"name": "decode", "role": "decode", "replicas": 1, "accelerator": {"kind": "cpu"}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(operated: Access, record: Callable[[str, Any], None]) -> Iterator[Chain]:
+    began = time.monotonic()
+    with operated.namespace(**RESTRICTED) as namespace, chained(operated, namespace, SPEC) as made:
+        record("SGLang's pairs Ready and proved after apply, s", round(time.monotonic() - began, 1))
+        yield made
+
+
+def test_pairs_are_proved_and_a_picture_that_is_shown_again_is_a_whole_hit(pairs: Chain) -> None:
+    expected = {
+        "Ready": ("True", "Serving"),
+        "ExactRoutingVerified": ("True", "Verified"),
+        "ChainComplete": ("True", "EveryStage"),
+    }
+    assert pairs.conditions(*expected) == expected
+    with pairs.chat() as chat:
+        picture = chat.image("a")
+        assert_whole(chat.send(picture, "what?"), chat.send(picture, "what?"))
+        decision = pairs.decided(chat, picture, "and where?")
+    (decode,) = pairs.deployed.pods("decode")
+    assert (decision["form"], decision["answers"]) == ("prefill-decode", decode["metadata"]["name"])
+    assert decision["worker"] in {pod["metadata"]["name"] for pod in pairs.deployed.pods("prefill")}
+
+
+def test_a_prefill_engine_that_is_killed_costs_no_request(pairs: Chain, record: Callable[[str, Any], None]) -> None:
+    traffic, since = strike(pairs, "prefill", "ReplicasMissing", count=1)
+    others = [each for each in traffic.sent if each.retries or each.started > since]
+    record(
+        "kill -9 of one of two SGLang prefill engines", f"{len(traffic.sent)} requests, {len(traffic.failed)} failed"
+    )
+    assert others
+    assert traffic.failed_before_streaming == [], traffic
