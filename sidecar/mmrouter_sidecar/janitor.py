@@ -26,7 +26,7 @@ log = logging.getLogger("mmrouter.sidecar")
 
 PERIOD = 1.0
 """Seconds between looks for dead writers..."""
-LONGEST = 4.0
+LONGEST = 3.0
 """... and at most so many, because what they leave is to be gone within five."""
 LOOK_PERIOD = 5.0
 """Seconds between looks at every byte."""
@@ -66,13 +66,10 @@ class Janitor:
         """Clear and look until cancelled."""
         look_at = 0.0
         while True:
-            began = time.monotonic()
-            await asyncio.to_thread(self._safely, self._reclaim)
-            spent = time.monotonic() - began
+            spent = await asyncio.to_thread(self._safely, self._reclaim)
             if time.monotonic() >= look_at:
-                began = time.monotonic()
-                await asyncio.to_thread(self._safely, self._look)
-                look_at = time.monotonic() + max(LOOK_PERIOD, (time.monotonic() - began) / SHARE)
+                looked = await asyncio.to_thread(self._safely, self._look)
+                look_at = time.monotonic() + max(LOOK_PERIOD, looked / SHARE)
             await asyncio.sleep(min(LONGEST, max(PERIOD, spent / SHARE)))
 
     async def end(self) -> None:
@@ -81,8 +78,12 @@ class Janitor:
 
     # -- in a thread: everything below waits for the file system ----------------------------------------------------
 
-    def _safely(self, step: Callable[[], None]) -> None:
-        """A directory that cannot be used is told once, and counted; the engine serves without it."""
+    def _safely(self, step: Callable[[], None]) -> float:
+        """Return how long the CPU was busy with it, in seconds.
+
+        A directory that cannot be used is told once, and counted; the engine serves without it.
+        """
+        began = time.thread_time()
         try:
             step()
         except OSError as error:
@@ -92,6 +93,7 @@ class Janitor:
             self._broken = True
         else:
             self._broken = False
+        return time.thread_time() - began
 
     def _begin(self) -> None:
         marks = self._marks()

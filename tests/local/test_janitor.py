@@ -1,0 +1,180 @@
+"""The janitors of two pods of one node, as the processes that they are: hand-overs between processes that are killed.
+
+Writers, readers and a janitor are killed with -9. Every hand-over is read as it was written or falls back, and what the
+dead leave is gone within seconds without anybody but the janitors doing it.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from local.rig import wait_for
+from prometheus_client.parser import text_string_to_metric_families
+from unit.transfer.conftest import TMPFS
+from unit.transfer.crashes import taken
+from unit.transfer.soak import FELL_BACK, READ, soak
+
+from mmrouter_transfer import ledger
+from mmrouter_transfer.files import clock
+
+HAND_OVERS, KILLS = 1000, 100
+JANITOR_KILLS = (200, 500, 800)
+LEFT_SECONDS = 5.0
+STARTED_SECONDS = 30
+ADDRESS = "127.87.{}.{}"
+
+
+class Sidecar:
+    """One pod's sidecar: a process with files and variables as a pod has them."""
+
+    def __init__(self, folder: Path, shared: Path, number: int) -> None:
+        self.ip = ADDRESS.format(os.getpid() % 250, number)
+        self.uid = f"pod-{number}"
+        self._env = {
+            **os.environ,
+            "MMROUTER_CONFIG": str(folder / "config"),
+            "MMROUTER_STATE_DIR": str(folder / self.uid),
+            "MMROUTER_POOL": "worker",
+            "MMROUTER_SHARED_DIR": str(shared),
+            "MMROUTER_SHARED_LIMIT_BYTES": str(1 << 30),
+            "POD_UID": self.uid,
+            "POD_IP": self.ip,
+            "POD_LOOPBACK": self.ip,
+        }
+        self._log = (folder / f"{self.uid}.log").open("a")
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-m", "mmrouter_sidecar"], env=self._env, stderr=self._log)
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, Path(self._log.name).read_text()
+        try:
+            return httpx.get(f"http://{self.ip}:9090/healthz", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = httpx.get(f"http://{self.ip}:9090/metrics", timeout=5).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return sum(s.value for s in samples if s.name == f"mmrouter_sidecar_{name}" and s.labels == labels)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(STARTED_SECONDS)
+        finally:
+            self._log.flush()
+
+
+def configure(folder: Path) -> None:
+    """Write what every pod of a deployment is given."""
+    secrets = folder / "config" / "secrets"
+    secrets.mkdir(parents=True)
+    resource = {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": "vl"},
+        "spec": {
+            "model": {"id": "org/model"},
+            "engine": {"type": "vllm"},
+            "pools": [
+                {
+                    "name": "worker",
+                    "role": "worker",
+                    "accelerator": {"kind": "nvidia"},
+                    "sharedMemory": {"scope": "node"},
+                }
+            ],
+        },
+    }
+    (folder / "config" / "deployment.json").write_text(json.dumps(resource))
+    (secrets / "identity.key").write_bytes(bytes(range(32)))
+    (secrets / "engine.key").write_text("secret")
+    for name in ("sidecar", "router"):
+        public, secret = zmq.curve_keypair()
+        (secrets / f"{name}.curve.public").write_bytes(public)
+        (secrets / f"{name}.curve.secret").write_bytes(secret)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="mmrouter-node-", dir=TMPFS if os.access(TMPFS, os.W_OK) else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def sidecars(tmp_path: Path, shared: Path) -> Iterator[Callable[[int], Sidecar]]:
+    """Starts the sidecar of one more pod of the node; it answers when this returns."""
+    configure(tmp_path)
+    started: list[Sidecar] = []
+
+    def start(number: int) -> Sidecar:
+        started.append(Sidecar(tmp_path, shared, number))
+        wait_for(started[-1].answers, STARTED_SECONDS, f"the sidecar of {started[-1].uid} answers")
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+@contextmanager
+def timed(seconds: float, what: Callable[[], Any]) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds, what()
+
+
+def test_a_thousand_hand_overs_with_a_hundred_kills_leave_no_byte_and_fail_nothing(
+    shared: Path, sidecars: Callable[[int], Sidecar]
+) -> None:
+    one, two = sidecars(1), sidecars(2)
+    numbers = iter(range(HAND_OVERS))
+
+    def after_each(_: bool) -> None:
+        if next(numbers) in JANITOR_KILLS:
+            two.stop(signal.SIGKILL)
+            two.start()
+
+    with soak(shared, "1") as hand_overs:
+        hand_overs.run(HAND_OVERS, KILLS, after_each)
+        assert hand_overs.outcomes[READ] > HAND_OVERS // 2, hand_overs.outcomes
+        assert hand_overs.outcomes[FELL_BACK] >= HAND_OVERS // 7, hand_overs.outcomes
+    with timed(LEFT_SECONDS, lambda: ledger(shared, clock())):
+        wait_for(lambda: not taken(shared), 4 * LEFT_SECONDS, "the janitors have cleared what the dead left")
+    wait_for(two.answers, STARTED_SECONDS, "the janitor that was killed is back")
+    assert one.metric("shm_reclaimed_total", reason="dead_writer") > 0
+    assert one.metric("shm_errors_total") + two.metric("shm_errors_total") == 0
+    assert one.stop() == 0
+    assert os.listdir(shared) == [f"sidecar-{two.uid}"]
+    assert two.stop() == 0
+    assert os.listdir(shared) == []
+
+
+def test_what_the_last_pod_of_a_node_left_is_gone_before_the_next_ones_sidecar_answers(
+    shared: Path, sidecars: Callable[[int], Sidecar]
+) -> None:
+    """The kubelet starts an engine when its sidecar answers."""
+    with soak(shared, "2") as hand_overs:
+        hand_overs.run(10, 1, lambda _: None)
+    (shared / "m1-aa").mkdir()
+    (shared / "m1-aa" / "encoder_cache.safetensors").write_bytes(bytes(1 << 20))
+    assert taken(shared) > 1 << 20
+    sidecars(3)
+    assert taken(shared) == 0

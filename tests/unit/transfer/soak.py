@@ -1,0 +1,175 @@
+"""Hand-overs between real processes that are killed with -9 at random points, and what must hold of each."""
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from unit.transfer import soakend
+from unit.transfer.soakend import LEASE_SECONDS, is_cancelled, is_plain
+
+HELD = 3
+READ, FELL_BACK = "read", "fell back"
+Json = dict[str, Any]
+
+
+class EndedError(Exception):
+    """The process was killed before it answered."""
+
+
+class End:
+    """A writer or a reader; the next one is started before this one is needed no more, because Python starts slowly."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.kind, self.root = kind, root
+        self.process, self.spare = self.start(), self.start()
+        self.lives = 0
+        """How often another one took its place."""
+        self.seconds = 0.002
+
+    def start(self) -> "subprocess.Popen[str]":
+        command = [sys.executable, soakend.__file__, self.kind, str(self.root)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, kill_after: float | None = None, **question: Any) -> Json:
+        """Return the answer; ``kill_after`` seconds after the question the process is killed, whatever it is doing."""
+        if self.process.poll() is not None:
+            self.replace()
+        killer = None
+        began = time.monotonic()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            if kill_after is not None:
+                killer = threading.Timer(kill_after, self.process.kill)
+                killer.start()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if killer is not None:
+            killer.join()
+            self.process.wait()
+            self.replace()
+        if not line.endswith("\n"):
+            raise EndedError
+        self.seconds += (time.monotonic() - began - self.seconds) / 8
+        answer: Json = json.loads(line)
+        return answer
+
+    def replace(self) -> None:
+        _close(self.process)
+        self.process, self.spare = self.spare, self.start()
+        self.lives += 1
+
+    def end(self) -> None:
+        for process in (self.process, self.spare):
+            process.kill()
+            _close(process)
+
+
+def _close(process: "subprocess.Popen[str]") -> None:
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+class Soak:
+    """A writer and a reader, and everything that was handed over between them."""
+
+    def __init__(self, root: Path, seed: str) -> None:
+        self.writer, self.reader = End("write", root), End("read", root)
+        self.rnd = random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+        self._held: list[int] = []
+        self._old: list[tuple[int, Json]] = []
+
+    def run(self, hand_overs: int, kills: int, after_each: Callable[[bool], None]) -> None:
+        """Hand over, with kills at random points; ``after_each`` is told whether somebody was killed."""
+        ends = self.writer, self.reader
+        chosen = set(self.rnd.sample(range(hand_overs), kills))
+        for number in range(hand_overs):
+            victim = self.rnd.choice(ends) if number in chosen else None
+            after = {victim: self.rnd.uniform(0, 2 * victim.seconds)} if victim is not None else {}
+            self.outcomes[self._hand_over(number, after, hold=self.rnd.random() < 0.3)] += 1
+            if len(self._held) > HELD:
+                self._let_go(self._held.pop(0))
+            if self._old and self.rnd.random() < 0.2:
+                self._try_again(*self.rnd.choice(self._old))
+            after_each(victim is not None)
+        assert sum(self.outcomes.values()) == hand_overs
+
+    def end(self) -> None:
+        """Kill whoever is left."""
+        self.writer.end()
+        self.reader.end()
+
+    def _hand_over(self, number: int, after: dict[End, float], *, hold: bool) -> str:
+        """One request: by hand-over, or by the re-fetch handle, which whoever asks still has. Return which.
+
+        Anything else is an error: a payload that is wrong, or a refusal that nobody caused.
+        """
+        life = self.writer.lives
+        try:
+            written = self.writer.ask(after.get(self.writer), number=number)
+            began = time.monotonic()
+            if "failed" in written:
+                assert written["failed"] == "full"
+                return FELL_BACK
+            self._old.append((number, written))
+            if not is_plain(number):
+                assert written["handle"]["refetch"] == str(number)
+            answer = self.reader.ask(after.get(self.reader), number=number, hold=hold, **written)
+        except EndedError:
+            self._give_up(number)
+            return FELL_BACK
+        self._give_up(number)
+        if "failed" in answer:
+            # Cancelled, or protected no more: its writer is dead, and the reader came after the lease.
+            late = self.writer.lives != life and time.monotonic() - began > LEASE_SECONDS
+            assert is_cancelled(number) or late, (number, answer)
+            assert answer["failed"] in (("gone",) if is_plain(number) else ("stale", "gone") if late else ("stale",))
+            return FELL_BACK
+        assert answer["wrong"] is False
+        if hold and not is_plain(number):
+            self._held.append(number)
+        return READ
+
+    def _give_up(self, number: int) -> None:
+        """The engine has answered, or the request ended: who wrote a plain file removes it."""
+        if is_plain(number):
+            try:
+                self.writer.ask(done=number)
+            except EndedError:
+                return
+
+    def _try_again(self, number: int, written: Json) -> None:
+        """Long after: it is what it was, or refused."""
+        answer = self.reader.ask(number=number, hold=False, **written)
+        assert answer.get("wrong") is not True
+        assert answer.get("failed", "stale") in ("stale", "gone")
+
+    def _let_go(self, number: int) -> None:
+        try:
+            assert self.reader.ask(number=number).get("wrong", False) is False
+        except EndedError:  # killed while it held the view
+            return
+
+
+@contextmanager
+def soak(root: Path, seed: str) -> Iterator[Soak]:
+    """A soak whose processes are gone at the end of the block."""
+    one = Soak(root, seed)
+    try:
+        yield one
+    finally:
+        one.end()
