@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from unit.transfer.conftest import TMPFS
-from unit.transfer.crashes import Clock, crash_writer, taken, tried
+from unit.transfer.crashes import Clock, crash_plains, crash_writer, taken, tried
 
-from mmrouter_transfer import Pool, Reader, ledger, reclaim
-from mmrouter_transfer.sizes import slot_bytes
+from mmrouter_transfer import Plains, Pool, Reader, ledger, reclaim
+from mmrouter_transfer.sizes import file_bytes, slot_bytes
 
 KIB = 1 << 10
 LIMIT = 3 * slot_bytes(1) + slot_bytes(100 * KIB)
@@ -21,7 +21,7 @@ SIZES = (1, 5000, 100 * KIB)
 
 
 class Leases(RuleBasedStateMachine):
-    """Two writers that die and come back, two readers, a janitor.
+    """Two writers that die and come back, each of slots and of plain files, two readers, a janitor.
 
     A payload is told from all others by its number, so whoever reads a slot that was used again reads another number.
     """
@@ -29,6 +29,7 @@ class Leases(RuleBasedStateMachine):
     handles = Bundle("handles")
     drafts = Bundle("drafts")
     views = Bundle("views")
+    plain_files = Bundle("plain_files")
 
     def __init__(self):
         super().__init__()
@@ -36,6 +37,10 @@ class Leases(RuleBasedStateMachine):
         self.clock = Clock()
         self.count = 0
         self.pools = [self.pool(), self.pool()]
+        self.plains = [self.plain(), self.plain()]
+        self.plain_promises = {}
+        """Plain files that must be there: path to payload, deadline, and the rights to it; which end with their
+        writer."""
         self.dead = set()
         self.readers = [Reader(self.root), Reader(self.root, mapped_bytes=1)]
         self.all_handed_over = []
@@ -50,6 +55,9 @@ class Leases(RuleBasedStateMachine):
     def pool(self):
         return Pool(self.root, "writer", limit_bytes=LIMIT, high_water=1.0, now=self.clock)
 
+    def plain(self):
+        return Plains(self.root, "writer", LIMIT, high_water=1.0, now=self.clock)
+
     def payload(self, size):
         self.count += 1
         return (self.count.to_bytes(4, "little") * (size // 4 + 1))[:size]
@@ -63,6 +71,8 @@ class Leases(RuleBasedStateMachine):
             self.kill_a_writer(which)
         for pool in self.pools:
             crash_writer(pool)
+        for plains in self.plains:
+            crash_plains(plains)
         self.clock.now += 3600
         reclaim(self.root, self.clock.now)
         left = taken(self.root), os.listdir(self.root)
@@ -169,6 +179,50 @@ class Leases(RuleBasedStateMachine):
         if pool not in self.dead:
             self.promised.pop((handle.path, handle.generation), None)
 
+    @rule(
+        target=plain_files,
+        which=st.integers(0, 1),
+        size=st.sampled_from(SIZES),
+        seconds=st.sampled_from((1.0, 10.0)),
+        key=st.sampled_from(("", "a", "b")),
+    )
+    def put_a_plain_file(self, which, size, seconds, key):
+        plains = self.plains[which]
+        payload = key.encode() * size if key else self.payload(size)
+        file, why = tried(lambda: plains.put(payload, f".{size}", key=key, seconds=seconds))
+        if file is None:
+            assert why == "full"
+            assert plains.bytes + file_bytes(size) > LIMIT
+            return multiple()
+        _, deadline, rights, _ = self.plain_promises.get(file.path, (payload, 0.0, set(), plains))
+        until = max(deadline, self.clock.now + seconds)
+        self.plain_promises[file.path] = (payload, until, rights | {file}, plains)
+        return file
+
+    @rule(file=plain_files)
+    def release_a_plain_file(self, file):
+        file.release()
+        file.release()
+        if file.path not in self.plain_promises:
+            return
+        payload, deadline, rights, plains = self.plain_promises[file.path]
+        if plains in self.dead:
+            return  # whoever had the right is gone, and its promise lasts until the deadline
+        self.plain_promises[file.path] = payload, deadline, rights - {file}, plains
+        if not rights - {file}:
+            del self.plain_promises[file.path]
+            assert not file.path.exists()
+
+    @rule(file=plain_files)
+    def read_a_plain_file_that_is_given_up_meanwhile(self, file):
+        """As an engine does that is slow."""
+        if file.path in self.plain_promises and file.path.exists():
+            payload = self.plain_promises[file.path][0]
+            with file.path.open("rb", buffering=0) as reader:
+                first = reader.read(1)
+                self.release_a_plain_file(file)
+                assert first + reader.read() == payload
+
     @rule(seconds=st.sampled_from((0.5, 2.0, 20.0)))
     def wait(self, seconds):
         self.clock.now += seconds
@@ -180,8 +234,12 @@ class Leases(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def kill_a_writer(self, which):
         crash_writer(self.pools[which], [draft for draft in self.unpublished if draft._pool is self.pools[which]])
-        self.dead.add(self.pools[which])
-        self.pools[which] = self.pool()
+        crash_plains(self.plains[which])
+        self.replace(which)
+
+    def replace(self, which):
+        self.dead |= {self.pools[which], self.plains[which]}
+        self.pools[which], self.plains[which] = self.pool(), self.plain()
 
     @rule(which=st.integers(0, 1))
     def end_a_writer(self, which):
@@ -189,15 +247,15 @@ class Leases(RuleBasedStateMachine):
             if draft._pool is self.pools[which]:
                 draft.release()
         self.pools[which].close()
-        self.dead.add(self.pools[which])
-        self.pools[which] = self.pool()
+        self.plains[which].close()
+        self.replace(which)
 
     @rule()
     def janitor(self):
         before = taken(self.root)
         folders = os.listdir(self.root)
         done = reclaim(self.root, self.clock.now)
-        assert {pool.name for pool in self.pools} <= set(os.listdir(self.root))
+        assert {writer.name for writer in (*self.pools, *self.plains)} <= set(os.listdir(self.root))
         assert len(folders) - len(os.listdir(self.root)) == done.pools
         assert taken(self.root) <= before - done.bytes
         # What is held can still be read, and what is promised lies where it lay.
@@ -205,11 +263,21 @@ class Leases(RuleBasedStateMachine):
             assert (self.root / view.handle.path).exists()
         for (path, _), deadline in self.promised.items():
             assert deadline <= self.clock.now or (self.root / path).exists()
+        for path, (_, deadline, _, plains) in list(self.plain_promises.items()):
+            if plains in self.dead and deadline <= self.clock.now:
+                assert not path.exists()
+                del self.plain_promises[path]
 
     @invariant()
     def what_is_held_does_not_change(self):
         for view, payload in self.held.items():
             assert bytes(view.data) == payload
+
+    @invariant()
+    def plain_files_are_there_until_they_are_given_up(self):
+        for path, (payload, deadline, _, plains) in self.plain_promises.items():
+            if plains not in self.dead or self.clock.now < deadline:
+                assert path.read_bytes() == payload
 
     @invariant()
     def bytes_are_conserved(self):
@@ -219,6 +287,9 @@ class Leases(RuleBasedStateMachine):
             slots = [entry.bytes for entry in found.entries if entry.path.startswith(f"{pool.name}/slot-")]
             idle = sum(slot.size for slot in pool._idle_slots())
             assert sum(slots) == pool.bytes == pool.lent_bytes + idle <= LIMIT
+        for plains in self.plains:
+            own = [entry.bytes for entry in found.entries if entry.path.startswith(f"{plains.name}/plain-")]
+            assert sum(own) == plains.bytes <= LIMIT
 
 
 TestLeases = Leases.TestCase
