@@ -13,6 +13,7 @@ from mmrouter_operator.ref import CHILDREN, MANAGED_BY, OPTIONAL_CHILDREN, RESOU
 from mmrouter_operator.rehearse import Rehearsal, rehearse
 from mmrouter_operator.render import render
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, secret_name
+from mmrouter_operator.render.layouts import unequal
 from mmrouter_operator.render.secret import SecretData
 from mmrouter_operator.revisions import adopts, choose_templates, difference
 from mmrouter_operator.rollout import pool_of
@@ -38,6 +39,8 @@ class Report:
     rehearsal: Rehearsal
     adopting: dict[str, tuple[str, ...]]
     """Deployment -> fields of its pod template that this release renders otherwise; kept until adopted."""
+    warnings: tuple[str, ...] = ()
+    """What the resource says that keeps its pools from working together."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for machines."""
@@ -52,6 +55,7 @@ class Report:
             "rounds": [[_step(step) for step in steps] for steps in self.rehearsal.rounds],
             "outcome": {"type": type(outcome).__name__, **told},
             "adopting": {name: list(fields) for name, fields in self.adopting.items()},
+            "warnings": list(self.warnings),
         }
 
     def lines(self) -> list[str]:
@@ -67,6 +71,7 @@ class Report:
             found.append("nothing to do")
         if isinstance(self.rehearsal.outcome, Blocked):
             found.append(f"blocked: {self.rehearsal.outcome.message} ({self.rehearsal.outcome.reason})")
+        found += [f"warning: {sentence}" for sentence in self.warnings]
         for name, fields in self.adopting.items():
             shown = ", ".join(fields[:5]) + (f" and {len(fields) - 5} more" if len(fields) > 5 else "")
             found.append(
@@ -176,6 +181,7 @@ def _report(
         restarts={name: _because(changes, pools.get(name, "")) for name in sorted(restarted)},
         rehearsal=rehearsal,
         adopting=_adopting(rendered, desired, snapshot, dep),
+        warnings=tuple(pair.sentence() for pair in unequal(dep)),
     )
 
 

@@ -17,6 +17,9 @@ SIDE_CHANNEL_PORT = 5600
 BOOTSTRAP_PORT = 8998
 """Where an SGLang prefill engine is asked for its transfer addresses."""
 
+SIXTEEN_BITS = frozenset({"float16", "bfloat16"})
+"""Number formats that an engine chooses by itself where it is not told one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -19,6 +19,7 @@ from mmrouter.engines.sglang_request import (
     prompt_error_field,
     rewrite_chat,
 )
+from mmrouter.engines.sglang_stages import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
 from mmrouter.engines.vllm_metrics import Load
 from mmrouter.engines.vllm_request import ImageRewrite, Rewritten
 
@@ -37,6 +38,8 @@ __all__ = [
     "HTTP_PORT",
     "IGNORED_REASONS",
     "INFO_PATH",
+    "KV_EXACT_BLOCK_SIZE",
+    "KV_EXACT_FLAGS",
     "KV_LAYOUT_FLAGS",
     "METRICS",
     "OWNED_FLAGS",

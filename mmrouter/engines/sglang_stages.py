@@ -9,7 +9,16 @@ import secrets
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from mmrouter.engines.launching import BOOTSTRAP_PORT
+from mmrouter.engines.launching import BOOTSTRAP_PORT, SIXTEEN_BITS
+
+KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
+    "--dtype": SIXTEEN_BITS,
+    "--kv-cache-dtype": SIXTEEN_BITS,
+    "--json-model-override-args": frozenset(),
+}
+"""Flags that engines which exchange KV blocks must agree on -> what an engine may choose by itself."""
+KV_EXACT_BLOCK_SIZE: Final = True
+"""A decode engine of 0.5.23 refuses a prefill engine that has another page size, or another format of its cache."""
 
 ROOMS: Final = 1 << 63
 """Rooms are numbers below this."""

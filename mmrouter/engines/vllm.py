@@ -17,6 +17,7 @@ from mmrouter.engines.vllm_request import (
     prompt_error_field,
     rewrite_chat,
 )
+from mmrouter.engines.vllm_transfer import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
 
 FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "phi3_v"})
 """Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md)."""
@@ -30,6 +31,8 @@ __all__ = [
     "HEALTH_PATH",
     "HTTP_PORT",
     "IGNORED_REASONS",
+    "KV_EXACT_BLOCK_SIZE",
+    "KV_EXACT_FLAGS",
     "KV_LAYOUT_FLAGS",
     "METRICS",
     "OWNED_FLAGS",

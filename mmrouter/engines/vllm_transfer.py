@@ -8,10 +8,23 @@ blocks which do not come are computed: vLLM's own default is to fail the request
 from typing import TYPE_CHECKING, Any, Final
 
 from mmrouter.engines.devices import DEVICES
-from mmrouter.engines.launching import SIDE_CHANNEL_PORT, LaunchError, flag, takes_plugin
+from mmrouter.engines.launching import SIDE_CHANNEL_PORT, SIXTEEN_BITS, LaunchError, flag, takes_plugin
 
 if TYPE_CHECKING:
     from mmrouter.api import MMRouterDeployment, Pool
+
+KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
+    "--dtype": SIXTEEN_BITS,
+    "--kv-cache-dtype": SIXTEEN_BITS,
+    "--attention-backend": None,
+    "--hf-overrides": frozenset(),
+}
+"""Flags that engines which exchange KV blocks must agree on -> what an engine may choose by itself, ``None``: anything.
+
+They are what a command line says of vLLM's own check (``compute_nixl_compatibility_hash`` of 0.32).
+"""
+KV_EXACT_BLOCK_SIZE: Final = False
+"""Block sizes may differ: NixlConnector translates them, and tensor parallelism."""
 
 RECOMPUTE: Final = "recompute"
 SIDE_CHANNEL: Final = "side-channel"

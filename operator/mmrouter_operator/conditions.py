@@ -28,6 +28,7 @@ RENDERERS_READY: Final = "RenderersReady"
 EXACT: Final = "ExactRoutingVerified"
 CHAIN: Final = "ChainComplete"
 PRESSURE: Final = "ShmPressure"
+COMPATIBLE: Final = "PoolsCompatible"
 REVISION_PINNED: Final = "RevisionPinned"
 AUTHENTICATED: Final = "Authenticated"
 AUTOSCALING: Final = "AutoscalingAvailable"
@@ -129,6 +130,7 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
         "NotMeasured": "Unknown",
         "FrontendNotHeard": "Unknown",
     },
+    COMPATIBLE: {"Compatible": "True", "LayoutsDiffer": "False"},
     REVISION_PINNED: {"Commit": "True", "ModelRevisionUnpinned": "False"},
     AUTHENTICATED: {"ApiKeys": "True", "NoApiKeys": "False"},
     AUTOSCALING: {"Available": "True", "AutoscalingUnavailable": "False"},

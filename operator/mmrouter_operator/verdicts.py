@@ -16,6 +16,7 @@ from mmrouter_operator.pressure import of_pressure
 from mmrouter_operator.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
 from mmrouter_operator.render import overridden
 from mmrouter_operator.render.inputs import SET_ROLES
+from mmrouter_operator.render.layouts import unequal
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable
 from mmrouter_operator.render.podsecurity import violations
 from mmrouter_operator.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
@@ -235,6 +236,12 @@ def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: B
                 f"spec.model.revision is {model.revision!r}, which can move: pods that start at different times may "
                 "load different models. Write the commit",
             )
+    if any(pool.role in SET_ROLES for pool in dep.spec.pools):
+        if pairs := unequal(dep):
+            said = "; ".join(pair.sentence() for pair in pairs)
+            yield condition(c.COMPATIBLE, "LayoutsDiffer", f"{said}. They are not paired")
+        else:
+            yield condition(c.COMPATIBLE, "Compatible", "prefill and decode pools say nothing that keeps them apart")
     if dep.spec.frontend.api_keys is None:
         yield condition(
             c.AUTHENTICATED,

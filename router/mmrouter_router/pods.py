@@ -8,6 +8,7 @@ from mmrouter_router.fleet import Member
 
 DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL = "mmrouter.io/deployment", "mmrouter.io/pool", "mmrouter.io/role"
 COMPATIBILITY_LABEL = "mmrouter.io/compatibility"
+LAYOUT_LABEL = "mmrouter.io/kv-layout"
 FRONTEND, RENDERER = "frontend", "renderer"
 ENGINE_ROLES = frozenset({"worker", "prefill", "decode", "encoder", RENDERER})
 SIDECAR = "sidecar"
@@ -42,7 +43,8 @@ def who(pod: Mapping[str, Any]) -> Member | Peer | None:
         node=(pod.get("spec") or {}).get("nodeName") or "",
         ready=_containers_ready(status) if role == RENDERER else _sidecar_started(status),
         draining=bool(metadata.get("deletionTimestamp")),
-        compatibility=labels.get(COMPATIBILITY_LABEL) or "",
+        # One text: whoever differs in either is no partner.
+        compatibility="-".join(filter(None, (labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL)))),
     )
 
 

@@ -48,6 +48,7 @@ REASONS: Final[Mapping[str, str]] = {
     "NoPair": "Look at the prefill and decode pods: requests are refused meanwhile.",
     "Starting": "Wait.",
     "AboveHighWaterMark": "Raise sharedMemory.size, where the node has the memory; requests are answered meanwhile.",
+    "LayoutsDiffer": "Give both pools the same value; until then they are not paired.",
     "NotMeasured": "Wait; where it stays, see the log of an engine's sidecar.",
     "FrontendNotHeard": "The operator must reach the frontends on port 8001: see NetworkPolicies and its log.",
     "NoReplicas": "Wait until an engine runs.",

@@ -19,7 +19,17 @@ ENFORCE = "pod-security.kubernetes.io/enforce"
 _UNDER_WAY = frozenset({"RollingOut", "Verifying", "NoReplicas", "Paused", "SecretRecreated", "ScaledToZero"})
 """Reasons of something that is on its way, or as somebody wanted it."""
 _ADVICE_ONLY = frozenset(
-    {c.REVISION_PINNED, c.AUTHENTICATED, c.AUTOSCALING, c.MONITORING, c.RESTRICTED, c.OVERLAID, c.CHAIN, c.PRESSURE}
+    {
+        c.REVISION_PINNED,
+        c.AUTHENTICATED,
+        c.AUTOSCALING,
+        c.MONITORING,
+        c.RESTRICTED,
+        c.OVERLAID,
+        c.CHAIN,
+        c.PRESSURE,
+        c.COMPATIBLE,
+    }
 )
 """Conditions that keep nothing from working."""
 _ONLY_RESTRICTED = (

@@ -10,6 +10,7 @@ from mmrouter_cli.local.pod import LocalPod
 POOL_LABEL = "mmrouter.io/pool"
 ROLE_LABEL = "mmrouter.io/role"
 COMPATIBILITY_LABEL = "mmrouter.io/compatibility"
+LAYOUT_LABEL = "mmrouter.io/kv-layout"
 FRONTEND_ROLE = "frontend"
 
 
@@ -28,7 +29,8 @@ def roster(pods: Iterable[LocalPod]) -> str:
         elif POOL_LABEL in pod.labels:
             role = pod.labels.get(ROLE_LABEL, "worker")
             place = {"node": pod.facts.node, "pool": pod.labels[POOL_LABEL], "role": role}
-            pairs = {"compatibility": pod.labels.get(COMPATIBILITY_LABEL, "")}
+            layout = (pod.labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL))
+            pairs = {"compatibility": "-".join(filter(None, layout))}
             workers.append({**who, **place, **pairs, "ready": pod.ready, "draining": False})
     return json.dumps({"workers": workers, "frontends": frontends}, indent=1)
 

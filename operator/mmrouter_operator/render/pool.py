@@ -11,6 +11,7 @@ from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.render import common, placement, plugin, probes, shared_memory
 from mmrouter_operator.render.engine import engine, engine_image, startup_seconds
 from mmrouter_operator.render.inputs import compatibility, kv_layout, partners, pool_inputs
+from mmrouter_operator.render.layouts import layout_label
 from mmrouter_operator.render.owned import Finished, finish
 from mmrouter_operator.render.secret import SIDECAR_ITEMS
 from mmrouter_operator.render.serviceaccount import engine_account
@@ -65,7 +66,7 @@ def pool_template(dep: MMRouterDeployment, number: int, secrets: str, config: Op
         labels[placement.SHARED_MEMORY_LABEL] = "node"
     template = {
         "metadata": {
-            "labels": labels | {common.COMPATIBILITY: _compatibility(dep, pool, config)},
+            "labels": labels | {common.COMPATIBILITY: _compatibility(dep, pool, config)} | layout_label(dep, pool),
             "annotations": {common.TEMPLATE_HASH: pool_inputs(dep, pool, secrets)},
         },
         "spec": _pod(dep, pool, container, config),

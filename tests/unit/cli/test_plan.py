@@ -91,6 +91,16 @@ def test_what_cannot_be_done_is_shown_as_blocked(tmp_path: Path) -> None:
     assert "blocked: pool pre has one replica and no surge" in run(*files)
 
 
+def test_pools_that_will_not_be_paired_are_told_before_they_are_there(tmp_path: Path) -> None:
+    spec = pair()
+    assert report(write(tmp_path, "a.yaml", spec))["warnings"] == []
+    spec["pools"][0]["args"] = ["--kv-cache-dtype=fp8"]
+    file = write(tmp_path, "b.yaml", spec)
+    (said,) = report(file)["warnings"]
+    assert said == "pools pre and dec cannot exchange KV blocks: --kv-cache-dtype is fp8 and not set"
+    assert f"warning: {said}\n" in run(file)
+
+
 @pytest.mark.parametrize(
     ("spec", "arguments", "words"),
     [

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from unit.operator.stories import finish, standing, want, whole
+from unit.operator.stories import finish, pair, standing, want, whole
 from unit.operator.world import World, deployment
 
 from mmrouter.api import MMRouterDeployment, SpecError
@@ -301,6 +301,13 @@ def test_without_its_secret_a_deployment_is_blocked_and_says_why() -> None:
         ({"frontend": {"apiKeys": {"secret": {"name": "k"}}}}, "Authenticated", ("True", "ApiKeys")),
         ({"observability": {"podMonitor": "Enabled"}}, "PodMonitorAvailable", ("False", "PodMonitorUnavailable")),
         ({}, "PodMonitorAvailable", None),
+        ({}, "PoolsCompatible", None),
+        ({"pools": pair()["pools"]}, "PoolsCompatible", ("True", "Compatible")),
+        (
+            {"pools": [{**pair()["pools"][0], "args": ["--kv-cache-dtype=fp8"]}, pair()["pools"][1]]},
+            "PoolsCompatible",
+            ("False", "LayoutsDiffer"),
+        ),
         ({}, "AutoscalingAvailable", None),
         ({}, "PodTemplateApplied", None),
     ],

@@ -53,6 +53,9 @@ def test_an_engine_pod_says_with_whom_it_can_exchange_blocks():
     found = who(labelled(role="prefill", pool="p", compatibility="ab12"))
     assert isinstance(found, Member)
     assert found.compatibility == "ab12"
+    other = who(labelled(role="prefill", pool="p", compatibility="ab12", **{"kv-layout": "cd34"}))
+    assert isinstance(other, Member)
+    assert other.compatibility == "ab12-cd34"
     assert who(POD).compatibility == ""
 
 
