@@ -26,6 +26,7 @@ from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.schedule import Policy
+from mmrouter_router.tap import Tap, tap_of
 from mmrouter_router.tenants import Tenant, Tenants
 from mmrouter_router.tracing import NO_TRACING, Tracing, enter, failure_of, outcome, passed_on, stage
 from mmrouter_router.upstream import UpstreamError
@@ -135,7 +136,7 @@ class Chat:
             if span:
                 span.tell({"http.request.body.size": len(raw)})
         gone = asyncio.create_task(_wait_for_disconnect(receive))
-        work = asyncio.create_task(self._serve(path, request_id, received, headers, raw, tenant, send))
+        work = asyncio.create_task(self._serve(path, request_id, received, headers, raw, tenant, send, tap_of(scope)))
         try:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -155,6 +156,7 @@ class Chat:
         raw: bytes,
         tenant: Tenant,
         send: Send,
+        tap: Tap | None,
     ) -> int:
         prepared = await self.prepare(path, raw, tenant)
         outgoing = self._outgoing(path, prepared)
@@ -170,7 +172,7 @@ class Chat:
             if reply.answer.status >= 400:
                 await _pass_error(send, reply, extra, self._adapter.prompt_error_field)
             else:
-                await _pass_answer(send, reply, extra)
+                await _pass_answer(send, tap, reply, extra)
                 self._answered(reply.trace, prepared, outgoing)
             return reply.answer.status
         except BaseException as error:
@@ -271,12 +273,15 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _pass_answer(send: Send, reply: Reply, extra: list[tuple[bytes, bytes]]) -> None:
+async def _pass_answer(send: Send, tap: Tap | None, reply: Reply, extra: list[tuple[bytes, bytes]]) -> None:
     headers = [(n, v) for n, v in reply.answer.headers if n not in _HOP_BY_HOP]
     await send({"type": "http.response.start", "status": reply.answer.status, "headers": headers + extra})
     await send({"type": "http.response.body", "body": reply.first, "more_body": True})
-    async for piece in reply.rest:
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    if tap is not None:
+        await reply.answer.pour(tap)
+    else:
+        while piece := await reply.answer.piece():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -285,7 +290,7 @@ async def _pass_error(
 ) -> None:
     """Pass an engine's error on in OpenAI's shape, with the field named where we know it."""
     raw = reply.first
-    async for piece in reply.rest:
+    while piece := await reply.answer.piece():
         raw += piece
         if len(raw) > ERROR_LIMIT:
             break

@@ -1,6 +1,6 @@
 """One exchange with one engine: what it is told besides the request, and its answer up to the first byte."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmrouter.api import EngineType
@@ -32,7 +32,6 @@ class Reply:
     booking: Booking
     answer: Answer | Refusal
     first: bytes
-    rest: AsyncIterator[bytes]
     span: Span
     half: Prefill | None = None
     """The other half of an answer that two engines give together."""
@@ -60,7 +59,7 @@ class Reply:
             return b""
         body = self.first
         try:
-            async for piece in self.rest:
+            while piece := await self.answer.piece():
                 body += piece
                 if len(body) > ERROR_LIMIT:
                     break
@@ -112,10 +111,9 @@ class Exchange:
         target = decision.target
         told = half.told(target) if half is not None else {}
         answer = await self.post(target, trace.request_id, path, body, {**span.passed_on(headers), **told})
-        rest = answer.body()
         try:
             # An engine sends its headers before it computes: only a body byte shows that it lives.
-            first = await anext(rest, b"")
+            first = await answer.piece()
         except BaseException:
             answer.close()
             raise
@@ -123,7 +121,7 @@ class Exchange:
         if span:
             span.event("first byte")
             span.tell({"http.response.status_code": answer.status})
-        return Reply(decision, trace, booking, answer, first, rest, span, half)
+        return Reply(decision, trace, booking, answer, first, span, half)
 
     async def ask(
         self, target: Target, request_id: str, path: str, body: bytes, headers: Mapping[str, str]

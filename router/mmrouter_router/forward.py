@@ -1,7 +1,7 @@
 """Send a placed request to its engine; only before the first answer byte try another (docs/architecture.md)."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -212,7 +212,7 @@ class Forwarder:
             trace.tried(computes, f"{error.cause}: {error}")
             span.fail(error.cause)
             if (refusal := error.refusal) is not None:
-                return Reply(computes, trace, booking, refusal, refusal.body, _nothing(), span)
+                return Reply(computes, trace, booking, refusal, refusal.body, span)
             booking.end()
             span.end()
             past.deaths += error.died
@@ -299,9 +299,3 @@ def _given_up(why: str, reply: Reply, decision: Decision) -> str:
     reply.close()
     reply.trace.tried(decision, why)
     return why
-
-
-async def _nothing() -> AsyncIterator[bytes]:
-    """What follows an answer that is there whole."""
-    return
-    yield b""

@@ -17,7 +17,7 @@ from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import Policy
 from mmrouter_router.stages import PREFILL_SECONDS, Note
 from mmrouter_router.tracing import stage
-from mmrouter_router.upstream import Answer, UpstreamError
+from mmrouter_router.upstream import Answer, Sink, UpstreamError
 
 KEPT_BYTES: Final = 256 * 1024
 """Of a prefill engine's answer: enough for any error, and for the one token of an answer that nobody gets."""
@@ -39,6 +39,13 @@ class Refusal:
     body: bytes
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     whole: bool = True
+
+    async def piece(self) -> bytes:
+        """Return what follows: nothing, all of it is in ``body``."""
+        return b""
+
+    async def pour(self, sink: Sink) -> None:
+        """Write what follows: nothing."""
 
     def close(self) -> None:
         """Its connection was given back when it had been read."""

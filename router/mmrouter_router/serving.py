@@ -17,6 +17,8 @@ from typing import Any
 
 import uvicorn
 
+from mmrouter_router.tap import Tapped
+
 log = logging.getLogger("mmrouter.serving")
 
 Message = MutableMapping[str, Any]
@@ -71,7 +73,7 @@ class Server(uvicorn.Server):
                 app,
                 host=host,
                 port=port,
-                http="httptools",
+                http=Tapped,
                 loop="uvloop",
                 lifespan="off",
                 interface="asgi3",

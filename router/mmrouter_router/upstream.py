@@ -3,20 +3,39 @@
 The hot route has its own transport because a general client costs several times the CPU of a decision (facts on
 performance 3). It speaks only what engines speak: one request at a time per connection, no redirects, no cookies,
 no proxies. Reading stops while the consumer is behind, so a slow client holds at most ``HIGH_WATER`` bytes.
+
+A consumer takes pieces, or has them poured into a client's connection in the moment they come (:mod:`.tap`).
 """
 
 import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import cast
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Protocol, cast
 
 import httptools
 
 HIGH_WATER = 256 * 1024
 IDLE_SECONDS = 4.0
 """uvicorn closes idle connections after 5 s; ours are given up earlier, so that a reuse rarely meets a close."""
+
+
+class Sink(Protocol):
+    """Where a body is poured into."""
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more should be written now."""
+        ...
+
+    def when_room(self, then: Callable[[], None] | None) -> None:
+        """Have a function called whenever it is not full any more; ``None`` ends that."""
+        ...
+
+    def write(self, piece: bytes) -> None:
+        """Take a piece."""
+        ...
 
 
 class UpstreamError(ConnectionError):
@@ -47,6 +66,7 @@ class _Connection(asyncio.Protocol):
         self._headers_done = False
         self._keep_alive = False
         self._writable: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
 
     # -- asyncio.Protocol
 
@@ -65,6 +85,10 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.close()
+        if self._sink is not None:
+            self._spill(self._sink)
+            if not self.complete and not self.closed:
+                return  # nothing for whoever waits: it is there for the end
         self._notify()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -104,9 +128,8 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
         self._buffered += len(body)
-        if self._buffered > HIGH_WATER and not self._paused and self.transport is not None:
-            self._paused = True
-            self.transport.pause_reading()
+        if self._buffered > HIGH_WATER:
+            self._hold()
 
     def on_message_complete(self) -> None:
         if self._headers_done:
@@ -128,23 +151,59 @@ class _Connection(asyncio.Protocol):
                 raise UpstreamError("the engine closed the connection", sent=True, began=self._began)
             await self._wait()
 
-    async def read(self) -> AsyncIterator[bytes]:
-        """Yield body bytes as they come. Raises :class:`UpstreamError` when the answer breaks off."""
-        while True:
-            if self._chunks:
-                data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
-                self._chunks.clear()
-                self._buffered = 0
-                if self._paused and self.transport is not None and not self.closed:
-                    self._paused = False
-                    self.transport.resume_reading()
-                yield data
-            elif self.complete:
-                return
-            elif self.closed:
+    async def piece(self) -> bytes:
+        """Return the body's next bytes, empty at its end. Raises :class:`UpstreamError` when the answer breaks off."""
+        while not self._chunks:
+            if self.complete:
+                return b""
+            if self.closed:
                 raise UpstreamError("the engine broke off its answer", sent=True, began=True)
-            else:
+            await self._wait()
+        data = self._taken()
+        self._go_on()
+        return data
+
+    async def pour(self, sink: Sink) -> None:
+        """Write the rest of the body into a sink as it comes. Raises what :meth:`piece` raises."""
+        self._sink = sink
+        sink.when_room(self._go_on)
+        try:
+            if self._chunks:
+                self._spill(sink)
+            while not self.complete:
+                if self.closed:
+                    raise UpstreamError("the engine broke off its answer", sent=True, began=True)
                 await self._wait()
+        finally:
+            self._sink = None
+            sink.when_room(None)
+
+    def _spill(self, sink: Sink) -> None:
+        """Write what is there."""
+        if self._chunks:
+            try:
+                sink.write(self._taken())
+            except ValueError:  # the engine says more than it said it would
+                self.close()
+            if sink.full:
+                self._hold()
+
+    def _taken(self) -> bytes:
+        data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        return data
+
+    def _hold(self) -> None:
+        """Read no more for now."""
+        if not self._paused and self.transport is not None and not self.closed:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def _go_on(self) -> None:
+        if self._paused and self.transport is not None and not self.closed:
+            self._paused = False
+            self.transport.resume_reading()
 
     @property
     def reusable(self) -> bool:
@@ -185,9 +244,24 @@ class Answer:
         """Whether all of it has come."""
         return self._connection.complete
 
-    def body(self) -> AsyncIterator[bytes]:
-        """Yield the body's bytes, de-chunked, in the pieces in which they arrive."""
-        return self._connection.read()
+    async def piece(self) -> bytes:
+        """Return the body's next bytes, de-chunked, as they arrived; empty at its end.
+
+        Raises :class:`UpstreamError` when the answer breaks off.
+        """
+        return await self._connection.piece()
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """Yield the rest of the body's bytes, piece by piece. Raises what :meth:`piece` raises."""
+        while piece := await self._connection.piece():
+            yield piece
+
+    async def pour(self, sink: Sink) -> None:
+        """Write the rest of the body into a sink as it comes; return when all of it is there.
+
+        Raises what :meth:`piece` raises.
+        """
+        await self._connection.pour(sink)
 
     async def read(self, limit: int) -> bytes:
         """Return the whole body, at most ``limit`` bytes of it."""
