@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from unit.render.objects import Object, change, container, pod_of, variables, with_pool
 
 from mmrouter.api import MMRouterDeployment, SpecError, block_size_of, to_json
+from mmrouter.blocks import Span, block_keys
 from mmrouter.engines import adapter
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.render import SecretData, render
@@ -71,6 +73,32 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+@pytest.mark.parametrize("kind", ["intel-i915", "intel-xe"])
+def test_case_68_an_xpu_pool_counts_in_blocks_of_64_and_arguments_append_to_ours(
+    shortest: MMRouterDeployment, secrets: SecretData, kind: str
+) -> None:
+    """Another router's XPU scripts overwrite what was said before, and its tests count in blocks of 16 there too."""
+    worker = {"name": "worker", "role": "worker", "accelerator": {"kind": kind}, "image": IMAGE}
+    plain = change(shortest, pools=[worker])
+    said = change(
+        shortest,
+        engine={"type": "vllm", "args": ["--enforce-eager", "--max-model-len=10240"]},
+        pools=[{**worker, "args": ["--max-num-seqs", "4"]}, {**worker, "name": "other", "args": ["--seed=1"]}],
+    )
+    ours = container(pod_of(plain, secrets, "worker"), "engine")["args"]
+    assert ours[ours.index("--block-size") + 1] == "64"
+    for name, own in (("worker", ["--max-num-seqs", "4"]), ("other", ["--seed=1"])):
+        args = container(pod_of(said, secrets, name), "engine")["args"]
+        assert args == [*ours, "--enforce-eager", "--max-model-len=10240", *own]
+
+    # Qwen2-VL, 999 tokens of an image of 1024x768 behind a text of 26, as case 17 has it.
+    ids, span = array("I", range(1025)), Span(26, 999, bytes(32))
+    sizes = {kind: block_size_of(plain, plain.spec.pools[0]), "nvidia": 16}
+    keys = {of: block_keys(ids, size, [span], 7) for of, size in sizes.items()}
+    assert {of: len(found) for of, found in keys.items()} == {kind: 1025 // 64, "nvidia": 1025 // 16}
+    assert not set(keys[kind]) & set(keys["nvidia"])
 
 
 @pytest.mark.parametrize("kind", DEVICES)
