@@ -80,6 +80,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nobody looks at a client's address
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, round(drain_seconds)),
             )
