@@ -43,6 +43,8 @@ VLLM = "0.32.0"
 TORCH = "2.13.0+cpu"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """Without their requirements, which are CUDA's: the wheel brings a UCX of its own, which needs none of it."""
+SPINS, RESTS = "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 1000\n"
+"""A thread of an agent looks at its transfers all the time and so keeps a CPU busy. Here it looks once a millisecond."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 FAILED, CANNOT = 1, 3
 LAST_LINES = 20
@@ -94,7 +96,7 @@ def digest(*parts: str) -> str:
 
 def additions() -> str:
     """Return the same of what is put into an environment that is there."""
-    return digest(*NIXL, inspect.getsource(add))
+    return digest(*NIXL, SPINS, RESTS, inspect.getsource(add))
 
 
 Build = Callable[[Path], None]
@@ -243,6 +245,12 @@ def add(env: Path) -> None:
     python = str(env / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     run([*pip, *NIXL], "pip install of NIXL")
+    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
+    api = site / "nixl_cu12" / "_api.py"
+    text = api.read_text()
+    if SPINS not in text and RESTS not in text:
+        raise FailedError(f"{api.name} of NIXL does not say how often it looks at its transfers")
+    api.write_text(text.replace(SPINS, RESTS))
     run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
 
 
