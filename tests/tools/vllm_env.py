@@ -44,7 +44,7 @@ TORCH = "2.13.0+cpu"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """Without their requirements, which are CUDA's: the wheel brings a UCX of its own, which needs none of it."""
 SPINS, RESTS = "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 1000\n"
-"""A thread of an agent looks at its transfers all the time and so keeps a CPU busy. Here it looks once a millisecond."""
+"""An agent looks at its transfers all the time, in a thread that keeps a CPU busy. Here it looks once a millisecond."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 FAILED, CANNOT = 1, 3
 LAST_LINES = 20
