@@ -6,7 +6,16 @@ import os
 
 from mmrouter_transfer import files
 from mmrouter_transfer.sizes import PAGE_BYTES
-from mmrouter_transfer.slot import ACKED_AT, GENERATION, RELEASED_AT, WRITTEN_AT, Header, encode_page, is_over
+from mmrouter_transfer.slot import (
+    ACKED_AT,
+    ACKED_RELEASED,
+    GENERATION,
+    RELEASED_AT,
+    WRITTEN_AT,
+    Header,
+    encode_page,
+    is_over,
+)
 
 
 class MappedSlot:
@@ -16,6 +25,7 @@ class MappedSlot:
         """Make the file: ``size`` bytes with the header. Raises ``OSError`` (ENOSPC) and leaves nothing behind."""
         self.name = name
         self.size = size
+        self.class_bytes = size - PAGE_BYTES
         self.path = f"{pool}/{name}"
         self.generation = 0
         """Of the last lease."""
@@ -33,14 +43,9 @@ class MappedSlot:
             raise
         self._write(Header(pool, name, 0, 0.0, 0.0, 0, "sampled", 0, "uint8", (0,)))
 
-    @property
-    def class_bytes(self) -> int:
-        return self.size - PAGE_BYTES
-
     def payload(self, length: int) -> memoryview:
         """Return the writable payload."""
-        with memoryview(self._map) as whole:
-            return whole[PAGE_BYTES : PAGE_BYTES + length]
+        return memoryview(self._map)[PAGE_BYTES : PAGE_BYTES + length]
 
     @property
     def used(self) -> bool:
@@ -68,8 +73,7 @@ class MappedSlot:
 
     def over(self, now: float) -> bool:
         """Whether the lease is over. Readers may still be in the slot."""
-        (acked,) = GENERATION.unpack_from(self._map, ACKED_AT)
-        (released,) = GENERATION.unpack_from(self._map, RELEASED_AT)
+        acked, released = ACKED_RELEASED.unpack_from(self._map, ACKED_AT)
         return is_over(self.generation, self.deadline, acked, released, now)
 
     def take(self) -> bool:

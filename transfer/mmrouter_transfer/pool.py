@@ -13,7 +13,7 @@ from mmrouter_transfer.checksum import checksum
 from mmrouter_transfer.mapped import MappedSlot
 from mmrouter_transfer.reclaim import reclaim
 from mmrouter_transfer.room import HIGH_WATER, Room
-from mmrouter_transfer.sizes import evictions, size_class, slot_bytes
+from mmrouter_transfer.sizes import PAGE_BYTES, evictions, slot_bytes
 from mmrouter_transfer.slot import LEASE_SECONDS, MAX_LEASE_SECONDS, Header
 from mmrouter_transfer.values import Check, Handle, HandOverError
 
@@ -196,8 +196,8 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self, now: float, enough: int | None) -> None:
-        """Take slots back, the ones lent first first, until one of class ``enough`` is idle."""
+    def _collect(self, now: float, enough: int | None) -> MappedSlot | None:
+        """Take slots back, the ones lent first first, until one of class ``enough`` is idle, and return that."""
         abandoned, self._abandoned = self._abandoned, []
         for lease in abandoned:
             self._release(lease)
@@ -206,25 +206,25 @@ class Pool:
                 continue
             if not slot.whole:
                 self._forget(slot)
-            elif slot.over(now):
-                self._take_back(slot)
-                if slot.class_bytes == enough and self._idle.get(enough):
-                    return
+            elif slot.over(now) and self._take_back(slot) and slot.class_bytes == enough:
+                return slot
+        return None
 
     def _slot_for(self, length: int, now: float) -> MappedSlot:
         """Return a slot that is ours alone: an idle one of the class, or a new one, for which others may have to go."""
         if self._closed:
             raise HandOverError("full", "the pool is closed")
-        of_class, wanted = size_class(length), slot_bytes(length)
+        wanted = slot_bytes(length)
+        of_class, found = wanted - PAGE_BYTES, None
         if not self._idle.get(of_class):
-            self._collect(now, of_class)
+            found = self._collect(now, of_class)
         if self.lent_bytes + wanted > self._mark:
             self._collect(now, None)
         if self.lent_bytes + wanted > self._mark:
             raise HandOverError("full", f"{self.lent_bytes} of {self.limit_bytes} bytes are lent, {wanted} are wanted")
         while idle := self._idle.get(of_class):
             slot = idle.pop()  # the last one used: its pages are the likeliest to be in a cache
-            if slot.whole:
+            if slot is found or slot.whole:
                 return slot
             self._forget(slot)
         return self._create(wanted)
@@ -285,12 +285,14 @@ class Pool:
                 slot.give_up()
                 self._take_back(slot)
 
-    def _take_back(self, slot: MappedSlot) -> None:
+    def _take_back(self, slot: MappedSlot) -> bool:
         """Make a lent slot idle, unless somebody reads it: then it stays where it is until it is looked at again."""
-        if slot.take():
-            del self._lent[slot.name]
-            self.lent_bytes -= slot.size
-            self._idle.setdefault(slot.class_bytes, []).append(slot)
+        if not slot.take():
+            return False
+        del self._lent[slot.name]
+        self.lent_bytes -= slot.size
+        self._idle.setdefault(slot.class_bytes, []).append(slot)
+        return True
 
     def _idle_slots(self) -> list[MappedSlot]:
         return [slot for slots in self._idle.values() for slot in slots]

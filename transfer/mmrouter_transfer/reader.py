@@ -65,8 +65,7 @@ class _Slot:
             raise
 
     def payload(self, length: int) -> memoryview:
-        with memoryview(self.map) as whole:
-            return whole[PAGE_BYTES : PAGE_BYTES + length]
+        return memoryview(self.map)[PAGE_BYTES : PAGE_BYTES + length]
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):  # it goes with the last that uses it

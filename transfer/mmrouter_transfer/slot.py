@@ -35,6 +35,8 @@ ACKED_AT = 8
 RELEASED_AT = 16
 WRITTEN_AT = 24
 GENERATION = struct.Struct("<Q")
+ACKED_RELEASED = struct.Struct("<QQ")
+"""Both, from ``ACKED_AT`` on."""
 
 State = Literal["writing", "leased", "expired", "acknowledged", "released"]
 """``writing``: no handle names it. ``leased``: a handle to it may be read. The others are free."""
