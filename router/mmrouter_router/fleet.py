@@ -53,11 +53,21 @@ class Member:
 
 @dataclass(slots=True)
 class Usage:
-    """Blocks that this router's own requests occupy on one rank."""
+    """What this router's own requests occupy on one rank, in blocks; ``promised``: keys that it has yet to compute.
+
+    A key is promised by the request that was the first to be sent there with it, until the engine tells that it holds
+    the block, the request has its first byte or is over.
+    """
 
     requests: int = 0
-    prefill: float = 0.0
+    promised: set[int] = field(default_factory=set)
+    encode: float = 0.0  # of images that are not encoded yet
     active: float = 0.0
+
+    @property
+    def prefill(self) -> float:
+        """Blocks that wait to be computed."""
+        return len(self.promised) + self.encode
 
 
 @dataclass
@@ -294,7 +304,11 @@ class Fleet:
         if delta.removed:
             self.index.remove(slot, unpack_keys(delta.removed))
         if delta.stored:
-            self.index.store(slot, unpack_keys(delta.stored))
+            keys = unpack_keys(delta.stored)
+            self.index.store(slot, keys)
+            usage = worker.usage.get(delta.rank)
+            if usage is not None and usage.promised:
+                usage.promised.difference_update(keys)
 
     def _indexed(self, worker: Worker, group: int, medium: str) -> bool:
         if medium != INDEXED_MEDIUM:
@@ -315,6 +329,8 @@ class Fleet:
         for slot in worker.slots.values():
             self.index.retire(slot)
         worker.slots.clear()
+        for usage in worker.usage.values():
+            usage.promised.clear()  # whatever was to be computed there ended with what was
 
 
 def _told(shared: Shared | None) -> tuple[bool, int] | None:

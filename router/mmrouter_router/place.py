@@ -2,16 +2,18 @@
 
 import random
 import time
+from array import array
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from mmrouter.api import MMRouterDeployment, block_size_of
+from mmrouter.blocks import Span
 from mmrouter_router.chain import proves
 from mmrouter_router.fleet import Fleet, Target, Usage, Worker
 from mmrouter_router.prepare import Prepared
-from mmrouter_router.schedule import Candidate, Choice, Exactness, Policy, choose
+from mmrouter_router.schedule import WEIGHTS, Candidate, Choice, Exactness, Policy, Weights, choose
 from mmrouter_router.sentinels import Scope
 
 Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
@@ -34,6 +36,7 @@ class Decision:
     exactness: Exactness
     reasons: tuple[str, ...]
     at: float = field(default_factory=time.time)
+    keys: "array[int]" = field(default_factory=lambda: array("Q"))  # of the prompt, at the target's block size
 
 
 class NoWorkerError(Exception):
@@ -43,8 +46,11 @@ class NoWorkerError(Exception):
 class Placer:
     """Chooses a worker for a request and keeps count of what this router has in flight."""
 
-    def __init__(self, deployment: MMRouterDeployment, fleet: Fleet) -> None:
+    def __init__(self, deployment: MMRouterDeployment, fleet: Fleet, weights: Weights = WEIGHTS) -> None:
         self._fleet = fleet
+        self._weights = weights
+        encoders = any(pool.role == "encoder" for pool in deployment.spec.pools)
+        self._visual = 0.0 if encoders else weights.visual  # where they are, engines encode nothing
         self._policy: Policy = deployment.spec.routing.policy
         self._overlap_weight = float(deployment.spec.routing.overlap_weight)
         self._verification = deployment.spec.verification
@@ -89,16 +95,18 @@ class Placer:
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
         rows: list[Candidate] = []
+        known: dict[tuple[int, Scope | None], array[int]] = {}
         for (size, scope), group in targets.items():
-            keys = prepared.keys(size, scope)
+            keys = known[size, scope] = prepared.keys(size, scope)
             overlap = self._fleet.overlap(keys, len(prepared.ids), [target for target, _ in group])
-            rows += [self._candidate(target, overlap, len(keys), standing) for target, standing in group]
+            rows += [self._candidate(target, overlap, keys, prepared.spans, standing) for target, standing in group]
         choice = choose(
             rows,
             policy=policy,
             overlap_weight=self._overlap_weight,
             fingerprint=prepared.fingerprint,
             turn=self._turns[kind],
+            weights=self._weights,
         )
         if not dry_run:
             self._turns[kind] += 1
@@ -107,13 +115,15 @@ class Placer:
         exactness, reasons = prepared.exactness_for(chosen.worker.scope)
         if exactness != "affinity" and not choice.winner.scored:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
-        return Decision(chosen, choice, policy, exactness, reasons)
+        keys = known[chosen.block_size, chosen.worker.scope]
+        return Decision(chosen, choice, policy, exactness, reasons, keys=keys)
 
     def begin(self, decision: Decision) -> "Booking":
         """Count a request against the chosen worker until the booking ends."""
         target, winner = decision.target, decision.choice.winner
         usage = target.worker.usage.setdefault(target.rank, Usage())
-        return Booking(usage, float(winner.blocks - (winner.overlap if winner.scored else 0)), float(winner.blocks))
+        hit = winner.overlap + winner.coming if winner.scored else 0
+        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks))
 
     def able(self, worker: Worker) -> bool:
         """Whether a request may go there at all."""
@@ -168,39 +178,63 @@ class Placer:
             raise NoWorkerError(f"no worker can take the request ({found})")
         return targets
 
-    def _candidate(self, target: Target, overlap: dict[int, int], blocks: int, standing: Standing) -> Candidate:
-        worker, rank, _ = target
+    def _candidate(
+        self,
+        target: Target,
+        overlaps: dict[int, int],
+        keys: "array[int]",
+        spans: Sequence[Span],
+        standing: Standing,
+    ) -> Candidate:
+        worker, rank, size = target
         slot = worker.slots.get(rank)
         usage = worker.usage.get(rank, _IDLE)
-        member = worker.member
+        member, scored = worker.member, standing == "verified"
+        overlap = overlaps.get(slot, 0) if slot is not None else 0
+        reach = overlap if scored else 0
+        if scored and usage.promised:
+            promised, blocks = usage.promised, len(keys)
+            while reach < blocks and keys[reach] in promised:
+                reach += 1
         return Candidate(
             id=f"{worker.id}#{rank}",
             name=member.name,
             pool=member.pool,
-            overlap=overlap.get(slot, 0) if slot is not None else 0,
-            blocks=blocks,
+            overlap=overlap,
+            blocks=len(keys),
             prefill=usage.prefill,
             active=usage.active,
-            waiting=worker.waiting.get(rank, 0.0) * blocks,
+            waiting=worker.waiting.get(rank, 0.0) * len(keys),
             held=self._fleet.index.held(slot) if slot is not None else 0,
-            scored=standing == "verified",
+            scored=scored,
+            coming=reach - overlap if scored else 0,
+            encode=self._visual * _to_encode(spans, reach * size) / size if spans and self._visual else 0.0,
         )
+
+
+def _to_encode(spans: Sequence[Span], hit: int) -> int:
+    """Return the visual tokens of images that do not end within the first ``hit`` tokens: one is encoded whole."""
+    return sum([span.length for span in spans if span.offset + span.length > hit])
 
 
 class Booking:
     """What one request occupies on its worker; ``answered`` and ``end`` may be called any number of times."""
 
-    def __init__(self, usage: Usage, prefill: float, active: float) -> None:
-        self._usage, self._prefill, self._active = usage, prefill, active
+    def __init__(self, usage: Usage, fresh: "array[int]", encode: float, active: float) -> None:
+        """``fresh``: keys of the blocks that the worker has to compute for it; the others in blocks."""
+        self._usage, self._fresh, self._encode, self._active = usage, fresh, encode, active
         usage.requests += 1
-        usage.prefill += prefill
+        usage.promised.update(fresh)
+        usage.encode += encode
         usage.active += active
         self._open = True
 
     def answered(self) -> None:
         """The first byte came, or another engine has computed the prompt: nothing is left to prefill."""
-        self._usage.prefill -= self._prefill
-        self._prefill = 0.0
+        if self._fresh or self._encode:
+            self._usage.promised.difference_update(self._fresh)
+            self._usage.encode -= self._encode
+            self._fresh, self._encode = self._fresh[:0], 0.0
 
     def end(self) -> None:
         """The request is over."""
@@ -209,3 +243,5 @@ class Booking:
             self.answered()
             self._usage.requests -= 1
             self._usage.active -= self._active
+            if not self._usage.requests:
+                self._usage.encode = 0.0  # sums of fractions do not end at 0 by themselves

@@ -1,12 +1,15 @@
 """Pure choice of a candidate: one score per candidate, term by term, and the decision that follows from it.
 
-Policy ``kv`` minimises the work that a choice causes, counted in blocks (the form of the field's cost functions,
-facts on routing 5.1):
+Policy ``kv`` minimises the work that a choice causes, counted in blocks that an engine computes (docs/architecture.md):
 
-    cost = overlapWeight * (prompt blocks - overlap + prefill blocks there) + active blocks there + waiting blocks there
+    cost = overlapWeight * compute * (prompt blocks - hit + encode) + queue + decode * active + waiting
 
-``leastLoaded`` drops the overlap term, ``roundRobin`` takes turns, ``consistentHash`` ranks by rendezvous hash. Every
-tie is broken the same way on every router: fewer blocks held, then rendezvous hash of the prompt's fingerprint.
+``hit`` is the overlap and what comes right behind it of requests that are being computed there; ``encode`` is what the
+images behind the hit cost; ``queue`` is what was sent there and is not computed yet. The weights are :class:`Weights`.
+
+``leastLoaded`` drops the first term and takes everything else as it is, ``roundRobin`` takes turns, ``consistentHash``
+ranks by rendezvous hash. Every tie is broken the same way on every router: fewer blocks held, then rendezvous hash of
+the prompt's fingerprint.
 
 A decision needs the winner only; its explanation is worked out from the same values when somebody asks for it.
 """
@@ -23,6 +26,21 @@ Policy = Literal["kv", "leastLoaded", "roundRobin", "consistentHash"]
 Exactness = Literal["exact", "partial", "affinity"]
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """What the terms of policy ``kv`` weigh, in blocks of somebody else's prompt that wait to be computed.
+
+    Found by ``python -m bench cluster --sweep``. Above 1, ``compute`` says that a block which has to be computed again
+    delays not only its own request but all that come after it, the more so the busier the engines are.
+    """
+
+    compute: float = 4.0  # per block of the prompt that the engine would have to compute
+    decode: float = 0.03  # per block that is in use there: each step that decodes reads it
+    visual: float = 0.4  # encoding one visual token, in prompt tokens (vision tower against language model)
+
+
+WEIGHTS = Weights()
+
+
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One rank of one worker, as the router knows it at the moment of the decision. Loads are in blocks.
 
@@ -34,11 +52,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     pool: str
     overlap: int  # leading prompt blocks that it holds
     blocks: int  # complete blocks of the prompt at this candidate's block size
-    prefill: float = 0.0  # blocks of requests sent there that have not answered yet
+    prefill: float = 0.0  # blocks of requests sent there that are not computed yet
     active: float = 0.0  # blocks of requests in flight there
     waiting: float = 0.0  # blocks of requests of others that queue in the engine
     held: int = 0  # blocks in its cache
     scored: bool = True  # False: not verified, so its overlap does not count
+    coming: int = 0  # blocks right behind the overlap that requests in flight have it compute
+    encode: float = 0.0  # what encoding the prompt's images there costs, in blocks of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +81,14 @@ class Choice:
     overlap_weight: float
     fingerprint: int
     turn: int
+    weights: Weights = WEIGHTS
 
     @cached_property
     def scores(self) -> tuple[Score, ...]:
         """Every candidate's score, best first."""
-        costs = _costs(self.candidates, self.policy, self.overlap_weight)
+        costs = _costs(self.candidates, self.policy, self.overlap_weight, self.weights)
         scores = [
-            Score(c, _terms(c, self.policy, self.overlap_weight), cost, _tie(c, self.fingerprint))
+            Score(c, _terms(c, self.policy, self.overlap_weight, self.weights), cost, _tie(c, self.fingerprint))
             for c, cost in zip(self.candidates, costs, strict=True)
         ]
         if self.policy == "roundRobin":
@@ -89,7 +110,13 @@ class Choice:
 
 
 def choose(
-    candidates: Sequence[Candidate], *, policy: Policy, overlap_weight: float, fingerprint: int, turn: int
+    candidates: Sequence[Candidate],
+    *,
+    policy: Policy,
+    overlap_weight: float,
+    fingerprint: int,
+    turn: int,
+    weights: Weights = WEIGHTS,
 ) -> Choice:
     """Return the best candidate. ``turn`` counts requests (only round robin looks at it).
 
@@ -102,31 +129,42 @@ def choose(
     elif policy == "consistentHash":
         winner = _lowest_tie(candidates, fingerprint)
     else:
-        costs = _costs(candidates, policy, overlap_weight)
+        costs = _costs(candidates, policy, overlap_weight, weights)
         least = min(costs)
         best = [c for c, cost in zip(candidates, costs, strict=True) if cost == least]
         emptiest = min([c.held for c in best])
         winner = _lowest_tie([c for c in best if c.held == emptiest], fingerprint)
-    return Choice(winner, tuple(candidates), policy, overlap_weight, fingerprint, turn)
+    return Choice(winner, tuple(candidates), policy, overlap_weight, fingerprint, turn, weights)
 
 
-def _costs(candidates: Sequence[Candidate], policy: Policy, weight: float) -> list[float]:
+def _costs(candidates: Sequence[Candidate], policy: Policy, weight: float, weights: Weights) -> list[float]:
     if policy == "kv":
+        compute, decode = weight * weights.compute, weights.decode
         return [
-            weight * (c.blocks - (c.overlap if c.scored else 0) + c.prefill) + c.active + c.waiting for c in candidates
+            compute * (c.blocks - (c.overlap + c.coming if c.scored else 0) + c.encode)
+            + c.prefill
+            + decode * c.active
+            + c.waiting
+            for c in candidates
         ]
     if policy == "leastLoaded":
         return [c.prefill + c.active + c.waiting for c in candidates]
     return [0.0] * len(candidates)
 
 
-def _terms(c: Candidate, policy: Policy, weight: float) -> dict[str, float]:
+def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dict[str, float]:
     """What a candidate's cost is the sum of."""
     if policy == "kv":
-        prefill = weight * (c.blocks - (c.overlap if c.scored else 0) + c.prefill)
-        return {"prefill": prefill, "active": c.active, "waiting": c.waiting}
+        compute = weight * weights.compute
+        return {
+            "compute": compute * (c.blocks - (c.overlap + c.coming if c.scored else 0)),
+            "encode": compute * c.encode,
+            "queue": c.prefill,
+            "decode": weights.decode * c.active,
+            "waiting": c.waiting,
+        }
     if policy == "leastLoaded":
-        return {"prefill": c.prefill, "active": c.active, "waiting": c.waiting}
+        return {"queue": c.prefill, "active": c.active, "waiting": c.waiting}
     return {}
 
 
@@ -144,6 +182,8 @@ def _reason(ranked: Sequence[Score]) -> str:
     best = ranked[0]
     cost = f"cost {best.cost:g}"
     held = f"{best.candidate.overlap} of {best.candidate.blocks} blocks held"
+    if best.candidate.coming and best.candidate.scored:
+        held += f", {best.candidate.coming} more being computed"
     if len(ranked) == 1:
         return f"only candidate; {held}"
     second = ranked[1]

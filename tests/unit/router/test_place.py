@@ -4,14 +4,17 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmrouter import feed
 from mmrouter.api import parse_deployment
-from mmrouter.blocks import block_keys, pack_keys
+from mmrouter.blocks import Span, block_keys, pack_keys
 from mmrouter_router.fleet import Fleet, Member, Worker
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.place import NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
+from mmrouter_router.schedule import WEIGHTS
 
 BLOCK = 16
 IDS = array("I", range(100))
@@ -26,7 +29,11 @@ class Clock:
         return self.now
 
 
-def deployment(**verification):
+WORKERS = {"name": "worker", "role": "worker", "replicas": 3, "accelerator": {"kind": "cpu"}}
+ENCODERS = {"name": "encoder", "role": "encoder", "replicas": 1, "accelerator": {"kind": "cpu"}}
+
+
+def deployment(*pools, **verification):
     return parse_deployment(
         {
             "apiVersion": "mmrouter.io/v1alpha1",
@@ -35,7 +42,7 @@ def deployment(**verification):
             "spec": {
                 "model": {"id": "m"},
                 "engine": {"type": "vllm", "blockSize": BLOCK},
-                "pools": [{"name": "worker", "role": "worker", "replicas": 3, "accelerator": {"kind": "cpu"}}],
+                "pools": [WORKERS, *pools],
                 "verification": {"timeoutSeconds": 60, **verification},
             },
         }
@@ -265,6 +272,106 @@ def test_a_booking_counts_prefill_until_the_first_byte_and_blocks_until_the_end(
     booking.end()
     booking.end()
     assert (usage.requests, usage.prefill, usage.active) == (0, 0, 0)
+
+
+def announce(rig: Rig, worker: Worker, keys) -> None:
+    delta = feed.Delta(1, worker.follower.seq + 1, 0.0, 0, 0, "GPU", pack_keys(keys), b"")
+    rig.fleet.published(worker, delta)
+
+
+def test_a_second_request_follows_the_first_to_what_is_being_computed():
+    """The holder of a block has less to do with the prompt than whoever is idle, before it has told anything."""
+    rig = Rig()
+    for name in "abc":
+        rig.worker(name)
+    first = rig.placer.place(prepared())
+    booking = rig.placer.begin(first)
+    second = rig.placer.place(prepared())
+    winner = second.choice.winner
+    assert (winner.name, winner.overlap, winner.coming) == (first.choice.winner.name, 0, 6)
+    booking.end()
+    assert rig.placer.place(prepared()).choice.winner.coming == 0
+
+
+def test_blocks_that_are_told_are_no_longer_in_the_queue_and_count_once():
+    rig = Rig()
+    worker = rig.worker("a")
+    bookings = [rig.placer.begin(rig.placer.place(prepared())) for _ in range(3)]
+    usage = worker.usage[0]
+    assert (usage.requests, usage.prefill, usage.active) == (3, 6, 18)
+    announce(rig, worker, KEYS[:4])
+    winner = rig.placer.place(prepared()).choice.winner
+    assert (usage.prefill, winner.overlap, winner.coming, winner.prefill) == (2, 4, 2, 2)
+    for booking in bookings:
+        booking.answered()
+    assert (usage.prefill, usage.active) == (0, 18)
+    for booking in bookings:
+        booking.end()
+    assert (usage.requests, usage.prefill, usage.active) == (0, 0, 0)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.sampled_from(["begin", "told", "answered", "end", "epoch"]), st.integers(0, 6)), max_size=25)
+)
+def test_a_queue_is_never_negative_and_empty_when_nobody_is_left(steps):
+    rig = Rig()
+    worker, other = rig.worker("a"), rig.worker("b")
+    bookings, epoch = [], 1
+    for what, number in steps:
+        if what == "begin":
+            bookings.append(rig.placer.begin(rig.placer.place(prepared(ids=IDS[: BLOCK * number + 1]))))
+        elif what == "told":
+            announce(rig, worker, KEYS[:number])
+        elif what == "epoch":
+            epoch += 1
+            rig.beat(worker, epoch=epoch)
+            rig.sync(worker, (), epoch=epoch)
+            rig.beat(worker, epoch=epoch)
+        elif bookings:
+            booking = bookings[number % len(bookings)]
+            booking.answered() if what == "answered" else booking.end()
+        for each in (*worker.usage.values(), *other.usage.values()):
+            assert each.prefill >= 0
+            assert each.requests >= 0
+    for booking in bookings:
+        booking.end()
+    for each in (*worker.usage.values(), *other.usage.values()):
+        assert (each.requests, each.prefill, each.encode, each.active) == (0, 0, 0, 0)
+
+
+IMAGE = Span(BLOCK, 3 * BLOCK, bytes(32))
+
+
+def test_an_image_is_encoded_whole_unless_all_of_it_is_hit():
+    rig = Rig()
+    keys = block_keys(IDS, BLOCK, (IMAGE,), SEED)
+    rig.worker("part", keys[:3])
+    rig.worker("whole", keys[:4])
+    rig.worker("none")
+    request = replace(prepared(), spans=(IMAGE,))
+    scores = {s.candidate.name: s.candidate.encode for s in rig.placer.place(request).choice.scores}
+    image = 3 * WEIGHTS.visual
+    assert scores == {"whole": 0.0, "part": pytest.approx(image), "none": pytest.approx(image)}
+
+
+def test_encoding_an_image_waits_in_the_queue_until_the_first_byte():
+    rig = Rig()
+    worker = rig.worker("a")
+    booking = rig.placer.begin(rig.placer.place(replace(prepared(), spans=(IMAGE,))))
+    usage = worker.usage[0]
+    assert usage.prefill == pytest.approx(6 + 3 * WEIGHTS.visual)
+    announce(rig, worker, block_keys(IDS, BLOCK, (IMAGE,), SEED))
+    assert usage.prefill == pytest.approx(3 * WEIGHTS.visual)
+    booking.answered()
+    assert usage.prefill == 0
+
+
+def test_where_encoders_are_an_engine_encodes_nothing():
+    rig = Rig()
+    placer = Placer(deployment(ENCODERS), rig.fleet)
+    rig.worker("a")
+    assert placer.place(replace(prepared(), spans=(IMAGE,))).choice.winner.encode == 0
 
 
 def test_a_request_that_is_not_predicted_goes_by_consistent_hash_and_says_so():

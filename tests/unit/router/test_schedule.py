@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mmrouter_router.schedule import Candidate, choose
+from mmrouter_router.schedule import WEIGHTS, Candidate, Weights, choose
 
 
 def candidate(name: str, **values) -> Candidate:
@@ -25,6 +25,8 @@ CANDIDATES = st.lists(
         waiting=st.floats(0, 50),
         held=st.integers(0, 100),
         scored=st.booleans(),
+        coming=st.integers(0, 5),
+        encode=st.floats(0, 20),
     ),
     min_size=1,
     max_size=8,
@@ -32,13 +34,24 @@ CANDIDATES = st.lists(
 )
 
 
-def pick(candidates, policy="kv", overlap_weight=1.0, fingerprint=7, turn=0):
-    return choose(candidates, policy=policy, overlap_weight=overlap_weight, fingerprint=fingerprint, turn=turn)
+FIELD = Weights(compute=1.0, decode=1.0)
+"""Of the field's cost function (facts on routing 5.1), whose example is a test here."""
+
+
+def pick(candidates, policy="kv", overlap_weight=1.0, fingerprint=7, turn=0, weights=WEIGHTS):
+    return choose(
+        candidates,
+        policy=policy,
+        overlap_weight=overlap_weight,
+        fingerprint=fingerprint,
+        turn=turn,
+        weights=weights,
+    )
 
 
 def test_case_51_of_the_field_the_middle_one_wins():
     rows = [candidate(n, overlap=o, active=a) for n, o, a in (("a", 2, 10), ("b", 5, 5), ("c", 8, 9))]
-    choice = pick(rows)
+    choice = pick(rows, weights=FIELD)
     assert choice.winner.name == "b"
     assert {s.candidate.name: s.cost for s in choice.scores} == {"a": 18, "b": 10, "c": 11}
 
@@ -51,14 +64,44 @@ def test_the_choice_does_not_depend_on_the_order_of_candidates(rows, fingerprint
     assert [s.candidate.id for s in forward.scores] == [s.candidate.id for s in backward.scores]
 
 
-@given(CANDIDATES)
-def test_kv_never_prefers_a_candidate_that_is_worse_in_everything(rows):
-    best = pick(rows).winner
+def hit(row):
+    return row.overlap + row.coming if row.scored else 0
+
+
+@given(CANDIDATES, st.builds(Weights, compute=st.floats(0.1, 10), decode=st.floats(0.001, 1)))
+def test_kv_never_prefers_a_candidate_that_is_worse_in_everything(rows, weights):
+    best = pick(rows, weights=weights).winner
     for row in rows:
-        overlap = row.overlap if row.scored else 0
-        won = best.overlap if best.scored else 0
-        worse = won < overlap and best.prefill > row.prefill and best.active > row.active and best.waiting > row.waiting
+        loads = [(best.prefill, row.prefill), (best.active, row.active), (best.waiting, row.waiting)]
+        worse = hit(best) < hit(row) and best.encode > row.encode and all(b > r for b, r in loads)
         assert not worse
+
+
+@given(CANDIDATES, st.data())
+def test_who_hits_more_or_has_less_to_do_is_not_ranked_lower_for_it(rows, data):
+    number = data.draw(st.integers(0, len(rows) - 1))
+    row = rows[number]
+    better = data.draw(
+        st.sampled_from(
+            [
+                replace(row, overlap=row.overlap + 3),
+                replace(row, coming=row.coming + 3),
+                replace(row, encode=row.encode / 2),
+                replace(row, prefill=row.prefill / 2),
+                replace(row, active=row.active / 2),
+                replace(row, waiting=row.waiting / 2),
+            ]
+        )
+    )
+    ids = [s.candidate.id for s in pick(rows).scores]
+    after = [s.candidate.id for s in pick([*rows[:number], better, *rows[number + 1 :]]).scores]
+    assert after.index(row.id) <= ids.index(row.id)
+
+
+@given(CANDIDATES)
+def test_without_overlap_weight_a_cache_does_not_matter(rows):
+    bare = [replace(row, overlap=0, coming=0, encode=0.0) for row in rows]
+    assert pick(rows, overlap_weight=0.0).winner.id == pick(bare, overlap_weight=0.0).winner.id
 
 
 @given(CANDIDATES)
@@ -70,12 +113,27 @@ def test_the_terms_of_a_score_add_up_to_its_cost(rows):
 def test_an_unverified_candidates_overlap_does_not_count():
     rows = [candidate("a", overlap=10, scored=False), candidate("b", overlap=1)]
     assert pick(rows).winner.name == "b"
+    assert pick([candidate("a", coming=10, scored=False), candidate("b", overlap=1)]).winner.name == "b"
 
 
-def test_an_idle_candidate_beats_a_holder_that_is_busier_than_the_overlap_is_worth():
-    rows = [candidate("holder", overlap=6, active=9), candidate("idle")]
-    assert pick(rows).winner.name == "idle"
-    assert pick([replace(rows[0], active=5), rows[1]]).winner.name == "holder"
+def test_a_holder_wins_until_its_queue_is_longer_than_what_computing_anew_weighs():
+    rows = [candidate("holder", overlap=6), candidate("idle")]
+    longest = 6 * WEIGHTS.compute
+    assert pick([replace(rows[0], prefill=longest - 1), rows[1]]).winner.name == "holder"
+    assert pick([replace(rows[0], prefill=longest + 1), rows[1]]).winner.name == "idle"
+
+
+def test_what_is_being_computed_counts_as_what_is_held_and_the_reason_says_so():
+    rows = [candidate("holder", overlap=4), candidate("busy", overlap=2, coming=5)]
+    choice = pick(rows)
+    assert choice.winner.name == "busy"
+    assert choice.reason.endswith("2 of 10 blocks held, 5 more being computed")
+
+
+def test_an_image_that_has_to_be_encoded_again_is_worth_more_than_its_blocks():
+    rows = [candidate("text", overlap=5, encode=3.0), candidate("image", overlap=5, prefill=4.0)]
+    assert pick(rows).winner.name == "image"
+    assert pick(rows, weights=Weights(compute=1.0)).winner.name == "text"
 
 
 def test_round_robin_visits_every_candidate_once_per_round():
