@@ -93,7 +93,7 @@ def test_case_68_an_xpu_pool_counts_in_blocks_of_64_and_arguments_append_to_ours
         args = container(pod_of(said, secrets, name), "engine")["args"]
         assert args == [*ours, "--enforce-eager", "--max-model-len=10240", *own]
 
-    # Qwen2-VL, 999 tokens of an image of 1024x768 behind a text of 26, as case 17 has it.
+    # Qwen2.5-VL, 999 tokens of an image of 1024x768 behind a text of 26, as case 17 has it.
     ids, span = array("I", range(1025)), Span(26, 999, bytes(32))
     sizes = {kind: block_size_of(plain, plain.spec.pools[0]), "nvidia": 16}
     keys = {of: block_keys(ids, size, [span], 7) for of, size in sizes.items()}
