@@ -1,6 +1,7 @@
 """One simulated engine process without its HTTP side: model, ranks, processor cache, and whether it is going down."""
 
 import asyncio
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -8,20 +9,23 @@ from typing import Any
 
 import msgspec
 
+from mmrouter_plugin.ways import read_settings
 from mmrouter_sim.answers import Speaker, Vocabulary
 from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.core.sglang import WRAPPERS, SglangDialect, fingerprint
 from mmrouter_sim.encoding import Encoder
-from mmrouter_sim.flags import Settings
-from mmrouter_sim.handover import Handover
+from mmrouter_sim.flags import VERSION, Settings
+from mmrouter_sim.handover import EcTransfer, Handover
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.metrics import Metrics
 from mmrouter_sim.model import Model
+from mmrouter_sim.plugin import Plugin, is_loaded
 from mmrouter_sim.publisher import Publisher
 from mmrouter_sim.runner import Runner
 from mmrouter_sim.sglang.metrics import SglangMetrics
 from mmrouter_sim.sglang.pairing import Pairing
+from mmrouter_sim.sglang.shares import Shares
 
 _CACHE_TOKENS = 131_072  # of each rank's KV cache, unless a flag says otherwise or the context is longer
 
@@ -44,6 +48,9 @@ class Engine:
         if settings.handover.encodes and settings.handover.ec is not None:
             self.encoder = Encoder(settings.handover.ec, settings.cost, settings.seed)
             self.handover.keeps(self.encoder.kept)
+        if settings.encodes_only:
+            self.encoder = Encoder(EcTransfer("ECCPUConnector", "ec_producer"), settings.cost, settings.seed)
+        self.shares = Shares()
         # What only encodes has no cache of keys and values, and so no ranks.
         self.runners = (
             []
@@ -55,9 +62,12 @@ class Engine:
         )
         self.metrics: Metrics | SglangMetrics
         if sglang:
-            self.metrics = SglangMetrics(settings, self.runners, self.images)
+            self.metrics = SglangMetrics(settings, self.runners, self.images, self.encoder)
         else:
             self.metrics = Metrics(settings, self.runners, self.images, self.handover, self.encoder)
+        self.plugin: Plugin | None = None
+        if not sglang and is_loaded():
+            self.plugin = _plugin(settings, model, self.images)
         # One thread, as templates, tokenizing and decoding images must not stall the steps; the engine has a process.
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
         self.draining = False
@@ -166,6 +176,9 @@ class Engine:
             for runner in self.runners:
                 if runner.publisher is not None:
                     runner.publisher.close()
+            if self.plugin is not None:
+                self.plugin.close()
+            self.shares.close()
             self.renderer.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
@@ -178,3 +191,11 @@ class Engine:
         except TimeoutError:
             for runner in self.runners:
                 runner.abort_all()
+
+
+def _plugin(settings: Settings, model: Model, images: ProcessorCache) -> Plugin:
+    """Raises ``ValueError`` for what the environment cannot mean."""
+    # What an image becomes depends on the folder, wherever it lies, and on the flag.
+    processing = f"{model.model_type} {sorted(settings.processor.items())}"
+    role = "renderer" if settings.renders else "engine"
+    return Plugin(read_settings(os.environ), role, processing, images, VERSION)

@@ -102,6 +102,8 @@ class Settings:
     engine: Literal["vllm", "sglang"] = "vllm"
     bind: bool | None = None  # of the event socket; None: as its address says
     preprocess_cache_mb: int = 0
+    encodes_only: bool = False  # an encoder of SGLang
+    encoder_urls: tuple[str, ...] = ()  # who encodes for an engine of SGLang
     arguments: dict[str, Any] = field(default_factory=dict)  # as the engine resolves them, where it tells them
 
 
@@ -185,6 +187,7 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
         ("--sim-encode-seconds", float, defaults.encode_seconds, "encoder seconds per visual token"),
         ("--sim-decode-ms", float, defaults.decode_seconds * 1e3, "milliseconds per decoding step"),
         ("--sim-kv-seconds", float, defaults.kv, "seconds per token whose KV blocks another engine hands over"),
+        ("--sim-process-seconds", float, defaults.process, "seconds per visual token that is processed"),
         ("--sim-embedding-seconds", float, defaults.embedding, "seconds per visual token handed over"),
         ("--sim-jitter", float, defaults.jitter, "half-width of the random factor on each step's time"),
         ("--sim-seed", int, 0, "of times and answers"),
@@ -250,6 +253,7 @@ def cost_of(args: argparse.Namespace) -> Cost:
         encode_seconds=args.sim_encode_seconds,
         decode_seconds=args.sim_decode_ms / 1e3,
         kv=args.sim_kv_seconds,
+        process=args.sim_process_seconds,
         embedding=args.sim_embedding_seconds,
         jitter=args.sim_jitter,
         speed=args.sim_speed,

@@ -58,14 +58,15 @@ def _from_data_uri(url: str) -> bytes:
 
 def _from_file(url: str, root: Path | None) -> bytes:
     if root is None:
-        raise RequestError("Cannot load local files without `--allowed-local-media-path`.")
+        raise RequestError("Cannot load local files without `--allowed-local-media-path`.", status=500)
     path = Path(unquote(urlsplit(url).path)).resolve()
     if not path.is_relative_to(root):
-        raise RequestError(f"The file path {path} must be a subpath of `--allowed-local-media-path {root}`.")
+        raise RequestError("The file path <path> must be a subpath of `--allowed-local-media-path <path>`.")
     try:
         return path.read_bytes()
     except OSError as error:
-        raise RequestError(f"Cannot read {path}: {error.strerror}") from error
+        # As any error that the engine has no answer for, its paths left out.
+        raise RequestError(f"[Errno {error.errno}] {error.strerror}: '<path>'", status=500) from error
 
 
 def decode(data: bytes, *, rotates: bool) -> Picture:
@@ -129,6 +130,10 @@ class ProcessorCache:
             self.hits += 1
             self._counts.move_to_end(identifier)
         return count
+
+    def holds(self, identifier: str) -> bool:
+        """Whether an image is known; asking is no use of it."""
+        return identifier in self._counts
 
     def put(self, identifier: str, count: int) -> None:
         """Remember an image; one that alone is above the capacity is not kept."""

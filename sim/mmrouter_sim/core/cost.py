@@ -3,7 +3,8 @@
     seconds = (prefill tokens / prefill rate + visual tokens * encode seconds + decode seconds if anything decodes)
               * (1 + uniform(-jitter, jitter)) / speed
 
-A hand-over takes ``tokens * seconds / speed``, of KV blocks or of embeddings, beside the steps and not in them.
+A hand-over takes ``tokens * seconds / speed``, of KV blocks or of embeddings, beside the steps and not in them; so does
+what an API server makes of an image before any step. A processed image is copied, which takes what it takes.
 
 Decoding is bound by memory bandwidth, so a step of one sequence and a step of many cost the same; prefill and
 encoding are bound by arithmetic and add up.
@@ -22,13 +23,15 @@ class Cost:
     decode_seconds: float = 2e-3  # per step that decodes
     kv: float = 3e-6  # seconds per token whose KV blocks are copied from another engine: 28 KB at 10 GB/s
     embedding: float = 5e-7  # seconds per visual token whose embedding is copied
+    process: float = 1e-6  # seconds per visual token that the API server processes
     jitter: float = 0.1  # half-width of the uniform factor, as a share
     speed: float = 1.0  # divides every time
 
     def __post_init__(self) -> None:
         if self.prefill_rate <= 0 or self.speed <= 0:
             raise ValueError("prefill rate and speed must be above 0")
-        if min(self.encode_seconds, self.decode_seconds, self.kv, self.embedding) < 0 or not 0 <= self.jitter < 1:
+        times = (self.encode_seconds, self.decode_seconds, self.kv, self.embedding, self.process)
+        if min(times) < 0 or not 0 <= self.jitter < 1:
             raise ValueError("times must not be negative and jitter must be in [0, 1)")
 
     def seconds(self, *, prefill: int, visual: int, decoding: bool, rng: random.Random) -> float:

@@ -57,6 +57,10 @@ def build(engine: Engine) -> Starlette:
             ("/reset_mm_cache", ["POST"], _reset_mm_cache),
             ("/reset_encoder_cache", ["POST"], _reset_encoder_cache),
         ]
+    if engine.plugin is not None:
+        from mmrouter_sim.web.plugin import ROUTES  # noqa: PLC0415 - only what this process serves is loaded
+
+        routes += ROUTES
     keys = engine.settings.api_keys
     return Starlette(
         routes=[Route(path, _endpoint(engine, handler), methods=methods) for path, methods, handler in routes],
@@ -168,17 +172,11 @@ async def _rendered(engine: Engine, request: Request) -> Response:
     check(body)
     make = partial(prompts.from_messages, engine, body, body.messages, special=body.add_special_tokens)
     prompt = await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
-    places = [{"offset": item.offset, "length": item.length} for item in prompt.media]
-    features = {
-        "mm_hashes": {"image": [item.identifier for item in prompt.media]},
-        "mm_placeholders": {"image": places},
-        "kwargs_data": None,
-    }
     return json_response(
         {
             "request_id": f"chatcmpl-{uuid4().hex[:16]}",
             "token_ids": prompt.ids.tolist(),
-            "features": features if places else None,
+            "features": prompts.features(prompt),
             "model": body.model,
         }
     )

@@ -1,5 +1,6 @@
 """Messages -> token ids and named images, as the engine's renderer makes them. Runs in the renderer's thread."""
 
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,17 @@ def from_messages(engine: Engine, body: Common, messages: list[dict[str, Any]], 
         return Prompt(*engine.model.expand(text, images, add_special_tokens=special))
     except (TemplateError, PlaceholderError) as error:
         raise RequestError(str(error)) from error
+
+
+def features(prompt: Prompt) -> dict[str, Any] | None:
+    """Return which image stands where in a prompt, as the engine's renderer tells it; ``None`` without images."""
+    if not prompt.media:
+        return None
+    return {
+        "mm_hashes": {"image": [item.identifier for item in prompt.media]},
+        "mm_placeholders": {"image": [{"offset": item.offset, "length": item.length} for item in prompt.media]},
+        "kwargs_data": None,
+    }
 
 
 def from_text(engine: Engine, prompt: str | list[int | str], *, special: bool) -> Prompt:
@@ -109,9 +121,12 @@ def _name(
         identifier = media.default_identifier(engine.model.name, found[0], found[1].mode)
     identifier = str(identifier)
     count = engine.images.get(identifier)
+    if count is None and engine.plugin is not None:
+        count = engine.plugin.claim(identifier)
     if count is None:
         if found is None:
             raise RequestError(f"Cache miss for image at index {number} but data is not provided.")
         count = engine.model.count(found[1].width, found[1].height)
+        time.sleep(count * engine.settings.cost.process / engine.settings.cost.speed)
         engine.images.put(identifier, count)
     return identifier, count
