@@ -31,6 +31,8 @@ class MappedSlot:
         """Of the last lease."""
         self.deadline = 0.0
         self.published = False
+        self.round = 0
+        """When it became idle, as its pool counts."""
         self._folder = folder
         self._number = files.create_file(name, folder)
         try:

@@ -15,6 +15,7 @@ from mmrouter_transfer.reclaim import reclaim
 from mmrouter_transfer.room import HIGH_WATER, Room
 from mmrouter_transfer.sizes import PAGE_BYTES, evictions, slot_bytes
 from mmrouter_transfer.slot import LEASE_SECONDS, MAX_LEASE_SECONDS, Header
+from mmrouter_transfer.tidier import TIDIER
 from mmrouter_transfer.values import Check, Handle, HandOverError
 
 
@@ -106,6 +107,7 @@ class Pool:
         self._lent: dict[str, MappedSlot] = {}
         self._abandoned: list[Lease] = []
         self._closed = False
+        self._round = 0
         self.bytes = 0
         """Bytes of all its slot files."""
         self.lent_bytes = 0
@@ -113,6 +115,7 @@ class Pool:
         with files.folder(root) as number:
             limits = owner.Owner(writer, os.getpid(), now(), limit_bytes)
             self._folder, self._owner = owner.create(number, self.name, limits)
+        TIDIER.watch(self)
 
     def lease(self, length: int, *, seconds: float = LEASE_SECONDS) -> Lease:
         """Lend a slot for ``length`` bytes; the time for a reader to begin is ``seconds``, at most an hour.
@@ -174,6 +177,20 @@ class Pool:
             for place in evictions([slot.size for slot in idle], 0, surplus) or ():
                 self._remove(idle[place])
             return before - self.bytes
+
+    def tidy(self) -> None:
+        """Remove slots that nobody used since the call before: idle ones count as taken for all writers of the node.
+
+        A thread of the process does so every half minute.
+        """
+        with self._mutex:
+            if self._closed:
+                return
+            self._collect(self._now(), None)
+            for slot in self._idle_slots():
+                if slot.round < self._round:
+                    self._remove(slot)
+            self._round += 1
 
     def close(self) -> None:
         """Remove what is not leased. What is stays readable until its end, and then belongs to the janitor."""
@@ -291,6 +308,7 @@ class Pool:
             return False
         del self._lent[slot.name]
         self.lent_bytes -= slot.size
+        slot.round = self._round
         self._idle.setdefault(slot.class_bytes, []).append(slot)
         return True
 

@@ -3,12 +3,15 @@
 import json
 import os
 import stat
+import time
+import weakref
 from functools import partial
 
 import pytest
 from unit.transfer.crashes import Clock, crash_writer, taken, tried
 
-from mmrouter_transfer import Handle, HandOverError, Pool, Reader, ledger, read_handle, reclaim
+from mmrouter_transfer import Handle, HandOverError, Pool, Reader, ledger, read_handle, reclaim, tidier
+from mmrouter_transfer import pool as pools
 from mmrouter_transfer.checksum import checksum
 from mmrouter_transfer.sizes import PAGE_BYTES, slot_bytes
 
@@ -183,6 +186,44 @@ def test_idle_slots_of_one_class_make_room_for_another_and_the_bound_holds(root)
                     assert read(reader, lease.handle) == bytes(size)
         assert pool.trim(keep_bytes=slot_bytes(64 * KIB)) > 0
         assert pool.bytes <= slot_bytes(64 * KIB)
+
+
+def test_slots_that_nobody_uses_are_given_back_and_those_in_use_are_not(root):
+    with Pool(root, "writer", limit_bytes=16 * MIB) as pool, Reader(root) as reader:
+        used, unused = (pool.put(bytes(size), "r") for size in (1000, 100_000))
+        kept = pool.put(bytes(1000), "r")
+        for lease in (used, unused):
+            read(reader, lease.handle)
+        pool.tidy()  # takes them back
+        assert pool.bytes == 2 * slot_bytes(1000) + slot_bytes(100_000)
+        read(reader, pool.put(b"again", "r").handle)
+        pool.tidy()
+        assert pool.bytes == 2 * slot_bytes(1000)
+        assert read(reader, kept.handle) == bytes(1000)
+        pool.tidy()
+        pool.tidy()
+        assert (pool.bytes, taken(root / pool.name)) == (0, 4 * KIB)
+    pool.tidy()
+
+
+def test_a_thread_of_the_process_gives_back_what_the_pools_do_not_use(root, monkeypatch):
+    monkeypatch.setattr(tidier, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(pools, "TIDIER", tidier.Tidier())  # the process's own sleeps for half a minute
+    with Pool(root, "writer", limit_bytes=MIB) as pool, Pool(root, "other", limit_bytes=MIB) as other:
+        given_up, leased = pool.put(b"x", "r"), other.put(b"x", "r")
+        given_up.release()
+        deadline = time.monotonic() + 10
+        while pool.bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert other.bytes == slot_bytes(1)
+        with Reader(root) as reader:
+            assert read(reader, leased.handle) == b"x"
+    gone = weakref.ref(pool)
+    del pool, other, given_up, leased
+    while gone() is not None:  # the thread may be just at it
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_removed_slot_frees_its_memory_although_a_reader_keeps_it_mapped(root):
