@@ -18,6 +18,8 @@ IN_THREAD: Final = 256 * 1024
 """Bytes from which a file is written by a thread: the pages of a tmpfs take their time."""
 SIZES: Final = (64 << 10, 2 << 20)
 ROUNDS: Final = 5
+ORPHAN_SECONDS: Final = 1.0
+"""How long a file is left alone when this process was killed: the requests that name it ended with it."""
 
 
 class Folder:
@@ -59,7 +61,8 @@ class Folder:
         self._plains.close()
 
     def _put(self, name: str, media: Media) -> PlainFile:
-        return self._plains.put(media.data, MIME_SUFFIXES.get(media.mime, ""), key=name)
+        suffix = MIME_SUFFIXES.get(media.mime, "")
+        return self._plains.put(media.data, suffix, key=name, seconds=ORPHAN_SECONDS)
 
     def _measure(self, data: bytes) -> tuple[float, float]:
         """Return the seconds of a file and of a body."""
