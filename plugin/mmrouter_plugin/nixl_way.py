@@ -1,11 +1,14 @@
 """Processed images across nodes: a NIXL agent on either side, the engine's reads from the renderer's memory.
 
-A read that fails costs nothing that is not given back: its buffer is lent for the read alone, and one that the network
-may still write to is kept aside until NIXL says that it does not any more.
+A read that fails costs nothing that is not given back. One that is given up may still write to its buffer, also after
+NIXL has taken its handle back (seen with UCX over tcp and a peer that stood still: all bytes came later). So such a
+buffer is kept aside until NIXL says that the read has ended, and its peer is asked for nothing meanwhile: a peer that
+hangs holds what it was asked for at once, and no more.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 import secrets
 import threading
@@ -21,11 +24,11 @@ from mmrouter_plugin.wire import HandOverFailed, Nixl
 
 T = TypeVar("T")
 
-READ_SECONDS = 10.0
+READ_SECONDS = 3.0
 POLL_SECONDS = 0.0005
 MAX_PEERS = 64
-UNTIL_FREED = 3600.0
-"""The longest lease of a buffer that a read may still write to; NIXL is asked all the while."""
+UNTIL_ENDED = math.inf
+"""How long a buffer is lent to a read: no time says that nothing writes to it any more."""
 
 
 class NixlWay:
@@ -39,7 +42,7 @@ class NixlWay:
         self._registered = agent.register_memory([(self._base, arena.memory.nbytes, 0, "")], "DRAM")
         self._metadata: bytes = agent.get_agent_metadata()
         self._peers: OrderedDict[str, bytes] = OrderedDict()
-        self._stuck: list[tuple[Any, Part]] = []
+        self._stuck: list[tuple[Any, Part, str]] = []
         self._mutex = threading.Lock()  # an agent serves one thread at a time
 
     def offer(self, plan: Plan, seconds: float) -> tuple[Nixl, Callable[[], bool]]:
@@ -64,16 +67,16 @@ class NixlWay:
     def read(self, offer: Nixl, use: Callable[[memoryview], T]) -> T:
         """Read an item and return what ``use`` makes of it while it lies there. Raises :class:`HandOverFailed`."""
         self.stuck()
-        part = self.arena.lease(HEAD_BYTES + offer.length, UNTIL_FREED)
+        part = self.arena.lease(HEAD_BYTES + offer.length, UNTIL_ENDED)
         try:
             return self._read(offer, part, use)
         finally:
             with self._mutex:
-                if all(stuck is not part for _, stuck in self._stuck):
+                if all(stuck is not part for _, stuck, _ in self._stuck):
                     self.arena.release(part)
 
     def stuck(self) -> int:
-        """Return how many buffers wait for a read that was given up."""
+        """Return how many reads that were given up have not ended, and give the buffers of the others back."""
         with self._mutex:
             self._settle()
             return len(self._stuck)
@@ -96,6 +99,8 @@ class NixlWay:
         return use(payload)
 
     def _meet(self, offer: Nixl) -> None:
+        if any(agent == offer.agent for _, _, agent in self._stuck):
+            raise HandOverFailed("failed", "an earlier read of this renderer was given up and has not ended")
         if self._peers.get(offer.agent) == offer.metadata:
             self._peers.move_to_end(offer.agent)
             return
@@ -133,26 +138,34 @@ class NixlWay:
             state = str(error)[:200]
         finally:
             with self._mutex:
-                if state != "DONE":
-                    self._leave(offer.agent)
-                if handle is not None and not self._free(handle):
-                    self._stuck.append((handle, part))
+                if state == "PROC":
+                    self._stuck.append((handle, part, offer.agent))
+                else:
+                    self._end(handle, offer.agent if state != "DONE" else "")
+        if state == "PROC":
+            raise HandOverFailed("failed", f"nothing came in {READ_SECONDS:g} s")
         if state != "DONE":
             raise HandOverFailed("failed", f"the read ended as {state}")
 
-    def _free(self, handle: Any) -> bool:
-        """Cancel a read, or forget one that ended; return whether nothing writes to its buffer any more."""
-        try:
-            self._agent.release_xfer_handle(handle)
-        except Exception:  # NIXL cannot cancel it now
-            return False
-        return True
+    def _end(self, handle: Any, failed_agent: str) -> None:
+        """Forget a read that has ended, and the agent that it failed with: the next offer makes us meet it anew."""
+        if handle is not None:
+            with contextlib.suppress(Exception):  # it has ended; NIXL frees it with the agent
+                self._agent.release_xfer_handle(handle)
+        if failed_agent:
+            self._leave(failed_agent)
 
     def _settle(self) -> None:
-        still = [(handle, part) for handle, part in self._stuck if not self._free(handle)]
-        parts = [part for _, part in still]
-        for _, part in self._stuck:
-            if part not in parts:
+        still = []
+        for handle, part, agent in self._stuck:
+            try:
+                state = self._agent.check_xfer_state(handle)
+            except Exception as error:  # a read that failed is told by an exception, too
+                state = str(error)
+            if state == "PROC":
+                still.append((handle, part, agent))
+            else:
+                self._end(handle, agent)
                 self.arena.release(part)
         self._stuck = still
 
