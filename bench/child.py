@@ -39,6 +39,11 @@ class Child:
         self._process.communicate()
         self._folder.cleanup()
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Have a command carried out and return its answer. Raises :class:`ChildError`."""
         assert self._process.stdin is not None

@@ -10,7 +10,7 @@ from typing import Self
 
 import zmq
 
-from bench.fleet import empty_snapshot, heartbeat
+from bench.fleet import heartbeat, snapshot
 from mmrouter import feed
 from mmrouter_router.feeds import PUB_PORT, ROUTER_PORT
 
@@ -48,7 +48,9 @@ def address(number: int) -> str:
 class FeedEnds(AbstractContextManager["FeedEnds"]):
     """One thread that owns all sockets: it answers snapshots, beats, and publishes what it is given."""
 
-    def __init__(self, workers: int, curve: Curve) -> None:
+    def __init__(self, workers: int, curve: Curve, held: Sequence[bytes] = ()) -> None:
+        """``held``: per worker, the packed keys of its snapshot; by default nobody holds anything."""
+        self._held = held or [b""] * workers
         self._context = zmq.Context()
         self._curve = curve
         self._pubs = [self._socket(zmq.PUB, f"tcp://{address(n)}:{PUB_PORT}") for n in range(workers)]
@@ -102,7 +104,8 @@ class FeedEnds(AbstractContextManager["FeedEnds"]):
         request = feed.decode_request(payload)
         answer: feed.Reply
         if isinstance(request, feed.Snapshot):
-            answer = empty_snapshot(request.id, f"uid-{self._routers.index(router)}")
+            number = self._routers.index(router)
+            answer = snapshot(request.id, f"uid-{number}", self._held[number])
         else:  # a replay would mean that something was lost, and then the figure is wrong
             answer = feed.Refused(request.id, "the bench keeps no ring")
         router.send_multipart([peer, empty, feed.encode(answer)])

@@ -12,7 +12,7 @@ from mmrouter_router.place import Placer
 from mmrouter_router.prepare import Prepared
 
 EPOCH = 1
-_REQUEST = parse_chat(b'{"model": "bench", "messages": [{"role": "user", "content": "in the ids"}]}', Limits(), "bench")
+REQUEST = parse_chat(b'{"model": "bench", "messages": [{"role": "user", "content": "in the ids"}]}', Limits(), "bench")
 
 
 def deployment(*, replicas: int, policy: str = "kv") -> MMRouterDeployment:
@@ -36,7 +36,7 @@ def resource(*, replicas: int, policy: str = "kv", otlp: str = "") -> dict[str, 
     }
 
 
-def heartbeat(uid: str, seq: int) -> feed.Heartbeat:
+def heartbeat(uid: str, seq: int, *, block_size: int = BLOCK_SIZE) -> feed.Heartbeat:
     """Return the heartbeat of a worker whose engine is up and whose canary compared equal."""
     return feed.Heartbeat(
         worker=f"{uid}/boot",
@@ -45,7 +45,7 @@ def heartbeat(uid: str, seq: int) -> feed.Heartbeat:
         engine="vllm",
         engine_state="up",
         engine_version="bench",
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         model="bench/model",
         revision="",
         digests={},
@@ -53,9 +53,9 @@ def heartbeat(uid: str, seq: int) -> feed.Heartbeat:
     )
 
 
-def empty_snapshot(request: int, uid: str) -> feed.SnapshotPart:
-    """Return the answer of a sidecar whose engine holds nothing yet."""
-    return feed.SnapshotPart(request, f"{uid}/boot", EPOCH, 0, 0, 0, "GPU", b"", True)
+def snapshot(request: int, uid: str, keys: bytes = b"") -> feed.SnapshotPart:
+    """Return the answer of a sidecar whose engine holds these packed keys; by default nothing yet."""
+    return feed.SnapshotPart(request, f"{uid}/boot", EPOCH, 0, 0, 0, "GPU", keys, True)
 
 
 def delta(seq: int, packed: bytes) -> feed.Delta:
@@ -63,7 +63,7 @@ def delta(seq: int, packed: bytes) -> feed.Delta:
     return feed.Delta(EPOCH, seq, 0.0, 0, 0, "GPU", packed, b"")
 
 
-def synced(workers: int) -> tuple[Fleet, list[Worker]]:
+def synced(workers: int, *, block_size: int = BLOCK_SIZE) -> tuple[Fleet, list[Worker]]:
     """Return a fleet of workers that hold nothing, each synced and verified."""
     fleet = Fleet(Metrics())
     members = []
@@ -71,8 +71,8 @@ def synced(workers: int) -> tuple[Fleet, list[Worker]]:
         uid = f"uid-{number}"
         worker = fleet.join(Member(uid, f"worker-{number}", f"127.77.0.{number}", "worker", "worker"))
         for step in fleet.connect(worker):
-            fleet.replied(worker, empty_snapshot(getattr(step, "id", 0), uid))
-        fleet.published(worker, heartbeat(uid, 0))
+            fleet.replied(worker, snapshot(getattr(step, "id", 0), uid))
+        fleet.published(worker, heartbeat(uid, 0, block_size=block_size))
         if not worker.routable or worker.canary != "True":
             raise RuntimeError(f"worker {number} is not routable")
         members.append(worker)
@@ -87,7 +87,7 @@ def placer(fleet: Fleet, workers: int) -> Placer:
 def prepared(ids: "array[int]") -> Prepared:
     """Return a predicted prompt that is ready to be placed; its keys are not computed yet."""
     return Prepared(
-        request=_REQUEST,
+        request=REQUEST,
         salt=None,
         images=(),
         ids=ids,

@@ -127,6 +127,39 @@ async def streams(host: str, port: int, connections: int, count: int, pause_ms: 
     return {"tokens": tokens, "seconds": seconds}
 
 
+class Idle(asyncio.Protocol):
+    """One connection whose stream has begun and then says nothing for an hour."""
+
+    def __init__(self, message: bytes) -> None:
+        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._message = message
+        self._data = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        if b'"delta"' in self._data and not self.began.done():
+            self.began.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.began.done():
+            self.began.set_exception(ConnectionError(f"closed before its stream began: {self._data[:200]!r}"))
+
+
+async def idle(host: str, port: int, connections: int) -> dict[str, Any]:
+    """Open connections, a few at a time, whose streams begin and pause; they stay until this process ends."""
+    loop = asyncio.get_running_loop()
+    message = request(host, port, stream=True, pause_ms=3_600_000)
+    for first in range(0, connections, 50):
+        pairs = await asyncio.gather(
+            *(loop.create_connection(lambda: Idle(message), host, port) for _ in range(min(50, connections - first)))
+        )
+        await asyncio.gather(*(protocol.began for _, protocol in pairs))
+    return {}
+
+
 def _require(answer: tuple[int, bytes], words: bytes) -> None:
     status, body = answer
     if status != 200 or words not in body:
@@ -139,7 +172,7 @@ async def main() -> None:
         command = json.loads(line)
         do = command.pop("do")
         try:
-            answer = plain(**command) if do == "plain" else await streams(**command)
+            answer = plain(**command) if do == "plain" else await {"streams": streams, "idle": idle}[do](**command)
         except Exception as error:  # everything is the driver's to report
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")

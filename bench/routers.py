@@ -25,6 +25,7 @@ START_SECONDS = 60.0
 POLL_SECONDS = 0.1
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-qwen2-vl"
 FRONTEND_PORT = 8000
+CONTROL_TOKEN = "bench-control-token"
 
 
 class RouterFailedError(Exception):
@@ -142,7 +143,7 @@ def configure(folder: Path, workers: Sequence[str], curve: Curve, *, policy: str
     (secrets / "identity.key").write_bytes(os.urandom(32))
     texts = {
         "engine.key": "bench-engine-key",
-        "control.token": "bench-control-token",
+        "control.token": CONTROL_TOKEN,
         "router.curve.public": curve.router_public.decode(),
         "router.curve.secret": curve.router_secret.decode(),
         "sidecar.curve.public": curve.sidecar_public.decode(),
