@@ -190,6 +190,17 @@ class CanaryResult(msgspec.Struct, frozen=True, array_like=True, tag="canary_res
     canary: Canary
 
 
+class Encoders(msgspec.Struct, frozen=True, array_like=True, tag="encoders"):
+    """Tell a sidecar whose engine asks encoders through it (SGLang) which of them a router knows to be up.
+
+    ``encoders``: pod name and address of each. It holds until the router's next word.
+    """
+
+    id: int
+    router: str
+    encoders: tuple[tuple[str, str], ...]
+
+
 class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag="snapshot_part"):
     """Keys held by one (rank, group, medium) at (epoch, seq). An empty cache answers one part without keys."""
 
@@ -266,7 +277,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 T = TypeVar("T")
 
 Published = Delta | Load | Heartbeat | Sighting
-Request = Snapshot | Replay | Detail | CanaryClaim | CanaryResult | Sighted
+Request = Snapshot | Replay | Detail | CanaryClaim | CanaryResult | Sighted | Encoders
 Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | SightingsPart
 
 _encoder = msgspec.msgpack.Encoder()

@@ -24,6 +24,7 @@ _ARGUMENTS = (
     "dtype",
     "device",
     "speculative_algorithm",
+    "language_only",
 )
 """Resolved arguments that decide how an image is named."""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mmrouter.engines.devices import DEVICES
 from mmrouter.engines.launching import BOOTSTRAP_PORT, EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch, LaunchError, flag
+from mmrouter.engines.sglang_encode import TRANSFER, urls
 
 if TYPE_CHECKING:
     from mmrouter.api import MMRouterDeployment, Pool
@@ -63,6 +64,8 @@ OWNED_FLAGS: Final[dict[str, str]] = {
     "--encoder-urls": "",
     "--encoder-register-urls": "",
     "--encoder-bootstrap-port": "",
+    "--enable-prefix-mm-cache": "",
+    "--enable-adaptive-dispatch-to-encoder": "",
     "--disaggregation-mode": "pools[].role",
     "--disaggregation-transfer-backend": "engine.kvConnector",
     "--disaggregation-ib-device": "engine.kvConnector",
@@ -96,6 +99,8 @@ KV_CONNECTOR_KEYS: Final = {
 """Keys of ``engine.kvConnector`` -> SGLang's flags."""
 EC_CONNECTOR_KEYS: Final = {"transferBackend": "--encoder-transfer-backend"}
 """Keys of ``engine.ecConnector`` -> SGLang's flags."""
+ASKS_ENCODERS: Final = frozenset({"worker", "prefill"})
+"""Roles whose engines have their images encoded where there are encoders."""
 
 ENCODER_HEALTH_SECONDS = 30
 """An encoder has no cheap probe: its ``/health`` encodes an image, after those that wait (facts on SGLang 5.1)."""
@@ -136,7 +141,7 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     processor = {"min_pixels": engine.processor.min_pixels, "max_pixels": engine.processor.max_pixels}
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-process-config", {"image": set_options})
-    if _QWEN_VL.search(model.id) and not encodes:
+    if _QWEN_VL.search(model.id) and not encodes and not asks_encoders(dep, pool):
         args += flag("--mm-preprocess-cache-size-mb", PREPROCESS_CACHE_MB)
     args += _role_flags(dep, pool)
     if pool.parallelism.tensor > 1:
@@ -147,7 +152,7 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     return Launch(
         command=["sglang", "serve", "--model-type", "llm"],
         args=[*args, *engine.args, *pool.args],
-        env=_environment(pool),
+        env=_environment(dep, pool),
         # /health of a language engine generates a token, and with it a block (facts on SGLang 6).
         health_path="/health" if encodes else "/ready",
         health_seconds=ENCODER_HEALTH_SECONDS if encodes else 5,
@@ -163,13 +168,31 @@ def _cache_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
     return flags if pool.role == "decode" else [*flags, *flag("--kv-events-config", _events_config())]
 
 
-def _role_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
-    """Worker and prefill engines keep their vision tower: they encode what no encoder is asked for."""
-    engine = dep.spec.engine
-    if pool.role == "encoder":
-        return ["--encoder-only", *_chosen("engine.ecConnector", engine.ec_connector, EC_CONNECTOR_KEYS)]
-    if pool.role not in ("prefill", "decode"):
+def asks_encoders(dep: "MMRouterDeployment", pool: "Pool") -> bool:
+    """Whether the pool's engines have all their images encoded by encoders: such an engine encodes none itself."""
+    return pool.role in ASKS_ENCODERS and any(other.role == "encoder" for other in dep.spec.pools)
+
+
+def _encoding_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+    """Encoders keep embeddings; the others are told of our sidecar, which finds the encoder that has one."""
+    asks, connector = asks_encoders(dep, pool), dep.spec.engine.ec_connector
+    if not asks and pool.role != "encoder":
         return []
+    way = _chosen("engine.ecConnector", {"transferBackend": TRANSFER, **connector}, EC_CONNECTOR_KEYS)
+    if way[1] != TRANSFER:
+        raise LaunchError(
+            "engine.ecConnector.transferBackend",
+            f"must be {TRANSFER}: with any other way an encoder that fails ends SGLang's language engines",
+        )
+    if not asks:
+        return ["--encoder-only", "--enable-prefix-mm-cache", *way]
+    return ["--language-only", *way, "--encoder-urls", *urls("$(POD_LOOPBACK)")]
+
+
+def _role_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+    engine, encoding = dep.spec.engine, _encoding_flags(dep, pool)
+    if pool.role not in ("prefill", "decode"):
+        return encoding
     backend = DEVICES[pool.accelerator.kind].sglang_transfer
     connector = engine.kv_connector or ({"transferBackend": backend} if backend is not None else {})
     if "transferBackend" not in connector:
@@ -181,6 +204,7 @@ def _role_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
         *flag("--disaggregation-mode", pool.role),
         *_chosen("engine.kvConnector", connector, KV_CONNECTOR_KEYS),
         *flag("--disaggregation-bootstrap-port", BOOTSTRAP_PORT),
+        *encoding,
     ]
 
 
@@ -204,5 +228,9 @@ def _events_config() -> dict[str, Any]:
     }
 
 
-def _environment(pool: "Pool") -> dict[str, str]:
-    return {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
+def _environment(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, str]:
+    env = {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
+    if asks_encoders(dep, pool):
+        # It would ask our sidecar for the health of each of its encoders, and take them off its list.
+        env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] = "0"
+    return env

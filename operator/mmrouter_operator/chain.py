@@ -17,11 +17,14 @@ from mmrouter_operator.rollout import Progress
 
 ROLES: Final = frozenset({"encoder", "prefill", "decode"})
 """Those that do one stage. Where there is none the condition is left out."""
+_NO_ENCODER: Final = (
+    "no encoder can take work: images are encoded where the prompt is computed, by SGLang they are refused"
+)
 WITHOUT: Final[Mapping[str, tuple[str, str]]] = {
     "no_pair": ("NoPair", "no prefill and decode pod can take work together: what no worker takes is refused"),
     "no_decode": ("NoDecode", "no decode pod can take work: requests are answered where their prompt is computed"),
     "no_prefill": ("NoPrefill", "no prefill pod can take work: prompts are computed where they are decoded"),
-    "no_encoder": ("NoEncoder", "no encoder can take work: images are encoded where the prompt is computed"),
+    "no_encoder": ("NoEncoder", _NO_ENCODER),
 }
 """What a frontend says -> reason and sentence, the worst first."""
 

@@ -17,6 +17,7 @@ from mmrouter_router.chain import Worth, proves
 from mmrouter_router.chat import FORWARDED, Chat, Message, Receive, Scope, Send
 from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.encode import Encoders
+from mmrouter_router.encoderlist import EncoderList
 from mmrouter_router.encoders import EncoderPods
 from mmrouter_router.encoding import Encoding
 from mmrouter_router.errors import RequestError
@@ -104,6 +105,9 @@ class Router:
         self.handover = handover_of(settings, self.fleet, self.upstream, self.metrics, lambda: self.renderer.usable)
         delivery: Delivery = self.handover or ByBytes()
         self.encoding: Encoding | None = None
+        self.encoder_list: EncoderList | None = None
+        if "encoder" in roles and spec.engine.type == "sglang":
+            self.encoder_list = EncoderList(settings.router_id, self.fleet, self._feeder)
         if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
             pods = EncoderPods(
                 settings.deployment,
@@ -250,6 +254,7 @@ class Router:
                     tasks.create_task(self.probes.run(), name="probes"),
                     tasks.create_task(self._compare_renderings(self.render_sampler), name="renderings"),
                     tasks.create_task(self._encode(self.encoding), name="encoders"),
+                    tasks.create_task(self._list_encoders(self.encoder_list), name="encoder list"),
                     tasks.create_task(self._hand_over(self.handover), name="hand-overs"),
                     tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
@@ -326,6 +331,10 @@ class Router:
     async def _hand_over(self, handover: HandOver | None) -> None:
         if handover is not None:
             await handover.run()
+
+    async def _list_encoders(self, encoder_list: EncoderList | None) -> None:
+        if encoder_list is not None:
+            await encoder_list.run()
 
     async def _learn(self, learning: Learning | None) -> None:
         if learning is not None:

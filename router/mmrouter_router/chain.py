@@ -78,9 +78,9 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
         elif not prefill:
             degraded.append("no_prefill")
     prefills, encodes = pair and "decode" in answers, False
+    if "encoder" in pools and "encoder" not in able:
+        degraded.append("no_encoder")
     if "encoder" in pools and engine == "vllm":  # SGLang's engines ask the encoders themselves (facts on SGLang 5.1)
-        if "encoder" not in able:
-            degraded.append("no_encoder")
         # A decode engine takes blocks and no embeddings.
         encodes = "encoder" in able and (prefills or bool(answers - {"decode"}))
     return Form(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and engine != "vllm")

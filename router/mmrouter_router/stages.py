@@ -107,7 +107,9 @@ class Stages:
             return self._whole
         layouts: dict[str, set[str]] = {}
         for worker in self._fleet:
-            if worker.member.role != "encoder" and self._placer.able(worker):
+            # SGLang's engines ask the encoders themselves: whoever is up may be asked.
+            asked = self._engine == "sglang" and worker.serving
+            if asked if worker.member.role == "encoder" else self._placer.able(worker):
                 layouts.setdefault(worker.member.role, set()).add(worker.member.compatibility)
         able = set(layouts)
         if self._engine == "sglang" and layouts.get("prefill", set()).isdisjoint(layouts.get("decode", ())):

@@ -1,12 +1,17 @@
 """One running sidecar: which part starts when, when changes are flushed, and in what order everything stops."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import zmq.asyncio
 
+from mmrouter import feed
+from mmrouter.engines.sglang_encode import Encoder
 from mmrouter.feed import Shared
 from mmrouter_sidecar import http, presence
+from mmrouter_sidecar.encoders import Encoders
 from mmrouter_sidecar.engine import Engine
 from mmrouter_sidecar.janitor import Janitor
 from mmrouter_sidecar.metrics import Counted, Metrics
@@ -37,6 +42,7 @@ class Sidecar:
         self.engine = Engine(settings, self.relay, self._context, self.metrics, self._settle)
         self._probe = Probe(settings, self.relay, self.metrics)
         self._janitor = Janitor(settings, self.metrics, self._filled) if settings.shared_dir is not None else None
+        self.encoders = Encoders(self.metrics) if settings.encodes_elsewhere else None
         self._settings = settings
         self._flushed = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -53,14 +59,16 @@ class Sidecar:
             self.metrics,
             ready=self.ready.is_set,
             drain=lambda: self.relay.learned(draining=True),
+            encode=self.encoders.encode if self.encoders is not None else None,
         )
+        encoding = self.encoders.open() if self.encoders is not None else contextlib.nullcontext()
         if self._janitor is not None:
             # Before anything answers, so before the kubelet starts the engine: what the dead left is not in its way.
             await self._janitor.begin()
         try:
-            async with web, asyncio.TaskGroup() as tasks:
+            async with encoding, web, asyncio.TaskGroup() as tasks:
                 working = [
-                    tasks.create_task(self.publisher.run(self.relay.answer)),
+                    tasks.create_task(self.publisher.run(self._answer)),
                     tasks.create_task(self.engine.run()),
                     tasks.create_task(self._probe.run()),
                     tasks.create_task(self._beats()),
@@ -101,6 +109,15 @@ class Sidecar:
 
     def _filled(self, shared: Shared) -> None:
         self.relay.shared = shared
+
+    def _answer(self, request: feed.Request) -> Iterator[feed.Reply]:
+        if not isinstance(request, feed.Encoders):
+            yield from self.relay.answer(request)
+        elif self.encoders is None:
+            yield feed.Refused(request.id, "this engine asks no encoders")
+        else:
+            self.encoders.told(request.router, (Encoder(name, ip) for name, ip in request.encoders))
+            yield feed.Accepted(request.id)
 
     def _counted(self) -> Counted:
         ledger = self.relay.ledger

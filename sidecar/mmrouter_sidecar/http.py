@@ -1,20 +1,30 @@
 """Health, readiness and metrics on the pod's address; the drain hook on its loopback."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from mmrouter.engines.sglang_encode import PATH
+from mmrouter_sidecar.encoders import LARGEST
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
 
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, metrics: Metrics, *, ready: Callable[[], bool], drain: Callable[[], None]
+    settings: Settings,
+    metrics: Metrics,
+    *,
+    ready: Callable[[], bool],
+    drain: Callable[[], None],
+    encode: Callable[[web.Request], Awaitable[web.Response]] | None = None,
 ) -> AsyncIterator[None]:
-    """Run both servers for as long as the context lasts. Raises ``OSError`` when an address is taken."""
+    """Run both servers for as long as the context lasts. Raises ``OSError`` when an address is taken.
+
+    ``encode`` answers what the engine asks encoders, where it asks any.
+    """
 
     async def healthz(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -34,15 +44,18 @@ async def serving(
         drain()
         return web.json_response({"draining": True})
 
-    public, hook = web.Application(), web.Application()
+    public, hook = web.Application(), web.Application(client_max_size=LARGEST)
     public.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)])
     public.add_routes([web.get("/engine/metrics", engine_exposition)])
     # A preStop hook sends GET; whoever drains by hand is right to use POST.
     hook.add_routes([web.get("/drain", drained), web.post("/drain", drained)])
+    if encode is not None:
+        hook.add_routes([web.post(PATH, encode)])
     places = ((public, settings.pod_ip, settings.ports.health), (hook, settings.loopback, settings.ports.hook))
     async with AsyncExitStack() as stack:
         for app, host, port in places:
-            runner = web.AppRunner(app, access_log=None, handle_signals=False)
+            # An engine that gives a request up takes its image back.
+            runner = web.AppRunner(app, access_log=None, handle_signals=False, handler_cancellation=True)
             stack.push_async_callback(runner.cleanup)
             await runner.setup()
             await web.TCPSite(runner, host, port).start()

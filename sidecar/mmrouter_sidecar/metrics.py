@@ -49,6 +49,13 @@ class Metrics:
         self.journal_bytes = gauge("journal_bytes", "Size of the journal.")
         self.lag = gauge("lag_seconds", "Age of the last event batch when it was applied.")
         self.up = gauge("engine_up", "1 while the engine answers.")
+        self.encodes = counter(
+            "encodes", "Images passed to encoders for the engine, by what became of them.", "outcome"
+        )
+        self.encode_failures = counter("encode_failures", "Encoders that failed with an image, by cause.", "cause")
+        self.encoders = Gauge(
+            f"{PREFIX}_encoders", "Encoders that routers told of, by state.", ["state"], registry=self.registry
+        )
         self.shm: Mapping[str, int] = {}
         """Bytes of the node's shared directory by state."""
         self.shm_pressure = gauge("shm_pressure_ratio", "Share of the node's shared directory that is taken.")

@@ -62,6 +62,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         hub_dir=Path(env.get("HF_HUB_CACHE", HUB_CACHE_DIR)),
         health_path=launch.health_path,
         health_seconds=float(launch.health_seconds),
+        encodes_elsewhere="--encoder-urls" in launch.args,
         publishes="--kv-events-config" in launch.args,
         shared_dir=Path(env["MMROUTER_SHARED_DIR"]) if env.get("MMROUTER_SHARED_DIR") else None,
         shared_bytes=_number(env, "MMROUTER_SHARED_LIMIT_BYTES"),

@@ -65,6 +65,8 @@ class Settings:
     """The node's shared directory, where the pod has it."""
     shared_bytes: int = 0
     """What may lie in it; 0 where only the file system bounds it."""
+    encodes_elsewhere: bool = False
+    """Whether the engine asks encoders, through us."""
     publishes: bool = True
     """Whether the engine publishes events. Where it does not, only its health tells that it is another one."""
 

@@ -52,6 +52,7 @@ class Encoder:
         self.waiting = 0  # requests
         self.running = 0
         self.visual_tokens = 0  # encoded since the start
+        self.images = self.hits = 0  # images asked for since then, and those that were kept
         self._folder = config.folder
         self._cost, self._rng = cost, random.Random(seed)
         self._turn = asyncio.Lock()
@@ -66,7 +67,9 @@ class Encoder:
         self.running += 1
         try:
             for item in media:
+                self.images += 1
                 if self.kept.use(item.identifier):
+                    self.hits += 1
                     continue
                 seconds = self._cost.seconds(prefill=0, visual=item.length, decoding=False, rng=self._rng)
                 await asyncio.sleep(seconds)

@@ -47,6 +47,8 @@ def plan(version: str, facts: Mapping[str, str]) -> Plan:
     model_type = str(_fact(facts, "model_type") or "")
     if legacy_sentinels(version):
         return Plan((), f"release {version} hashes pixels")
+    if _fact(facts, "language_only") is True:
+        return Plan((), "an engine beside encoders hashes their embeddings")
     if model_type in ARTIFACT_WITH_CACHE:
         if not _number(_fact(facts, "mm_preprocess_cache_size_mb")):
             return Plan((), f"{model_type} without a preprocessing cache hashes pixels")

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmrouter_sim.core.sglang import VERSION
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.sglang import chat, prompts
+from mmrouter_sim.sglang import chat, encode, prompts
 from mmrouter_sim.sglang.schema import DetokenizeRequest, TokenizeRequest
 from mmrouter_sim.web.errors import RequestError, json_response, note_refusal
 from mmrouter_sim.web.schema import parse
@@ -52,7 +52,11 @@ def build(engine: Engine) -> Starlette:
         ("/v1/chat/completions", ["POST"], chat.chat),
         ("/v1/completions", ["POST"], chat.complete),
     ]
-    keys = engine.settings.api_keys
+    if engine.encoder is not None:
+        # An application of its own, which asks for no key and says little of itself.
+        routes = [row for row in routes if row[0] in ("/health", "/health_generate", "/metrics")]
+        routes.append(("/encode", ["POST"], encode.encode))
+    keys = engine.settings.api_keys if engine.encoder is None else ()
     return Starlette(
         routes=[Route(path, _endpoint(engine, handler), methods=methods) for path, methods, handler in routes],
         middleware=[Middleware(_ApiKey, keys=keys)] if keys else [],

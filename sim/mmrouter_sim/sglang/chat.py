@@ -18,6 +18,7 @@ from mmrouter_sim.runner import Aborted
 from mmrouter_sim.sglang import prompts
 from mmrouter_sim.sglang.pairing import Place, place
 from mmrouter_sim.sglang.schema import ChatRequest, CompletionRequest, check
+from mmrouter_sim.sglang.shares import Embedding
 from mmrouter_sim.web import generate
 from mmrouter_sim.web import prompts as texts
 from mmrouter_sim.web.errors import RequestError, json_response
@@ -36,7 +37,8 @@ async def chat(engine: Engine, http: HttpRequest) -> Response:
     body = parse(await http.body(), ChatRequest)
     check(body)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    prompt = await _render(engine, lambda: prompts.from_messages(engine, body, body.messages))
+    encoded = await _encoded(engine, body)
+    prompt = await _render(engine, lambda: prompts.from_messages(engine, body, body.messages, encoded))
     job, at = _job(engine, http, body, prompt, wanted)
     return _stream(job, _chat_chunks(job, at)) if body.stream else await _whole(http, job, at, _chat_answer)
 
@@ -48,6 +50,18 @@ async def complete(engine: Engine, http: HttpRequest) -> Response:
     prompt = await _render(engine, lambda: texts.from_text(engine, body.prompt, special=True))
     job, at = _job(engine, http, body, prompt, body.max_tokens if body.max_tokens is not None else 16)
     return _stream(job, _text_chunks(job, at)) if body.stream else await _whole(http, job, at, _text_answer)
+
+
+async def _encoded(engine: Engine, body: ChatRequest) -> list[Embedding] | None:
+    """Return what encoders made of the images, ``None`` where the engine encodes them itself."""
+    settings = engine.settings
+    images = [prompts.image_of(part) for part in prompts.images_of(engine, body.messages)]
+    if not settings.encoder_urls or not images:
+        return None
+    if body.return_prompt_token_ids or body.return_input_ids_in_sglext:
+        # An engine beside encoders has no ids to show where it answers; the real one fails so, too.
+        raise RequestError("Internal server error: 'NoneType' object is not iterable", status=500)
+    return await engine.shares.embeddings(settings.host, settings.encoder_urls, images)
 
 
 async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:

@@ -48,6 +48,7 @@ _NO_EFFECT_SWITCHES = (
     "--disable-overlap-schedule",
     "--skip-server-warmup",
     "--enable-multimodal",
+    "--enable-prefix-mm-cache",
     "--sleep-on-idle",
 )
 
@@ -113,6 +114,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--mm-process-config", default="{}", metavar="JSON")
     add("--mm-preprocess-cache-size-mb", type=int, default=0)
     add("--limit-mm-data-per-request", default="{}", metavar="JSON")
+    add("--encoder-only", action="store_true")
+    add("--language-only", action="store_true")
+    add("--encoder-urls", nargs="+", default=[])
+    # With another way an encoder that fails ends the engine that asked.
+    add("--encoder-transfer-backend", choices=("zmq_to_tokenizer",), default="zmq_to_tokenizer", help="no effect here")
     add("--disaggregation-mode", choices=("null", "prefill", "decode"), default="null")
     add("--disaggregation-transfer-backend", choices=_BACKENDS, default="mooncake", help="no effect here")
     add("--disaggregation-bootstrap-port", type=int, default=8998)
@@ -130,6 +136,10 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise ValueError("which model? sglang serve --model-path MODEL")
     if args.dp_size < 1:
         raise ValueError("--data-parallel-size must be at least 1")
+    if args.encoder_only and (args.language_only or args.disaggregation_mode != "null"):
+        raise ValueError("Cannot set --encoder-only and --language-only or a disaggregation mode together")
+    if args.language_only and not args.encoder_urls:
+        raise ValueError("--language-only without --encoder-urls is not simulated")
     events = msgspec.json.decode(args.kv_events_config, type=_Events)
     process = msgspec.json.decode(args.mm_process_config, type=dict[str, dict[str, Any]])
     limits = msgspec.json.decode(args.limit_mm_data_per_request, type=dict[str, int])
@@ -181,6 +191,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
         bind=events.binds,
         preprocess_cache_mb=args.mm_preprocess_cache_size_mb,
+        encodes_only=args.encoder_only,
+        encoder_urls=tuple(args.encoder_urls) if args.language_only else (),
         arguments={
             "model_path": model,
             "served_model_name": args.served_model_name or model,
@@ -202,5 +214,6 @@ def _settings(args: argparse.Namespace) -> Settings:
             "trust_mm_content_hashes": False,
             "speculative_algorithm": None,
             "disaggregation_mode": mode,
+            "language_only": args.language_only,
         },
     )

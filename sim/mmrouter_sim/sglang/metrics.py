@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mmrouter_sim.core.request import Request
+from mmrouter_sim.encoding import Encoder
 from mmrouter_sim.flags import Settings
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.runner import Runner
@@ -17,9 +18,11 @@ _SECONDS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 
 class SglangMetrics(Collector):
     """The metrics of one process. With several ranks samples are told apart by ``dp_rank``."""
 
-    def __init__(self, settings: Settings, runners: Sequence[Runner], _images: ProcessorCache) -> None:
+    def __init__(
+        self, settings: Settings, runners: Sequence[Runner], _images: ProcessorCache, encoder: Encoder | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._settings, self._runners = settings, runners
+        self._settings, self._runners, self._encoder = settings, runners, encoder
         self._names = ("model_name", "engine_type", "tp_rank", "pp_rank", *(("dp_rank",) if len(runners) > 1 else ()))
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to the first token")
         self._queue = self._histogram("queue_time_seconds", "Time spent waiting")
@@ -38,6 +41,13 @@ class SglangMetrics(Collector):
         self._whole.labels(*self._labels(rank)).observe(now - request.arrived)
 
     def collect(self) -> Iterator[Metric]:
+        if self._encoder is not None:
+            files = CounterMetricFamily("sglang:encoder_cache_total_files", "Images asked for", labels=["modality"])
+            hits = CounterMetricFamily("sglang:encoder_cache_hit_files", "Of these, kept ones", labels=["modality"])
+            files.add_metric(["image"], self._encoder.images)
+            hits.add_metric(["image"], self._encoder.hits)
+            yield from (files, hits)
+            return
         size = self._settings.block_size
         running = self._gauge("num_running_reqs", "Running requests")
         waiting = self._gauge("num_queue_reqs", "Requests in the waiting queue")

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,15 +22,18 @@ ONE_VALUE = frozenset({"llava", "llava_next"})
 _ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
 
 
-def from_messages(engine: Engine, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]) -> Prompt:
-    """Return the prompt of a chat. Raises :class:`RequestError` (400) naming what is wrong with it."""
-    if not messages:
-        raise RequestError("Messages cannot be empty.", param="messages")
-    parts = [part for message in messages for part in _image_parts(message)]
-    limit = engine.settings.image_limit
-    if limit is not None and len(parts) > limit:
-        raise RequestError(f"Image count {len(parts)} exceeds limit {limit} per request.")
-    images = [_name(engine, number, part) for number, part in enumerate(parts)]
+def from_messages(
+    engine: Engine,
+    body: ChatRequest | TokenizeRequest,
+    messages: list[dict[str, Any]],
+    encoded: Sequence[tuple[int, int]] | None = None,
+) -> Prompt:
+    """Return the prompt of a chat. ``encoded``: item hash and tokens of each image, where encoders have told them.
+
+    Raises :class:`RequestError` (400) naming what is wrong with it.
+    """
+    parts = images_of(engine, messages)
+    images = encoded if encoded is not None else [_name(engine, number, part) for number, part in enumerate(parts)]
     try:
         text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
         named = [(str(item), count) for item, count in images]
@@ -38,6 +42,29 @@ def from_messages(engine: Engine, body: ChatRequest | TokenizeRequest, messages:
         raise RequestError(str(error)) from error
     runs = [(int(item.identifier), item.offset, item.length) for item in where]
     return Prompt(ids, where, padded(ids, runs, first_only=engine.model.model_type in ONE_VALUE))
+
+
+def images_of(engine: Engine, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the image parts of a chat. Raises :class:`RequestError` (400)."""
+    if not messages:
+        raise RequestError("Messages cannot be empty.", param="messages")
+    parts = [part for message in messages for part in _image_parts(message)]
+    limit = engine.settings.image_limit
+    if limit is not None and len(parts) > limit:
+        raise RequestError(f"Image count {len(parts)} exceeds limit {limit} per request.")
+    return parts
+
+
+def picture(engine: Engine, image: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a number that an image's pixels decide, and its tokens. Raises :class:`RequestError`."""
+    data = media.load(str(image.get("url")), None)
+    try:
+        found = media.decode(data, rotates=engine.model.family.rotates_exif)
+    except RequestError as error:
+        raise RequestError(f"Could not decode image: {error}") from error
+    with Image.open(io.BytesIO(data)) as opened:
+        pixels = opened.convert("RGB")
+        return by_pixels(pixels.mode, pixels.size, pixels.tobytes()), engine.model.count(found.width, found.height)
 
 
 def plain(engine: Engine, body: TokenizeRequest, messages: list[dict[str, Any]]) -> list[int]:
@@ -61,23 +88,22 @@ def _image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _name(engine: Engine, number: int, part: dict[str, Any]) -> tuple[int, int]:
-    """Return an image's item hash and token count."""
+def image_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an image part's URL and options. Raises :class:`RequestError`."""
     image = part.get("image_url")
     image = {"url": image} if isinstance(image, str) else image
-    url = image.get("url") if isinstance(image, dict) else None
-    if not isinstance(image, dict) or not isinstance(url, str):
+    if not isinstance(image, dict) or not isinstance(image.get("url"), str):
         raise RequestError("image_url.url must be a string", param="image_url")
-    data = media.load(url, None)
-    try:
-        picture = media.decode(data, rotates=engine.model.family.rotates_exif)
-    except RequestError as error:
-        raise RequestError(f"Could not decode image: {error}") from error
-    count = engine.model.count(picture.width, picture.height)
+    return image
+
+
+def _name(engine: Engine, number: int, part: dict[str, Any]) -> tuple[int, int]:
+    """Return an image's item hash and token count."""
+    image = image_of(part)
+    pixels, count = picture(engine, image)
     if engine.fingerprint is None:
-        with Image.open(io.BytesIO(data)) as opened:
-            pixels = opened.convert("RGB")
-            return by_pixels(pixels.mode, pixels.size, pixels.tobytes()), count
+        return pixels, count
+    data = media.load(image["url"], None)
     _check_hash(number, image.get("content_hash"), data)
     options = {
         name: value

@@ -159,11 +159,31 @@ def test_prefill_and_decode_hand_blocks_over_and_find_each_other_by_the_bootstra
 
 
 def test_an_encoder_only_encodes_and_is_probed_patiently() -> None:
-    made = launched("encoder", ecConnector={"transferBackend": "mooncake"})
-    assert "--encoder-only" in made.args
-    assert value(made.args, "--encoder-transfer-backend") == "mooncake"
+    made = launched("encoder")
+    assert {"--encoder-only", "--enable-prefix-mm-cache"} <= set(made.args)
+    assert value(made.args, "--encoder-transfer-backend") == "zmq_to_tokenizer"
     assert not {"--page-size", "--kv-events-config", "--enable-cache-report"} & set(made.args)
     assert (made.health_path, made.health_seconds) == ("/health", 30)
+
+
+@pytest.mark.parametrize("name", ["worker", "prefill"])
+def test_beside_encoders_an_engine_asks_them_through_its_sidecar(name: str) -> None:
+    pools = [role("encoder"), *([role("prefill"), role("decode")] if name == "prefill" else [role("worker")])]
+    dep = deployment(pools=pools, model={"id": "Qwen/Qwen2.5-VL-7B-Instruct"})
+    made = launch(dep, dep.pool(name))
+    assert "--language-only" in made.args
+    assert value(made.args, "--encoder-transfer-backend") == "zmq_to_tokenizer"
+    first = made.args.index("--encoder-urls") + 1
+    urls = [arg for arg in made.args[first:] if arg.startswith("http")]
+    assert urls == [f"http://$(POD_LOOPBACK):8002/encoders/{slot}" for slot in range(16)]
+    assert made.env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] == "0"
+    assert "--mm-preprocess-cache-size-mb" not in made.args  # its encoders process images
+
+
+def test_without_encoders_and_where_no_prompt_is_computed_nobody_asks_any() -> None:
+    decode = launched("decode")
+    assert not {"--language-only", "--encoder-urls", "--encoder-transfer-backend"} & {*decode.args, *arguments()}
+    assert decode.env == {}
 
 
 def test_a_users_connector_replaces_the_default() -> None:
@@ -181,6 +201,8 @@ def test_a_users_connector_replaces_the_default() -> None:
         ("decode", "nvidia", {"kvConnector": {"ibDevice": "mlx5_0"}}, "engine.kvConnector"),
         ("decode", "nvidia", {"kvConnector": {"transferBackend": "nixl", "port": 1}}, "engine.kvConnector.port"),
         ("encoder", "nvidia", {"ecConnector": {"ec_connector": "X"}}, "engine.ecConnector.ec_connector"),
+        ("encoder", "nvidia", {"ecConnector": {"transferBackend": "mooncake"}}, "engine.ecConnector.transferBackend"),
+        ("prefill", "nvidia", {"ecConnector": {"transferBackend": "mooncake"}}, "engine.ecConnector.transferBackend"),
     ],
 )
 def test_a_transfer_that_cannot_be_had_is_an_error_with_its_field(

@@ -75,6 +75,7 @@ FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
     "replay": feed.Replay(2, 7, 4),
     "detail": feed.Detail(3, 7, 4, 5),
     "sighted": feed.Sighted(6),
+    "encoders": feed.Encoders(7, "router-a", (("encoder-0", "10.0.0.7"), ("encoder-1", "10.0.0.8"))),
     "sightings_part": feed.SightingsPart(
         6, (feed.Sighting(0, 0, 2**64 - 1, 5, 64, b"\3" * 32), feed.Sighting(1, 0, None, 0, 4, b"", (1, 2, 3, 4))), True
     ),
@@ -123,6 +124,7 @@ frames = st.one_of(
     ),
     sightings,
     st.builds(feed.Sighted, numbers),
+    st.builds(feed.Encoders, numbers, texts, st.lists(st.tuples(texts, texts), max_size=3).map(tuple)),
     st.builds(feed.SightingsPart, numbers, st.lists(sightings, max_size=3).map(tuple), st.booleans()),
     st.builds(feed.Snapshot, numbers),
     st.builds(feed.Replay, numbers, numbers, numbers),

@@ -54,7 +54,7 @@ def test_one_frontend_is_enough_and_the_worst_is_the_reason() -> None:
     assert conditions(status)[CHAIN] == ("False", "NoPrefill")
     assert message(status, CHAIN) == (
         "1 of 2 frontends: no prefill pod can take work: prompts are computed where they are decoded; "
-        "no encoder can take work: images are encoded where the prompt is computed"
+        "no encoder can take work: images are encoded where the prompt is computed, by SGLang they are refused"
     )
 
 

@@ -22,8 +22,7 @@ def test_a_form_uses_only_pods_that_can_work_and_names_every_pool_that_it_goes_w
         assert {"prefill", "decode"} <= able
     if found.encodes:
         assert "encoder" in able
-    wanted = pools - {"worker"} if engine == "vllm" else pools & PAIR
-    assert (not found.degraded) == (able >= wanted)
+    assert (not found.degraded) == (able >= pools - {"worker"})
 
 
 @given(resources, subsets)
@@ -47,6 +46,8 @@ def test_a_vllm_deployment_answers_while_any_engine_with_a_language_model_is_up(
         ("vllm", "encoder prefill decode", "encoder prefill", "encode-whole", ("no_decode",)),
         ("sglang", "prefill decode", "prefill decode", "prefill-decode", ()),
         ("sglang", "prefill decode worker", "decode worker", "whole", ("no_pair",)),
+        ("sglang", "encoder worker", "worker", "whole", ("no_encoder",)),
+        ("sglang", "encoder prefill decode", "encoder prefill decode", "prefill-decode", ()),
     ],
 )
 def test_a_pool_that_is_down_leaves_the_next_simpler_form(engine, pools, able, name, degraded):

@@ -352,6 +352,27 @@ async def test_health_load_and_geometry_come_from_the_engines_http_side(
     assert one.metric("probe_failures_total", path="/health") >= 1
 
 
+async def test_a_router_tells_of_encoders_where_the_engine_asks_any(start: Any, router: Any, settings: Any) -> None:
+    one = await start(replace(settings, encodes_elsewhere=True))
+    told = feed.Encoders(1, "r", (("e1", settings.pod_ip),))
+    assert await router.ask_raw(feed.encode(told)) == [feed.Accepted(1)]
+    assert one.metric("encoders", state="up") == 1
+    url = f"http://{settings.loopback}:8002/encoders/3/encode"
+    async with aiohttp.ClientSession() as session, session.post(url, data=b"{}") as answer:
+        assert answer.status == 400
+
+
+async def test_where_the_engine_encodes_by_itself_nobody_is_told_of_encoders(
+    start: Any, router: Any, settings: Any
+) -> None:
+    await start()
+    (refused,) = await router.ask_raw(feed.encode(feed.Encoders(1, "r", ())))
+    assert isinstance(refused, feed.Refused)
+    url = f"http://{settings.loopback}:8002/encoders/3/encode"
+    async with aiohttp.ClientSession() as session, session.post(url, data=b"{}") as answer:
+        assert answer.status == 404
+
+
 async def test_what_was_proved_of_an_engine_that_publishes_nothing_ends_when_it_goes_down(
     start: Any, http_engine: Any, router: Any, settings: Any
 ) -> None:

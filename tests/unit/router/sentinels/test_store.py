@@ -95,6 +95,13 @@ def test_version_model_type_and_flags_decide_whether_sentinels_can_be_predicted(
 
 
 @pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
+def test_an_engine_beside_encoders_names_images_by_embeddings_that_nobody_predicts(fingerprint):
+    beside = facts(fingerprint, mm_preprocess_cache_size_mb=64, language_only=True)
+    assert plan("0.5.23", beside).candidates == ()
+    assert plan("0.5.23", beside | {"language_only": "false"}).candidates
+
+
+@pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
 def test_the_fingerprint_of_the_recorded_engines_is_the_first_that_is_tried(fingerprint):
     assert plan("0.5.23", facts(fingerprint, mm_preprocess_cache_size_mb=64)).candidates[0] == fingerprint
 

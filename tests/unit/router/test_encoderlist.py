@@ -1,0 +1,94 @@
+"""Sidecars of SGLang's engines are told which encoders are up: on every change, and again for those that forgot."""
+
+import pytest
+
+from mmrouter import feed
+from mmrouter_router.encoderlist import AGAIN_SECONDS, EncoderList
+from mmrouter_router.feeds import FeedSilentError
+from mmrouter_router.fleet import Fleet, Member
+from mmrouter_router.metrics import Metrics
+
+
+class Sidecar:
+    """A feed that keeps what it was told."""
+
+    def __init__(self):
+        self.told, self.silent = [], False
+
+    async def question(self, build):
+        if self.silent:
+            raise FeedSilentError("no answer")
+        self.told.append(build(1))
+        return [feed.Accepted(1)]
+
+
+class Rig:
+    def __init__(self):
+        self.fleet, self.now = Fleet(Metrics()), 0.0
+        self.sidecars = {}
+        self.encoders = EncoderList("r1", self.fleet, self.sidecars.get, lambda: self.now)
+
+    def pod(self, name, role, *, state="up", draining=False):
+        worker = self.fleet.join(Member(name, name, f"10.0.0.{len(self.sidecars)}", role, role))
+        self.sidecars.setdefault(name, Sidecar())
+        self.beat(worker, state, draining)
+        return worker
+
+    def beat(self, worker, state="up", draining=False):
+        name = worker.member.name
+        beat = feed.Heartbeat(f"{name}/1", 1, 0, "sglang", state, "0", 16, "m", "", {}, 1, draining)
+        self.fleet.published(worker, beat)
+
+    async def names(self):
+        """Tell, and return what each sidecar was newly told."""
+        before = {name: len(sidecar.told) for name, sidecar in self.sidecars.items()}
+        await self.encoders.tell()
+        return {
+            name: [[one for one, _ in word.encoders] for word in sidecar.told[before[name] :]]
+            for name, sidecar in self.sidecars.items()
+            if len(sidecar.told) > before[name]
+        }
+
+
+@pytest.mark.parametrize("role", ["worker", "prefill"])
+async def test_whoever_asks_encoders_is_told_of_those_that_are_up_and_nobody_else(role):
+    rig = Rig()
+    rig.pod("asks", role)
+    rig.pod("d1", "decode")
+    rig.pod("e2", "encoder")
+    rig.pod("e1", "encoder")
+    rig.pod("e3", "encoder", state="starting")
+    rig.pod("e4", "encoder", draining=True)
+    assert await rig.names() == {"asks": [["e1", "e2"]]}
+    assert dict(rig.sidecars["asks"].told[0].encoders)["e1"] == rig.fleet.workers["e1"].member.ip
+
+
+async def test_a_change_is_told_at_once_and_what_is_known_from_time_to_time():
+    rig = Rig()
+    rig.pod("w", "worker")
+    one = rig.pod("e1", "encoder")
+    assert await rig.names() == {"w": [["e1"]]}
+    assert await rig.names() == {}
+    rig.pod("e2", "encoder")
+    assert await rig.names() == {"w": [["e1", "e2"]]}
+    rig.beat(one, state="down")
+    assert await rig.names() == {"w": [["e2"]]}
+    rig.now += AGAIN_SECONDS
+    assert await rig.names() == {"w": [["e2"]]}
+
+
+async def test_a_sidecar_that_does_not_answer_is_asked_again_and_holds_up_nobody():
+    rig = Rig()
+    rig.pod("w1", "worker")
+    rig.pod("w2", "worker")
+    rig.sidecars["w1"].silent = True
+    rig.pod("e1", "encoder")
+    assert await rig.names() == {"w2": [["e1"]]}
+    rig.sidecars["w1"].silent = False
+    assert await rig.names() == {"w1": [["e1"]]}
+
+
+async def test_that_there_is_no_encoder_is_told_too():
+    rig = Rig()
+    rig.pod("w", "worker")
+    assert await rig.names() == {"w": [[]]}
