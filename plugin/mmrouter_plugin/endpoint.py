@@ -5,6 +5,7 @@ disabled, and the engine is what it was.
 """
 
 import asyncio
+import atexit
 import logging
 import os
 import time
@@ -89,6 +90,7 @@ class Handover:
         self._node = settings.node
         self._settings = vllm_items.settings_of(self._version, renderer)
         self._ways = Ways(settings, self.role)
+        atexit.register(self._ways.close)  # vLLM tells a plugin nothing of its end
         self._missing = self._ways.missing
         self._state = state
         if self.role == "renderer":

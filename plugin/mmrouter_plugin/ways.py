@@ -25,6 +25,8 @@ NODE_ENV = "NODE_NAME"
 
 DEFAULT_WAYS = "shm,inline"
 DEFAULT_BYTES = 1 << 30
+NIXL_BYTES = 256 << 20
+"""Most bytes to register: a network card may pin all of them at once."""
 T = TypeVar("T")
 Release = Callable[[], object]
 
@@ -64,7 +66,7 @@ class Ways:
         if "shm" in settings.ways:
             self._open_shm(settings, role)
         if "nixl" in settings.ways:
-            self.nixl, self.missing["nixl"] = open_nixl(role, settings.limit_bytes)
+            self.nixl, self.missing["nixl"] = open_nixl(role, min(settings.limit_bytes, NIXL_BYTES))
 
     def _open_shm(self, settings: Settings, role: str) -> None:
         if not settings.shared_dir:
