@@ -12,6 +12,7 @@ import uvloop
 
 TOKENS = 64
 _LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding:\s*chunked", re.IGNORECASE)
 _PAUSE = re.compile(rb'"seed":\s*(\d+)')
 _STREAM = re.compile(rb'"stream":\s*true')
 
@@ -59,10 +60,15 @@ class Engine(asyncio.Protocol):
         head, found, rest = self._data.partition(b"\r\n\r\n")
         if not found:
             return
-        declared = _LENGTH.search(head)
-        length = int(declared[1]) if declared else 0
-        if len(rest) < length:
-            return
+        if _CHUNKED.search(head):  # some routers pass a large body on so
+            if not rest.endswith(b"0\r\n\r\n"):
+                return
+            length = len(rest)
+        else:
+            declared = _LENGTH.search(head)
+            length = int(declared[1]) if declared else 0
+            if len(rest) < length:
+                return
         body, self._data = rest[:length], rest[length:]
         self._answer(head, body)
 

@@ -5,6 +5,8 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -14,9 +16,16 @@ from bench.engine import TOKENS
 PROMPT = "Say what is in the picture, in one sentence that a child understands. " * 6
 
 
-def request(host: str, port: int, *, stream: bool, pause_ms: int | None) -> bytes:
-    """Return one chat request as bytes."""
-    body: dict[str, Any] = {"model": "bench", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS}
+def request(
+    host: str, port: int, *, stream: bool, pause_ms: int | None, repeats: int = 1, image: str = "", number: int = 0
+) -> bytes:
+    """Return one chat request as bytes. ``repeats``: of the prompt. ``image``: a data URI before it; ``number`` makes
+    a prompt that differs from others from its first word on.
+    """
+    text: str | list[dict[str, Any]] = (f"{number}. " if number else "") + PROMPT * repeats
+    if image:
+        text = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": text}]
+    body: dict[str, Any] = {"model": "bench", "messages": [{"role": "user", "content": text}], "max_tokens": TOKENS}
     if stream:
         body["stream"] = True
     if pause_ms is not None:
@@ -70,32 +79,43 @@ def plain(host: str, port: int, count: int) -> dict[str, Any]:
 
 
 class Stream(asyncio.Protocol):
-    """One connection that has ``count`` streams answered, one after the other."""
+    """One connection that has ``count`` requests answered, one after the other; ``us``: what each took."""
 
     def __init__(self, message: bytes, count: int) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.bodies: list[tuple[int, bytes]] = []
+        self.us: list[float] = []
+        self._began = 0
         self._message, self._left = message, count
         self._pieces: list[bytes] = []
         self._transport: asyncio.Transport | None = None
+        self._chunked: bool | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._ask()
+
+    def _ask(self) -> None:
+        assert self._transport is not None
+        self._began = time.perf_counter_ns()
         self._transport.write(self._message)
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
         self._pieces.append(data)
-        if not data.endswith(b"0\r\n\r\n") and len(data) > 5:
+        if self._chunked is None:
+            self._chunked = b"transfer-encoding: chunked" in data.lower()
+        if self._chunked and not data.endswith(b"0\r\n\r\n") and len(data) > 5:
             return
         answer = split(b"".join(self._pieces))
         if answer is None:
             return
         self.bodies.append(answer)
+        self.us.append((time.perf_counter_ns() - self._began) / 1000)
         self._pieces.clear()
         self._left -= 1
         if self._left:
-            self._transport.write(self._message)
+            self._ask()
         else:
             self._transport.close()
 
@@ -107,18 +127,42 @@ class Stream(asyncio.Protocol):
                 self.done.set_result(None)
 
 
-async def streams(host: str, port: int, connections: int, count: int, pause_ms: int | None) -> dict[str, Any]:
-    """Hold connections that stream at once; answer the number of tokens and the seconds it took."""
+async def _ask_at_once(host: str, port: int, count: int, messages: Sequence[bytes]) -> list[Stream]:
+    """Have each message answered ``count`` times, on a connection of its own, all at once."""
     loop = asyncio.get_running_loop()
-    message = request(host, port, stream=True, pause_ms=pause_ms)
-    began = time.perf_counter()
     pairs = await asyncio.gather(
-        *(loop.create_connection(lambda: Stream(message, count), host, port) for _ in range(connections))
+        *(loop.create_connection(partial(Stream, message, count), host, port) for message in messages)
     )
     await asyncio.gather(*(protocol.done for _, protocol in pairs))
+    return [protocol for _, protocol in pairs]
+
+
+async def plains(host: str, port: int, connections: int, count: int, image: str = "") -> dict[str, Any]:
+    """Hold connections that ask at once, each one request after the other; answer microseconds of each."""
+    message = request(host, port, stream=False, pause_ms=None, image=image)
+    asked = await _ask_at_once(host, port, count, [message] * connections)
+    for protocol in asked:
+        for answer in protocol.bodies:
+            _require(answer, b"lazy dog")
+    return {"us": [us for protocol in asked for us in protocol.us]}
+
+
+async def streams(
+    host: str, port: int, connections: int, count: int, pause_ms: int | None, repeats: int = 1
+) -> dict[str, Any]:
+    """Hold connections that stream at once; answer the number of tokens and the seconds it took.
+
+    ``repeats``: of the prompt; with more than one each connection has a prompt of its own.
+    """
+    began = time.perf_counter()
+    messages = [
+        request(host, port, stream=True, pause_ms=pause_ms, repeats=repeats, number=number + 1 if repeats > 1 else 0)
+        for number in range(connections)
+    ]
+    asked = await _ask_at_once(host, port, count, messages)
     seconds = time.perf_counter() - began
     tokens = 0
-    for _, protocol in pairs:
+    for protocol in asked:
         for answer in protocol.bodies:
             _require(answer, b"[DONE]")
             tokens += answer[1].count(b'"delta"')
@@ -166,13 +210,16 @@ def _require(answer: tuple[int, bytes], words: bytes) -> None:
         raise ValueError(f"status {status}: {body[:200].decode(errors='replace')}")
 
 
+ASKS: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {"streams": streams, "plains": plains, "idle": idle}
+
+
 async def main() -> None:
     """Serve commands until stdin ends."""
     for line in sys.stdin:
         command = json.loads(line)
         do = command.pop("do")
         try:
-            answer = plain(**command) if do == "plain" else await {"streams": streams, "idle": idle}[do](**command)
+            answer = plain(**command) if do == "plain" else await ASKS[do](**command)
         except Exception as error:  # everything is the driver's to report
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")

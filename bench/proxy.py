@@ -91,7 +91,7 @@ def rows(seen: dict[str, Measured], missing: Sequence[str]) -> list[Row]:
     for share, name, goal in ((0.5, "p50", "<= 0.6"), (0.99, "p99", "<= 1.0")):
         floor = percentile(direct.us, share)
         added = {peer: percentile(measured.us, share) - floor for peer, measured in peers.items()}
-        found += _compare(
+        found += compare(
             f"proxy, plain JSON, 1 connection: added {name}",
             percentile(ours.us, share) - floor,
             added,
@@ -102,11 +102,11 @@ def rows(seen: dict[str, Measured], missing: Sequence[str]) -> list[Row]:
         (f"paced {PAUSE_MS} ms", ours.paced, {peer: m.paced for peer, m in peers.items()}, "<= 1.0"),
         ("burst", ours.burst, {peer: m.burst for peer, m in peers.items()}, None),
     ):
-        found += _compare(f"proxy, {name}, {CONNECTIONS} connections: CPU per token", mine, theirs, missing, bound)
+        found += compare(f"proxy, {name}, {CONNECTIONS} connections: CPU per token", mine, theirs, missing, bound)
     return found
 
 
-def _compare(name: str, value: float, peers: dict[str, float], missing: Sequence[str], goal: str | None) -> list[Row]:
+def compare(name: str, value: float, peers: dict[str, float], missing: Sequence[str], goal: str | None) -> list[Row]:
     own = row(name, value, "us")
     ratio = f"{name}, over the better Rust router"
     if not peers:
