@@ -66,7 +66,7 @@ def test_the_shortest_resource_gets_all_its_children_and_each_is_its_own(deploye
 
 
 def test_every_example_gets_all_its_children(deployed: Deployed) -> None:
-    for file in ("mmrouter.yaml", "full.yaml"):
+    for file in ("mmrouter.yaml", "full.yaml", "disaggregated.yaml"):
         documents = [item for item in yaml.safe_load_all((ROOT / "examples" / file).read_text()) if item]
         for document in documents:
             document["metadata"].pop("namespace", None)
