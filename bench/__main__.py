@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from bench import report, rows
+from bench import cluster, clustersweep, report, rows
 from bench.peers.environment import MODE, MODES
 
-NAMES = ("decision", "encoders", "handover", "ingest", "prompt", "proxy", "tracing")
+NAMES = ("cluster", "decision", "encoders", "handover", "ingest", "prompt", "proxy", "tracing")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="name", help=f"which: {', '.join(NAMES)} (default: all)")
     parser.add_argument("--json", action="store_true", help='print {"rows": [...]}')
     parser.add_argument("--write", action="store_true", help=f"put the table into {report.PAGE.name}")
+    parser.add_argument("--quick", action="store_true", help="cluster: not the largest one")
+    parser.add_argument("--sweep", action="store_true", help="cluster: what other weights of the scorer would give")
+    parser.add_argument("--traces", type=Path, help="cluster: folder of traces (default: $MMROUTER_TRACES)")
     parser.add_argument("--peers", choices=MODES, help=f"other routers (default: ${MODE}, else install)")
     options = parser.parse_args(argv)
     names = options.names or list(NAMES)
@@ -29,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no benchmark is named {', '.join(unknown)}; there are {', '.join(NAMES)}")
     if options.write and set(names) != set(NAMES):
         parser.error("--write takes a run of everything")
+    if (options.quick or options.sweep) and (options.write or "cluster" not in names):
+        parser.error("--quick and --sweep are of the benchmark cluster, and not for --write")
     if options.peers:
         os.environ[MODE] = options.peers
     machine = report.machine()
@@ -36,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         began = time.monotonic()
         sys.stderr.write(f"bench: {name} ...\n")
-        found += importlib.import_module(f"bench.{name}").run()
+        if options.sweep and name == "cluster":
+            found += clustersweep.swept(options.traces)
+        elif name == "cluster":
+            found += cluster.run(quick=options.quick, traces=options.traces)
+        else:
+            found += importlib.import_module(f"bench.{name}").run()
         sys.stderr.write(f"bench: {name} took {time.monotonic() - began:.0f} s\n")
     if options.write:
         report.write(found, machine)

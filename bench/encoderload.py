@@ -1,9 +1,9 @@
 """What encoders are asked for: requests with images, drawn from statistics of a real service.
 
 The statistics are ``servegen_images.json``: for each client its share of the requests, how many images a request has (0
-to 12) and quantiles of an image's visual tokens. They are derived from alibaba/ServeGen data/multimodal/mm-image
-@f891d1189e (Apache-2.0), which describes a day of a production image service; ``python -m bench.encoderload FOLDER``
-derives them again.
+to 12) and quantiles of an image's visual tokens, of a request's text and of an answer. They are derived from
+alibaba/ServeGen data/multimodal/mm-image @f891d1189e (Apache-2.0), which describes a day of a production image service;
+``python -m bench.encoderload FOLDER`` derives them again.
 """
 
 import ast
@@ -37,6 +37,8 @@ class Client(msgspec.Struct, frozen=True):
     share: float  # of all requests
     counts: list[float]  # probability of 0, 1, .. 12 images
     tokens: list[int]  # quantiles of an image's visual tokens, equally likely
+    texts: list[int]  # quantiles of a request's text tokens
+    outputs: list[int]  # quantiles of an answer's tokens
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -124,6 +126,8 @@ def derive(folder: Path) -> Sample:
         windows = msgspec.json.decode(trace.with_name(trace.name.replace("trace.csv", "dataset.json")).read_bytes())
         counts: defaultdict[int, float] = defaultdict(float)
         tokens: defaultdict[int, float] = defaultdict(float)
+        texts: defaultdict[int, float] = defaultdict(float)
+        outputs: defaultdict[int, float] = defaultdict(float)
         requests = 0.0
         for start, window in windows.items():
             asked = sum(600 * rate for second, rate in rates if int(start) <= second < int(start) + 21_600)
@@ -136,12 +140,17 @@ def derive(folder: Path) -> Sample:
             mean = sum(images * share for images, share in number.items())
             for value, share in size.items():
                 tokens[max(1, value)] += asked * mean * share
+            for found, field in ((texts, "text_tokens"), (outputs, "output_tokens")):
+                for value, share in _distribution(window[field]).items():
+                    found[max(1, value)] += asked * share
         kept = [counts[images] for images in range(MOST_IMAGES + 1)]
         if sum(kept) and tokens:
             shares = [float(f"{share / sum(kept):.4g}") for share in kept]
-            clients.append((requests, shares, _quantiles(tokens)))
-    total = sum(requests for requests, _, _ in clients)
-    return Sample(SOURCE, [Client(float(f"{r / total:.4g}"), shares, sizes) for r, shares, sizes in clients])
+            clients.append(Client(requests, shares, _quantiles(tokens), _quantiles(texts), _quantiles(outputs)))
+    total = sum(client.share for client in clients)
+    return Sample(
+        SOURCE, [msgspec.structs.replace(client, share=float(f"{client.share / total:.4g}")) for client in clients]
+    )
 
 
 def _distribution(text: str) -> Mapping[int, float]:

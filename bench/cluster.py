@@ -1,0 +1,195 @@
+"""Time to the first token and cache hits of a whole cluster, by the way to choose an engine: in virtual time.
+
+Every policy meets the same requests on the same engines. Equal seeds, so equal figures on every machine.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from bench.clusterengine import Machine
+from bench.clusterload import Load, mooncake, servegen
+from bench.clusterpolicies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
+from bench.clustersim import simulate
+from bench.rows import Row, not_run, percentile, row
+from mmrouter_router.schedule import WEIGHTS, Weights
+
+TRACES: Final = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[2] / "shared" / "traces"))
+LARGE: Final = Machine(
+    prefill_rate=25_000.0,
+    encode_seconds=16e-6,
+    decode_seconds=6e-3,
+    read_seconds=16e-9,
+    kv_tokens=1_900_000,
+    max_batched_tokens=8192,
+    max_seqs=1024,
+)
+SMALL: Final = Machine()
+LOADS: Final = (0.5, 0.8)
+SIZES: Final = (4, 16, 64)
+QUICK: Final = (4, 16)
+REUSED: Final = 0.3
+"""Share of prompt tokens that could be reused from which the gain over peers is a goal."""
+
+OURS, ORACLE = "ours", "oracle"
+POLICIES: Final[dict[str, Callable[[int, int], Policy]]] = {
+    "round robin": lambda engines, size: RoundRobin(engines),
+    "least loaded": lambda engines, size: LeastLoaded(engines),
+    "consistent hash": lambda engines, size: ConsistentHash(engines),
+    "text prefix": lambda engines, size: TextPrefix(engines),
+    "Dynamo's scorer": Dynamo,
+    OURS: Ours,
+    ORACLE: Ours,
+}
+PEERS: Final = tuple(name for name in POLICIES if name not in (OURS, ORACLE))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload at one load on one cluster."""
+
+    workload: str
+    engines: int
+    share: float
+
+    @property
+    def name(self) -> str:
+        """Return it for people."""
+        return f"{self.workload}, {self.engines} engines, load {self.share}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one policy gave in one case: milliseconds and shares."""
+
+    p50: float
+    p95: float
+    hits: float
+
+    def text(self, name: str) -> str:
+        """Return it for people."""
+        return f"{name}: p50 {self.p50:,.0f}, p95 {self.p95:,.0f} ms, hits {self.hits:.3f}"
+
+
+SECONDS: Final = {"mooncake": {4: 1200.0, 16: 600.0, 64: 300.0}, "servegen": {4: 120.0, 16: 60.0, 64: 40.0}}
+"""Of each trace that is played, by engines: the more engines, the more requests in a second."""
+WORKLOADS: Final = ("mooncake conversation", "mooncake synthetic", "servegen sessions", "servegen lone images")
+
+
+def machine_of(workload: str) -> Machine:
+    """Return the engines that a workload meets: long prompts need a cache that holds them."""
+    return LARGE if workload.startswith("mooncake") else SMALL
+
+
+@lru_cache(maxsize=2)
+def load_of(case: Case, traces: Path, seconds: float) -> Load:
+    """Return a case's requests. Raises ``OSError`` where a trace is not there."""
+    kind, _, which = case.workload.partition(" ")
+    machine = machine_of(case.workload)
+    if kind == "mooncake":
+        return mooncake(traces / "mooncake", which, case.engines, case.share, seconds, machine)
+    return servegen(which == "sessions", case.engines, case.share, seconds, machine)
+
+
+def outcome(case: Case, policy: str, traces: Path, seconds: float, weights: Weights = WEIGHTS) -> tuple[Outcome, float]:
+    """Run one policy in one case; also return the share of the prompts that could be reused."""
+    load = load_of(case, traces, seconds)
+    chooses = POLICIES[policy](case.engines, load.block_size)
+    if isinstance(chooses, Ours) and weights != WEIGHTS:
+        chooses.weigh(weights)
+    run = simulate(load, case.engines, machine_of(case.workload), chooses, at_once=policy == ORACLE)
+    p50, p95 = (percentile(run.seconds, share) * 1e3 for share in (0.5, 0.95))
+    return Outcome(p50, p95, run.hit_ratio), load.reusable
+
+
+def cases(sizes: Iterable[int]) -> Iterator[Case]:
+    """Yield every workload at every load on every cluster."""
+    for workload in WORKLOADS:
+        for engines in sizes:
+            for share in LOADS:
+                yield Case(workload, engines, share)
+
+
+def run(*, quick: bool = False, traces: Path | None = None) -> list[Row]:
+    """Measure. ``quick``: without the largest cluster."""
+    folder = traces or TRACES
+    possible, rows = [], []
+    for case in cases(QUICK if quick else SIZES):
+        if case.workload.startswith("mooncake") and not (folder / "mooncake").is_dir():
+            rows.append(not_run(f"cluster {case.name}: TTFT p95", "ms", f"no traces at {folder} (MMROUTER_TRACES)"))
+        else:
+            possible.append(case)
+    jobs = [(case, name) for case in possible for name in POLICIES]
+    with ProcessPoolExecutor() as pool:
+        found = dict(zip(jobs, pool.map(_job, [(*job, folder) for job in jobs]), strict=True))
+    results = {case: {name: found[case, name][0] for name in POLICIES} for case in possible}
+    reusable = {case: found[case, OURS][1] for case in possible}
+    return [*summary(results, reusable), *(_row(case, results[case], reusable[case]) for case in possible), *rows]
+
+
+def _job(job: tuple[Case, str, Path]) -> tuple[Outcome, float]:
+    case, policy, traces = job
+    return outcome(case, policy, traces, SECONDS[case.workload.partition(" ")[0]][case.engines])
+
+
+def summary(results: dict[Case, dict[str, Outcome]], reusable: dict[Case, float]) -> list[Row]:
+    """Return the goals, each in the case that is worst for it."""
+    best = {case: min((PEERS), key=lambda name: results[case][name].p95) for case in results}
+    over = {
+        case: found[OURS].p95 / min(f.p95 for n, f in found.items() if n != ORACLE) for case, found in results.items()
+    }
+    hits = {case: found[OURS].hits / found[ORACLE].hits for case, found in results.items()}
+    gain = {case: found[best[case]].p95 / found[OURS].p95 for case, found in results.items()}
+    much = [case for case in results if reusable[case] > REUSED]
+    worst, least = max(over, key=over.__getitem__), min(hits, key=hits.__getitem__)
+    rows = [
+        row("cluster: TTFT p95 over the best policy, worst case", over[worst], "x", peer=worst.name, goal="<= 1.02"),
+        row("cluster: hits over the oracle's, worst case", hits[least], "x", peer=least.name, goal=">= 0.97"),
+        row("cluster: hits over the oracle's, mean", mean(hits.values()), "x"),
+    ]
+    if much:
+        small = min(much, key=gain.__getitem__)
+        rows.append(
+            row(
+                f"cluster: TTFT p95 below the best peer, worst case where over {REUSED:.0%} can be reused",
+                gain[small],
+                "x",
+                peer=f"{small.name}: {best[small]}",
+                goal=">= 1.2",
+            )
+        )
+    rows.append(
+        row(
+            "cluster: TTFT p95 below the best peer, mean",
+            mean(gain.values()),
+            "x",
+            peer="in each case the peer that is best there",
+        )
+    )
+    for name in PEERS:
+        rows.append(
+            row(
+                f"cluster: TTFT p95 below {name}, mean",
+                mean(found[name].p95 / found[OURS].p95 for found in results.values()),
+                "x",
+            )
+        )
+    return rows
+
+
+def _row(case: Case, found: dict[str, Outcome], reusable: float) -> Row:
+    ours = found[OURS]
+    others = "; ".join(found[name].text(name) for name in (*PEERS, ORACLE))
+    name = f"cluster {case.name}: TTFT p95 (p50 {ours.p50:,.0f} ms, hits {ours.hits:.3f} of {reusable:.3f})"
+    return row(name, ours.p95, "ms", peer=others)
+
+
+def mean(ratios: Iterable[float]) -> float:
+    """Return the geometric mean."""
+    logs: Sequence[float] = [math.log(ratio) for ratio in ratios]
+    return math.exp(sum(logs) / len(logs))

@@ -1,0 +1,247 @@
+"""What a cluster is asked: requests of a real trace, and requests drawn from statistics of a real service.
+
+Mooncake's traces name each prompt's blocks of 512 tokens (equal id = equal beginning); they are read from a folder and
+are no part of this repository. The other requests are drawn from ``servegen_images.json`` (``bench.encoderload``): a
+client's instructions, images and texts, in sessions that come back to what they showed.
+"""
+
+import json
+import math
+import random
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from bench.clusterengine import Machine
+from bench.encoderload import Client
+from bench.encoderload import load as clients
+from bench.workload import tokens
+from mmrouter.blocks import Span, block_keys, pack_keys
+from mmrouter_sim.core.hashing import Media
+
+TRACE_BLOCK: Final = 512
+"""Tokens per block of Mooncake's traces."""
+COMMON: Final = 0.01
+"""A block that more than this share of a trace's requests begin with belongs to the service, not to a conversation."""
+ENGINE_BLOCK: Final = 16
+SEED: Final = 0x6D6D
+INSTRUCTIONS: Final = 0.85
+"""Share of a client's shortest text that all its requests begin with (ServeGen trace_c: 368 of 404 to 455 tokens)."""
+TURNS: Final = 3.0
+"""Mean turns of a session."""
+THINKING: Final = 15.0
+"""Mean seconds between an answer's turn and the next one."""
+CATALOGUE: Final = 40
+"""Images that a client shows again and again, the n-th in proportion to 1/n."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. ``keys`` are the router's, ``names`` the engine's, one per complete block."""
+
+    at: float  # seconds
+    tokens: int
+    output: int
+    keys: "array[int]"
+    names: tuple[bytes, ...]
+    text_keys: "array[int]"  # as who does not see images would have them
+    text_tokens: int
+    session: int  # equal for requests of one conversation
+    spans: tuple[Span, ...] = ()
+    media: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests in order, and what can be said of them before any router sees them."""
+
+    name: str
+    block_size: int
+    asks: tuple[Ask, ...]
+    counted_from: float  # seconds; before it caches fill
+    reusable: float  # share of counted prompt tokens that one cache as large as all together would have
+
+
+def mooncake(folder: Path, name: str, engines: int, share: float, window: float, machine: Machine) -> Load:
+    """Return a part of one of Mooncake's traces (``conversation`` or ``synthetic``) at a load of ``share``.
+
+    The trace is as much as two engines do; for more of them other parts of it come on top, as other users with the
+    same service. Then time is stretched until the load is exact.
+    """
+    lines = [json.loads(line) for line in (folder / f"{name}_trace.jsonl").read_text().splitlines()]
+    end = lines[-1]["timestamp"] / 1000
+    window = min(window, end)
+    seen: dict[int, int] = {}
+    for line in lines:
+        for each in line["hash_ids"]:
+            seen[each] = seen.get(each, 0) + 1
+    common = {each for each, count in seen.items() if count > COMMON * len(lines)}
+    copies = max(1, engines // 2)
+    drawn: list[tuple[float, dict[str, list[int]], int]] = []
+    for copy in range(copies):
+        start = copy / copies * (end - window)
+        for line in lines:
+            at = line["timestamp"] / 1000 - start
+            if 0 <= at < window:
+                drawn.append((at, line, copy))
+    drawn.sort(key=lambda one: (one[0], one[2]))
+    found = []
+    for at, line, copy in drawn:
+        length = int(line["input_length"])  # type: ignore[call-overload]
+        ids = line["hash_ids"]
+        shift = (copy + 1) << 32
+        keys = array("Q", [each if each in common else shift + each for each in ids[: length // TRACE_BLOCK]])
+        own = next((each for each in ids if each not in common), ids[0])
+        names = tuple(key.to_bytes(8, "little") for key in keys)
+        found.append(Ask(at, length, int(line["output_length"]), keys, names, keys, length, shift + own))  # type: ignore[call-overload]
+    return _stretched(f"mooncake {name}", TRACE_BLOCK, found, engines, share, machine, 0.25)
+
+
+def servegen(repeats: bool, engines: int, share: float, seconds: float, machine: Machine, seed: int = 7) -> Load:
+    """Return requests with images for about so many seconds at a load of ``share``.
+
+    ``repeats``: sessions of several turns, and images that a client shows again; without, every request is alone and
+    every image new, so that only instructions are shared.
+    """
+    rnd = random.Random(seed)
+    known = clients()
+    shares = [client.share for client in known]
+    starts = [tokens(rnd, max(1, int(min(client.texts) * INSTRUCTIONS))) for client in known]
+    makers = [_Images(rnd, number, client, repeats) for number, client in enumerate(known)]
+    found: list[Ask] = []
+    session = 0
+    turns = TURNS if repeats else 1.0
+    # The mean work is not known before it is drawn: sessions are drawn until the time is full of work.
+    work, room, seen = 0.0, engines * share * seconds, _Shared(ENGINE_BLOCK, engines, machine)
+    rough = []
+    while work < room:
+        which = rnd.choices(range(len(known)), shares)[0]
+        session += 1
+        drawn = list(_session(rnd, known[which], starts[which], makers[which], session, turns))
+        work += sum(seen.work(ask) for ask in drawn)
+        rough.append(drawn)
+    for drawn in rough:
+        began = rnd.random() * seconds
+        found += [_moved(ask, ask.at + began) for ask in drawn if ask.at + began < seconds]
+    found.sort(key=lambda ask: ask.at)
+    name = "servegen sessions" if repeats else "servegen lone images"
+    return _stretched(name, ENGINE_BLOCK, found, engines, share, machine, 0.4)
+
+
+class _Images:
+    """Where a client's images come from."""
+
+    def __init__(self, rnd: random.Random, number: int, client: Client, repeats: bool) -> None:
+        self._rnd, self._number, self._client, self._repeats = rnd, number, client, repeats
+        self._made = 0
+        self._kept = [self._new() for _ in range(CATALOGUE)] if repeats else []
+        self._weights = [1 / (rank + 1) for rank in range(CATALOGUE)]
+
+    def draw(self) -> tuple[bytes, int]:
+        """Return an image's identity and its visual tokens."""
+        if self._repeats and self._rnd.random() < 0.5:
+            return self._rnd.choices(self._kept, self._weights)[0]
+        return self._new()
+
+    def _new(self) -> tuple[bytes, int]:
+        self._made += 1
+        name = (self._number << 40 | self._made).to_bytes(32, "big")
+        return name, self._rnd.choice(self._client.tokens)
+
+
+def _session(
+    rnd: random.Random, client: Client, start: "array[int]", images: _Images, session: int, turns: float
+) -> Iterator[Ask]:
+    """Yield the turns of one session; times count from its first one. Images come with the first turn."""
+    ids, text, at = start[:], start[:], 0.0
+    spans: list[Span] = []
+    (count,) = rnd.choices(range(len(client.counts)), client.counts)
+    for _ in range(count):
+        name, length = images.draw()
+        spans.append(Span(len(ids), length, name))
+        ids.extend([0] * length)
+    more = True
+    while more:
+        fresh = tokens(rnd, max(1, rnd.choice(client.texts) - len(start)))
+        ids, text = ids + fresh, text + fresh
+        output = max(1, rnd.choice(client.outputs))
+        keys = block_keys(ids, ENGINE_BLOCK, spans, SEED)
+        text_keys = block_keys(text, ENGINE_BLOCK, (), SEED)
+        packed = pack_keys(keys)
+        names = tuple(packed[place : place + 8] for place in range(0, len(packed), 8))
+        media = tuple(Media(span.identity.hex(), span.offset, span.length) for span in spans)
+        yield Ask(at, len(ids), output, keys, names, text_keys, len(text), session, tuple(spans), media)
+        answer = tokens(rnd, output)
+        ids, text = ids + answer, text + answer
+        at += rnd.expovariate(1 / THINKING)
+        more = rnd.random() >= 1 / turns
+
+
+class _Shared:
+    """One cache as large as all engines' together, the longest unused block leaving first: what could be reused if it
+    did not matter where a request goes.
+    """
+
+    def __init__(self, block_size: int, engines: int, machine: Machine) -> None:
+        self._size, self._machine = block_size, machine
+        self._room = engines * machine.kv_tokens // block_size
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._images: set[str] = set()
+
+    def hit(self, ask: Ask) -> int:
+        """Return the tokens of its beginning that are there, and put the request in."""
+        blocks, hits = self._blocks, 0
+        for key in ask.keys[: (ask.tokens - 1) // self._size]:
+            if key not in blocks:
+                break
+            hits += 1
+        for key in reversed(ask.keys):
+            blocks[key] = None
+            blocks.move_to_end(key)
+        while len(blocks) > self._room:
+            blocks.popitem(last=False)
+        return hits * self._size
+
+    def work(self, ask: Ask) -> float:
+        """Return the seconds of one engine that a request costs: what is not there is computed, beside decoding."""
+        hit, machine = self.hit(ask), self._machine
+        visual = sum(m.length for m in ask.media if m.end > hit)
+        per_token = 1 / machine.prefill_rate + machine.decode_seconds / machine.max_batched_tokens
+        return (ask.tokens - hit) * per_token + visual * machine.encode_seconds
+
+
+def _stretched(
+    name: str, block_size: int, asks: Sequence[Ask], engines: int, share: float, machine: Machine, warm: float
+) -> Load:
+    """Return the load with its time stretched so that the work takes ``share`` of what all engines can do."""
+    seen = _Shared(block_size, engines, machine)
+    work = sum(seen.work(ask) for ask in asks)
+    factor = work / (engines * share) / asks[-1].at
+    moved = tuple(_moved(ask, ask.at * factor) for ask in asks)
+    begin = warm * moved[-1].at
+    seen, hits, all_tokens = _Shared(block_size, engines, machine), 0, 0
+    for ask in moved:
+        hit = seen.hit(ask)
+        if ask.at >= begin:
+            hits, all_tokens = hits + hit, all_tokens + ask.tokens
+    if not math.isfinite(factor) or not all_tokens:
+        raise ValueError(f"{name}: nothing to count")
+    return Load(name, block_size, moved, begin, hits / all_tokens)
+
+
+def _moved(ask: Ask, at: float) -> Ask:
+    return Ask(
+        at,
+        ask.tokens,
+        ask.output,
+        ask.keys,
+        ask.names,
+        ask.text_keys,
+        ask.text_tokens,
+        ask.session,
+        ask.spans,
+        ask.media,
+    )

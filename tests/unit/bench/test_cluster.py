@@ -1,0 +1,308 @@
+"""The simulated cluster: its engines do what the simulator's do, nothing is lost, its policies are what they say."""
+
+import os
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench import cluster, clustersweep
+from bench.clusterengine import NEVER, Engine, Machine, Running
+from bench.clusterload import TRACE_BLOCK, Ask, mooncake, servegen
+from bench.clusterpolicies import Dynamo, LeastLoaded, Ours, RoundRobin, TextPrefix
+from bench.clustersim import simulate
+from mmrouter_router.schedule import WEIGHTS
+from mmrouter_sim.core.cost import Cost
+from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.scheduler import Limits, Scheduler
+
+SIZE = 8
+FOLDER = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[4] / "shared" / "traces"))
+TINY = Machine(
+    prefill_rate=100.0,
+    encode_seconds=0.01,
+    decode_seconds=0.5,
+    read_seconds=0.0,
+    kv_tokens=30 * SIZE,
+    max_batched_tokens=24,
+    max_seqs=4,
+    largest_image=16,
+)
+
+
+class Prompt:
+    """Blocks by number, so that equal beginnings are equal tokens, and a tail of its own."""
+
+    def __init__(self, at, blocks, tail, output, media=()):
+        self.at, self.blocks, self.tail, self.output, self.media = at, tuple(blocks), tail, output, media
+        self.tokens = len(blocks) * SIZE + tail
+
+    def names(self):
+        return tuple(repr(self.blocks[: n + 1]).encode() for n in range(len(self.blocks)))
+
+    def request(self, number):
+        ids = [token for block in self.blocks for token in range(block * SIZE, block * SIZE + SIZE)]
+        ids += [10_000 + number * 100 + n for n in range(self.tail)]
+        sample = lambda n: 1_000_000 + number * 1000 + n  # noqa: E731
+        return Request(str(number), array("I", ids), sample, self.output, self.media)
+
+
+def theirs(prompts, *, caching=True):
+    """Return (first token, end, cached) of each on the simulator's scheduler."""
+    limits = Limits(
+        blocks=TINY.kv_tokens // SIZE + 1,
+        block_size=SIZE,
+        max_model_len=TINY.kv_tokens,
+        max_batched_tokens=TINY.max_batched_tokens,
+        max_seqs=TINY.max_seqs,
+        largest_image=TINY.largest_image,
+        prefix_caching=caching,
+    )
+    cost = Cost(TINY.prefill_rate, TINY.encode_seconds, TINY.decode_seconds, jitter=0.0)
+    engine = Scheduler(limits, cost=cost)
+    requests = [prompt.request(number) for number, prompt in enumerate(prompts)]
+    first, end = {}, {}
+    now, coming = prompts[0].at, 0
+    while len(end) < len(prompts):
+        while coming < len(prompts) and prompts[coming].at <= now:
+            engine.add(requests[coming])
+            coming += 1
+        step = engine.schedule(now)
+        if step is None:
+            now = prompts[coming].at
+            continue
+        now += step.seconds
+        for output in engine.complete(step, now)[0]:
+            number = int(output.request.id)
+            first.setdefault(number, now)
+            if output.finished:
+                end[number] = now
+    numbers = range(len(prompts))
+    encoded = engine.counters.visual_tokens
+    return [(first[n], end[n], requests[n].cached_tokens) for n in numbers], engine.counters.preemptions, encoded
+
+
+def mine(prompts, *, named=True):
+    """Return the same of the engine in virtual time; its blocks are counted after every step."""
+    engine = Engine(TINY, SIZE)
+    runs = [
+        Running(n, prompt.names() if named else (), prompt.tokens, prompt.output, prompt.media)
+        for n, prompt in enumerate(prompts)
+    ]
+    first, end, coming = {}, {}, 0
+    while len(end) < len(prompts):
+        if coming < len(prompts) and prompts[coming].at <= engine.due:
+            engine.add(runs[coming], prompts[coming].at)
+            coming += 1
+        else:
+            now = engine.due
+            news = engine.advance(now)
+            first |= {run.number: now for run in news.answered}
+            end |= {run.number: now for run in news.ended}
+        in_use = {block for run in engine.running for block in run.blocks}
+        assert engine.pool.used == len(in_use)
+        assert engine.pool.free + engine.pool.used == engine.pool.size - 1
+    assert engine.pool.used == 0
+    assert engine.due == NEVER
+    cached = [run.cached for run in runs]
+    return [(first[n], end[n], cached[n]) for n in range(len(prompts))], engine.preemptions, engine.encoded_tokens
+
+
+def arrivals(draw):
+    """Distinct times that meet no end of a step."""
+    gaps = draw(st.lists(st.floats(0.0137, 3.0), min_size=1, max_size=9))
+    return [sum(gaps[: n + 1]) + n * 1e-4 * 2**0.5 for n in range(len(gaps))]
+
+
+@st.composite
+def cached_prompts(draw):
+    """Short answers: no block of an answer gets full, as only prompts' blocks have names."""
+    return [
+        Prompt(at, draw(st.lists(st.integers(0, 2), max_size=9)), draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+        for at in arrivals(draw)
+    ]
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for (first, end, cached), (their_first, their_end, their_cached) in zip(found, expected, strict=True):
+        assert first == pytest.approx(their_first, abs=1e-6)
+        assert end == pytest.approx(their_end, abs=1e-6)
+        assert cached == their_cached
+
+
+@settings(max_examples=60, deadline=None)
+@given(cached_prompts())
+def test_an_engine_hits_evicts_and_takes_as_long_as_the_simulators_scheduler(prompts):
+    expected, _, _ = theirs(prompts)
+    same(mine(prompts)[0], expected)
+
+
+@st.composite
+def long_answers(draw):
+    return [
+        Prompt(at, draw(st.lists(st.integers(0, 2), max_size=9)), draw(st.integers(1, 8)), draw(st.integers(1, 60)))
+        for at in arrivals(draw)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(long_answers())
+def test_requests_that_outgrow_the_cache_give_way_as_in_the_simulators_scheduler(prompts):
+    expected, preemptions, _ = theirs(prompts, caching=False)
+    found, mine_preempted, _ = mine(prompts, named=False)
+    same(found, expected)
+    assert mine_preempted == preemptions
+
+
+def test_the_drawn_answers_do_outgrow_the_cache():
+    prompts = [Prompt(0.1 + n * 0.01, [n], 1, 100) for n in range(4)]
+    assert mine(prompts, named=False)[1] == theirs(prompts, caching=False)[1] > 0
+
+
+def test_an_image_is_encoded_when_its_first_token_is_computed_and_not_when_all_of_it_is_hit():
+    image = (Media("i", SIZE, SIZE),)
+    prompts = [Prompt(0.1, [0, 1], 3, 2, image), Prompt(9.2, [0, 1], 3, 2, image), Prompt(20.3, [2, 1], 3, 2, image)]
+    found, _, encoded = mine(prompts)
+    expected, _, their_encoded = theirs(prompts)
+    same(found, expected)
+    assert encoded == their_encoded == SIZE  # the encoder's output is kept for the third
+
+
+def small(seed=3, repeats=True, engines=3):
+    return servegen(repeats, engines, 0.6, 8.0, Machine(), seed=seed)
+
+
+def test_the_same_seed_gives_the_same_run():
+    runs = [simulate(small(), 3, Machine(), Ours(3, 16)) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("make", [RoundRobin, LeastLoaded, TextPrefix])
+def test_every_prompt_token_is_either_hit_or_computed_once(make):
+    load = replace(small(), counted_from=0.0)
+    engines = []
+    run = simulate(load, 3, Machine(), make(3), watch=lambda now, fleet: engines or engines.extend(fleet))
+    assert run.preemptions == 0
+    assert run.tokens == sum(ask.tokens for ask in load.asks)
+    assert sum(engine.computed_tokens for engine in engines) == run.tokens - run.cached
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_index_is_the_caches_as_far_as_the_feed_has_come(at_once):
+    """The oracle's at every moment; ours when the last delta is in."""
+    machine = Machine(kv_tokens=20_000)
+    policy, fleet, checks = Ours(3, 16), [], []
+
+    def watch(now, engines):
+        fleet[:] = engines
+        checks.append(now)
+        if at_once and len(checks) % 20 == 0:
+            for number, engine in enumerate(engines):
+                assert policy.holds(number) == {int.from_bytes(n, "little") for n in engine.pool.contents()}
+
+    simulate(small(), 3, machine, policy, at_once=at_once, watch=watch)
+    assert len(checks) > 50
+    differences = [
+        policy.holds(n) ^ {int.from_bytes(name, "little") for name in engine.pool.contents()}
+        for n, engine in enumerate(fleet)
+    ]
+    if at_once:
+        assert differences == [set()] * 3
+    assert any(engine.pool.contents() for engine in fleet)
+
+
+def test_bookings_are_gone_when_all_requests_are():
+    policy = Ours(3, 16)
+    simulate(small(), 3, Machine(), policy)
+    usages = [usage for worker in policy.fleet for usage in worker.usage.values()]
+    assert [(u.requests, u.prefill, u.active) for u in usages] == [(0, 0, 0)] * len(usages)
+
+
+def test_the_feed_costs_few_of_the_oracles_hits_and_no_policy_beats_both():
+    load = servegen(True, 3, 0.7, 25.0, Machine())
+    runs = {
+        "oracle": simulate(load, 3, Machine(), Ours(3, 16), at_once=True),
+        "ours": simulate(load, 3, Machine(), Ours(3, 16)),
+        "dynamo": simulate(load, 3, Machine(), Dynamo(3, 16)),
+        "turns": simulate(load, 3, Machine(), RoundRobin(3)),
+    }
+    hits = {name: run.hit_ratio for name, run in runs.items()}
+    assert hits["ours"] >= 0.97 * hits["oracle"]
+    assert hits["oracle"] > hits["dynamo"] > hits["turns"]
+    assert hits["oracle"] <= load.reusable + 0.01
+
+
+def ask(number, blocks, at=0.0, output=4):
+    keys = array("Q", blocks)
+    names = tuple(key.to_bytes(8, "little") for key in keys)
+    return Ask(at, len(blocks) * SIZE, output, keys, names, keys, len(blocks) * SIZE, number)
+
+
+def test_dynamos_cost_of_the_fields_example():
+    """Overlaps 2, 5, 8 of 10 blocks and 10, 5, 9 blocks in use: 18, 10, 11 (facts on routing 5.1), 10 more by the
+    request itself on each.
+    """
+    policy = Dynamo(3, SIZE)
+    prompt = list(range(100, 110))
+    for engine, (overlap, used) in enumerate(((2, 10), (5, 5), (8, 9))):
+        policy.told(engine, [key.to_bytes(8, "little") for key in prompt[:overlap]], [])
+        policy._active.store(policy._actives[engine], range(1000 * (engine + 1), 1000 * (engine + 1) + used))
+    assert policy.choose(1, ask(1, prompt), 0.0) == 1
+
+
+def test_the_text_prefix_does_not_see_images_and_smg_s_thresholds_decide():
+    policy = TextPrefix(2)
+    assert policy.choose(0, ask(0, range(10)), 0.0) == 0
+    assert policy.choose(1, ask(1, [0, 1, 2, 3, *range(50, 56)]), 0.0) == 0  # 40 % match
+    assert policy.choose(2, ask(2, [0, 1, *range(60, 68)]), 0.0) == 1  # 20 %: to the smaller tree
+    for number in range(3, 67):
+        assert policy.choose(number, ask(number, range(10)), 0.0) == 0
+    assert policy._flying == [66, 1]
+    assert policy.choose(67, ask(67, range(10)), 0.0) == 1  # 65 more and over 1.5 times as many: the shortest queue
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_load_is_work_over_what_all_engines_do_and_sessions_are_what_can_be_reused(repeats):
+    load = servegen(repeats, 2, 0.5, 40.0, Machine())
+    assert list(load.asks) == sorted(load.asks, key=lambda one: one.at)
+    assert (load.reusable > 0.5) == repeats
+    run = simulate(replace(load, counted_from=0.0), 2, Machine(), Ours(2, 16))
+    seconds = (run.tokens - run.cached) / Machine().prefill_rate + run.encoded * Machine().encode_seconds
+    assert seconds / load.asks[-1].at / 2 == pytest.approx(0.5, rel=0.15)
+
+
+def test_parts_of_a_trace_share_only_what_the_whole_service_shares():
+    if not (FOLDER / "mooncake").is_dir():
+        pytest.skip(f"not run: no traces at {FOLDER} (MMROUTER_TRACES)")
+    load = mooncake(FOLDER / "mooncake", "conversation", 8, 0.5, 60.0, cluster.LARGE)
+    copies = {key >> 32 for one in load.asks for key in one.keys}
+    assert copies == {0, 1, 2, 3, 4}
+    assert {key for one in load.asks for key in one.keys if key >> 32 == 0} == {0}
+    assert all(len(one.keys) == one.tokens // TRACE_BLOCK for one in load.asks)
+
+
+def test_without_traces_their_rows_say_so_and_the_others_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "QUICK", (2,))
+    monkeypatch.setattr(cluster, "REUSED", 0.0)
+    monkeypatch.setitem(cluster.SECONDS, "servegen", {2: 5.0})
+    rows = cluster.run(quick=True, traces=tmp_path)
+    missing = [item for item in rows if item.value is None]
+    assert len(missing) == 4
+    assert all(item.peer.startswith(f"not run: no traces at {tmp_path}") for item in missing)
+    goals = {item.name: item.goal for item in rows if item.goal}
+    assert sorted(goals.values()) == ["<= 1.02", ">= 0.97", ">= 1.2"]
+    assert sum(item.name.startswith("cluster servegen") for item in rows) == 4
+
+
+def test_the_sweep_begins_with_the_weights_in_use_and_changes_one_at_a_time():
+    (first, weights), *others = clustersweep.variants()
+    assert (first, weights) == ("in use", WEIGHTS)
+    for _, other in others:
+        assert sum(getattr(other, name) != getattr(WEIGHTS, name) for name in WEIGHTS.__struct_fields__) == 1
+    for name, values in clustersweep.TRIED.items():
+        assert min(values) < getattr(WEIGHTS, name) < max(values)
