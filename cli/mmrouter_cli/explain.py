@@ -26,6 +26,8 @@ def show(console: Console, trace: dict[str, Any]) -> None:
     console.print(_candidates(trace))
     if trace["images"]:
         console.print(_images(trace))
+    if trace.get("travelled"):
+        console.print(_travelled(trace))
     if trace["keys"]:
         console.print(_blocks(trace))
     if trace.get("parity"):
@@ -122,6 +124,18 @@ def _images(trace: dict[str, Any]) -> Table:
         size = f"{image['width']}x{image['height']}"
         identity = image["identity"][:19] + "..."
         table.add_row(image["param"], size, str(image["tokens"]), str(image["offset"]), identity)
+    return table
+
+
+def _travelled(trace: dict[str, Any]) -> Table:
+    """By which way each image reached each engine, and why not by another."""
+    table = Table(title="how images travelled")
+    for heading in ("identity", "to", "how", "bytes", "ms", "instead of"):
+        table.add_column(heading, justify="right" if heading in ("bytes", "ms") else "left")
+    for one in trace["travelled"]:
+        others = ", ".join(f"{other['how']} ({other['reason']})" for other in one["instead_of"])
+        shown = (one["identity"][:19] + "...", one["engine"], one["how"], str(one["bytes"]))
+        table.add_row(*shown, f"{one['seconds'] * 1e3:.1f}", others)
     return table
 
 

@@ -30,10 +30,10 @@ from mmrouter_router.upstream import Upstream, UpstreamError
 log = logging.getLogger("mmrouter.handover")
 
 RENDER_SECONDS: Final = 20.0
-ITEMS_SECONDS: Final = 10.0
+ITEMS_SECONDS: Final = 4.0
 RELEASE_SECONDS: Final = 5.0
-OFFER_SECONDS: Final = 30.0
-"""How long an offer stands for the engine that is told of it."""
+OFFER_SECONDS: Final = 4.0
+"""How long an offer stands for the engine that is told of it at once; what a killed renderer leaves stands as long."""
 HELD_SECONDS: Final = 60.0
 """How long an engine keeps an image for the chat that names it."""
 INLINE_BYTES: Final = 1 << 20

@@ -1,0 +1,256 @@
+"""Images that travel outside of requests: the same answers in every mode, and bytes wherever a hand-over fails."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from local.rig import ROOT, Deployment, running, wait_for
+from local.test_breaks import Second
+from local.test_failures import load
+from local.test_scenarios import Folder, web
+from scenarios import SCENARIOS, Chat, Scenario, title
+
+from mmrouter.engines.vllm_handover import ITEMS_PATH, RENDER_PATH
+from mmrouter_cli.pictures import data_uri, picture
+from mmrouter_transfer import ledger
+from mmrouter_transfer.files import clock
+
+__all__ = ["web"]
+
+MEDIA = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
+WORKERS = 2
+Ask = Callable[..., Any]
+
+
+def started(folder: Path, transfer: str, frontends: int) -> Any:
+    """Run the example; small pictures cost nothing, so whatever is possible is done whatever it costs."""
+    body = yaml.safe_load((ROOT / "examples" / "demo-handover.yaml").read_text())
+    spec = body["spec"]
+    spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
+    always = {"name": "router", "env": [{"name": "MMROUTER_HANDOVER", "value": "always"}]}
+    spec["frontend"] |= {"replicas": frontends, "podTemplate": {"spec": {"containers": [always]}}}
+    spec["routing"] = {"transfer": transfer, "media": MEDIA}
+    file = folder / "handover.yaml"
+    file.write_text(yaml.safe_dump(body))
+    return running(file)
+
+
+def plugins_known(deployment: Deployment, frontends: int) -> bool:
+    said = [line for line in deployment.log if "mmrouter.handover" in line and "plugin:" in line]
+    return len(said) >= frontends * (WORKERS + 1)
+
+
+@pytest.fixture(scope="module")
+def by_shm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with started(tmp_path_factory.mktemp("shm"), "shm", 2) as deployment:
+        wait_for(lambda: plugins_known(deployment, 2), 30, "every frontend has heard every plugin")
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def by_nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with started(tmp_path_factory.mktemp("nixl"), "nixl", 1) as deployment:
+        wait_for(lambda: plugins_known(deployment, 1), 30, "the frontend has heard every plugin")
+        yield deployment
+
+
+@pytest.fixture
+def settled(by_shm: Deployment) -> Deployment:
+    wait_for(by_shm.settled, 60, "every pod is verified on every frontend")
+    return by_shm
+
+
+def root_of(deployment: Deployment) -> Path:
+    return Path(next(iter(deployment.processes("router").values())).environ()["MMROUTER_SHARED_DIR"])
+
+
+def leased(root: Path) -> list[tuple[str, str, int]]:
+    """What is written or leased, and what the dead left; free slots of who lives are there to be used again."""
+    entries = ledger(root, clock()).entries
+    return [
+        (one.path, one.state, one.bytes)
+        for one in entries
+        if one.bytes and (one.state in ("writing", "leased") or not one.lives)
+    ]
+
+
+def nothing_left(root: Path) -> None:
+    deadline = time.monotonic() + 5
+    while (left := leased(root)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def ask(chat: Chat, name: str) -> tuple[int, dict[str, Any]]:
+    raw = chat.client.chat.completions.with_raw_response.create(
+        model="demo", messages=chat.messages(chat.image(name), "what?"), max_tokens=3
+    )
+    decision = chat.controls[0].get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").json()
+    return raw.status_code, decision
+
+
+@pytest.fixture
+def chat(settled: Deployment) -> Iterator[Chat]:
+    with ExitStack() as stack:
+        controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
+        yield Chat("demo", stack.enter_context(settled.client()), controls)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+@pytest.mark.parametrize("mode", ["by_shm", "by_nixl"])
+def test_scenario(scenario: Scenario, mode: str, request: pytest.FixtureRequest, web: Folder) -> None:
+    deployment: Deployment = request.getfixturevalue(mode)
+    with ExitStack() as stack:
+        controls = [stack.enter_context(deployment.control(number)) for number in range(len(deployment.controls))]
+        scenario(Chat("demo", stack.enter_context(deployment.client()), controls), web)
+
+
+def test_an_image_travels_by_memory_that_is_shared_and_explain_says_so(settled: Deployment, chat: Chat) -> None:
+    status, decision = ask(chat, "a")
+    (one,) = decision["travelled"]
+    assert (status, one["how"], one["instead_of"]) == (200, "shm", [])
+    assert (one["engine"], one["identity"]) == (decision["worker"], decision["images"][0]["identity"])
+    assert one["seconds"] > 0
+    shown = settled.mmrouter("explain", settled.url, decision["request_id"]).stdout
+    assert "how images travelled" in shown
+    assert "shm" in shown
+
+
+def test_where_there_is_no_nixl_the_next_way_of_the_ladder_is_taken_and_counted(by_nixl: Deployment) -> None:
+    with by_nixl.client() as client, by_nixl.control() as control:
+        _, decision = ask(Chat("demo", client, [control]), "b")
+    (one,) = decision["travelled"]
+    assert one["how"] == "shm"
+    assert one["instead_of"] == [{"how": "nixl", "reason": "absent"}]
+    page = httpx.get(by_nixl.controls[0].replace(":8001", ":9090") + "/metrics").text
+    assert 'mmrouter_handover_total{how="nixl",reason="absent"}' in page
+
+
+# -- every way is broken once: the request succeeds by the bytes that the router kept ----------------------------------
+
+
+@pytest.fixture(scope="module")
+def second(by_shm: Deployment) -> Iterator[Second]:
+    """A router in this process, to be broken in one way after the other."""
+    wait_for(by_shm.settled, 60, "every pod is verified on every frontend")
+    second = Second(by_shm, workers=WORKERS)
+    with second.running():
+        handover = second.router.handover
+        assert handover is not None
+        wait_for(lambda: len(handover.plugins._said) == WORKERS + 1, 30, "the plugins have answered")
+        yield second
+
+
+def asks_otherwise(path: str, instead: Callable[[Ask, bytes], Any]) -> Callable[[Any, pytest.MonkeyPatch], None]:
+    """Have a question to a plugin asked otherwise than the router would."""
+
+    def broken(handover: Any, patch: pytest.MonkeyPatch) -> None:
+        asks = handover._processing._ask
+
+        async def other(host: str, where: str, body: bytes, seconds: float) -> bytes:
+            if where != path:
+                return bytes(await asks(host, where, body, seconds))
+            return bytes(await instead(lambda other_body: asks(host, where, other_body, seconds), body))
+
+        patch.setattr(handover._processing, "_ask", other)
+
+    return broken
+
+
+async def another_generation(ask: Ask, body: bytes) -> bytes:
+    said = json.loads(body)
+    for offer in said["items"].values():
+        offer["handle"]["generation"] += 1
+    return bytes(await ask(json.dumps(said).encode()))
+
+
+async def a_slot_that_is_gone(ask: Ask, body: bytes) -> bytes:
+    said = json.loads(body)
+    for offer in said["items"].values():
+        offer["handle"]["path"] = offer["handle"]["path"].partition("/")[0] + "/slot-ffffff"
+    return bytes(await ask(json.dumps(said).encode()))
+
+
+async def forgotten(ask: Ask, body: bytes) -> bytes:
+    return json.dumps({"held": list(json.loads(body)["items"])}).encode()
+
+
+async def nonsense(ask: Ask, body: bytes) -> bytes:
+    return b"[]"
+
+
+def unlinked(handover: Any, patch: pytest.MonkeyPatch) -> None:
+    """Files are gone when the engine comes to read them, and nothing is processed."""
+    puts = handover._folder.put
+
+    async def put(name: str, media: Any) -> Any:
+        file = await puts(name, media)
+        file.path.unlink()
+        return file
+
+    patch.setattr(handover, "_renders", False)
+    patch.setattr(handover._folder, "put", put)
+
+
+def full(handover: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(handover, "_renders", False)
+    patch.setattr(handover._folder._plains, "limit_bytes", 0)
+
+
+BROKEN = {
+    "another generation in the slot": (asks_otherwise(ITEMS_PATH, another_generation), "shm", "stale", "file"),
+    "the slot is gone": (asks_otherwise(ITEMS_PATH, a_slot_that_is_gone), "shm", "gone", "file"),
+    "the engine does not hold it": (asks_otherwise(ITEMS_PATH, forgotten), "shm", "missed", "bytes"),
+    "the engine's plugin talks nonsense": (asks_otherwise(ITEMS_PATH, nonsense), "shm", "engine_unusable", "file"),
+    "the renderer's plugin talks nonsense": (asks_otherwise(RENDER_PATH, nonsense), "shm", "renderer_unusable", "file"),
+    "the file is gone": (unlinked, "file", "refused", "bytes"),
+    "above the high-water mark": (full, "file", "full", "bytes"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_breaks_is_counted_and_the_request_succeeds(
+    second: Second, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    break_it, way, reason, instead = BROKEN[broken]
+    handover = second.router.handover
+    assert handover is not None
+    handover._resting._states.clear()
+    break_it(handover, monkeypatch)
+    counted = second.router.metrics.handovers
+    before = [counted.labels(*labels)._value.get() for labels in ((way, reason), (instead, ""))]
+    image = {"type": "image_url", "image_url": {"url": data_uri(picture(broken, 112, 112))}}
+    body = {"model": "demo", "messages": [{"role": "user", "content": [image]}], "max_tokens": 2}
+    answer = httpx.post(f"http://{second.ip}:8000/v1/chat/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    headers = {"authorization": f"Bearer {second.demo.token}"}
+    url = f"http://{second.ip}:8001/control/decisions/{answer.headers['x-mmrouter-request-id']}"
+    (one,) = httpx.get(url, headers=headers).json()["travelled"]
+    assert (one["how"], {"how": way, "reason": reason} in one["instead_of"]) == (instead, True), one
+    after = [counted.labels(*labels)._value.get() for labels in ((way, reason), (instead, ""))]
+    assert after == [value + 1 for value in before]
+    nothing_left(root_of(second.demo))
+
+
+# -- whoever is killed in the middle of it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["router", "engine", "renderer"])
+def test_a_kill_while_images_are_handed_over_fails_no_request_and_leaves_nothing(settled: Deployment, who: str) -> None:
+    root = root_of(settled)
+    with load(settled) as sending:
+        role = {"router": "router", "engine": "vllm", "renderer": "vllm"}[who]
+        for name, process in sorted(settled.processes(role).items()):
+            if ("render" in name) is (who == "renderer"):
+                process.send_signal(signal.SIGKILL)
+                break
+        sending.answered(20, 60)
+    nothing_left(root)
+    wait_for(settled.settled, 60, "everybody is back")
