@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -57,6 +58,8 @@ class Janitor:
         self._figures: feed.Shared | None = None
         self._folders_at = 0.0
         self._broken = False
+        self._turn = threading.Lock()
+        self._ended = False
 
     async def begin(self) -> None:
         """Clear what the dead left, before the engine runs."""
@@ -85,7 +88,9 @@ class Janitor:
         """
         began = time.thread_time()
         try:
-            step()
+            with self._turn:  # a step that was cancelled goes on in its thread
+                if not self._ended:
+                    step()
         except OSError as error:
             self._metrics.shm_errors.inc()
             if not self._broken:
@@ -105,6 +110,7 @@ class Janitor:
         self._look()
 
     def _end(self) -> None:
+        self._ended = True
         if not self._engine_answers():  # else only this container ends, and is started again
             with suppress(FileNotFoundError):
                 (self._root / self._mark).unlink()

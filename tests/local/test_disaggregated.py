@@ -90,6 +90,24 @@ def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by
     assert {role: after[role] - before[role] for role in before} == {"encoder": visual, "prefill": 0, "decode": 0}
 
 
+def test_sidecars_find_the_embeddings_in_the_directory_of_their_node_and_routers_hear_of_it(
+    settled: Deployment, chat: Chat
+) -> None:
+    decided(settled, chat, chat.image("left in a file"), "what?")
+
+    def told() -> bool:
+        workers = [worker for number in range(len(settled.controls)) for worker in settled.state(number)["workers"]]
+        shared = [worker["shared"] for worker in workers if worker["role"] != "decode"]
+        return all(one and one["taken"] > 0 and one["limit"] == 8 << 30 for one in shared)
+
+    wait_for(told, 30, "every pod of scope node has looked")
+    encoder = next(worker for worker in settled.state()["workers"] if worker["role"] == "encoder")
+    page = httpx.get(f"http://{encoder['ip']}:9090/metrics").text
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    held = {each.labels["state"]: each.value for each in samples if each.name == "mmrouter_sidecar_shm_bytes"}
+    assert held["encoder"] > 0
+
+
 @pytest.mark.parametrize(
     ("role", "without", "form"),
     [

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,13 +123,14 @@ async def test_a_sidecar_that_is_started_again_beside_its_running_engine_leaves_
     node.encoded("m1-aa")
     server = await asyncio.start_server(lambda *_: None, node.settings.pod_ip, 0)
     port = server.sockets[0].getsockname()[1]
-    beside = node.janitor(ports=replace(node.settings.ports, engine=port))
-    await beside.begin()
-    await beside.end()
+    ports = replace(node.settings.ports, engine=port)
+    first = node.janitor(ports=ports)
+    await first.begin()
+    await first.end()
     assert (node.folder / ENCODERS).exists()
     server.close()
     await server.wait_closed()
-    await beside.begin()
+    await node.janitor(ports=ports).begin()
     assert not (node.folder / ENCODERS).exists()
 
 
@@ -143,6 +145,35 @@ async def test_the_last_pod_of_a_node_leaves_nothing_and_one_that_is_not_the_las
     assert len([name for name in os.listdir(node.folder) if name.startswith("pool-")]) == 2
     assert "sidecar-pod-1" not in os.listdir(node.folder)
     await two.end()
+    assert os.listdir(node.folder) == []
+
+
+async def test_a_look_that_is_under_way_at_the_pods_end_leaves_no_mark_behind(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task is cancelled, the thread is not."""
+    one = node.janitor()
+    await one.begin()
+    looking, end = threading.Event(), threading.Event()
+    real = Janitor._look
+
+    def slow(self: Janitor) -> None:
+        looking.set()
+        assert end.wait(10)
+        real(self)
+
+    monkeypatch.setattr(Janitor, "_look", slow)
+    task = asyncio.create_task(one.run())
+    await asyncio.to_thread(looking.wait, 10)
+    task.cancel()
+    ending = asyncio.create_task(one.end())
+    await asyncio.sleep(0)
+    end.set()
+    await ending
+    assert os.listdir(node.folder) == []
+    late = node.janitor()
+    await late.end()
+    await late.begin()  # whatever comes after the end does nothing
     assert os.listdir(node.folder) == []
 
 
