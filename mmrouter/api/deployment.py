@@ -17,6 +17,8 @@ from mmrouter.api.status import Status
 API_VERSION = "mmrouter.io/v1alpha1"
 KIND = "MMRouterDeployment"
 NAME_LENGTH = 40
+NO_SUCH_FIELD = "no such field"
+"""Sentence about a field that this release does not know."""
 
 
 class Metadata(Resource):
@@ -119,7 +121,7 @@ def _explain(detail: Any) -> tuple[str, str]:
         case "value_error":
             sentence = str(context["error"])
         case "extra_forbidden":
-            sentence = "no such field"
+            sentence = NO_SUCH_FIELD
         case "missing":
             sentence = "is required"
         case "literal_error" | "enum":

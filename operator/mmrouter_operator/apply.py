@@ -18,7 +18,7 @@ from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
 from mmrouter_operator.observe import PodView
-from mmrouter_operator.ref import KINDS, OPTIONAL_CHILDREN, Ref
+from mmrouter_operator.ref import KINDS, OPTIONAL_CHILDREN, RESOURCE, Ref
 from mmrouter_operator.render.capabilities import Capabilities
 
 MANAGER = "mmrouter-operator"
@@ -115,6 +115,9 @@ class Cluster(Protocol):
 
     async def capabilities(self) -> Capabilities:
         """Return the served API versions; one with an optional child's kind only where it has that kind."""
+
+    async def published(self) -> Object:
+        """Return the OpenAPI document of our kind. Whoever is logged in may read it, unlike the definition itself."""
 
 
 _fence: contextvars.ContextVar[Callable[[], object] | None] = contextvars.ContextVar("fence", default=None)
@@ -250,8 +253,8 @@ class KubernetesCluster:
 
     async def capabilities(self) -> Capabilities:
         """See :class:`Cluster`."""
-        groups = await self._call("GET", "/apis")
-        apis = {version["groupVersion"] for group in groups["groups"] for version in group["versions"]}
+        groups = (await self._call("GET", "/apis"))["groups"]
+        apis = {version["groupVersion"] for group in groups for version in group["versions"]}
         for kind in OPTIONAL_CHILDREN.values():
             # Others define kinds in the same group: without ours it is of no use, and a watch would find nothing.
             if kind.api_version in apis:
@@ -259,6 +262,10 @@ class KubernetesCluster:
                 if kind.plural not in {resource["name"] for resource in found.get("resources") or []}:
                     apis.discard(kind.api_version)
         return Capabilities(frozenset(apis | {"v1"}))
+
+    async def published(self) -> Object:
+        """See :class:`Cluster`."""
+        return await self._call("GET", f"/openapi/v3/apis/{KINDS[RESOURCE].api_version}")
 
     async def _apply(self, path: str, obj: Object, manager: str) -> Object:
         query = {"fieldManager": manager, "force": "true"}
@@ -305,12 +312,12 @@ class Fenced:
     """
 
     def __init__(self, cluster: Cluster, left: Callable[[], float]) -> None:
-        self._cluster = cluster
-        self._left = left
+        self._cluster, self._left = cluster, left
         self.get = cluster.get
         self.list = cluster.list
         self.exists = cluster.exists
         self.capabilities = cluster.capabilities
+        self.published = cluster.published
 
     async def apply(self, obj: Object) -> Object:
         """See :class:`Cluster`."""

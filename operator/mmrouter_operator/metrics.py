@@ -37,6 +37,13 @@ class Metrics:
             ["namespace", "name", "type", "status"],
             registry=self.registry,
         )
+        self._ignored = Gauge(
+            f"{prefix}_ignored_fields",
+            "Fields of a newer definition that a resource has with their defaults.",
+            ["namespace", "name"],
+            registry=self.registry,
+        )
+        self._ignoring: dict[Key, frozenset[str]] = {}
         self._leader = Gauge(f"{prefix}_leader", "1 while this replica reconciles.", registry=self.registry)
         build = Gauge(f"{prefix}_build_info", "Always 1.", ["version", "python"], registry=self.registry)
         build.labels(mmrouter.__version__, platform.python_version()).set(1)
@@ -62,6 +69,16 @@ class Metrics:
     def drift_repaired(self, kind: str) -> None:
         """A child had been changed by somebody else in a field of ours."""
         self._drift.labels(kind).inc()
+
+    def ignored(self, key: Key, paths: Iterable[str]) -> list[str]:
+        """A resource's fields were ignored, and no others any more. Returns those that were not before."""
+        before, now = self._ignoring.pop(key, frozenset()), frozenset(paths)
+        if now:
+            self._ignoring[key] = now
+            self._ignored.labels(*key).set(len(now))
+        elif before:
+            self._ignored.remove(*key)
+        return sorted(now - before)
 
     def leading(self, yes: bool) -> None:
         """Whether this replica reconciles."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter.api.deployment import NO_SUCH_FIELD
 from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict, Deposed, NotFound, Object
 from mmrouter_operator.cache import Cache
 from mmrouter_operator.children import Children, Written, taken
@@ -13,6 +14,7 @@ from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.gates import gates, is_verified, told_of
 from mmrouter_operator.lookup import LOOK_AGAIN, Lookup
 from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.newer import schema_in, without_defaults
 from mmrouter_operator.observe import Key, Missing, Snapshot
 from mmrouter_operator.plan import Plan, plan
 from mmrouter_operator.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, SECRET_MALFORMED, SECRET_RECREATED, Problem
@@ -30,6 +32,8 @@ from mmrouter_operator.streams import Streams
 
 log = logging.getLogger(__name__)
 
+PUBLISHED_AFTER = 4
+"""Reconciles in a row, a few seconds by their pauses, that wait for the schema of a definition which has just come."""
 TOLD_AFTER = 3
 """Reconciles in a row with the same failing child after which the status says so."""
 
@@ -50,6 +54,8 @@ class Reconciler:
         self._followed: dict[Key, float] = {}  # key -> since when, seconds since the epoch
         self._recreated: dict[Key, Problem] = {}
         self._failures: dict[Key, int] = {}
+        self._unpublished: dict[Key, int] = {}
+        self._metrics = metrics
         self.capabilities = Capabilities()
 
     async def reconcile(self, key: Key) -> float | None:
@@ -82,7 +88,7 @@ class Reconciler:
         # Our own status is no input: one of a later release must not make the resource invalid.
         spec_only = {name: value for name, value in resource.items() if name != "status"}
         try:
-            dep = parse_deployment(spec_only)
+            dep = await self._parsed(key, spec_only)
         except SpecError as error:
             return await self._invalid(key, resource, error)
         try:
@@ -97,6 +103,35 @@ class Reconciler:
             except (ApiError, Deposed) as other:
                 log.warning("the failure could not be told: %s", other, extra={"namespace": key[0], "object": key[1]})
             raise
+
+    async def _parsed(self, key: Key, resource: Object) -> MMRouterDeployment:
+        """Return the typed resource, without what only a newer definition says. Raises ``SpecError``."""
+        try:
+            dep = parse_deployment(resource)
+        except SpecError as error:
+            if not any(sentence == NO_SUCH_FIELD for _, sentence in error.errors):
+                raise
+            known, dropped, told = without_defaults(resource, schema_in(await self._published()))
+            if not told and self._waited(key):
+                raise Retry(f"{error}; the definition is newer, and its schema is not published yet") from error
+            dep = parse_deployment(known)
+            for path in self._metrics.ignored(key, dropped):
+                log.warning("%s/%s: %s is unknown to this release and has its default: ignored", *key, path)
+        else:
+            self._metrics.ignored(key, ())
+        self._unpublished.pop(key, None)
+        return dep
+
+    async def _published(self) -> Object:
+        try:
+            return await self._cluster.published()
+        except NotFound:
+            return {}
+
+    def _waited(self, key: Key) -> bool:
+        """Whether to wait once more for a schema that is on its way."""
+        self._unpublished[key] = self._unpublished.get(key, 0) + 1
+        return self._unpublished[key] <= PUBLISHED_AFTER
 
     async def _invalid(self, key: Key, resource: Object, error: SpecError) -> float | None:
         """Tell what is wrong. What is there stays as it is, and is looked at again when the resource changes."""
@@ -271,5 +306,7 @@ class Reconciler:
         self._followed.pop(key, None)
         self._recreated.pop(key, None)
         self._failures.pop(key, None)
+        self._unpublished.pop(key, None)
+        self._metrics.ignored(key, ())
         self._children.forget(key)
         self._statuses.forget(key)

@@ -32,6 +32,8 @@ class Table:
         self.version = 0
         self.fail: dict[str, ApiError] = {}
         self.events: list[tuple[str, str, str]] = []
+        self.schema: Object = {}
+        """What is published of our kind; empty: nothing."""
 
     async def get(self, ref: Ref) -> Object | None:
         self.calls.append(("get", ref.kind, ref.name))
@@ -55,6 +57,12 @@ class Table:
         if ref in self.objects:
             raise AlreadyThere(ref.name)
         return self.store(obj)
+
+    async def published(self) -> Object:
+        self.calls.append(("published", "", ""))
+        kind = {"group": "mmrouter.io", "version": "v1alpha1", "kind": "MMRouterDeployment"}
+        schema = {**self.schema, "x-kubernetes-group-version-kind": [kind]}
+        return {"components": {"schemas": {"io.mmrouter.v1alpha1.MMRouterDeployment": schema, "Other": {}}}}
 
     async def exists(self, ref: Ref) -> bool:
         return ref in self.objects

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from unit.operator.table import Table
 
+from mmrouter.api.crd import definition
 from mmrouter_operator import reconcile as module
 from mmrouter_operator import statuses
 from mmrouter_operator.apply import Object, Refused, Unavailable
@@ -39,7 +41,8 @@ class Team:
         self.streams = Streams(lambda _: None)
         cluster: Any = self.table
         config = config or OperatorConfig()
-        self.reconciler = Reconciler(cluster, self.cache, self.streams, config=config, metrics=Metrics())
+        self.metrics = Metrics()
+        self.reconciler = Reconciler(cluster, self.cache, self.streams, config=config, metrics=self.metrics)
 
     def want(self, generation: int = 1, **spec: Any) -> None:
         """Write the resource as its user."""
@@ -62,6 +65,10 @@ class Team:
 
     def of_kind(self, kind: str) -> list[str]:
         return sorted(ref.name for ref in self.table.objects if ref.kind == kind)
+
+    def shown(self) -> str:
+        """The metrics, as they are scraped."""
+        return generate_latest(self.metrics.registry).decode()
 
     def sent(self, verb: str) -> int:
         return sum(1 for call in self.table.calls if call[0] == verb)
@@ -239,3 +246,52 @@ async def test_a_restarted_engine_with_open_gates_is_looked_at_when_its_time_to_
     again = await team.reconciler.reconcile(KEY)
     assert again is not None
     assert again <= 31.0
+
+
+def newer(team: Team, **fields: Any) -> None:
+    """A newer definition, whose schema has these fields of `spec.sidecar` with their defaults."""
+    schema = copy.deepcopy(definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    section = schema["properties"]["spec"]["properties"]["sidecar"]["properties"]
+    section.update({name: {"default": default} for name, default in fields.items()})
+    team.table.schema = schema
+
+
+async def test_what_a_newer_definition_filled_in_is_no_fault_and_is_counted(
+    team: Team, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer(team, novelty=7)
+    team.want(sidecar={"novelty": 7})
+    with caplog.at_level(logging.WARNING):
+        await team.run(3)
+    assert team.condition("SpecValid")["status"] == "True"
+    assert team.of_kind("Deployment") == ["vl-frontend", "vl-worker"]
+    assert [r.message for r in caplog.records if "has its default" in r.message] == [
+        "team/vl: spec.sidecar.novelty is unknown to this release and has its default: ignored"
+    ]
+    assert 'ignored_fields{name="vl",namespace="team"} 1.0' in team.shown()
+    team.want(generation=2)
+    await team.run()
+    assert "ignored_fields{" not in team.shown()
+
+
+async def test_what_somebody_said_that_only_a_newer_release_knows_is_refused(team: Team) -> None:
+    newer(team, novelty=7)
+    team.want(sidecar={"novelty": 8})
+    await team.run()
+    assert team.condition("SpecValid")["status"] == "False"
+    assert "spec.sidecar.novelty: no such field" in team.condition("SpecValid")["message"]
+    assert team.of_kind("Deployment") == []
+
+
+async def test_a_schema_that_is_not_published_yet_is_waited_for_and_not_for_ever(team: Team) -> None:
+    newer(team)
+    team.want(sidecar={"novelty": 7})
+    for _ in range(module.PUBLISHED_AFTER):
+        with pytest.raises(Retry, match="not published yet"):
+            await team.run()
+    assert "status" not in team.resource
+    await team.run()
+    assert team.condition("SpecValid")["status"] == "False"
+    newer(team, novelty=7)
+    await team.run()
+    assert team.condition("SpecValid")["status"] == "True"
