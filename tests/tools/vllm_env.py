@@ -30,6 +30,7 @@ import fcntl
 import hashlib
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,8 +44,8 @@ VLLM = "0.32.0"
 TORCH = "2.13.0+cpu"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """Without their requirements, which are CUDA's: the wheel brings a UCX of its own, which needs none of it."""
-SPINS, RESTS = "agent_config.pthrDelay = 0\n", "agent_config.pthrDelay = 1000\n"
-"""An agent looks at its transfers all the time, in a thread that keeps a CPU busy. Here it looks once a millisecond."""
+REST_US = 20
+"""An agent looks at its transfers all the time, in a thread that keeps a CPU busy. Here it rests in between."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 FAILED, CANNOT = 1, 3
 LAST_LINES = 20
@@ -96,7 +97,7 @@ def digest(*parts: str) -> str:
 
 def additions() -> str:
     """Return the same of what is put into an environment that is there."""
-    return digest(*NIXL, SPINS, RESTS, inspect.getsource(add))
+    return digest(*NIXL, str(REST_US), inspect.getsource(add))
 
 
 Build = Callable[[Path], None]
@@ -248,9 +249,10 @@ def add(env: Path) -> None:
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
     api = site / "nixl_cu12" / "_api.py"
     text = api.read_text()
-    if SPINS not in text and RESTS not in text:
+    mended, count = re.subn(r"agent_config\.pthrDelay = \d+\n", f"agent_config.pthrDelay = {REST_US}\n", text)
+    if count != 1:
         raise FailedError(f"{api.name} of NIXL does not say how often it looks at its transfers")
-    api.write_text(text.replace(SPINS, RESTS))
+    api.write_text(mended)
     run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
 
 
