@@ -128,7 +128,9 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
             *flag("--kv-events-config", _events_config()),
             "--enable-prompt-tokens-details",
         ]
-    args += flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images})
+    # An encoder gets images only, and at its start encodes the largest item of each kind that it may get.
+    others = {"video": 0, "audio": 0} if pool.role == "encoder" else {}
+    args += flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images, **others})
     if not renders:
         args += flag("--shutdown-timeout", pool.updates.drain_seconds)
     if model.volume is None:

@@ -174,6 +174,8 @@ def test_an_encoder_produces_embeddings_and_is_told_nothing_of_a_cache() -> None
     assert config["ec_connector_extra_config"] == {"ec_cpu_bytes": 4 * 2**30, "ec_enable_nixl": True}
     assert (made.env["VLLM_EC_SIDE_CHANNEL_HOST"], made.env["VLLM_EC_SIDE_CHANNEL_PORT"]) == ("$(POD_IP)", "5600")
     assert made.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    # It gets nothing else, and would encode the longest video at its start.
+    assert as_json(made.args, "--limit-mm-per-prompt") == {"image": 32, "video": 0, "audio": 0}
     cache = {"--block-size", "--enable-prefix-caching", "--kv-events-config", "--enable-prompt-tokens-details"}
     assert not cache & set(made.args)
     assert as_json(made.args, KV) is None
