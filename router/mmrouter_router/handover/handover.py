@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mmrouter.api import MMRouterDeployment
@@ -217,7 +217,8 @@ class HandOver:
     # -- what leads where --------------------------------------------------------------------------------------------
 
     def _reach(self, worker: Worker, renderer: Member | None) -> Reach:
-        engine = self._end(worker.member, worker.id)
+        shared = worker.beat.shared if worker.beat is not None else None
+        engine = replace(self._end(worker.member, worker.id), above=shared is not None and shared.above)
         file = why_no_file(self._here, engine) or (RESTING if self._resting.rests(worker.id, "file") else "")
         if not self._renders:
             return Reach(file)

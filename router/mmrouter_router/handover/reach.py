@@ -6,25 +6,28 @@ from mmrouter.engines.vllm_handover import Status
 from mmrouter.engines.vllm_handover import Way as Processed
 from mmrouter_router.handover.values import LADDERS
 
-NO_FOLDER, OTHER_NODE = "no_folder", "other_node"
+NO_FOLDER, OTHER_NODE, FULL = "no_folder", "other_node", "full"
 NO_RENDERER, NO_PLUGIN, DISABLED, ABSENT, SETTINGS = "no_renderer", "no_plugin", "disabled", "absent", "settings"
 
 
 @dataclass(frozen=True, slots=True)
 class End:
     """One end of a hand-over. ``shares``: it has the folder that the pods of its node share. ``plugin``: what its
-    plugin says of itself, ``None`` where none has answered."""
+    plugin says of itself, ``None`` where none has answered. ``above``: its janitor says that the folder is too full."""
 
     node: str
     shares: bool = False
     plugin: Status | None = None
+    above: bool = False
 
 
 def why_no_file(router: End, engine: End) -> str:
     """Return why an engine cannot read a file of the router's, empty where it can."""
     if not router.shares or not engine.shares:
         return NO_FOLDER
-    return "" if _together(router, engine) else OTHER_NODE
+    if not _together(router, engine):
+        return OTHER_NODE
+    return FULL if engine.above else ""
 
 
 def why_not_processed(mode: str, renderer: End | None, engine: End) -> dict[Processed, str]:
@@ -46,6 +49,8 @@ def _why_not(way: Processed, renderer: End | None, engine: End) -> str:
         return SETTINGS
     if way == "shm" and not _together(renderer, engine):
         return OTHER_NODE
+    if way == "shm" and engine.above:
+        return FULL
     return "" if renderer.plugin.offers(way) and engine.plugin.offers(way) else ABSENT
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrouter import feed
 from mmrouter.api import parse_deployment
 from mmrouter.engines.vllm_handover import Status
 from mmrouter_router.encode.rates import Line
@@ -86,6 +87,8 @@ def test_whatever_it_costs_means_every_way_that_is_there():
         (End("n", True), End("n", False), "no_folder"),
         (End("n", True), End("m", True), "other_node"),
         (End("", True), End("", True), "other_node"),
+        (End("n", True), End("n", True, above=True), "full"),
+        (End("n", True), End("m", True, above=True), "other_node"),
     ],
 )
 def test_a_file_leads_to_engines_of_the_same_node_that_have_the_folder(router, engine, why):
@@ -98,6 +101,7 @@ def test_a_file_leads_to_engines_of_the_same_node_that_have_the_folder(router, e
         ("nixl", End("n", plugin=OPEN), End("n", plugin=OPEN), ["", "", ""]),
         ("nixl", End("n", plugin=OPEN), End("m", plugin=OPEN), ["", "other_node", ""]),
         ("shm", End("n", plugin=OPEN), End("n", plugin=OPEN), ["", ""]),
+        ("nixl", End("n", plugin=OPEN), End("n", plugin=OPEN, above=True), ["", "full", ""]),
         ("shm", None, End("n", plugin=OPEN), ["no_renderer"] * 2),
         ("shm", End("n", plugin=OPEN), End("n"), ["no_plugin"] * 2),
         ("shm", End("n", plugin=Status(1, "renderer", enabled=False)), End("n", plugin=OPEN), ["disabled"] * 2),
@@ -288,6 +292,15 @@ async def test_a_folder_above_its_mark_stops_hand_overs_and_no_request(tmp_path)
     held.release()
     await rig.send(LARGE)
     assert rig.got[-1] == [b"\0" * LARGE]
+
+
+async def test_a_node_whose_janitor_says_that_its_folder_is_too_full_is_spared_until_it_says_otherwise(rig):
+    for above, seen in ((True, "bytes"), (False, b"\0" * LARGE)):
+        shared = feed.Shared(0, 1, 1, 1, above)
+        rig.worker.beat = feed.Heartbeat("u/1", 1, 0, "vllm", "up", "", 16, "m", "main", {}, shared=shared)
+        await rig.send(LARGE)
+        assert rig.got[-1] == [seen]
+    assert rig.counted() == {("file", "full"): 1, ("bytes", ""): 1, ("file", ""): 1}
 
 
 async def test_an_engine_of_another_node_gets_bytes(tmp_path):
