@@ -20,7 +20,7 @@ from mmrouter_operator.rollout import pool_of
 from mmrouter_operator.secrets import SecretError, new_secret_data, read_secret
 
 _NO_RESTART = ("replicas", "autoscaling", "weight")
-_OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator")
+_OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator", "sharedMemory")
 
 
 class PlanError(Exception):
