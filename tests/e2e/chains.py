@@ -1,5 +1,6 @@
 """Deployments whose engines work in stages, in real pods: what they are made of, and what is asked of them."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from e2e.reach import Reached, at_pod, reached
 from e2e.web import PodWeb, pod_web
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import Chat
+
+from mmrouter.api.paths import SHARED_DIR
+from mmrouter_transfer import Entry, ledger
+from mmrouter_transfer.files import clock
 
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
 """Labels of a namespace for pods that share a folder of their node."""
@@ -91,6 +96,35 @@ class Chain:
         return [each for each in latest if each["at"] >= since]
 
 
+class NodeFolder:
+    """The folder that a deployment's pods share on their node, as one of their processes has it; for as long as needed.
+
+    ``pod``: one that is there. A test is skipped where its processes are not seen from here.
+    """
+
+    def __init__(self, pod: dict[str, Any]) -> None:
+        engine = process_here(pod, "engine")
+        # What is open stays, whoever unmounts it.
+        self._number = os.open(f"/proc/{engine.pid}/root{SHARED_DIR}", os.O_RDONLY | os.O_DIRECTORY)
+        self.path = f"/proc/self/fd/{self._number}/."
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._number)
+
+    def entries(self) -> list[Entry]:
+        """Return every file that is below it."""
+        return list(ledger(self.path, clock()).entries)
+
+    def images(self) -> list[Entry]:
+        """Return the images that lie there, whoever put them there and whether or not somebody needs them."""
+        return [entry for entry in self.entries() if entry.state not in ("owner", "other")]
+
+    def emptied(self) -> bool:
+        """Whether no image lies there."""
+        return not self.images()
+
+
 @contextmanager
 def chained(cluster: Access, namespace: str, spec: Mapping[str, Any]) -> Iterator[Chain]:
     """Deploy ``examples/kind.yaml`` with other parts of its spec and one frontend, and wait until it is proved.
@@ -101,9 +135,9 @@ def chained(cluster: Access, namespace: str, spec: Mapping[str, Any]) -> Iterato
     whole = body["spec"]
     make_model(cluster, namespace)
     web = pod_web(cluster, namespace, whole["engine"]["image"])
+    whole["frontend"] = {"replicas": 1}
     for name, part in spec.items():
         whole[name] = {**whole.get(name, {}), **part} if isinstance(part, Mapping) else part
-    whole["frontend"] = {"replicas": 1}
     whole["routing"] = {**whole.get("routing", {}), "media": web.media}
     made = deploy(cluster, namespace, body)
     with reached(made) as where:

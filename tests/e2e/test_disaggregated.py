@@ -5,20 +5,25 @@ gets how much.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cluster.access import Access
-from cluster.resources import apply, get
-from e2e.chains import PRIVILEGED, Chain, chained, encoded, strike
+from cluster.controlplane import wait_for
+from cluster.resources import apply, delete, get
+from e2e.chains import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
+from e2e.processes import process_here
 from e2e.test_placement import RACK, device, equip, label
 from scenarios import SCENARIOS, Chat, Scenario, title
 
+from mmrouter.api.paths import SHARED_DIR
 from mmrouter_operator.ref import RESOURCE
 
 FAST_MS, SLOW_MS = 2, 6
@@ -26,14 +31,19 @@ FAST_MS, SLOW_MS = 2, 6
 SHARE = (1 / FAST_MS) / (1 / FAST_MS + 1 / SLOW_MS)
 """Of the work that the fast encoder is to get."""
 NEAR = 0.15
-SHARED = "/var/lib/mmrouter/shared"
+PREFILL_RATE = 4000
+"""Tokens per second: a file that an engine was named lies there for some tens of milliseconds."""
+ALWAYS = [{"name": "MMROUTER_HANDOVER", "value": "always"}]
+SHARED_MIB = 64
+GONE_SECONDS = 5.0
+"""Until nothing is left of what a killed process had in the folder."""
 IN_ORDER = {"encode": "done", "prefill": "done", "answer": "first_byte"}
 POOLS = {"enc-cpu": "encoder", "enc-xpu": "encoder", "prefill": "prefill", "decode": "decode"}
 
 
 def pool(name: str, kind: str = "cpu", *args: str) -> dict[str, Any]:
     """Return a pool of one engine, on the node of the rack."""
-    shared = {"size": "64Mi", "scope": "node"}
+    shared = {"size": f"{SHARED_MIB}Mi", "scope": "node"}
     where = {"accelerator": {"kind": kind}, "nodeSelector": {RACK: "7"}, "sharedMemory": shared}
     return {"name": name, "role": POOLS[name], "replicas": 1, "args": list(args), **where}
 
@@ -42,14 +52,16 @@ SPEC = {
     "engine": {
         "ecConnector": {
             "ec_connector": "ECExampleConnector",
-            "ec_connector_extra_config": {"shared_storage_path": SHARED},
+            "ec_connector_extra_config": {"shared_storage_path": SHARED_DIR},
         }
     },
-    "routing": {"minPrefillTokens": 0},
+    # Every image as a file of the node, also where it is so small that its bytes were the cheaper way.
+    "routing": {"minPrefillTokens": 0, "transfer": "shm"},
+    "frontend": {"podTemplate": {"spec": {"containers": [{"name": "router", "env": ALWAYS}]}}},
     "pools": [
         pool("enc-cpu", "cpu", f"--sim-encode-seconds={FAST_MS / 1e3}"),
         pool("enc-xpu", "intel-xe", f"--sim-encode-seconds={SLOW_MS / 1e3}"),
-        pool("prefill"),
+        pool("prefill", "cpu", f"--sim-prefill-rate={PREFILL_RATE}"),
         pool("decode"),
     ],
 }
@@ -84,6 +96,14 @@ def chat(chain: Chain) -> Iterator[Chat]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def folder(chain: Chain) -> Iterator[NodeFolder]:
+    """What the pods share."""
+    found = NodeFolder(chain.deployed.pods("decode")[0])
+    yield found
+    found.close()
+
+
 def test_every_condition_is_green(chain: Chain) -> None:
     expected = {
         "Ready": ("True", "Serving"),
@@ -91,6 +111,7 @@ def test_every_condition_is_green(chain: Chain) -> None:
         "WorkersReady": ("True", "AllReady"),
         "ExactRoutingVerified": ("True", "Verified"),
         "ChainComplete": ("True", "EveryStage"),
+        "ShmPressure": ("False", "BelowHighWaterMark"),
         "Degraded": ("False", "AsExpected"),
     }
     assert chain.conditions(*expected) == expected
@@ -169,6 +190,26 @@ def test_a_request_goes_through_every_stage_explain_shows_them_and_its_image_is_
     assert spent == {"encoder": decision["images"][0]["tokens"], "prefill": 0, "decode": 0}
 
 
+def handed(chain: Chain, how: str, reason: str = "") -> float:
+    """Return how many images the frontend counted that came by a way, or did not for a reason."""
+    (pod,) = chain.deployed.pods("frontend")
+    return samples(chain.deployed, pod, METRICS_PORT, "mmrouter_handover_total", how=how, reason=reason)
+
+
+def test_images_reach_the_nodes_engines_as_files_of_which_nothing_stays(
+    chain: Chain, chat: Chat, folder: NodeFolder
+) -> None:
+    before = handed(chain, "file")
+    decision = chain.decided(chat, chat.image("a"), chat.image("b"), "compare")
+    encoders = next(note["workers"] for note in decision["chain"] if note["stage"] == "encode")
+    reached = {(each["engine"], each["how"]) for each in decision["travelled"]}
+    assert {engine for engine, _ in reached} >= {decision["worker"], decision["answers"]}
+    assert {how for _, how in reached} == {"file"}
+    assert encoders
+    assert handed(chain, "file") - before == len(decision["travelled"])
+    chain.wait(folder.emptied, "no image is left", GONE_SECONDS)
+
+
 def test_encoders_get_images_by_the_rates_that_were_measured_and_not_by_their_kind(
     chain: Chain, chat: Chat, record: Callable[[str, Any], None]
 ) -> None:
@@ -224,7 +265,14 @@ def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_
     ],
 )
 def test_a_pool_that_is_killed_costs_no_request_and_decision_condition_and_metric_say_so(
-    chain: Chain, chat: Chat, role: str, reason: str, word: str, form: str, record: Callable[[str, Any], None]
+    chain: Chain,
+    chat: Chat,
+    folder: NodeFolder,
+    role: str,
+    reason: str,
+    word: str,
+    form: str,
+    record: Callable[[str, Any], None],
 ) -> None:
     counted = chain.without(word)
     traffic, since = strike(chain, role, reason)
@@ -234,3 +282,55 @@ def test_a_pool_that_is_killed_costs_no_request_and_decision_condition_and_metri
     assert {each["form"] for each in without} == {form}
     assert chain.without(word) - counted == len(without)
     assert chain.decided(chat, chat.image("back"), "what?")["degraded"] == []
+    chain.wait(folder.emptied, "no image is left", GONE_SECONDS)
+
+
+def test_a_frontend_that_is_killed_leaves_no_image_for_long(
+    chain: Chain, chat: Chat, folder: NodeFolder, record: Callable[[str, Any], None]
+) -> None:
+    victim = process_here(chain.deployed.pods("frontend")[0], "router")
+    impatient = replace(chat, client=chat.client.with_options(max_retries=0, timeout=GONE_SECONDS))
+    with ThreadPoolExecutor(8) as clients:
+        # What becomes of them is not asked: there is no other frontend.
+        images = (chat.image(f"in the middle {number}") for number in range(24))
+        asked = [clients.submit(chain.decided, impatient, image, "what?") for image in images]
+        wait_for(folder.images, 30, "images lie in the folder", every=0.001)
+        gone = victim.kill()
+        left = folder.images()
+        for each in asked:
+            each.cancel()
+        wait_for(folder.emptied, GONE_SECONDS, "no image is left")
+        record("kill -9 of a frontend", f"{len(left)} images left, gone after {time.time() - gone:.1f} s")
+    assert left
+    chain.wait(chain.whole, "it is back")
+
+
+def test_a_folder_that_is_full_is_told_of_and_images_go_as_bytes_until_there_is_room(
+    chain: Chain, chat: Chat, folder: NodeFolder
+) -> None:
+    wanted = {"ShmPressure": ("True", "AboveHighWaterMark")}
+    file = os.open(f"{folder.path}/somebody-elses", os.O_CREAT | os.O_WRONLY)
+    try:
+        os.posix_fallocate(file, 0, int(0.95 * SHARED_MIB * 2**20))
+        chain.wait(lambda: chain.conditions(*wanted) == wanted, "the condition says that it is full")
+        decision = chain.decided(chat, chat.image("a"), "what?")
+        assert {each["how"] for each in decision["travelled"]} == {"bytes"}
+        assert {"how": "file", "reason": "full"} in decision["travelled"][0]["instead_of"]
+        assert handed(chain, "file", "full") >= len(decision["travelled"])
+    finally:
+        os.close(file)
+        os.unlink(f"{folder.path}/somebody-elses")
+    wanted = {"ShmPressure": ("False", "BelowHighWaterMark")}
+    chain.wait(lambda: chain.conditions(*wanted) == wanted, "the condition says that there is room")
+    decision = chain.decided(chat, chat.image("b"), "what?")
+    assert {each["how"] for each in decision["travelled"]} == {"file"}
+
+
+def test_of_a_deleted_deployment_no_byte_stays_on_the_node(
+    chain: Chain, folder: NodeFolder, record: Callable[[str, Any], None]
+) -> None:
+    assert folder.entries()
+    began = time.monotonic()
+    delete(chain.deployed.cluster, RESOURCE, chain.deployed.namespace, chain.name)
+    chain.wait(lambda: not folder.entries(), "the folder is empty")
+    record("a deleted deployment's folder is empty after, s", round(time.monotonic() - began, 1))
