@@ -127,9 +127,10 @@ class Janitor:
         """No pod of this node uses the directory: leases of the dead have no reader, and files of others no owner."""
         self._reclaim(MAX_LEASE_SECONDS)
         left = tidying.by_place(self._book())
+        present = tidying.present(self._marks(), self._now())  # this pod, and others that start at the same time
         with places.folder(self._root) as root:
             for name in os.listdir(root):
-                if name == self._mark or name.startswith(places.POOL_PREFIX):
+                if name.startswith(places.POOL_PREFIX) or name in present:
                     continue
                 try:
                     _remove_tree(name, root)

@@ -81,9 +81,14 @@ def is_encoders(entry: Entry) -> bool:
     return entry.state == "other" and entry.path.rpartition("/")[2] == ENCODER_FILE
 
 
+def present(marks: Mapping[str, float], now: float) -> set[str]:
+    """Return the pods that use the directory. ``marks``: pod -> when its janitor was last heard of."""
+    return {pod for pod, heard in marks.items() if now - heard < PRESENT_SECONDS}
+
+
 def alone(marks: Mapping[str, float], own: str, now: float) -> bool:
-    """Whether no other pod of the node uses the directory. ``marks``: pod -> when its janitor was last heard of."""
-    return not any(pod != own and now - heard < PRESENT_SECONDS for pod, heard in marks.items())
+    """Whether no other pod of the node uses the directory."""
+    return present(marks, now) <= {own}
 
 
 def by_state(book: Ledger) -> dict[str, int]:

@@ -302,6 +302,22 @@ async def test_two_janitors_at_once_do_not_undo_each_other(node: Node) -> None:
     assert node.metric("shm_errors_total") == 0
 
 
+async def test_pods_that_start_at_the_same_time_leave_each_other_their_marks(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.encoded("m1-aa")
+    one, two = node.janitor("pod-1"), node.janitor("pod-2")
+    real = one._clear_all
+
+    def meanwhile() -> None:
+        two._touch()
+        real()
+
+    monkeypatch.setattr(one, "_clear_all", meanwhile)
+    await one.begin()
+    assert sorted(os.listdir(node.folder)) == ["sidecar-pod-1", "sidecar-pod-2"]
+
+
 async def test_a_sidecar_clears_before_it_answers_and_tells_routers_how_full_the_directory_is(
     node: Node, start: Any, router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
