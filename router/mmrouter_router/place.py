@@ -99,7 +99,7 @@ class Placer:
         for (size, scope), group in targets.items():
             keys = known[size, scope] = prepared.keys(size, scope)
             overlap = self._fleet.overlap(keys, len(prepared.ids), [target for target, _ in group])
-            rows += [self._candidate(target, overlap, keys, prepared.spans, standing) for target, standing in group]
+            rows += self._candidates(group, overlap, keys, prepared.spans)
         choice = choose(
             rows,
             policy=policy,
@@ -178,38 +178,40 @@ class Placer:
             raise NoWorkerError(f"no worker can take the request ({found})")
         return targets
 
-    def _candidate(
+    def _candidates(
         self,
-        target: Target,
+        group: Sequence[tuple[Target, Standing]],
         overlaps: dict[int, int],
         keys: "array[int]",
         spans: Sequence[Span],
-        standing: Standing,
-    ) -> Candidate:
-        worker, rank, size = target
-        slot = worker.slots.get(rank)
-        usage = worker.usage.get(rank, _IDLE)
-        member, scored = worker.member, standing == "verified"
-        overlap = overlaps.get(slot, 0) if slot is not None else 0
-        reach = overlap if scored else 0
-        if scored and usage.promised:
-            promised, blocks = usage.promised, len(keys)
-            while reach < blocks and keys[reach] in promised:
-                reach += 1
-        return Candidate(
-            id=f"{worker.id}#{rank}",
-            name=member.name,
-            pool=member.pool,
-            overlap=overlap,
-            blocks=len(keys),
-            prefill=usage.prefill,
-            active=usage.active,
-            waiting=worker.waiting.get(rank, 0.0) * len(keys),
-            held=self._fleet.index.held(slot) if slot is not None else 0,
-            scored=scored,
-            coming=reach - overlap if scored else 0,
-            encode=self._visual * _to_encode(spans, reach * size) / size if spans and self._visual else 0.0,
-        )
+    ) -> list[Candidate]:
+        """Return a row per target of one block size; one loop with few calls, because it grows with the fleet."""
+        rows: list[Candidate] = []
+        blocks, held, visual = len(keys), self._fleet.index.held, self._visual if spans else 0.0
+        for (worker, rank, size), standing in group:
+            slot, member, scored = worker.slots.get(rank), worker.member, standing == "verified"
+            usage, beat = worker.usage.get(rank, _IDLE), worker.beat
+            overlap = overlaps.get(slot, 0) if slot is not None else 0
+            hit, promised = overlap if scored else 0, usage.promised
+            if promised and scored:
+                while hit < blocks and keys[hit] in promised:
+                    hit += 1
+            row = Candidate(  # in the order of its fields: naming them takes longer
+                f"{beat.worker if beat else member.uid}#{rank}",
+                member.name,
+                member.pool,
+                overlap,
+                blocks,
+                len(promised) + usage.encode,
+                usage.active,
+                worker.waiting.get(rank, 0.0) * blocks if worker.waiting else 0.0,
+                held(slot) if slot is not None else 0,
+                scored,
+                hit - overlap if scored else 0,
+                visual * _to_encode(spans, hit * size) / size if visual else 0.0,
+            )
+            rows.append(row)
+        return rows
 
 
 def _to_encode(spans: Sequence[Span], hit: int) -> int:

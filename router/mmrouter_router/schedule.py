@@ -131,9 +131,12 @@ def choose(
     else:
         costs = _costs(candidates, policy, overlap_weight, weights)
         least = min(costs)
-        best = [c for c, cost in zip(candidates, costs, strict=True) if cost == least]
-        emptiest = min([c.held for c in best])
-        winner = _lowest_tie([c for c in best if c.held == emptiest], fingerprint)
+        if costs.count(least) == 1:
+            winner = candidates[costs.index(least)]
+        else:
+            best = [c for c, cost in zip(candidates, costs, strict=True) if cost == least]
+            emptiest = min([c.held for c in best])
+            winner = _lowest_tie([c for c in best if c.held == emptiest], fingerprint)
     return Choice(winner, tuple(candidates), policy, overlap_weight, fingerprint, turn, weights)
 
 
