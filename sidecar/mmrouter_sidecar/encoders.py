@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from mmrouter.engines.launching import HTTP_PORT
@@ -36,7 +37,6 @@ DEATHS = 2
 BUDGET = 64 << 20
 """Bytes of requests held here at once; a larger one is taken when nothing else is."""
 LARGEST = 1 << 30
-ANSWER_LIMIT = 1 << 20
 
 
 class _Failed(NamedTuple):
@@ -159,7 +159,7 @@ class Encoders:
             async with self._session.post(
                 f"http://{encoder.ip}:{HTTP_PORT}{ENCODE}", data=body, headers={"content-type": "application/json"}
             ) as answer:
-                said = await answer.content.read(ANSWER_LIMIT)
+                said = await answer.read()  # no embedding is in it
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             return self._failed(encoder, _Failed("connect", died=False))
         except TimeoutError:
@@ -193,7 +193,7 @@ class Encoders:
 
 
 def _error_body(message: str) -> bytes:
-    return b'{"status":"error","message":"%s"}' % message.replace('"', "'").encode()
+    return msgspec.json.encode({"status": "error", "message": message})
 
 
 def _error(status: int, message: str) -> web.Response:
