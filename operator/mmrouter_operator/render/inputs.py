@@ -99,8 +99,13 @@ def partners(dep: MMRouterDeployment, pool: Pool) -> list[Pool]:
 
 
 def kv_layout(dep: MMRouterDeployment, pool: Pool, image: str) -> Layout:
-    """Return what decides how a pool's engines lay out KV blocks and name them on the wire."""
+    """Return what decides what a pool's engines put into KV blocks, how they lay them out and name them on the wire.
+
+    An engine takes the blocks of another one for those of its own prompt, unseen. So two that would make different
+    prompts of one request, with an old and a new chat template, must never meet.
+    """
     model, engine = dep.spec.model, dep.spec.engine
+    prompt = _only(_spec(dep)["engine"], ("chatTemplate", "processor"))
     return {
         "model": [model.id, model.revision, model.volume],
         "engine": [engine.type, image],
@@ -108,6 +113,7 @@ def kv_layout(dep: MMRouterDeployment, pool: Pool, image: str) -> Layout:
         "tensor": pool.parallelism.tensor,
         "connector": engine.kv_connector,
         "flags": chosen_flags([*engine.args, *pool.args], adapter(engine.type).KV_LAYOUT_FLAGS),
+        **({"prompt": prompt} if prompt and pool.role in SET_ROLES else {}),
     }
 
 

@@ -188,9 +188,11 @@ def test_what_leaves_blocks_alone_leaves_the_set_together(secrets: SecretData, f
     [
         {"model": {"id": "Qwen/Qwen2.5-VL-7B-Instruct", "revision": "other"}},
         {"engine": {"type": "vllm", "blockSize": 64, "kvConnector": {"kv_connector": "MooncakeConnector"}}},
+        {"engine": {"type": "vllm", "blockSize": 64, "chatTemplate": {"configMap": {"name": "t", "key": "k"}}}},
+        {"engine": {"type": "vllm", "blockSize": 64, "processor": {"maxPixels": 200704}}},
     ],
 )
-def test_model_and_connector_are_part_of_it(secrets: SecretData, section: dict[str, Any]) -> None:
+def test_model_connector_and_what_makes_a_prompt_are_part_of_it(secrets: SecretData, section: dict[str, Any]) -> None:
     dep = load("disaggregated")
     assert compatibilities(change(dep, **section), secrets)["decode"] != compatibilities(dep, secrets)["decode"]
 
