@@ -1,5 +1,6 @@
 """What pods have so that images reach engines otherwise than inside requests: memory of the node, and our plugin."""
 
+from importlib.util import find_spec
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +15,7 @@ from mmrouter.api.paths import PLUGIN_DIR, SHARED_DIR
 from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.networkpolicy import render_networkpolicies
 from mmrouter_operator.render.shared_memory import SHARED_GROUP
+from mmrouter_plugin.ways import read_settings
 
 NODE = {"scope": "node"}
 GIB = 1 << 30
@@ -219,6 +221,14 @@ def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeploy
             assert same is (hashes(these)[component] == hashes(those)[component]), (one, other, component)
     changed = {name for name in found["shm, near"] if found["shm, near"][name] != found["nixl, near"][name]}
     assert changed == {"worker", "slow", "render", "frontend"}
+
+
+def test_the_plugin_reads_what_pods_are_told(over: MMRouterDeployment, secrets: SecretData) -> None:
+    near = [{**one, "sharedMemory": NODE | {"size": "64Mi"}} for one in to_json(over)["spec"]["pools"]]
+    told = variables(container(pod_of(change(over, pools=near), secrets, "render"), "engine"))
+    read = read_settings({name: value for name, value in told.items() if isinstance(value, str)})
+    assert (read.shared_dir, set(read.ways), read.limit_bytes) == (SHARED_DIR, {"nixl", "shm", "inline"}, 64 << 20)
+    assert find_spec(container(pod_of(over, secrets, "render"), "engine")["command"][2]) is not None
 
 
 def test_a_podtemplate_cannot_take_the_plugin_away(over: MMRouterDeployment, secrets: SecretData) -> None:
