@@ -2,10 +2,11 @@
 
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -40,6 +41,7 @@ class Renderer:
     """A running server."""
 
     client: httpx.Client
+    process: "subprocess.Popen[bytes] | None" = None
 
     def render(self, body: dict[str, Any]) -> Rendered:
         # The server closes the connection after a 500, so none is used twice.
@@ -50,17 +52,27 @@ class Renderer:
 
 
 @contextmanager
-def renderer(env: Path, model_dir: Path, log: Path, *extra: str) -> Iterator[Renderer]:
-    """Run a renderer over a model folder until the block ends. Skips where there is no memory for it."""
+def renderer(
+    env: Path,
+    model_dir: Path,
+    log: Path,
+    *extra: str,
+    wrapper: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Renderer]:
+    """Run a renderer over a model folder until the block ends. Skips where there is no memory for it.
+
+    ``wrapper`` stands before its command, ``variables`` in its environment.
+    """
     require_memory()
     ip = free_address()
     command = [str(env / "bin" / "vllm"), "launch", "render", str(model_dir), "--host", ip, "--port", str(PORT)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, "--served-model-name", model_dir.name, "--max-model-len", "8192", *extra],
+            [*wrapper, *command, "--served-model-name", model_dir.name, "--max-model-len", "8192", *extra],
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=environment(env, ip, log.parent),
+            env=environment(env, ip, log.parent) | dict(variables),
             start_new_session=True,
         )
     try:
@@ -71,7 +83,7 @@ def renderer(env: Path, model_dir: Path, log: Path, *extra: str) -> Iterator[Ren
                 if process.poll() is not None or time.monotonic() - began > START_SECONDS:
                     pytest.fail(f"the renderer did not start\n{tail}")
                 time.sleep(0.2)
-            yield Renderer(client)
+            yield Renderer(client, process)
     finally:
         stop(process)
 

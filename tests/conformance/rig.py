@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -30,6 +31,8 @@ START_SECONDS = 600
 API_KEY = "conformance"
 CONTEXT = 8192
 FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
+MORE_BYTES = 3 << 29
+"""Of each further engine: most of what one keeps is code that they share."""
 LOCK_PORT = 47_128
 HELD: list[socket.socket] = []
 """Sockets that keep the addresses of this session from another one, which runs beside it."""
@@ -153,11 +156,19 @@ class Engine:
 
 
 @contextmanager
-def engine(env: Path, model_dir: Path, log: Path, *extra: str, kind: str = "vllm") -> Iterator[Engine]:
+def engine(
+    env: Path,
+    model_dir: Path,
+    log: Path,
+    *extra: str,
+    kind: str = "vllm",
+    wrapper: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Engine]:
     """Run a real engine over a shrunk model folder, with the product's own command line, until the block ends.
 
     It gets a loopback address that nobody uses. Skips the test where there is no memory for an engine. ``kind`` is the
-    type of a resource, ``vllm`` or ``sglang``.
+    type of a resource, ``vllm`` or ``sglang``; ``wrapper`` stands before its command, ``variables`` in its environment.
     """
     require_memory()
     ip = free_address()
@@ -167,10 +178,10 @@ def engine(env: Path, model_dir: Path, log: Path, *extra: str, kind: str = "vllm
         with log.open("wb") as out:
             # A process group of its own, so that the engine's children end with it whatever happens.
             process = subprocess.Popen(
-                [str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra],
+                [*wrapper, str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(env, ip, log.parent) | made.env,
+                env=environment(env, ip, log.parent) | made.env | dict(variables),
                 start_new_session=True,
             )
         running = Engine(model_dir.name, ip, process, listener, log, made.health_path)
@@ -184,10 +195,11 @@ def engine(env: Path, model_dir: Path, log: Path, *extra: str, kind: str = "vllm
         listener.close()
 
 
-def require_memory() -> None:
-    free = psutil.virtual_memory().available
-    if free < FREE_BYTES:
-        pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, an engine needs {FREE_BYTES >> 30}")
+def require_memory(engines: int = 1) -> None:
+    free, needed = psutil.virtual_memory().available, FREE_BYTES + (engines - 1) * MORE_BYTES
+    if free < needed:
+        who = "an engine needs" if engines == 1 else f"{engines} engines need"
+        pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, {who} {needed / 2**30:g}")
 
 
 def free_address() -> str:

@@ -1,0 +1,355 @@
+"""Processed images from a real renderer to a real engine, by every way: it computes what it would have computed.
+
+Both are started from the stock environment with the product's wrapper, and the plugin from the folder that
+``mmrouter plugin`` makes. One renderer and one engine serve the whole file; what kills the renderer comes last.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from conformance.pictures import data_uri, picture
+from conformance.rendering import Renderer, renderer
+from conformance.rig import API_KEY, BLOCK_SIZE, Engine, engine
+from making import TOOLS
+
+from mmrouter.engines import vllm_handover as wire
+from mmrouter.engines.events import Stored
+from mmrouter.identity import to_wire
+from mmrouter_transfer import ledger, reclaim
+
+MODEL = "Qwen/Qwen2-VL-2B-Instruct"
+SMALL, LARGE = (224, 224), (1008, 1008)
+SECONDS = 60.0
+WEIGHTS = ("--load-format", "auto")
+FIGURE_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Sides:
+    """``root``: the shared tmpfs."""
+
+    renderer: Renderer
+    engine: Engine
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def sides(vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    folder = tmp_path_factory.mktemp("handover")
+    model = weighted(shrunk(MODEL), folder / "models", vllm_env)
+    plugin = folder / "plugin"
+    made = subprocess.run(
+        [sys.executable, "-m", "mmrouter_cli", "plugin", str(plugin)], capture_output=True, text=True, check=True
+    )
+    assert "mmrouter_plugin" in made.stdout
+    wrapper = [str(vllm_env / "bin" / "python3"), "-m", "mmrouter_plugin.start"]
+    with ExitStack() as running:
+        # Hand-over by shared memory is for memory.
+        root = Path(running.enter_context(TemporaryDirectory(dir="/dev/shm", prefix="mmrouter-handover-")))
+        variables = {
+            "PYTHONPATH": str(plugin),
+            "MMROUTER_SHARED_DIR": str(root),
+            "MMROUTER_HANDOVER_WAYS": "nixl,shm,inline",
+            "MMROUTER_HANDOVER_BYTES": str(256 << 20),
+            "UCX_TLS": "tcp,self,sm",
+            "VLLM_API_KEY": API_KEY,
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
+        log = folder / "renderer.log"
+        renders = running.enter_context(
+            renderer(vllm_env, model, log, "--dtype", "float32", wrapper=wrapper, variables=variables)
+        )
+        renders.client.headers["authorization"] = f"Bearer {API_KEY}"
+        serves = running.enter_context(
+            engine(vllm_env, model, folder / "engine.log", *WEIGHTS, wrapper=wrapper, variables=variables)
+        )
+        yield Sides(renders, serves, root)
+
+
+def weighted(model: Path, into: Path, env: Path) -> Path:
+    """Return a copy of a model folder with weights: what an engine answers then depends on every pixel."""
+    copy = Path(shutil.copytree(model, into / model.name))
+    python = str(env / "bin" / "python3")
+    environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([python, str(TOOLS / "random_weights.py"), str(copy)], env=environ, capture_output=True, check=True)
+    return copy
+
+
+def name(*what: object) -> str:
+    """An identity of ours for what nobody else calls by it: a renderer keeps what it processed under a name."""
+    return to_wire(hashlib.sha256(repr(what).encode()).digest())
+
+
+def chat(sides: Sides, *images: tuple[str, bytes], tokens: int = 8) -> dict[str, Any]:
+    """A chat with named images, as ``rewrite_chat`` makes it."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "What is to be seen? " + "Look closely. " * 8}]
+    for uuid, data in images:
+        parts.append({"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid})
+    parts.append({"type": "text", "text": "Say it in one word."})
+    messages = [{"role": "user", "content": parts}]
+    return {"model": sides.engine.model, "messages": messages, "max_tokens": tokens}
+
+
+def ask(client: httpx.Client, path: str, body: Any, status: int = 200) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    # A client whose connection the server has closed in between sends again: these routes may be asked twice.
+    answer = client.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    return answer.content
+
+
+def status(client: httpx.Client) -> tuple[wire.Status, dict[str, int]]:
+    raw = client.get(wire.STATUS_PATH).raise_for_status().content
+    return wire.read_status(raw), json.loads(raw)["counts"]
+
+
+def rendered(sides: Sides, body: Mapping[str, Any], *ways: wire.Way, seconds: float = SECONDS) -> wire.Rendered:
+    asked = wire.render_request(body, ways=ways, seconds=seconds, inline_bytes=64 << 20)
+    return wire.read_render(ask(sides.renderer.client, wire.RENDER_PATH, asked))
+
+
+def taken(sides: Sides, offers: Mapping[str, wire.Offer]) -> wire.Taken:
+    request = wire.items_request(offers, seconds=SECONDS)
+    return wire.read_items(ask(sides.engine.client, wire.ITEMS_PATH, request))
+
+
+def release(sides: Sides, made: wire.Rendered) -> None:
+    ask(sides.renderer.client, wire.RELEASE_PATH, wire.release_request(made.lease))
+
+
+def forget(sides: Sides) -> None:
+    """Have the engine forget blocks, embeddings and processed images: whatever it is asked next, it computes."""
+    for cache in ("prefix", "mm", "encoder"):
+        sides.engine.client.post(f"/reset_{cache}_cache").raise_for_status()
+
+
+def computed(sides: Sides, body: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Ask a chat of an engine that has forgotten everything: prompt, answer, probabilities, and published blocks."""
+    seen = len(sides.engine.listener.frames)
+    answer = sides.engine.chat({**body, "logprobs": True, "top_logprobs": 5})
+    choice = answer["choices"][0]
+    # The last token that was made is in no block yet.
+    full = (len(answer["prompt_token_ids"]) + len(choice["token_ids"]) - 1) // BLOCK_SIZE
+    return answer["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["content"], stored(sides, seen, full)
+
+
+def stored(sides: Sides, seen: int, count: int, seconds: float = 20) -> list[tuple[Any, ...]]:
+    """Wait until ``count`` blocks were published after the first ``seen`` messages, and return them one by one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        blocks = [
+            block
+            for batch in sides.engine.listener.batches()[seen:]
+            for event in batch.events
+            if isinstance(event, Stored)
+            for block in blocks_of(event)
+        ]
+        if len(blocks) >= count:
+            return blocks
+        time.sleep(0.05)
+    pytest.fail(f"{count} blocks were not published within {seconds:g} s")
+
+
+def blocks_of(event: Stored) -> Iterator[tuple[Any, ...]]:
+    """Hash, the hash before it, tokens, what else the hash is made of, and the images of each block."""
+    for number, value in enumerate(event.hashes):
+        ids = event.ids[number * event.block_size : (number + 1) * event.block_size].tolist()
+        spans = [(identity, place) for block, identity, place in event.spans if block == number]
+        yield value, event.hashes[number - 1] if number else event.parent, ids, event.extras.get(number), spans
+
+
+PICTURES: dict[str, Sequence[bytes]] = {
+    "a small one": [picture(*SMALL, seed=3)],
+    "a large one": [picture(*LARGE, seed=4, form="JPEG")],
+    "two of unequal size, one of them twice": [picture(*SMALL, seed=5), picture(640, 480, seed=6)],
+}
+
+
+@pytest.mark.parametrize("way", wire.WAYS)
+@pytest.mark.parametrize("case", list(PICTURES))
+def test_an_engine_computes_of_handed_over_images_what_it_computes_of_its_own_processing(
+    sides: Sides, way: wire.Way, case: str
+):
+    if why := status(sides.renderer.client)[0].ways[way] or status(sides.engine.client)[0].ways[way]:
+        pytest.skip(f"not run: {why}")
+    pictures = PICTURES[case]
+    images = [(name(data), data) for data in pictures]
+    body = chat(sides, *images, *images[:1] if len(images) > 1 else ())
+    forget(sides)
+    own = computed(sides, body)
+    forget(sides)
+    made = rendered(sides, body, way)
+    assert {uuid: offer.way for uuid, offer in made.offers.items()} == {uuid: way for uuid, _ in images}
+    assert made.ids.tolist() == own[0]
+    before = status(sides.engine.client)[1]
+    assert taken(sides, made.offers) == wire.Taken(frozenset(made.offers), {})
+    release(sides, made)
+    bare = wire.without_bytes(body, made.offers.keys())
+    assert b"base64" not in json.dumps(bare).encode()
+    assert computed(sides, bare) == own
+    after = status(sides.engine.client)[1]
+    assert after["used"] - before.get("used", 0) == len(images)
+    assert after["kept bytes"] == after["kept"] == 0
+    # Other pixels under these names are another answer: what is compared is what the images decide.
+    forget(sides)
+    others = [(uuid, picture(*SMALL, seed=40 + number)) for number, (uuid, _) in enumerate(images)]
+    assert computed(sides, chat(sides, *others))[2] != own[2]
+
+
+def test_an_image_that_nobody_handed_over_is_a_cache_miss_and_its_bytes_are_the_way_out(sides: Sides):
+    images = [(name(2000), PICTURES["a small one"][0])]
+    body = chat(sides, *images, tokens=2)
+    refused = sides.engine.post(wire.without_bytes(body, {name(2000)}))
+    assert wire.is_cache_miss(refused.status_code, refused.content)
+    answered = sides.engine.post(body)
+    assert answered.status_code == 200
+    assert not wire.is_cache_miss(answered.status_code, answered.content)
+
+
+def test_what_cannot_be_taken_is_refused_with_its_reason_and_the_engine_goes_on(sides: Sides):
+    body = chat(sides, (name(3000), picture(*SMALL, seed=7)))
+    made = {way: rendered(sides, body, way) for way in ("shm", "nixl", "inline")}
+    offers = {way: json.loads(one.offers[name(3000)].raw) for way, one in made.items()}
+    other = name(3001)
+    tries = {
+        "another image's": ({other: offers["inline"]}, "refused"),
+        "not all of it": ({other: {**offers["inline"], "data": offers["inline"]["data"][:64]}}, "truncated"),
+        "no such slot": ({other: {**offers["shm"], "handle": {"path": "../../etc/passwd"}}}, "refused"),
+        "no such memory": ({other: {**offers["nixl"], "address": 4096}}, "failed"),
+    }
+    for said, (items, reason) in tries.items():
+        raw = ask(sides.engine.client, wire.ITEMS_PATH, {"items": items, "seconds": SECONDS})
+        assert wire.read_items(raw) == wire.Taken(frozenset(), {other: reason}), said
+    for one in made.values():
+        release(sides, one)
+    for way in ("shm", "nixl"):
+        assert taken(sides, made[way].offers).refused == {name(3000): "stale"}, way
+    assert taken(sides, made["inline"].offers).held == {name(3000)}
+    for path, asked in ((wire.ITEMS_PATH, {"items": 1}), (wire.RELEASE_PATH, {}), (wire.RENDER_PATH, {"chat": 1})):
+        client = sides.engine.client if path == wire.ITEMS_PATH else sides.renderer.client
+        ask(client, path, asked, 400)
+    nobody = httpx.get(f"{sides.engine.url}{wire.STATUS_PATH}")
+    assert nobody.status_code == 401
+
+
+def test_a_renderer_withholds_what_it_cannot_offer_and_says_which_ways_were_tried_in_vain(sides: Sides):
+    body = chat(sides, (name(4000), picture(*SMALL, seed=8)))
+    asked = wire.render_request(
+        body, ways=("inline", "shm"), seconds=SECONDS, inline_bytes=1, images=[name(4000), name(1)]
+    )
+    made = wire.read_render(ask(sides.renderer.client, wire.RENDER_PATH, asked))
+    assert {uuid: offer.way for uuid, offer in made.offers.items()} == {name(4000): "shm"}
+    assert (made.fell, made.withheld) == ((("inline", "large"),), {name(1): "unnamed"})
+    release(sides, made)
+    made = wire.read_render(ask(sides.renderer.client, wire.RENDER_PATH, {**asked, "ways": ["inline"]}))
+    assert (made.offers, made.withheld[name(4000)]) == ({}, "large")
+    text = chat(sides)
+    made = rendered(sides, text, "shm")
+    assert (made.offers, made.withheld, made.spans) == ({}, {}, ())
+
+
+def test_both_sides_say_alike_what_they_are_and_the_engine_keeps_the_plugins_of_its_image(sides: Sides):
+    here, there = status(sides.renderer.client)[0], status(sides.engine.client)[0]
+    assert (here.role, there.role) == ("renderer", "engine")
+    assert here.settings == there.settings
+    assert len(here.settings) == 64
+    for side in (here, there):
+        assert all(side.offers(way) for way in wire.WAYS), side
+    # The stock environment has plugins of its own, and they are loaded as they are without ours.
+    variable = psutil.Process(sides.engine.process.pid).environ()["VLLM_PLUGINS"].split(",")
+    assert variable[-1] == "mmrouter"
+    assert len(variable) > 1
+
+
+def test_figures_of_processing_and_of_each_way(sides: Sides, record: Callable[..., None]):
+    """No assertion about time: what they are on this machine, beside its load."""
+    load = psutil.getloadavg()[0]
+    for label, size, form in (("224x224", SMALL, "PNG"), ("1008x1008", LARGE, "JPEG")):
+        own, ways = [], {way: ([], [], []) for way in wire.WAYS}
+        length = 0
+        for round_ in range(FIGURE_ROUNDS):
+            data = picture(*size, seed=100 + round_, form=form)
+            # All but processing is the same in both: the second time the image is processed already.
+            uuid = name(label, round_)
+            body = chat(sides, (uuid, data), tokens=1)
+            forget(sides)
+            first = timed(lambda body=body: sides.engine.chat(body))
+            for cache in ("prefix", "encoder"):
+                sides.engine.client.post(f"/reset_{cache}_cache").raise_for_status()
+            again = timed(lambda body=body, uuid=uuid: sides.engine.chat(wire.without_bytes(body, {uuid})))
+            own.append(first - again)
+            for way, (renders, renders_again, takes) in ways.items():
+                forget(sides)
+                named = name(label, round_, way)
+                body = chat(sides, (named, data), tokens=1)
+                made: list[wire.Rendered] = []
+                renders.append(timed(lambda body=body, way=way, made=made: made.append(rendered(sides, body, way))))
+                renders_again.append(
+                    timed(lambda body=body, way=way, made=made: made.append(rendered(sides, body, way)))
+                )
+                takes.append(timed(lambda made=made: taken(sides, made[0].offers)))
+                length = made[0].offers[named].length
+                for one in made:
+                    release(sides, one)
+        record(f"handover {label}: processed bytes", length)
+        record(f"handover {label}: engine's own decoding and processing, with the bytes' way, ms", middle(own))
+        for way, (renders, renders_again, takes) in ways.items():
+            said = f"render {middle(renders)}, again from its cache {middle(renders_again)}, take {middle(takes)}"
+            record(f"handover {label}: {way}, ms", said)
+    record("handover: load average at its begin", round(load, 1))
+
+
+def clock() -> float:
+    """Seconds since the node booted, by which leases end."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def timed(act: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    act()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def middle(values: Sequence[float]) -> float:
+    return round(sorted(values)[len(values) // 2], 1)
+
+
+def test_a_killed_renderer_fails_what_it_offered_with_a_reason_drains_no_pool_and_leaves_no_byte(sides: Sides):
+    seconds = 5.0
+    images = [(name(7000 + number), picture(*SMALL, seed=20 + number)) for number in range(4)]
+    made = {way: rendered(sides, chat(sides, *images), way, seconds=seconds) for way in ("shm", "nixl")}
+    engines_before = status(sides.engine.client)[1]
+    assert ledger(sides.root, clock()).bytes > 0
+    process = sides.renderer.process
+    assert process is not None
+    process.kill()
+    process.wait(30)
+    for _ in range(10):
+        assert set(taken(sides, made["nixl"].offers).refused.values()) == {"failed"}
+    after = status(sides.engine.client)[1]
+    assert after["nixl leased bytes"] == after["nixl stuck"] == 0
+    assert after["refused failed"] >= engines_before.get("refused failed", 0) + 40
+    # What lies on the tmpfs outlives who wrote it, until its lease is over.
+    held = taken(sides, dict(list(made["shm"].offers.items())[:2]))
+    assert len(held.held) == 2
+    deadline = time.monotonic() + seconds + 5
+    while ledger(sides.root, clock()).bytes and time.monotonic() < deadline:
+        reclaim(sides.root, clock())
+        time.sleep(0.1)
+    assert ledger(sides.root, clock()).bytes == 0
+    assert set(taken(sides, dict(list(made["shm"].offers.items())[2:])).refused.values()) <= {"gone", "stale"}
+    assert sides.engine.healthy()
