@@ -13,7 +13,7 @@ from rich.console import Console
 from bench import cluster, clustersweep, report, rows
 from bench.peers.environment import MODE, MODES
 
-NAMES = ("cluster", "decision", "encoders", "handover", "ingest", "prompt", "proxy", "tracing")
+NAMES = ("cluster", "decision", "encoders", "handover", "ingest", "media", "prompt", "proxy", "tracing")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
