@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mmrouter_plugin.arena import GENERATION, HEAD_BYTES, Arena, Part
 from mmrouter_plugin.packed import Plan
+from mmrouter_plugin.rest import Rest
 from mmrouter_plugin.sums import checksum
 from mmrouter_plugin.wire import HandOverFailed, Nixl
 
@@ -42,6 +43,7 @@ class NixlWay:
         self._registered = agent.register_memory([(self._base, arena.memory.nbytes, 0, "")], "DRAM")
         self._metadata: bytes = agent.get_agent_metadata()
         self._peers: OrderedDict[str, bytes] = OrderedDict()
+        self._rest = Rest(now)
         self._stuck: list[tuple[Any, Part, str]] = []
         self._mutex = threading.Lock()  # an agent serves one thread at a time
 
@@ -101,6 +103,8 @@ class NixlWay:
     def _meet(self, offer: Nixl) -> None:
         if any(agent == offer.agent for _, _, agent in self._stuck):
             raise HandOverFailed("failed", "an earlier read of this renderer was given up and has not ended")
+        if self._rest.rests(offer.agent):
+            raise HandOverFailed("failed", "the renderer's agent was not reached, and is not asked again yet")
         if self._peers.get(offer.agent) == offer.metadata:
             self._peers.move_to_end(offer.agent)
             return
@@ -108,6 +112,7 @@ class NixlWay:
         try:
             name = self._agent.add_remote_agent(offer.metadata)
         except Exception as error:
+            self._rest.failed(offer.agent)
             raise HandOverFailed("failed", f"the renderer's agent is not met: {error}") from error
         met = name.decode() if isinstance(name, bytes) else name
         self._peers[offer.agent] = offer.metadata
@@ -123,12 +128,13 @@ class NixlWay:
                 self._agent.remove_remote_agent(name)
 
     def _transfer(self, offer: Nixl, part: Part, local: int, remote: int, length: int, deadline: float) -> None:
-        handle, state = None, "not begun"
+        handle, begun, state = None, False, "not begun"
         try:
             with self._mutex:
                 here = self._agent.get_xfer_descs([(local, length, 0)], "DRAM")
                 there = self._agent.get_xfer_descs([(remote, length, 0)], "DRAM")
                 handle = self._agent.initialize_xfer("READ", here, there, offer.agent)
+                begun = True  # what fails before says nothing of the peer
                 state = self._agent.transfer(handle)
             while state == "PROC" and self._now() < deadline:
                 time.sleep(POLL_SECONDS)
@@ -141,19 +147,22 @@ class NixlWay:
                 if state == "PROC":
                     self._stuck.append((handle, part, offer.agent))
                 else:
-                    self._end(handle, offer.agent if state != "DONE" else "")
+                    self._end(handle, offer.agent, worked=state == "DONE" or not begun)
         if state == "PROC":
             raise HandOverFailed("failed", f"nothing came in {READ_SECONDS:g} s")
         if state != "DONE":
             raise HandOverFailed("failed", f"the read ended as {state}")
 
-    def _end(self, handle: Any, failed_agent: str) -> None:
-        """Forget a read that has ended, and the agent that it failed with: the next offer makes us meet it anew."""
+    def _end(self, handle: Any, agent: str, *, worked: bool) -> None:
+        """Forget a read that has ended, and the agent that it failed with: after a rest it is met anew."""
         if handle is not None:
             with contextlib.suppress(Exception):  # it has ended; NIXL frees it with the agent
                 self._agent.release_xfer_handle(handle)
-        if failed_agent:
-            self._leave(failed_agent)
+        if worked:
+            self._rest.worked(agent)
+        else:
+            self._rest.failed(agent)
+            self._leave(agent)
 
     def _settle(self) -> None:
         still = []
@@ -165,7 +174,7 @@ class NixlWay:
             if state == "PROC":
                 still.append((handle, part, agent))
             else:
-                self._end(handle, agent)
+                self._end(handle, agent, worked=state == "DONE")
                 self.arena.release(part)
         self._stuck = still
 

@@ -4,8 +4,8 @@
     python nixl_reads.py PLUGIN_FOLDER offer             # the renderer: offers on stdout, until stdin ends
 
 The answer holds for each step what its reads came to (``ok`` or a reason), whether any byte was wrong, the bytes that
-the reader's pool had lent after it, and the reads that had not ended. UCX has tcp alone, so that a read needs the other
-process.
+the reader's pool had lent after it, its open files, and the reads that had not ended. UCX has tcp alone, so that a read
+needs the other process.
 """
 
 import json
@@ -69,7 +69,8 @@ class Reading:
             except HandOverFailed as failed:
                 came.append(failed.reason)
         stuck = self.way.stuck()
-        self.steps[name] = {"came": came, "wrong": wrong, "stuck": stuck, "lent": self.way.arena.leased_bytes}
+        lent, files = self.way.arena.leased_bytes, len(os.listdir("/proc/self/fd"))
+        self.steps[name] = {"came": came, "wrong": wrong, "stuck": stuck, "lent": lent, "files": files}
 
     def payload(self, one: Any) -> bytes:
         return bytes([0 if one.address == self.first.address else 1]) * LENGTH
