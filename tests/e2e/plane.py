@@ -26,8 +26,8 @@ from mmrouter_cli.local.process import Guard
 
 NAME = "node0"
 PAUSE = "localhost/mmrouter-pause:1"
-# Folders whose names kubelet, containerd and the CNI plugins have built in.
-PRIVATE = ("/var/lib/kubelet", "/var/lib/cni", "/run/containerd", "/var/log/containers")
+# Folders whose names kubelet, containerd and the CNI plugins have built in, and the memory in which pods share files.
+PRIVATE = ("/var/lib/kubelet", "/var/lib/cni", "/run/containerd", "/var/log/containers", "/dev/shm")
 MOUNTS = 'for folder; do mount -t tmpfs tmpfs "$folder" || exit; done; exec sleep infinity'
 
 
