@@ -127,7 +127,7 @@ LEVELS = {
             program("mypy"),
             Step("mypy tests/tools", (str(BIN / "mypy"), "tests/tools")),
             # Engines have other Pythons than we do.
-            Step("mypy transfer for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "transfer")),
+            Step("mypy for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "transfer", "plugin")),
             program("lint-imports"),
         ),
         limit_s=300,
