@@ -16,8 +16,8 @@ TRIED: Final[dict[str, tuple[float, ...]]] = {
     "decode": (0.0, 0.003, 0.01, 0.03, 0.1, 1.0),
     "visual": (0.0, 0.2, 0.4, 0.8),
 }
-SECONDS: Final = {"mooncake": 600.0, "servegen": 60.0}
-ENGINES: Final = 8
+SECONDS: Final = {"mooncake": 900.0, "servegen": 90.0}
+ENGINES: Final = 4
 LOADS: Final = (0.5, 0.8)
 WORKLOADS: Final = ("mooncake conversation", "mooncake synthetic", "servegen sessions", "servegen lone images")
 

@@ -72,6 +72,7 @@ class Trace:
                     "worker": score.candidate.name,
                     "id": score.candidate.id,
                     "overlap": score.candidate.overlap,
+                    "coming": score.candidate.coming,
                     "held": score.candidate.held,
                     "scored": score.candidate.scored,
                     "terms": score.terms,

@@ -33,8 +33,8 @@ class Weights(msgspec.Struct, frozen=True):
     delays not only its own request but all that come after it, the more so the busier the engines are.
     """
 
-    compute: float = 4.0  # per block of the prompt that the engine would have to compute
-    decode: float = 0.03  # per block that is in use there: each step that decodes reads it
+    compute: float = 6.0  # per block of the prompt that the engine would have to compute
+    decode: float = 0.01  # per block that is in use there: each step that decodes reads it
     visual: float = 0.4  # encoding one visual token, in prompt tokens (vision tower against language model)
 
 
