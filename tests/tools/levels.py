@@ -110,8 +110,9 @@ LARGE_ROOMS = tuple(f"tests/unit/{room}" for room in ("router", "tools", "operat
 # Deployments of their own, which they wait for and break; the other files share one.
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in ("breaks", "failures", "frontend_restart", "renderer"))
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
-# Engines that are real, a chain of pods, and a cluster that is made as the README says.
-NODES = tuple(f"tests/e2e/test_{name}.py" for name in ("tour", "vllm", "disaggregated"))
+# Engines that are real, chains of pods, and a cluster that is made as the README says.
+CHAINS = ("disaggregated", "disaggregated_sglang", "plugin")
+NODES = tuple(f"tests/e2e/test_{name}.py" for name in ("tour", "vllm", *CHAINS))
 REAL = "tests/conformance"
 ROUTED, ENCODED, FIELDS, RENDERER = (
     f"{REAL}/vllm/test_{name}.py" for name in ("routing", "encoders", "fields", "renderer")
