@@ -116,6 +116,9 @@ def simulate(
             run.busy = sum(engine.busy for engine in fleet) / (now * engines)
         if watch is not None:
             watch(now, fleet)
+    for _, kind, which, what in sorted(events):
+        if kind == _TOLD:
+            policy.told(which, *letters[what])  # what was on its way
     run.end = now
     run.encoded = sum(engine.encoded_tokens for engine in fleet)
     run.preemptions = sum(engine.preemptions for engine in fleet)
