@@ -30,7 +30,7 @@ def file_url(path: PurePath) -> str:
 def is_file_refused(status: int, raw: bytes) -> bool:
     """Whether an engine's error is about a file that it was to read: gone, not readable, or not in its folder.
 
-    vLLM 0.32 answers 500 with the system's own words for a file that it cannot read, and to any file when it was started
-    without a folder, 400 for a file outside of it.
+    vLLM 0.32 answers 500 with the system's own words for a file that it cannot read, and to any file when it was
+    started without a folder, 400 for a file outside of it.
     """
     return status in _STATUSES and _REFUSED.search(raw) is not None
