@@ -133,7 +133,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _bytes(env: Mapping[str, str], name: str) -> int:
-    text = env.get(name, "0")
+    text = env.get(name) or "0"
     if not text.isdecimal():
         raise SettingsError(f"{name} is {text!r}, which is no number of bytes")
     return int(text)

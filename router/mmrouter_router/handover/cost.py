@@ -18,7 +18,7 @@ Raw = Literal["file", "bytes"]
 
 FIRST: Final[Mapping[Raw, Line]] = {"file": Line(250e-6, 0.5e-9), "bytes": Line(20e-6, 1.5e-9)}
 """The router's part, seconds and seconds per byte, where nothing was measured."""
-ENGINE: Final[Mapping[Raw, Line]] = {"file": Line(100e-6, 0.4e-9), "bytes": Line(0.0, 6e-9)}
+ENGINE: Final[Mapping[Raw, Line]] = {"file": Line(200e-6, 1e-9), "bytes": Line(0.0, 8e-9)}
 """The engine's part: opening and reading a file; reading a body, its JSON and base64."""
 FEW_TOKENS: Final = 16
 """A renderer is not asked for fewer visual tokens: there is nothing to spare."""

@@ -78,12 +78,22 @@ def test_a_bad_resource_is_named_by_its_field(config, said):
         ("MMROUTER_DISCOVERY", "kubernetes", "KUBERNETES_SERVICE_HOST is not set"),
         ("MMROUTER_DRAIN_SECONDS", "soon", "MMROUTER_DRAIN_SECONDS is 'soon'"),
         ("MMROUTER_DRAIN_SECONDS", "-1", "MMROUTER_DRAIN_SECONDS is '-1'"),
+        ("MMROUTER_SHARED_LIMIT_BYTES", "1Gi", "MMROUTER_SHARED_LIMIT_BYTES is '1Gi'"),
     ],
 )
 def test_a_variable_that_cannot_be_is_named(said, monkeypatch, name, value, sentence):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv(name, value)
     assert sentence in said()
+
+
+def test_the_folder_of_the_node_and_the_node_are_told_by_the_pod(config):
+    told = {"NODE_NAME": "n-1", "MMROUTER_SHARED_DIR": "/shared", "MMROUTER_SHARED_LIMIT_BYTES": "1024"}
+    settings = load({"MMROUTER_CONFIG": str(config), "POD_UID": "u", **told, "MMROUTER_HANDOVER": "always"})
+    assert (settings.node, str(settings.shared_dir), settings.shared_limit_bytes) == ("n-1", "/shared", 1024)
+    assert settings.always_hand_over
+    without = load({"MMROUTER_CONFIG": str(config), "POD_UID": "u", "MMROUTER_SHARED_LIMIT_BYTES": ""})
+    assert (without.shared_dir, without.always_hand_over) == (None, False)
 
 
 @pytest.mark.parametrize(
