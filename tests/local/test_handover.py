@@ -231,7 +231,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_what_breaks_is_counted_and_the_request_succeeds(
+def test_case_61_of_the_field_what_breaks_is_counted_and_the_request_succeeds(
     second: Second, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     break_it, way, reason, instead = BROKEN[broken]

@@ -248,7 +248,7 @@ async def test_a_large_image_is_a_file_while_the_engine_reads_it_and_gone_when_i
     assert second["instead_of"] == [{"how": "file", "reason": "bytes_cheaper"}]
 
 
-async def test_an_engine_that_cannot_read_a_file_gets_the_bytes_and_the_request_succeeds(rig):
+async def test_case_61_of_the_field_an_engine_that_cannot_read_a_file_gets_the_bytes_and_the_request_succeeds(rig):
     rig.answers = [(500, GONE), (200, b"ok")]
     answer = await rig.send(LARGE)
     assert (answer.status, rig.got) == (200, [[b"\0" * LARGE], ["bytes"]])
@@ -310,7 +310,7 @@ async def test_an_engine_of_another_node_gets_bytes(tmp_path):
     assert rig.counted() == {("file", "other_node"): 1, ("bytes", ""): 1}
 
 
-async def test_a_lost_engine_and_a_client_that_leaves_leave_no_file(rig):
+async def test_case_65_of_the_field_a_client_that_leaves_and_a_lost_engine_leave_no_file(rig):
     rig.answers = [UpstreamError("gone", sent=True)]
     with pytest.raises(UpstreamError):
         await rig.send(LARGE)
@@ -331,7 +331,7 @@ async def test_a_lost_engine_and_a_client_that_leaves_leave_no_file(rig):
     assert ("file", "") not in rig.counted()
 
 
-async def test_a_client_that_leaves_while_its_file_is_written_leaves_no_file(rig):
+async def test_case_65_of_the_field_a_client_that_leaves_while_its_file_is_written_leaves_no_file(rig):
     task = asyncio.create_task(rig.send(LARGE * 4))
     await asyncio.sleep(0)  # the thread has it now
     task.cancel()
