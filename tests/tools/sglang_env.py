@@ -21,21 +21,16 @@ from vllm_env import (
     SITE_FILE,
     TORCH,
     CannotMakeError,
-    FailedError,
     cache_dir,
     digest,
     main,
     make,
-    note,
     run,
     wheel_folders,
 )
 
 SGLANG = "0.5.23"
 TRANSFORMERS = "5.19.0"  # part of the identity of an image (docs/exactness.md), so it never floats
-MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
-"""By it a prefill engine hands KV blocks to a decode engine; over TCP it needs no device."""
-IBVERBS = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 STUBS = Path(__file__).with_name("sglang_stubs")
 # What the wheel asks for, less what needs CUDA. Versions are those of its own pins.
 REQUIREMENTS = (
@@ -86,39 +81,5 @@ def build(env: Path) -> None:
         raise CannotMakeError(f"the environment holds SGLang {version!r}, not {SGLANG}")
 
 
-def additions() -> str:
-    """Return a digest of what is put into an environment that is there."""
-    return digest(MOONCAKE, *IBVERBS, inspect.getsource(add), inspect.getsource(with_ibverbs))
-
-
-def add(env: Path) -> None:
-    """Put Mooncake into an environment. Where its library cannot be had either, engines run, and none in pairs."""
-    python = str(env / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    run([*pip, MOONCAKE], "pip install of Mooncake")
-    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
-    loads = [python, "-c", "import mooncake.engine"]
-    try:
-        run(loads, "import of mooncake")
-    except FailedError:
-        try:
-            with_ibverbs(site / "mooncake_transfer_engine_non_cuda.libs")
-            run(loads, "import of mooncake")
-        except FailedError as error:
-            note(f"no pairs of SGLang: {error}")
-
-
-def with_ibverbs(folder: Path) -> None:
-    """Put a library that Mooncake names and that TCP needs nothing of where its wheel looks first: Debian's."""
-    with tempfile.TemporaryDirectory(prefix="mmrouter-ibverbs-") as made:
-        run(["sh", "-c", f"cd {made} && apt-get download {' '.join(IBVERBS)}"], "apt-get download of libibverbs")
-        for package in sorted(Path(made).glob("*.deb")):
-            run(["dpkg-deb", "-x", str(package), made], "dpkg-deb")
-        for name in ("libibverbs.so.1", "libnl-3.so.200", "libnl-route-3.so.200"):
-            for found in Path(made).rglob(name):
-                shutil.copyfile(found, folder / name)
-
-
 if __name__ == "__main__":
-    maker = partial(make, recipe=recipe(), build=build, more=(additions(), add))
-    sys.exit(main("the environment of the real SGLang", env_dir(), maker))
+    sys.exit(main("the environment of the real SGLang", env_dir(), partial(make, recipe=recipe(), build=build)))

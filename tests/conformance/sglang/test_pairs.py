@@ -1,0 +1,124 @@
+"""A real prefill and a real decode engine of SGLang, which hand KV blocks over by Mooncake.
+
+It takes an environment whose PyTorch has devices: 0.5.23 pins memory and records events of CUDA when it sends blocks by
+Mooncake, and tells NIXL that its cache is a device's, which NIXL refuses where it is a CPU's. Without one the wire is
+compared alone (``test_wire.py``).
+"""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conformance.rig import BLOCK_SIZE, START_SECONDS, require_memory, sglang_args
+from local.chains import MEDIA, decided
+from local.rig import Deployment, running, wait_for
+from local.test_scenarios import Folder, web
+from scenarios import SCENARIOS, Chat, Scenario, title
+
+__all__ = ["web"]
+
+REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
+IMAGE = "example.invalid/sglang:0.5.23"  # there is no default one for CPUs; processes need none
+PROVE_SECONDS = 120.0
+SENDS = """
+import torch
+torch.empty(1, pin_memory=True)
+torch.cuda.Event().record(torch.cuda.current_stream())
+import mooncake.engine
+"""
+"""What the sending engine does first (``send_kv_chunk`` of 0.5.23)."""
+
+
+def resource(model_dir: Path) -> dict[str, Any]:
+    env = [{"name": key, "value": value} for key, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items()]
+
+    def pool(role: str) -> dict[str, Any]:
+        return {
+            "name": role,
+            "role": role,
+            "replicas": 1,
+            "accelerator": {"kind": "cpu"},
+            "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
+        }
+
+    return {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": "demo"},
+        "spec": {
+            "model": {"id": REPOSITORY, "volume": {"hostPath": {"path": str(model_dir)}}},
+            "engine": {
+                "type": "sglang",
+                "image": IMAGE,
+                "blockSize": BLOCK_SIZE,
+                "kvConnector": {"transferBackend": "mooncake_tcp"},
+                "args": sglang_args(),
+            },
+            "frontend": {"replicas": 1, "service": {"port": 8000}},
+            "routing": {"media": MEDIA},
+            "pools": [pool("prefill"), pool("decode")],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(
+    sglang_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    require_memory()
+    tried = subprocess.run([str(sglang_env / "bin" / "python"), "-c", SENDS], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"not run: what SGLang does to send blocks fails here: {tried.stderr.strip().splitlines()[-1]}")
+    file = tmp_path_factory.mktemp("pairs") / "deployment.yaml"
+    file.write_text(yaml.safe_dump(resource(shrunk(REPOSITORY))))
+    with running(file, "--engines", "path", "--engine-env", str(sglang_env), start_seconds=START_SECONDS) as deployment:
+        wait_for(lambda: proved(deployment), PROVE_SECONDS, "both engines are verified by their half of an answer")
+        yield deployment
+
+
+def proved(deployment: Deployment) -> bool:
+    standings = {(worker["role"], worker["standing"]) for worker in deployment.state()["workers"]}
+    return standings == {("prefill", "verified"), ("decode", "verified")}
+
+
+@pytest.fixture
+def chat(pair: Deployment) -> Iterator[Chat]:
+    with ExitStack() as stack:
+        control = stack.enter_context(pair.control())
+        yield Chat("demo", stack.enter_context(pair.client()), [control])
+
+
+def test_the_gate_passes(pair: Deployment) -> None:
+    done = pair.mmrouter("verify", pair.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicted(pair: Deployment, chat: Chat) -> None:
+    question = "What is to be seen here, and what of it is in the middle? " * 4
+    first = decided(pair, chat, chat.image("one"), question)
+    again = decided(pair, chat, chat.image("one"), question)
+    roles = {worker["name"]: worker["role"] for worker in pair.state()["workers"]}
+    assert (roles[again["worker"]], roles[again["answers"]], again["form"]) == ("prefill", "decode", "prefill-decode")
+    assert [(note["stage"], note["outcome"]) for note in again["chain"]] == [
+        ("prefill", "done"),
+        ("answer", "first_byte"),
+    ]
+    assert again["exactness"] == "exact"
+    assert again["overlap"] == len(again["keys"]) > first["overlap"]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
+    scenario(chat, web)
+
+
+def test_a_streamed_answer_is_the_whole_one(chat: Chat) -> None:
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 8, "temperature": 0}
+    messages = chat.messages(chat.image("streamed"), "what?")
+    whole = chat.client.chat.completions.create(messages=messages, **asked).choices[0].message.content
+    stream = chat.client.chat.completions.create(messages=messages, stream=True, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == whole
