@@ -25,7 +25,7 @@ from mmrouter_router.exchange import Exchange
 from mmrouter_router.feeds import Feed, FeedSilentError
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.forward import Forwarder
-from mmrouter_router.handover import ByBytes, Delivery, HandOver, handover_of
+from mmrouter_router.handover import ByBytes, Delivery, handover_of
 from mmrouter_router.intake import Limits
 from mmrouter_router.learning import Learning
 from mmrouter_router.media import MediaResolver
@@ -252,13 +252,12 @@ class Router:
                     tasks.create_task(self.sampler.run(), name="parity"),
                     tasks.create_task(self.renderer.run(), name="renderers"),
                     tasks.create_task(self.probes.run(), name="probes"),
-                    tasks.create_task(self._compare_renderings(self.render_sampler), name="renderings"),
-                    tasks.create_task(self._encode(self.encoding), name="encoders"),
-                    tasks.create_task(self._list_encoders(self.encoder_list), name="encoder list"),
-                    tasks.create_task(self._hand_over(self.handover), name="hand-overs"),
-                    tasks.create_task(self._learn(self.learning), name="learning"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
+                some = (self.render_sampler, self.encoding, self.encoder_list, self.handover, self.learning)
+                for part in some:  # those that this deployment has
+                    if part is not None:
+                        background.append(tasks.create_task(part.run(), name=type(part).__name__))
                 await serve(clients, others, self.leaving)
                 for task in [*background, *self._canaries.values(), *(task for _, task in self._feeds.values())]:
                     task.cancel()
@@ -319,26 +318,6 @@ class Router:
         self.sampler.offer(trace)
         if self.render_sampler is not None:
             self.render_sampler.offer(trace, prepared, lambda: outgoing.plain)
-
-    async def _compare_renderings(self, sampler: RenderSampler | None) -> None:
-        if sampler is not None:
-            await sampler.run()
-
-    async def _encode(self, encoding: Encoding | None) -> None:
-        if encoding is not None:
-            await encoding.run()
-
-    async def _hand_over(self, handover: HandOver | None) -> None:
-        if handover is not None:
-            await handover.run()
-
-    async def _list_encoders(self, encoder_list: EncoderList | None) -> None:
-        if encoder_list is not None:
-            await encoder_list.run()
-
-    async def _learn(self, learning: Learning | None) -> None:
-        if learning is not None:
-            await learning.run()
 
     async def _recall(self, learning: Learning | None) -> None:
         while learning is not None:
