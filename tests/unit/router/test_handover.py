@@ -310,6 +310,17 @@ async def test_an_engine_of_another_node_gets_bytes(tmp_path):
     assert rig.counted() == {("file", "other_node"): 1, ("bytes", ""): 1}
 
 
+async def test_the_next_engine_after_a_lost_one_is_planned_for_anew(rig):
+    rig.answers = [UpstreamError("gone", sent=True)]
+    parcel = rig.parcel(LARGE)
+    with pytest.raises(UpstreamError):
+        await rig.handover.send(parcel, rig.post, rig.told)
+    elsewhere = rig.handover._fleet.join(Member("v", "w-1", "127.0.0.2", "worker", "worker", "m"))
+    await rig.handover.send(Parcel(elsewhere, parcel.outgoing, parcel.fields), rig.post, rig.told)
+    assert rig.got == [[b"\0" * LARGE], ["bytes"]]
+    assert [(one["engine"], one["how"]) for one in rig.told] == [("w-0", "file"), ("w-1", "bytes")]
+
+
 async def test_case_65_of_the_field_a_client_that_leaves_and_a_lost_engine_leave_no_file(rig):
     rig.answers = [UpstreamError("gone", sent=True)]
     with pytest.raises(UpstreamError):
