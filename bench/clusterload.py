@@ -63,6 +63,7 @@ class Load:
     asks: tuple[Ask, ...]
     counted_from: float  # seconds; before it caches fill
     reusable: float  # share of counted prompt tokens that one cache as large as all together would have
+    alone: tuple[float, ...]  # seconds of each counted prompt on an idle engine that has all of these
 
 
 def mooncake(folder: Path, name: str, engines: int, share: float, window: float, machine: Machine) -> Load:
@@ -223,13 +224,16 @@ def _stretched(
     moved = tuple(_moved(ask, ask.at * factor) for ask in asks)
     begin = warm * moved[-1].at
     seen, hits, all_tokens = _Shared(block_size, engines, machine), 0, 0
+    alone = []
     for ask in moved:
         hit = seen.hit(ask)
         if ask.at >= begin:
             hits, all_tokens = hits + hit, all_tokens + ask.tokens
+            visual = sum(m.length for m in ask.media if m.end > hit)
+            alone.append((ask.tokens - hit) / machine.prefill_rate + visual * machine.encode_seconds)
     if not math.isfinite(factor) or not all_tokens:
         raise ValueError(f"{name}: nothing to count")
-    return Load(name, block_size, moved, begin, hits / all_tokens)
+    return Load(name, block_size, moved, begin, hits / all_tokens, tuple(alone))
 
 
 def _moved(ask: Ask, at: float) -> Ask:

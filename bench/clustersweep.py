@@ -62,4 +62,4 @@ def _runs(tried: Sequence[tuple[str, Weights]]) -> list[tuple[str, Weights]]:
 
 def _job(job: tuple[Case, str, Path, Weights]) -> Outcome:
     case, policy, traces, weights = job
-    return outcome(case, policy, traces, SECONDS[case.workload.partition(" ")[0]], weights)[0]
+    return outcome(case, policy, traces, SECONDS[case.workload.partition(" ")[0]], weights)

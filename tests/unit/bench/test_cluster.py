@@ -234,6 +234,8 @@ def test_the_feed_costs_few_of_the_oracles_hits_and_no_policy_beats_both():
     assert hits["ours"] >= 0.97 * hits["oracle"]
     assert hits["oracle"] > hits["dynamo"] > hits["turns"]
     assert hits["oracle"] <= load.reusable + 0.01
+    assert len(load.alone) == len(runs["ours"].seconds)
+    assert sum(load.alone) < sum(runs["oracle"].seconds)
 
 
 def ask(number, blocks, at=0.0, output=4):
