@@ -13,7 +13,10 @@ from rich.console import Console
 from bench import cluster, clustersweep, report, rows
 from bench.peers.environment import MODE, MODES
 
-NAMES = ("cluster", "decision", "encoders", "handover", "ingest", "media", "prompt", "proxy", "tracing")
+NAMES = (
+    *("cluster", "connections", "decision", "encoders", "handover", "ingest", "media", "memory", "prompt", "proxy"),
+    *("requests", "restart", "tracing"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
