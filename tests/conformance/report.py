@@ -179,6 +179,12 @@ The identities *learned* are those that a router learned from the engine's event
 row is of an engine behind the product's router and sidecar, and its blocks are those in the engine's replayed events,
 each once, under the prompts that were sent.
 
+What several engines do together has no row, because its blocks are those of one engine whatever it came by them. A
+stock vLLM encoder, prefill and decode engine pass the gate behind one router, lose a prefill and a decode engine under
+way, and give the answers of one engine alone (`tests/conformance/vllm/test_disaggregated.py`). The ten scenarios also
+pass in each mode of `routing.transfer`, with a real renderer and our plugin in `shm` and `nixl`
+(`tests/conformance/vllm/test_transfer.py`).
+
 SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
 (`tests/tools/sglang_stubs`) in which everything raises that is called and not written out.
 """

@@ -6,27 +6,21 @@ index must equal what an independent reader makes of the engines' own event hist
 
 import json
 import threading
-from collections import Counter
 from pathlib import Path
 
 import openai
 import pytest
 import yaml
-import zmq
+from conformance.history import History
 from conformance.pictures import image_part, picture
 from conformance.rig import ONE_PROCESS, engine_args, require_memory
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
 from local.rig import Deployment, running, wait_for
 
-from mmrouter.blocks import chain, namespace_seed
-from mmrouter.engines.events import Cleared, Removed, Stored
-from mmrouter.engines.vllm import decode_batch
-
 BLOCK = 32
 CACHE_BLOCKS = 290  # the longest context and little more
 REPOSITORIES = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen3-VL-2B-Instruct")
-END = b"\xff" * 8
 
 
 def resource(name: str, repository: str, model_dir: Path) -> dict:
@@ -212,7 +206,7 @@ def test_concurrent_identical_requests_eviction_and_restore_leave_index_and_engi
                 thread.join()
     compared, evicted, copies = 0, 0, 0
     for worker in deployment.state()["workers"]:
-        truth = History(deployment, worker["ip"])
+        truth = History(deployment, worker["ip"], deployment.repository)
         for number in range(2):
             wait_for(
                 lambda t=truth, n=number, u=worker["uid"]: t.keys() == set(deployment.keys(u, n)["keys"]["0"]),
@@ -225,55 +219,3 @@ def test_concurrent_identical_requests_eviction_and_restore_leave_index_and_engi
     record(f"routing {deployment.name}: keys held at the end, removals seen", (compared, evicted))
     assert evicted > 50
     assert copies > len(deployment.state()["workers"])  # some block had two physical copies at once
-
-
-class History:
-    """What an engine holds, from its own replayed events alone: hash -> number of physical copies."""
-
-    def __init__(self, deployment: Deployment, ip: str) -> None:
-        self._ip = ip
-        environment = next(iter(deployment.processes("router").values())).environ()
-        key = Path(environment["MMROUTER_CONFIG"], "secrets", "identity.key").read_bytes()
-        self._seed = namespace_seed(key, model=deployment.repository, revision=_revision(environment))
-        self.removed = self.most_copies = 0
-
-    def keys(self) -> set[str]:
-        copies: Counter[int] = Counter()
-        key_of: dict[int, int] = {}
-        self.removed = 0
-        for payload in _replay(self._ip):
-            for event in decode_batch(payload).events:
-                match event:
-                    case Stored():
-                        parent = self._seed if event.parent is None else key_of[event.parent]
-                        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-                        key_of.update(zip(event.hashes, keys, strict=True))
-                        copies.update(event.hashes)
-                        self.most_copies = max(self.most_copies, *copies.values())
-                    case Removed():
-                        copies.subtract(event.hashes)
-                        self.removed += len(event.hashes)
-                    case Cleared():
-                        copies.clear()
-        assert min(copies.values()) >= 0
-        return {f"{key_of[block]:016x}" for block, count in copies.items() if count}
-
-
-def _revision(environment: dict[str, str]) -> str:
-    spec = json.loads(Path(environment["MMROUTER_CONFIG"], "deployment.json").read_text())["spec"]
-    return spec["model"].get("revision", "main")
-
-
-def _replay(ip: str) -> list[bytes]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.connect(f"tcp://{ip}:5657")
-        dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-        payloads = []
-        while dealer.poll(10_000):
-            parts = dealer.recv_multipart()
-            if parts[-2] == END:
-                return payloads
-            payloads.append(parts[-1])
-    pytest.fail(f"the engine at {ip} did not replay its events")

@@ -1,0 +1,272 @@
+"""A real encoder, prefill and decode engine: what one hands over is what the next one uses, and all is exact as ever.
+
+All are stock vLLM. Blocks travel by NIXL, embeddings in files of a folder that the engines share, because on a CPU
+vLLM's other connectors for them do not run.
+"""
+
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conformance.engines import pods
+from conformance.history import History
+from conformance.resources import BLOCK, REPOSITORY, pool, resource
+from conformance.rig import require_memory
+from local.rig import Deployment, running, wait_for
+from openai.types.chat import ChatCompletion
+from scenarios import Chat
+
+Messages = list[dict[str, Any]]
+
+LONG = 128
+"""Tokens of a prompt that have to be computed for it to go to the prefill engine."""
+CACHE_BLOCKS = 290  # the longest context and little more
+TOKENS, FAILED = "vllm:prompt_tokens_by_source_total", "vllm:nixl_num_failed_transfers_total"
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+VERY_LONG = "It tells of those who sail. " * 900
+TRIES = 17
+"""Of requests that are faster where they are decoded, one in 16 goes to the prefill engine all the same."""
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    require_memory(engines=3)
+    file = tmp_path_factory.mktemp("disaggregated") / "deployment.yaml"
+    pools = [pool(role) for role in ("encoder", "prefill", "decode")]
+    args = [f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
+    file.write_text(yaml.safe_dump(resource(shrunk(REPOSITORY), pools, args=args, minPrefillTokens=LONG)))
+    with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def chat(deployment: Deployment) -> Iterator[Chat]:
+    with ExitStack() as stack:
+        control = stack.enter_context(deployment.control())
+        yield Chat("demo", stack.enter_context(deployment.client(max_retries=0)), [control])
+
+
+def decided(deployment: Deployment, chat: Chat, messages: Messages) -> tuple[dict[str, Any], ChatCompletion]:
+    """Send a chat and return its decision and its answer."""
+    raw = chat.client.chat.completions.with_raw_response.create(
+        model="demo", messages=messages, max_tokens=8, temperature=0
+    )
+    with deployment.control() as control:
+        found = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").raise_for_status().json()
+    return found, raw.parse()
+
+
+def stages(decision: dict[str, Any]) -> dict[str, str]:
+    return {note["stage"]: note["outcome"] for note in decision["chain"]}
+
+
+def apart(
+    deployment: Deployment, chat: Chat, ask: Callable[[Chat], Messages]
+) -> tuple[Messages, dict[str, Any], ChatCompletion]:
+    """Send new prompts until the prefill engine computed one; return that one, its decision and its answer."""
+    for _ in range(TRIES):
+        messages = ask(fresh(chat))
+        decision, answer = decided(deployment, chat, messages)
+        if stages(decision)["prefill"] == "done":
+            return messages, decision, answer
+        assert stages(decision)["prefill"] == "slower"
+    pytest.fail("no prompt went to the prefill engine")
+
+
+def fresh(chat: Chat) -> Chat:
+    """Return the same with pictures and texts that nobody has sent."""
+    return replace(chat, nonce=secrets.token_hex(8))
+
+
+def long_text(chat: Chat) -> Messages:
+    asked: Messages = chat.messages("The chronicle tells of a harbour and of those who sail from it. " * 8)
+    return asked
+
+
+def test_the_gate_passes(deployment: Deployment) -> None:
+    done = deployment.mmrouter("verify", deployment.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_token_of_a_prompt_is_computed_once_by_the_prefill_engine_and_fetched(
+    deployment: Deployment, chat: Chat
+) -> None:
+    engines = pods(deployment)
+    before: dict[tuple[str, str], float] = {}
+
+    def counts() -> dict[tuple[str, str], float]:
+        names = [
+            (role, source) for role in ("prefill", "decode") for source in ("local_compute", "external_kv_transfer")
+        ]
+        return {(role, source): engines[role].value(TOKENS, source=source) for role, source in names}
+
+    def noted(chat: Chat) -> Messages:
+        before.update(counts())
+        return long_text(chat)
+
+    _, decision, answer = apart(deployment, chat, noted)
+    assert stages(decision) == {"prefill": "done", "answer": "first_byte"}
+    tokens = answer.usage.prompt_tokens if answer.usage else 0
+    assert {name: count - before[name] for name, count in counts().items()} == {
+        ("prefill", "local_compute"): tokens,
+        ("prefill", "external_kv_transfer"): 0,
+        ("decode", "local_compute"): 0,
+        ("decode", "external_kv_transfer"): tokens,
+    }
+    assert engines["decode"].value(FAILED) == 0
+
+
+def test_what_a_transfer_costs_is_measured(
+    deployment: Deployment, chat: Chat, record: Callable[[str, Any], None]
+) -> None:
+    """Time to the first token on idle engines, the best of three: what a prefill engine has to be worth at least."""
+    engines = pods(deployment)
+    seconds: dict[str, list[float]] = {"whole": [], "apart": []}
+    tokens = 0
+    for _ in range(3):
+        for way, found in seconds.items():
+            asked = {"model": "demo", "max_tokens": 1, "messages": fresh(chat).messages(VERY_LONG)}
+            began = time.monotonic()
+            if way == "apart":
+                left = engines["prefill"].ask({**asked, "kv_transfer_params": REMOTE_DECODE}).raise_for_status().json()
+                asked["kv_transfer_params"] = left["kv_transfer_params"]
+            answer = engines["decode"].ask(asked).raise_for_status().json()
+            found.append(time.monotonic() - began)
+            tokens = answer["usage"]["prompt_tokens"]
+    best = {way: round(min(found), 3) for way, found in seconds.items()}
+    record(f"disaggregated: seconds to the first token of a prompt of {tokens} tokens", best)
+    assert tokens > 5000
+
+
+def test_answers_are_the_same_whoever_encodes_and_computes(deployment: Deployment, chat: Chat) -> None:
+    messages, decision, answer = apart(deployment, chat, lambda chat: chat.messages(chat.image("c"), "what?"))
+    assert stages(decision) == {"encode": "done", "prefill": "done", "answer": "first_byte"}
+    assert answer.usage is not None
+    # Without an identity of ours an engine takes the image for another one, which nobody encoded or computed for it.
+    alone = pods(deployment)["prefill"].ask({"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0})
+    assert alone.json()["choices"][0]["message"]["content"] == answer.choices[0].message.content
+    assert alone.json()["usage"]["prompt_tokens_details"]["cached_tokens"] < answer.usage.prompt_tokens - BLOCK
+
+
+def test_images_that_swap_places_share_the_text_before_them_and_no_block_of_theirs(
+    deployment: Deployment, chat: Chat
+) -> None:
+    # Long enough that the last image lies in complete blocks: then a repeat needs no encoder.
+    question = "What is to be seen in these two pictures, and in which of them is more of it? " * 4
+    a, b = chat.image("a"), chat.image("b")
+    asked, decision, _ = apart(deployment, chat, lambda chat: chat.messages(a, b, question))
+    encode = decision["chain"][0]
+    assert (encode["stage"], encode["outcome"]) in {("encode", "done"), ("encode", "held")}
+    text, first, second, last = asked[0]["content"]
+    swapped, answer = decided(deployment, chat, [{"role": "user", "content": [text, second, first, last]}])
+    assert swapped["exactness"] == "exact"
+    assert swapped["overlap"] <= swapped["images"][0]["offset"] // BLOCK
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) <= swapped["images"][0]["offset"]
+
+
+def test_a_short_prompt_and_a_cached_one_are_computed_where_they_are_decoded(
+    deployment: Deployment, chat: Chat
+) -> None:
+    short, _ = decided(deployment, chat, [{"role": "user", "content": "What is a harbour?"}])
+    assert stages(short) == {"prefill": "short", "answer": "first_byte"}
+    messages, _, _ = apart(deployment, chat, long_text)
+    again, answer = decided(deployment, chat, messages)
+    assert stages(again) == {"prefill": "short", "answer": "first_byte"}
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - BLOCK
+
+
+def test_the_index_is_what_both_engines_hold_fetched_blocks_among_it(deployment: Deployment) -> None:
+    engines = pods(deployment)
+    held = {}
+    for role in ("prefill", "decode"):
+        engine, truth = engines[role], History(deployment, engines[role].ip, REPOSITORY)
+        wait_for(
+            lambda e=engine, t=truth: t.keys() == set(deployment.keys(e.uid)["keys"]["0"]),
+            10,
+            f"the frontend and the {role} engine agree",
+        )
+        held[role] = truth.keys()
+    assert held["decode"]
+    assert held["prefill"]
+
+
+# What follows ends engines, and so comes last, in this order.
+
+
+def test_a_prefill_engine_that_is_killed_while_it_computes_costs_no_request_and_no_block_of_the_decode_engine(
+    deployment: Deployment, chat: Chat, record: Callable[[str, Any], None]
+) -> None:
+    engines = pods(deployment)
+    prefill, decode = engines["prefill"], engines["decode"]
+    question = {"model": "demo", "max_tokens": 4, "temperature": 0}
+    asked = {**question, "messages": fresh(chat).messages("It tells of those who sail. " * 120), "max_tokens": 1}
+    left = prefill.ask({**asked, "kv_transfer_params": REMOTE_DECODE}).raise_for_status().json()
+    found: list[tuple[dict[str, Any], ChatCompletion]] = []
+
+    def computing() -> bool:
+        return any(worker["uid"] == prefill.uid and worker["in_flight"] for worker in deployment.state()["workers"])
+
+    def caught() -> bool:
+        """Send a prompt that takes long, and end the engine while it computes it, if it is given the prompt at all."""
+        found.clear()
+        messages = fresh(chat).messages(VERY_LONG)
+        sending = threading.Thread(target=lambda: found.append(decided(deployment, chat, messages)))
+        sending.start()
+        while sending.is_alive() and not computing():
+            pass
+        prefill.signal(signal.SIGSTOP)  # what is in flight now stays so
+        hit = computing()
+        prefill.signal(signal.SIGKILL if hit else signal.SIGCONT)
+        sending.join()
+        return hit
+
+    assert any(caught() for _ in range(TRIES))
+    ((decision, answer),) = found
+    assert stages(decision)["prefill"] == "engine_lost"
+    assert (answer.usage and answer.usage.completion_tokens) == 8
+    # Case 64, for blocks: reads fail for more blocks than the cache has, and each prompt is computed all the same.
+    failed = decode.value(FAILED)
+    blocks = left["usage"]["prompt_tokens"] // BLOCK * 100 // 120
+    for number in range(CACHE_BLOCKS // blocks + 3):
+        # Never longer than what it names: a request for more blocks than there were ends the engine (0.32).
+        messages = fresh(chat).messages("It tells of those who sail. " * 100)
+        told = {**question, "messages": messages, "kv_transfer_params": left["kv_transfer_params"]}
+        answered = decode.ask(told)
+        assert answered.status_code == 200, (number, answered.text)
+    assert decode.value("vllm:kv_cache_usage_perc") == decode.value("vllm:num_requests_running") == 0
+    record("disaggregated: reads of blocks that failed", decode.value(FAILED) - failed)
+    assert (decode.value(FAILED) - failed) * blocks > CACHE_BLOCKS
+
+
+def test_without_a_decode_engine_the_prefill_engine_answers_with_what_the_encoder_made(
+    deployment: Deployment, chat: Chat
+) -> None:
+    # A pod that is not ready is not known at all.
+    wait_for(lambda: "prefill" in pods(deployment) and deployment.settled(), 300, "the prefill engine is back")
+    pods(deployment)["decode"].signal(signal.SIGKILL)
+
+    def simpler() -> tuple[dict[str, Any], Messages, ChatCompletion] | None:
+        other = fresh(chat)
+        messages = other.messages(other.image("d"), "what?")
+        decision, answer = decided(deployment, chat, messages)
+        return (decision, messages, answer) if "no_decode" in decision["degraded"] else None
+
+    decision, messages, answer = wait_for(simpler, 30, "a request is served without the decode engine")
+    assert decision["form"] == "encode-whole"
+    assert stages(decision) == {"encode": "done", "answer": "first_byte"}
+    alone = pods(deployment)["prefill"].ask({"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0})
+    assert alone.json()["choices"][0]["message"]["content"] == answer.choices[0].message.content
