@@ -123,7 +123,7 @@ class Forwarder:
     # -- one attempt: a reply, or why there has to be another one ----------------------------------------------------
 
     def _place(self, call: Call, past: Past) -> Placed:
-        shape = self._stages.form() if self._stages is not None else WHOLE
+        shape = self._stages.form(past.tried) if self._stages is not None else WHOLE
         with stage("schedule") as told:
             computes: Decision | None = None
             try:

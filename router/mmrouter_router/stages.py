@@ -6,7 +6,7 @@ itself. What was gone without, and why, stands in the request's trace and in a m
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -101,12 +101,18 @@ class Stages:
         self._answering = (self._pools & alone) or frozenset({"worker"})
         self._whole = Form(self._answering)
 
-    def form(self) -> Form:
-        """Return the stages that the pods can serve now. Roles that answer are in it even when no pod of theirs can."""
+    def form(self, tried: Collection[str] = ()) -> Form:
+        """Return the stages that the pods can serve now. Roles that answer are in it even when no pod of theirs can.
+
+        ``tried``: uids of pods that failed the request at hand. Of vLLM they are down before their sidecars say so,
+        so that the only decode engine's death leaves the request to those that prefill.
+        """
         if self._plain:
             return self._whole
         layouts: dict[str, set[str]] = {}
         for worker in self._fleet:
+            if self._engine == "vllm" and worker.member.uid in tried:
+                continue
             # SGLang's engines ask the encoders themselves: whoever is up may be asked.
             asked = self._engine == "sglang" and worker.serving
             if asked if worker.member.role == "encoder" else self._placer.able(worker):

@@ -230,6 +230,17 @@ async def test_a_pool_without_a_pod_is_gone_without():
     assert (shape.name, shape.degraded) == ("whole", ("no_prefill", "no_encoder"))
 
 
+async def test_a_pod_that_failed_the_request_is_gone_without_before_anybody_says_that_it_is_down():
+    rig = Staging("prefill", "decode")
+    rig.engine("prefill", "p1")
+    decode = rig.engine("decode", "d1")
+    assert rig.stages.form().answers == {"decode"}
+    again = rig.stages.form({decode.member.uid})
+    assert (again.answers, again.prefills, again.degraded) == ({"prefill"}, False, ("no_decode",))
+    rig.engine("decode", "d2")
+    assert rig.stages.form({decode.member.uid}).answers == {"decode"}
+
+
 async def test_a_request_that_is_given_up_leaves_nothing_booked():
     rig = Staging("prefill", "decode")
     prefill = rig.engine("prefill", "p1")
