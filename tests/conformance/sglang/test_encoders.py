@@ -1,0 +1,118 @@
+"""Real encoders of SGLang and a real engine that asks them through its sidecar."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from conformance.rig import BLOCK_SIZE, START_SECONDS, require_memory, sglang_args
+from local.chains import decided
+from local.rig import Deployment, running, wait_for
+from scenarios import Chat
+
+REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
+IMAGE = "example.invalid/sglang:0.5.23"
+PROVE_SECONDS, LEARN_SECONDS = 120.0, 60.0
+
+
+def resource(model_dir: Path) -> dict[str, Any]:
+    env = [{"name": key, "value": value} for key, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items()]
+
+    def pool(role: str, replicas: int) -> dict[str, Any]:
+        return {
+            "name": role,
+            "role": role,
+            "replicas": replicas,
+            "accelerator": {"kind": "cpu"},
+            "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
+        }
+
+    return {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": "demo"},
+        "spec": {
+            "model": {"id": REPOSITORY, "volume": {"hostPath": {"path": str(model_dir)}}},
+            "engine": {"type": "sglang", "image": IMAGE, "blockSize": BLOCK_SIZE, "args": sglang_args()},
+            "frontend": {"replicas": 1, "service": {"port": 8000}},
+            "pools": [pool("encoder", 2), pool("worker", 1)],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    sglang_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    require_memory()
+    file = tmp_path_factory.mktemp("encoders") / "deployment.yaml"
+    file.write_text(yaml.safe_dump(resource(shrunk(REPOSITORY))))
+    with running(file, "--engines", "path", "--engine-env", str(sglang_env), start_seconds=START_SECONDS) as deployment:
+        wait_for(lambda: proved(deployment), PROVE_SECONDS, "the engine is verified: its images were encoded")
+        yield deployment
+
+
+def proved(deployment: Deployment) -> bool:
+    return {w["standing"] for w in deployment.state()["workers"] if w["role"] == "worker"} == {"verified"}
+
+
+@pytest.fixture
+def chat(deployment: Deployment) -> Iterator[Chat]:
+    with ExitStack() as stack:
+        control = stack.enter_context(deployment.control())
+        yield Chat("demo", stack.enter_context(deployment.client()), [control])
+
+
+def counted(deployment: Deployment, name: str) -> dict[str, float]:
+    """Encoder -> one of its counters."""
+    found = {}
+    for worker in deployment.state()["workers"]:
+        if worker["role"] == "encoder":
+            text = httpx.get(f"http://{worker['ip']}:8000/metrics", timeout=10).raise_for_status().text
+            values = re.findall(rf"^sglang:{name}\{{[^}}]*\}} ([\d.e+]+)", text, re.MULTILINE)
+            found[worker["name"]] = sum(map(float, values))
+    return found
+
+
+def asked(deployment: Deployment) -> dict[str, float]:
+    return counted(deployment, "encoder_cache_total_files_total")
+
+
+def grown(before: dict[str, float], after: dict[str, float]) -> set[str]:
+    return {name for name in after if after[name] > before.get(name, 0)}
+
+
+def test_the_gate_passes(deployment: Deployment) -> None:
+    done = deployment.mmrouter("verify", "--no-strict", deployment.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deployment, chat: Chat) -> None:
+    used: set[str] = set()
+    for number in range(6):
+        one = chat.image(f"kept {number}")
+        encoders: set[str] = set()
+        for _ in range(3):
+            before, hits = asked(deployment), counted(deployment, "encoder_cache_hit_files_total")
+            # Other words first: the engine has none of its blocks.
+            decided(deployment, chat, os.urandom(4).hex() * 20, one, "what?")
+            now = grown(before, asked(deployment))
+            again, encoders = bool(encoders), encoders | now
+            assert bool(grown(hits, counted(deployment, "encoder_cache_hit_files_total"))) == again
+        assert len(encoders) == 1
+        used |= encoders
+    assert len(used) == 2
+
+
+def test_an_image_is_learned_by_its_embedding_and_its_repeat_is_a_whole_hit(deployment: Deployment, chat: Chat) -> None:
+    question = "What is to be seen here, and what of it is in the middle? " * 4
+    one = chat.image("learned")
+    wait_for(lambda: decided(deployment, chat, one, question)["exactness"] == "exact", LEARN_SECONDS, "it is known")
+    again = decided(deployment, chat, one, question)
+    assert again["identity"]["provider"] == "learned"
+    assert (again["exactness"], again["overlap"]) == ("exact", len(again["keys"]))
