@@ -114,9 +114,10 @@ FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "
 CHAINS = ("disaggregated", "disaggregated_sglang", "plugin")
 NODES = tuple(f"tests/e2e/test_{name}.py" for name in ("tour", "vllm", *CHAINS))
 REAL = "tests/conformance"
-ROUTED, ENCODED, FIELDS, RENDERER = (
-    f"{REAL}/vllm/test_{name}.py" for name in ("routing", "encoders", "fields", "renderer")
-)
+ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing", "fields", "renderer"))
+# Engines that serve a request together; images that reach one otherwise than inside a request.
+TOGETHER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("encoders", "disaggregated"))
+HANDED_OVER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("handover", "transfer", "nixl_reads"))
 LEVELS = {
     "check": Level(
         (
@@ -183,11 +184,17 @@ LEVELS = {
     # together in the folder that its steps share.
     "conformance": Level(
         (
-            Step("vLLM, a family after the other", tests=f"{REAL}/vllm", without=(ROUTED, ENCODED, FIELDS, RENDERER)),
-            Step("vLLM behind routers", tests=(ROUTED, ENCODED)),
+            Step(
+                "vLLM, a family after the other",
+                tests=f"{REAL}/vllm",
+                without=(ROUTED, FIELDS, RENDERER, *TOGETHER, *HANDED_OVER),
+            ),
             Step("SGLang", tests=f"{REAL}/sglang"),
-            Step("tests without a served model", tests=REAL, without=(f"{REAL}/vllm", f"{REAL}/sglang")),
+            Step("vLLM engines that serve together", tests=TOGETHER),
+            Step("vLLM behind routers", tests=ROUTED),
+            Step("images handed over to vLLM", tests=HANDED_OVER),
             Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
+            Step("tests without a served model", tests=REAL, without=(f"{REAL}/vllm", f"{REAL}/sglang")),
         ),
         limit_s=3300,
         lanes=3,
