@@ -106,7 +106,17 @@ def program(name: str, *arguments: str) -> Step:
     return Step(" ".join((name, *arguments[:1])), (str(BIN / name), *arguments))
 
 
-LARGE_ROOMS = tuple(f"tests/unit/{room}" for room in ("router", "tools", "operator", "cli", "render"))
+LARGE_ROOMS = tuple(f"tests/unit/{room}" for room in ("router", "operator", "cli", "render"))
+# Of the router: what waits for connections, for the most part.
+WAITING = (
+    "tests/unit/router/media",
+    *(
+        f"tests/unit/router/test_{name}.py"
+        for name in ("serving", "stream", "podwatch", "fetch", "app", "process", "tap")
+    ),
+)
+# Not the product, and they start processes: not for who waits.
+ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "tools"))
 # Deployments of their own, which they wait for and break; the other files share one.
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in ("breaks", "failures", "frontend_restart", "renderer"))
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
@@ -122,8 +132,12 @@ LEVELS = {
     "check": Level(
         (
             # The longest first, so that all lanes end at about the same time.
-            Step("unit tests of the other rooms", tests="tests/unit", without=LARGE_ROOMS),
-            *(Step(f"unit tests of {folder.rpartition('/')[2]}", tests=folder) for folder in LARGE_ROOMS),
+            Step("unit tests of the router's connections", tests=WAITING),
+            Step("unit tests of the other rooms", tests="tests/unit", without=(*LARGE_ROOMS, *ASIDE)),
+            *(
+                Step(f"unit tests of {folder.rpartition('/')[2]}", tests=folder, without=WAITING)
+                for folder in LARGE_ROOMS
+            ),
             program("ruff", "format", "--check", "."),
             program("ruff", "check", "."),
             program("mypy"),
@@ -133,12 +147,13 @@ LEVELS = {
             program("lint-imports"),
         ),
         limit_s=300,
-        lanes=3,  # on two CPUs: some tests wait more than they compute
+        lanes=4,  # on two CPUs: some tests wait more than they compute
     ),
     "local": Level(
         (
             Step("tests on local processes", tests="tests/local", without=BREAKING),
             Step("tests on local processes that break", tests=BREAKING),
+            Step("tests of the benchmarks and of what runs tests", tests=ASIDE),
         ),
         limit_s=1200,
         lanes=2,
