@@ -7,20 +7,17 @@ import time
 from typing import Any
 
 import zmq.asyncio
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from fastapi import FastAPI
 
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary
 from mmrouter_router.chain import Worth, proves
-from mmrouter_router.chat import FORWARDED, Chat, Message, Receive, Scope, Send
+from mmrouter_router.chat import Chat
 from mmrouter_router.decisions import Decisions, Trace
 from mmrouter_router.encode import Encoders
 from mmrouter_router.encoderlist import EncoderList
 from mmrouter_router.encoders import EncoderPods
 from mmrouter_router.encoding import Encoding
-from mmrouter_router.errors import RequestError
 from mmrouter_router.exchange import Exchange
 from mmrouter_router.feeds import Feed, FeedSilentError
 from mmrouter_router.fleet import Fleet, Worker
@@ -30,9 +27,10 @@ from mmrouter_router.intake import Limits
 from mmrouter_router.learning import Learning
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT, Outgoing
+from mmrouter_router.outgoing import Outgoing
 from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
 from mmrouter_router.place import Decision, Placer
+from mmrouter_router.ports import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.probes import Probes
 from mmrouter_router.renderer import ROLE as RENDERER_ROLE
@@ -49,8 +47,6 @@ from mmrouter_router.upstream import Upstream
 
 log = logging.getLogger("mmrouter.router")
 
-CLIENT_PORT, METRICS_PORT = 8000, 9090
-MODELS, HEALTH = "/v1/models", "/health"
 READY_SECONDS = 30.0
 """Ready at the latest so long after start, with whatever is known then (docs/architecture.md)."""
 CANARY_RETRY_SECONDS = 1.0
@@ -231,10 +227,10 @@ class Router:
     async def run(self) -> None:
         """Serve until cancelled or told to stop by a signal."""
         ip, drain = self.settings.host, self.settings.drain_seconds
-        clients = Server(self._client_app(), ip, CLIENT_PORT, drain_seconds=drain)
+        clients = Server(self.client_app(), ip, CLIENT_PORT, drain_seconds=drain)
         others = [
             Server(self._control_app(), ip, control.CONTROL_PORT, drain_seconds=OTHERS_SECONDS),
-            Server(self._metrics_app(), ip, METRICS_PORT, drain_seconds=OTHERS_SECONDS),
+            Server(metrics_app(self.metrics, lambda: self.ready), ip, METRICS_PORT, drain_seconds=OTHERS_SECONDS),
         ]
         log.info(
             "router %s serves %s on %s:%d",
@@ -331,60 +327,11 @@ class Router:
             more = self.fleet.index.sweep()
             await asyncio.sleep(0 if more else SWEEP_SECONDS)
 
-    def _client_app(self) -> Any:
-        fallback = self._public_app()
-        hot = frozenset((CHAT, *FORWARDED))
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            if self.leaving.begun:
-                send = self.leaving.closing(send)
-            if scope["type"] == "http" and scope["path"] in hot:
-                await self.chat(scope, receive, send)
-            else:
-                await fallback(scope, receive, self._counting(scope, send))
-
-        return app
-
-    def _counting(self, scope: Scope, send: Send) -> Send:
-        """Return ``send`` that counts the answer. A path that nobody serves is one of many: it counts as ``other``."""
-        path = scope.get("path", "")
-        if path == HEALTH:
-            return send  # load balancers ask all the time
-
-        async def sends(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                label = path if path == MODELS else "other"
-                self.metrics.requests.labels(label, str(message["status"])).inc()
-            await send(message)
-
-        return sends
-
-    def _public_app(self) -> FastAPI:
-        app = FastAPI(title="mmrouter", openapi_url=None)
-
-        @app.exception_handler(RequestError)
-        async def refused(_: Request, error: RequestError) -> Response:
-            return Response(error.to_body(), error.status, headers=error.headers, media_type="application/json")
-
-        @app.exception_handler(404)
-        async def unknown_path(request: Request, _: Exception) -> Response:
-            return await refused(request, RequestError.not_found(request.method, request.url.path))
-
-        @app.exception_handler(405)
-        async def wrong_method(request: Request, _: Exception) -> Response:
-            return await refused(request, RequestError.method_not_allowed(request.method, request.url.path))
-
-        @app.get(MODELS)
-        async def models(request: Request) -> dict[str, Any]:
-            self.tenants.authenticate(request.scope["headers"])
-            model = {"id": self.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
-            return {"object": "list", "data": [{**model, "root": self.settings.deployment.spec.model.id}]}
-
-        @app.get(HEALTH)
-        async def health() -> Response:
-            return Response(status_code=200 if self.ready else 503)
-
-        return app
+    def client_app(self) -> Any:
+        """Return the app for clients."""
+        model = {"id": self.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
+        model["root"] = self.settings.deployment.spec.model.id
+        return client_app(self.chat, self.tenants, self.metrics, self.leaving, lambda: self.ready, model)
 
     def _control_app(self) -> FastAPI:
         return control.create(
@@ -403,23 +350,6 @@ class Router:
             stopping=self.leaving.stopping,
             refusals=self.metrics.control_refusals,
         )
-
-    def _metrics_app(self) -> FastAPI:
-        app = FastAPI(title="mmrouter metrics", openapi_url=None)
-
-        @app.get("/healthz")
-        async def alive() -> Response:
-            return Response("ok")
-
-        @app.get("/readyz")
-        async def ready() -> Response:
-            return JSONResponse({"ready": self.ready}, 200 if self.ready else 503)
-
-        @app.get("/metrics")
-        async def metrics() -> Response:
-            return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-        return app
 
 
 def _not_learned(decision: Decision, prepared: Prepared) -> None:

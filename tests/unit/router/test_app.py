@@ -143,7 +143,7 @@ async def test_pods_of_every_role_may_be_there(role):
 
 async def test_what_is_asked_beside_the_hot_routes_is_counted_and_no_path_of_a_client_becomes_a_label():
     async with router() as r:
-        transport = httpx.ASGITransport(r._client_app())
+        transport = httpx.ASGITransport(r.client_app())
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             for path in ("/v1/models", "/health", "/v1/embeddings", "/admin", "/v1/models/../secrets"):
                 await client.get(path)
@@ -161,7 +161,7 @@ async def test_a_list_of_models_for_nobody_is_a_401_that_is_counted(tmp_path):
     (tmp_path / "api-keys").mkdir()
     (tmp_path / "api-keys" / "tenant").write_text("key")
     async with router(tmp_path) as r:
-        transport = httpx.ASGITransport(r._client_app())
+        transport = httpx.ASGITransport(r.client_app())
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             answer = await client.get("/v1/models", headers={"authorization": "Bearer other"})
         assert answer.status_code == 401
@@ -174,7 +174,7 @@ async def test_a_request_with_another_control_token_is_counted(given, counted):
     headers = {} if given is None else {"x-mmrouter-control": given}
     async with router() as r:
         body = {"model": r.served_model, "messages": [{"role": "user", "content": "hello"}]}
-        transport = httpx.ASGITransport(r._client_app())
+        transport = httpx.ASGITransport(r.client_app())
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             answer = await client.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 503, "there is no engine, whatever the header says"
