@@ -118,7 +118,8 @@ WAITING = (
 # Not the product, and they start processes: not for who waits.
 ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "tools"))
 # Deployments of their own, which they wait for and break; the other files share one.
-BREAKING = tuple(f"tests/local/test_{name}.py" for name in ("breaks", "failures", "frontend_restart", "renderer"))
+BREAKS = ("breaks", "failures", "frontend_restart", "handover", "renderer")
+BREAKING = tuple(f"tests/local/test_{name}.py" for name in BREAKS)
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
 # Engines that are real, chains of pods, and a cluster that is made as the README says.
 CHAINS = ("disaggregated", "disaggregated_sglang", "plugin")
