@@ -2,8 +2,9 @@
 
 Each client is the official one. Half of them keep their connections, half make one for each request; half stream. A
 conversation opens with one of a few pictures and has three turns, so almost every prompt begins with one that came
-before: the hit ratio of a quiet deployment is high, and one that lost its caches shows it. Clients wait for an answer
-and then for a moment, so a deployment that is slow is asked less and not more.
+before: the hit ratio of a quiet deployment is high, and one that lost its caches shows it. One conversation in four,
+and every long one, begins with nothing that came before, so it goes to whoever has least to do: to an engine that is
+new, too. Clients wait for an answer and then for a moment, so a deployment that is slow is asked less and not more.
 """
 
 import hashlib
@@ -26,6 +27,8 @@ from mmrouter_cli.pictures import data_uri, picture
 
 TURNS = 3
 PICTURES = 4
+NEW = 4
+"""One conversation in so many is like none before."""
 ANSWER_TOKENS = 16
 MEASURED = 40
 """Requests of which a hit ratio is taken."""
@@ -192,8 +195,11 @@ def load(
     def converse(client: openai.OpenAI, number: int, keeps: bool, long: bool) -> None:
         random_ = random.Random(number)
         for conversation in itertools.count():
-            messages: list[dict[str, Any]] = [{"role": "system", "content": f"You see well. {TEXT}"}]
-            shown = {"type": "image_url", "image_url": {"url": random_.choice(pictures)}}
+            new = long or conversation % NEW == number % NEW
+            opening = f"{secrets.token_hex(8)} sees well." if new else "You see well."
+            messages: list[dict[str, Any]] = [{"role": "system", "content": f"{opening} {TEXT}"}]
+            url = data_uri(picture(secrets.token_hex(8))) if new else random_.choice(pictures)
+            shown = {"type": "image_url", "image_url": {"url": url}}
             for turn in range(TURNS):
                 if stop.wait(pause):
                     return

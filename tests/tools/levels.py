@@ -121,9 +121,9 @@ ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "tools"))
 BREAKS = ("breaks", "failures", "frontend_restart", "handover", "renderer")
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in BREAKS)
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
-# Engines that are real, chains of pods, and a cluster that is made as the README says.
+# Engines that are real, chains of pods, a cluster that is made as the README says; and what makes both lanes as long.
 CHAINS = ("disaggregated", "disaggregated_sglang", "plugin")
-NODES = tuple(f"tests/e2e/test_{name}.py" for name in ("tour", "vllm", *CHAINS))
+NODES = tuple(f"tests/e2e/test_{name}.py" for name in ("tour", "vllm", *CHAINS, "tracing", "upgrade"))
 REAL = "tests/conformance"
 ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing", "fields", "renderer"))
 # Engines that serve a request together; images that reach one otherwise than inside a request.
