@@ -30,11 +30,13 @@ class Weights(msgspec.Struct, frozen=True):
     """What the terms of policy ``kv`` weigh, in blocks of somebody else's prompt that wait to be computed.
 
     Found by ``python -m bench cluster --sweep``. Above 1, ``compute`` says that a block which has to be computed again
-    delays not only its own request but all that come after it, the more so the busier the engines are.
+    delays not only its own request but all that come after it, the more so the busier the engines are. ``decode`` is
+    above what the first token alone would have it: with less, one engine makes the tokens of a hundred answers while
+    the others, which lack a system prompt, make none.
     """
 
     compute: float = 6.0  # per block of the prompt that the engine would have to compute
-    decode: float = 0.01  # per block that is in use there: each step that decodes reads it
+    decode: float = 0.1  # per block that is in use there: each step that decodes reads it
     visual: float = 0.4  # encoding one visual token, in prompt tokens (vision tower against language model)
 
 
