@@ -267,6 +267,7 @@ def test_without_a_decode_engine_the_prefill_engine_answers_with_what_the_encode
 
     decision, messages, answer = wait_for(simpler, 30, "a request is served without the decode engine")
     assert decision["form"] == "encode-whole"
-    assert stages(decision) == {"encode": "done", "answer": "first_byte"}
+    found = stages(decision)  # of the attempt with the engine that was gone, too
+    assert (found["encode"], found["answer"]) == ("done", "first_byte")
     alone = pods(deployment)["prefill"].ask({"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0})
     assert alone.json()["choices"][0]["message"]["content"] == answer.choices[0].message.content
