@@ -102,10 +102,18 @@ class Victim:
         """Whether a request's answer came from the pod."""
         return router(sent, {self.name: self.pod}) == self.name if self.frontend else sent.worker == self.name
 
+    def streams(self, traffic: Traffic) -> list[Sent]:
+        """Return the answers that stream from it."""
+        return [each for each in list(traffic.streams.values()) if self.took(each)]
+
+    def lasting(self, traffic: Traffic) -> list[Sent]:
+        """Return those that will for a while."""
+        streams = self.streams(traffic)
+        return [each for each in streams if each.client >= CLIENTS and time.time() - each.started < LASTS_SECONDS]
+
     def busy(self, looker: Looker, traffic: Traffic) -> bool:
         """Whether an answer streams from it that will for a while, and others have not begun yet."""
-        streams = [each for each in list(traffic.streams.values()) if self.took(each)]
-        lasting = [each for each in streams if each.client >= CLIENTS and time.time() - each.started < LASTS_SECONDS]
+        streams, lasting = self.streams(traffic), self.lasting(traffic)
         rows = [
             row["in_flight"]
             for name in ([self.name] if self.frontend else looker.frontends)
@@ -251,8 +259,10 @@ def test_a_sidecar_that_missed_what_is_not_replayed_begins_an_epoch_that_claims_
     def anew() -> bool:
         return all(new > old for (_, old), (_, new) in zip(before, epochs(looker, pod), strict=True))
 
-    with load(mortal, clients=CLIENTS, pause=0.1) as traffic:
+    with load(mortal, **LOAD) as traffic:
         traffic.go_on()
+        # An answer that goes on while nobody listens stores more than the one batch that is replayed.
+        wait_for(lambda: Victim(pod, "sidecar").lasting(traffic), BUSY_SECONDS, f"a long answer comes from {name}")
         sidecar.kill()
         wait_for(anew, BACK_SECONDS, "every frontend sees another epoch")
         traffic.go_on()
