@@ -195,7 +195,7 @@ class _Connection(asyncio.Protocol):
         return data
 
     def _hold(self) -> None:
-        """Read no more for now."""
+        """Stop reading until there is room."""
         if not self._paused and self.transport is not None and not self.closed:
             self._paused = True
             self.transport.pause_reading()
