@@ -64,7 +64,7 @@ class Handover:
         self.role = "renderer" if engine_client is None else "engine"
         try:
             self.disabled = self._enable(state)
-        except Exception as error:
+        except Exception as error:  # what is raised here would keep the engine from starting
             log.exception("the plugin of mmrouter failed to start")
             self.disabled = f"it failed to start: {type(error).__name__}: {str(error)[:200]}"
         if self.disabled:

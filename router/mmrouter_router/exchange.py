@@ -114,7 +114,7 @@ class Exchange:
         try:
             # An engine sends its headers before it computes: only a body byte shows that it lives.
             first = await answer.piece()
-        except BaseException:
+        except BaseException:  # broken off or cancelled: nobody else has the answer yet
             answer.close()
             raise
         booking.answered()
