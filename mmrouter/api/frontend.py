@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter.api.base import Opaque, Resources, SecretName
+from mmrouter.api.base import Opaque, Resources, SecretName, Size
 from mmrouter.api.rules import Resource
 
 
@@ -31,6 +31,9 @@ class Frontend(Resource):
     """Number of frontend pods."""
     resources: Resources = Resources()
     """Compute resources of the router container."""
+    max_held_bytes: Size = "1Gi"
+    """Request bodies that one router holds at a time, each until its answer is out; a router needs about four times as
+    much memory. A request that would be more is answered 429 with Retry-After."""
     service: Service = Service()
     """The Service in front of the routers."""
     api_keys: ApiKeys | None = None

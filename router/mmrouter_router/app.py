@@ -9,6 +9,7 @@ from typing import Any
 import zmq.asyncio
 from fastapi import FastAPI
 
+from mmrouter.api import quantity_bytes
 from mmrouter_router import control, discovery
 from mmrouter_router.canary import Canary
 from mmrouter_router.chain import Worth, proves
@@ -36,6 +37,7 @@ from mmrouter_router.probes import Probes
 from mmrouter_router.renderer import ROLE as RENDERER_ROLE
 from mmrouter_router.renderer import Renderer
 from mmrouter_router.report import Reporter
+from mmrouter_router.room import Room
 from mmrouter_router.sampling import RenderSampler, Sampler
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.serving import OTHERS_SECONDS, Leaving, Server, serve
@@ -151,6 +153,7 @@ class Router:
             debug_headers=spec.observability.debug_headers,
             answered=self._answered,
             tracing=self.tracing,
+            room=Room(quantity_bytes(spec.frontend.max_held_bytes)),
         )
         self.reporter = Reporter(
             router_id=settings.router_id,

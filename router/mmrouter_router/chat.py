@@ -18,13 +18,14 @@ from mmrouter.api import EngineType
 from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
 from mmrouter_router.decisions import Counts, Decisions, Trace
-from mmrouter_router.errors import RequestError
+from mmrouter_router.errors import OVERLOADED, RequestError
 from mmrouter_router.exchange import ERROR_LIMIT, Reply
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.prepare import Prepared, Preparer
+from mmrouter_router.room import Held, Room
 from mmrouter_router.schedule import Policy
 from mmrouter_router.tap import Tap, tap_of
 from mmrouter_router.tenants import Tenant, Tenants
@@ -69,13 +70,18 @@ class Chat:
         debug_headers: bool,
         answered: Callable[[Trace, Prepared, Outgoing], None],
         tracing: Tracing = NO_TRACING,
+        room: Room | None = None,
     ) -> None:
-        """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait."""
+        """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait.
+
+        ``room``: for the bodies of all requests together; ``None``: of 1 GiB.
+        """
         self._router_id, self._served_model, self._engine, self._limits = router_id, served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._adapter = adapter(engine)
         self._decisions, self._metrics, self._answered = decisions, metrics, answered
         self._tracing = tracing
+        self._room = room or Room(1 << 30)
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
         self.counts = Counts()
 
@@ -88,10 +94,13 @@ class Chat:
         span = self._tracing.request(scope["method"], path, scope["headers"])
         enter(span)
         code = "499"
+        held = Held(self._room)
         try:
-            code = str(await self._answer(path, request_id, received, scope, receive, send))
+            code = str(await self._answer(path, request_id, received, held, scope, receive, send))
         except RequestError as error:
             code = str(error.status)
+            if error.code in OVERLOADED:
+                self._metrics.overload.labels(error.code).inc()
             await _respond_error(send, error, request_id)
         except ClientGoneError:
             self._metrics.disconnects.inc()
@@ -101,6 +110,7 @@ class Chat:
             code = "broken_off"
             log.warning("%s: answer broke off: %s", request_id, error)
         finally:
+            held.release()
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(path, code).inc()
             if span:
@@ -125,14 +135,14 @@ class Chat:
             return await self._preparer.prepare(request, tenant.salt, tenant.name)
 
     async def _answer(
-        self, path: str, request_id: str, received: float, scope: Scope, receive: Receive, send: Send
+        self, path: str, request_id: str, received: float, held: Held, scope: Scope, receive: Receive, send: Send
     ) -> int:
         headers = scope["headers"]
         if scope["method"] != "POST":
             raise RequestError.method_not_allowed(scope["method"], path)
         tenant = self._tenants.authenticate(headers)
         with stage("receive") as span:
-            raw = await _read_body(headers, receive, self._limits.max_request_bytes)
+            raw = await _read_body(headers, receive, self._limits.max_request_bytes, held)
             if span:
                 span.tell({"http.request.body.size": len(raw)})
         gone = asyncio.create_task(_wait_for_disconnect(receive))
@@ -249,10 +259,12 @@ def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:
     return cast(Policy, wanted)
 
 
-async def _read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, limit: int) -> bytes:
+async def _read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, limit: int, held: Held) -> bytes:
     declared = next((value for name, value in headers if name == b"content-length"), b"0")
-    if declared.isdigit() and int(declared) > limit:
-        raise RequestError.too_large(limit)
+    if declared.isdigit():
+        if int(declared) > limit:
+            raise RequestError.too_large(limit)
+        held.grow(int(declared))  # before it comes: what is refused is not waited for
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -263,6 +275,7 @@ async def _read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, l
         size += len(piece)
         if size > limit:
             raise RequestError.too_large(limit)
+        held.grow(size)
         pieces.append(piece)
         if not message.get("more_body"):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)

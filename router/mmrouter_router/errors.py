@@ -5,11 +5,13 @@ the client would write it: ``messages[2].content[0].image_url.url``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import orjson
 
 SHOWN_CHARACTERS = 80
+OVERLOADED: Final = frozenset({"queue_full", "router_full"})
+"""Codes of refusals because too much is under way already."""
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
 """Engine adapter's knowledge: status and decoded error body -> the request field that the error is about."""
@@ -114,6 +116,17 @@ class RequestError(Exception):
         """429: a limit of ours on work in progress is reached; the same request may succeed later."""
         headers = {"Retry-After": str(retry_after_s)}
         return cls(429, message, type="rate_limit_error", param=param, code=code, headers=headers)
+
+    @classmethod
+    def queue_full(cls, reason: str) -> Self:
+        """429: every engine that could take the request has as many waiting as it may have."""
+        return cls.busy(f"All queues are full: {reason}. Try again.", param=None, code="queue_full")
+
+    @classmethod
+    def router_full(cls, held: int, limit: int) -> Self:
+        """429: the bodies of the requests under way are as much as this router holds."""
+        message = f"The requests under way hold {held} of the {limit} bytes that this router holds. Try again."
+        return cls.busy(message, param=None, code="router_full")
 
     @classmethod
     def quarantined(cls) -> Self:

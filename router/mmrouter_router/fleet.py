@@ -60,6 +60,7 @@ class Usage:
     """
 
     requests: int = 0
+    unanswered: int = 0  # of them, those without a first byte
     promised: set[int] = field(default_factory=set)
     encode: float = 0.0  # of images that are not encoded yet
     active: float = 0.0

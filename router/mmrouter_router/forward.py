@@ -15,7 +15,7 @@ from mmrouter_router.handover import ByBytes, Delivery, Parcel
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.pairs import Prefill, PrefillError, choose
-from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
+from mmrouter_router.place import Booking, Decision, FullError, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.quarantine import DEATHS, Quarantine
 from mmrouter_router.schedule import Policy
@@ -142,6 +142,8 @@ class Forwarder:
                     )
             except NoWorkerError as error:
                 self._gone_without(shape)
+                if isinstance(error, FullError):
+                    raise RequestError.queue_full(str(error)) from error
                 raise RequestError.no_worker(str(error)) from error
             if told:
                 told.tell(scheduled(decision))

@@ -113,6 +113,13 @@ class Metrics:
         self.quarantined = Counter(
             "mmrouter_quarantined_total", "Requests refused because they ended engines", registry=r
         )
+        self.overload = Counter(
+            "mmrouter_overload_refusals_total",
+            "Requests answered 429 because too many wait for engines (queue_full) or too many bytes are held "
+            "(router_full)",
+            ["reason"],
+            registry=r,
+        )
         self.stripped = Counter(
             "mmrouter_stripped_fields_total", "Request fields that clients may not set, removed", ["field"], registry=r
         )

@@ -43,6 +43,10 @@ class NoWorkerError(Exception):
     """Nobody can take the request now; the message says what is missing."""
 
 
+class FullError(NoWorkerError):
+    """Those who could take it have as many requests without a first byte as this router lets wait there."""
+
+
 class Placer:
     """Chooses a worker for a request and keeps count of what this router has in flight."""
 
@@ -54,6 +58,7 @@ class Placer:
         self._policy: Policy = deployment.spec.routing.policy
         self._overlap_weight = float(deployment.spec.routing.overlap_weight)
         self._verification = deployment.spec.verification
+        self._max_queued = deployment.spec.routing.max_queued_requests
         self._engine = deployment.spec.engine.type
         self._block_sizes = {pool.name: block_size_of(deployment, pool) for pool in deployment.spec.pools}
         self._turns: Counter[frozenset[str]] = Counter()  # by roles: each choice of a request takes turns of its own
@@ -88,9 +93,11 @@ class Placer:
     ) -> Decision:
         """Choose among the engines of these roles that may serve, pod uids in ``exclude`` left out.
 
-        ``partner``: an engine that the chosen one has to exchange KV blocks with. Raises :class:`NoWorkerError`.
+        ``partner``: an engine that the chosen one has to exchange KV blocks with. ``dry_run``: nothing is sent, so the
+        queues of engines may be full. Raises :class:`NoWorkerError`.
         """
-        targets, kind = self._targets(exclude, roles, partner), frozenset(roles)
+        queued = None if dry_run else self._max_queued
+        targets, kind = self._targets(exclude, roles, partner, queued), frozenset(roles)
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
@@ -148,9 +155,12 @@ class Placer:
         return random.choice(proved or found) if found else None
 
     def _targets(
-        self, exclude: Collection[str], roles: Collection[str], partner: Worker | None
+        self, exclude: Collection[str], roles: Collection[str], partner: Worker | None, max_queued: int | None
     ) -> dict[tuple[int, Scope | None], list[tuple[Target, Standing]]]:
-        """Return (block size, scope) -> what may serve at it; one pass, because it is once per request and worker."""
+        """Return (block size, scope) -> what may serve at it; one pass, because it is once per request and worker.
+
+        ``max_queued``: requests that may wait at one rank, if that is of interest.
+        """
         usable: list[tuple[Worker, Standing]] = []
         pending: list[tuple[Worker, Standing]] = []
         others: list[tuple[Worker, Standing]] = []
@@ -167,12 +177,18 @@ class Placer:
                 else:
                     others.append((worker, standing))
         targets: dict[tuple[int, Scope | None], list[tuple[Target, Standing]]] = {}
+        full = 0
         for worker, standing in usable or pending:
             size = self.block_size(worker)
             if size > 0:
-                group = targets.setdefault((size, worker.scope), [])
                 for rank in range(worker.ranks):
-                    group.append((Target(worker, rank, size), standing))
+                    if max_queued is not None and worker.usage.get(rank, _IDLE).unanswered >= max_queued:
+                        full += 1
+                    else:
+                        group = targets.setdefault((size, worker.scope), [])
+                        group.append((Target(worker, rank, size), standing))
+        if full and not targets:
+            raise FullError(f"{max_queued} requests wait for a first byte at each engine that could take it")
         if not targets:
             found = ", ".join(f"{w.member.name} {s}" for w, s in (*usable, *pending, *others)) or "no worker is known"
             raise NoWorkerError(f"no worker can take the request ({found})")
@@ -226,13 +242,17 @@ class Booking:
         """``fresh``: keys of the blocks that the worker has to compute for it; the others in blocks."""
         self._usage, self._fresh, self._encode, self._active = usage, fresh, encode, active
         usage.requests += 1
+        usage.unanswered += 1
         usage.promised.update(fresh)
         usage.encode += encode
         usage.active += active
-        self._open = True
+        self._open = self._waits = True
 
     def answered(self) -> None:
         """The first byte came, or another engine has computed the prompt: nothing is left to prefill."""
+        if self._waits:
+            self._waits = False
+            self._usage.unanswered -= 1
         if self._fresh or self._encode:
             self._usage.promised.difference_update(self._fresh)
             self._usage.encode -= self._encode

@@ -35,6 +35,7 @@ WHOLE: dict[str, Any] = {
         "frontend": {
             "replicas": 2,
             "resources": {},
+            "maxHeldBytes": "1Gi",
             "service": {"type": "ClusterIP", "port": 80},
             "apiKeys": {"secret": {"name": "keys"}},
             "podTemplate": {},
@@ -44,6 +45,7 @@ WHOLE: dict[str, Any] = {
             "overlapWeight": "1.0",
             "minPrefillTokens": 512,
             "encoderScheduling": "auto",
+            "maxQueuedRequests": 1024,
             "transfer": "none",
             "media": {
                 "fetch": "allowList",

@@ -1,0 +1,133 @@
+"""What a router does before it has too much: queues of engines and the bytes of request bodies are bounded."""
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.router.test_app import heard, member, router
+from unit.router.test_place import BLOCK, IDS, KEYS, Rig, deployment, prepared
+
+from mmrouter_router.discovery import Roster
+from mmrouter_router.errors import RequestError
+from mmrouter_router.outgoing import CHAT
+from mmrouter_router.place import Booking, FullError, Placer
+from mmrouter_router.room import Held, Room
+
+
+class Queued(Rig):
+    """At most two requests wait at an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        resource = deployment()
+        routing = resource.spec.routing.model_copy(update={"max_queued_requests": 2})
+        spec = resource.spec.model_copy(update={"routing": routing})
+        self.placer = Placer(resource.model_copy(update={"spec": spec}), self.fleet)
+
+    def send(self) -> Booking:
+        return self.placer.begin(self.placer.place(prepared()))
+
+
+def test_an_engine_with_a_full_queue_is_passed_over_and_where_all_are_full_the_request_is_refused():
+    rig = Queued()
+    holder, other = rig.worker("holder", KEYS), rig.worker("other")
+    first = [rig.send() for _ in range(4)]
+    assert (holder.usage[0].requests, other.usage[0].requests) == (2, 2)
+    with pytest.raises(FullError, match="2 requests wait"):
+        rig.send()
+    first[0].answered()
+    first[0].answered()
+    rig.send()
+    with pytest.raises(FullError):
+        rig.send()
+    for booking in first:
+        booking.end()
+    assert holder.usage[0].unanswered + other.usage[0].unanswered == 1
+
+
+def test_a_full_queue_is_one_ranks():
+    rig = Queued()
+    worker = rig.worker("a", ranks=2)
+    for _ in range(4):
+        rig.send()
+    assert {rank: usage.unanswered for rank, usage in worker.usage.items()} == {0: 2, 1: 2}
+    with pytest.raises(FullError):
+        rig.send()
+
+
+def test_engines_that_are_not_proved_do_not_take_what_is_too_much_for_those_that_are():
+    rig = Queued()
+    rig.worker("a")
+    rig.worker("pending", canary="")
+    rig.send(), rig.send()
+    with pytest.raises(FullError):
+        rig.send()
+
+
+def test_a_dry_run_is_answered_whatever_waits():
+    rig = Queued()
+    rig.worker("a", KEYS)
+    rig.send(), rig.send()
+    assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == len(IDS) // BLOCK
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 80)), max_size=60))
+def test_the_room_never_holds_more_than_its_limit_except_of_one_request_alone(steps):
+    room, held = Room(100), {}
+    for who, size in steps:
+        if size == 0:
+            if who in held:
+                held.pop(who).release()
+            continue
+        try:
+            held.setdefault(who, Held(room)).grow(size * 2)
+        except RequestError:
+            assert room.held + size * 2 > room.limit
+        assert room.held == sum(one._size for one in held.values())
+        assert room.held <= room.limit or sum(one._size > 0 for one in held.values()) == 1
+    for one in held.values():
+        one.release()
+        one.release()
+    assert room.held == 0
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_for_which_there_is_no_room_is_a_429_that_says_when_to_come_back_and_is_counted(declared):
+    async with router() as r:
+        other = Held(r.chat._room)
+        other.grow(r.chat._room.limit)
+        transport = httpx.ASGITransport(r.client_app())
+
+        async def pieces():
+            yield b'{"model": "t", '
+            if declared:
+                pytest.fail("what is refused is not read")
+            yield b'"messages": []}'
+
+        headers = {"content-length": "30"} if declared else {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            answer = await client.post(CHAT, content=pieces(), headers=headers)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "router_full"
+        assert r.metrics.overload.labels("router_full")._value.get() == 1
+        assert r.chat._room.held == r.chat._room.limit, "what it had taken is given back"
+        other.release()
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            answer = await client.post(CHAT, json={"model": "t", "messages": [{"role": "user", "content": "x"}]})
+        assert answer.status_code == 503, "there is no engine"
+        assert r.chat._room.held == 0
+
+
+async def test_full_queues_are_a_429_that_says_when_to_come_back_and_is_counted():
+    async with router() as r:
+        r.roster(Roster((member("a"),)))
+        heard(r, "uid-a")
+        r.placer._max_queued = 1
+        booking = r.placer.begin(r.placer.place(prepared()))
+        transport = httpx.ASGITransport(r.client_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            answer = await client.post(CHAT, json={"model": "t", "messages": [{"role": "user", "content": "x"}]})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert r.metrics.overload.labels("queue_full")._value.get() == 1
+        booking.end()
