@@ -23,7 +23,7 @@ FIGURES = pytest.StashKey[dict[str, Any]]()
 DUMPS = pytest.StashKey[Dumps]()
 Record = Callable[[str, Any], None]
 TIMED = ("test_images", "test_kills")
-"""What others beside it would make slower: last, when the other lane of the level has ended."""
+"""What others beside it would make slower: last, when the other lanes of the level have ended, or nearly."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

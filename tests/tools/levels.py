@@ -121,9 +121,15 @@ ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "tools"))
 BREAKS = ("breaks", "failures", "frontend_restart", "handover", "renderer")
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in BREAKS)
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
-# Engines that are real, chains of pods, a cluster that is made as the README says; and what makes both lanes as long.
-CHAINS = ("disaggregated", "disaggregated_sglang", "plugin")
-NODES = tuple(f"tests/e2e/test_{name}.py" for name in ("tour", "vllm", *CHAINS, "tracing", "upgrade"))
+# Engines that are real, which start slowly, and a cluster that is made as the README says; deployments that change while
+# they are asked, and chains of pods. What is left of the level takes about as long.
+OWN, CHANGING = (
+    tuple(f"tests/e2e/test_{name}.py" for name in names)
+    for names in (
+        ("vllm", "tour", "tracing", "upgrade"),
+        ("rollout", "scaling", "disaggregated", "disaggregated_sglang", "plugin"),
+    )
+)
 REAL = "tests/conformance"
 ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing", "fields", "renderer"))
 # Engines that serve a request together; images that reach one otherwise than inside a request.
@@ -177,9 +183,9 @@ LEVELS = {
         lanes=3,
         lane_gb=3,
     ),
-    # Two lanes, each with a node: a rollout under load waits more than it computes. What is built once per machine, or
-    # once per change of the images, has a limit of its own. The environment of vLLM is not among it: it takes 3
-    # minutes, where it is made.
+    # Three lanes, each with a node: a rollout under load waits three times as long as it computes. What is built once
+    # per machine, or once per change of the images, has a limit of its own. The environment of vLLM is not among it: it
+    # takes 3 minutes, where it is made.
     "e2e": Level(
         (
             Step(
@@ -188,12 +194,13 @@ LEVELS = {
                 when="before",
                 limit_s=2700,
             ),
-            Step("tests on a node with real pods", tests="tests/e2e", without=NODES),
-            Step("tests on nodes of their own", tests=NODES),
+            Step("tests on a node with real pods", tests="tests/e2e", without=(*OWN, *CHANGING)),
+            Step("tests on a node with real pods that change", tests=CHANGING),
+            Step("tests on nodes of their own", tests=OWN),
         ),
         limit_s=1500,
-        # Another cluster is one, which the two would share.
-        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 2,
+        # Another cluster is one, which they would share.
+        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,
         lane_gb=5,
     ),
     # An engine that starts keeps one CPU busy, one that is asked waits now and then. What a run compares is put
