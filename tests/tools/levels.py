@@ -121,8 +121,8 @@ ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "tools"))
 BREAKS = ("breaks", "failures", "frontend_restart", "handover", "renderer")
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in BREAKS)
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
-# Engines that are real, which start slowly, and a cluster that is made as the README says; deployments that change while
-# they are asked, and chains of pods. What is left of the level takes about as long.
+# Engines that are real, which start slowly, and a cluster that is made as the README says; deployments that change
+# while they are asked, and chains of pods. What is left of the level takes about as long.
 OWN, CHANGING = (
     tuple(f"tests/e2e/test_{name}.py" for name in names)
     for names in (
