@@ -142,9 +142,10 @@ class Routing(Resource):
     min_prefill_tokens: int = Field(default=512, ge=0, le=1 << 20)
     """Tokens that must remain to be computed for a prompt to go through a prefill pool; a shorter or well cached one is
     computed where it is decoded, and above it what both ways are measured to take decides. 0: all of them go."""
-    max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Requests that one router lets wait for the first byte of their answers at one engine (each rank of it). When all
-    engines that could serve a request have so many, it is answered 429 with Retry-After."""
+    max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
+    """Requests that one router lets wait for the first byte of their answers at one engine (each rank of it); an answer
+    that is no stream comes when it is whole. When all engines that could serve a request have so many, it is answered
+    429 with Retry-After."""
     transfer: Literal["none", "shm", "nixl"] = "none"
     """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share, for
     which every pool needs sharedMemory.scope node: encoded images by a file, and with a renderer pool what that has

@@ -45,7 +45,7 @@ WHOLE: dict[str, Any] = {
             "overlapWeight": "1.0",
             "minPrefillTokens": 512,
             "encoderScheduling": "auto",
-            "maxQueuedRequests": 1024,
+            "maxQueuedRequests": 4096,
             "transfer": "none",
             "media": {
                 "fetch": "allowList",
