@@ -15,7 +15,7 @@ from bench.peers.environment import MODE, MODES
 
 NAMES = (
     *("cluster", "connections", "decision", "encoders", "handover", "ingest", "media", "memory", "prompt", "proxy"),
-    *("requests", "restart", "tracing"),
+    *("requests", "restart", "routing", "tracing"),
 )
 
 

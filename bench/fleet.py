@@ -63,9 +63,9 @@ def delta(seq: int, packed: bytes) -> feed.Delta:
     return feed.Delta(EPOCH, seq, 0.0, 0, 0, "GPU", packed, b"")
 
 
-def synced(workers: int, *, block_size: int = BLOCK_SIZE) -> tuple[Fleet, list[Worker]]:
-    """Return a fleet of workers that hold nothing, each synced and verified."""
-    fleet = Fleet(Metrics())
+def synced(workers: int, *, block_size: int = BLOCK_SIZE, fleet: Fleet | None = None) -> tuple[Fleet, list[Worker]]:
+    """Return a fleet of workers that hold nothing, each synced and verified; ``fleet``: one that they join."""
+    fleet = fleet if fleet is not None else Fleet(Metrics())
     members = []
     for number in range(workers):
         uid = f"uid-{number}"
