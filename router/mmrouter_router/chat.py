@@ -1,4 +1,4 @@
-"""The hot route: ``POST /v1/chat/completions`` and its forwarded siblings as bare ASGI (facts on performance 3).
+"""The hot route: ``POST /v1/chat/completions`` and its forwarded siblings, without a framework.
 
 Request in, stages of docs/architecture.md, answer out: the engine's bytes pass through untouched. A client that leaves
 aborts the request in the engine.
@@ -8,7 +8,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast, get_args
 
 from blake3 import blake3
@@ -17,6 +17,7 @@ from ulid import ULID
 from mmrouter.api import EngineType
 from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
+from mmrouter_router.client import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
 from mmrouter_router.decisions import Counts, Decisions, Trace
 from mmrouter_router.errors import OVERLOADED, RequestError
 from mmrouter_router.exchange import ERROR_LIMIT, Reply
@@ -27,17 +28,11 @@ from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.room import Held, Room
 from mmrouter_router.schedule import Policy
-from mmrouter_router.tap import Tap, tap_of
 from mmrouter_router.tenants import Tenant, Tenants
 from mmrouter_router.tracing import NO_TRACING, Tracing, enter, failure_of, outcome, passed_on, stage
 from mmrouter_router.upstream import UpstreamError
 
 log = logging.getLogger("mmrouter.chat")
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 FORWARDED = ("/v1/completions", "/v1/responses")
 REQUEST_ID = "x-mmrouter-request-id"
@@ -45,10 +40,6 @@ CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"
 """With the control token: route this one request by another policy, to compare policies on the same engines."""
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection."""
 
 
 class Chat:
@@ -86,23 +77,35 @@ class Chat:
         self.counts = Counts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that came by ASGI."""
+        client = AsgiClient(scope, receive, send)
+        try:
+            await self.answer(client)
+        finally:
+            await client.close()
+
+    async def answer(self, client: Client) -> None:
         """Answer one request; never raises for what a client or an engine did."""
-        path: str = scope["path"]
+        path = client.path
         request_id = f"{self._router_id}-{ULID()}"
         received = time.perf_counter()
         self._metrics.in_flight.inc()
-        span = self._tracing.request(scope["method"], path, scope["headers"])
+        span = self._tracing.request(client.method, path, client.headers)
         enter(span)
         code = "499"
         held = Held(self._room)
         try:
-            code = str(await self._answer(path, request_id, received, held, scope, receive, send))
+            code = str(await self._answer(client, request_id, received, held))
         except RequestError as error:
             code = str(error.status)
             if error.code in OVERLOADED:
                 self._metrics.overload.labels(error.code).inc()
-            await _respond_error(send, error, request_id)
+            await _refuse(client, error, [(REQUEST_ID.encode(), request_id.encode())])
         except ClientGoneError:
+            self._metrics.disconnects.inc()
+        except asyncio.CancelledError:
+            if not client.gone:
+                raise
             self._metrics.disconnects.inc()
         except UpstreamError as error:
             # Bytes are out, so this answer cannot be retried; returning without its end makes the server cut the
@@ -134,40 +137,15 @@ class Chat:
         with self._metrics.stage.labels("prepare").time():
             return await self._preparer.prepare(request, tenant.salt, tenant.name)
 
-    async def _answer(
-        self, path: str, request_id: str, received: float, held: Held, scope: Scope, receive: Receive, send: Send
-    ) -> int:
-        headers = scope["headers"]
-        if scope["method"] != "POST":
-            raise RequestError.method_not_allowed(scope["method"], path)
+    async def _answer(self, client: Client, request_id: str, received: float, held: Held) -> int:
+        path, headers = client.path, client.headers
+        if client.method != "POST":
+            raise RequestError.method_not_allowed(client.method, path)
         tenant = self._tenants.authenticate(headers)
         with stage("receive") as span:
-            raw = await _read_body(headers, receive, self._limits.max_request_bytes, held)
+            raw = await client.body(self._limits.max_request_bytes, held.grow)
             if span:
                 span.tell({"http.request.body.size": len(raw)})
-        gone = asyncio.create_task(_wait_for_disconnect(receive))
-        work = asyncio.create_task(self._serve(path, request_id, received, headers, raw, tenant, send, tap_of(scope)))
-        try:
-            await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientGoneError
-            return await work
-        finally:
-            for task in (gone, work):
-                task.cancel()
-            await asyncio.gather(gone, work, return_exceptions=True)
-
-    async def _serve(
-        self,
-        path: str,
-        request_id: str,
-        received: float,
-        headers: Iterable[tuple[bytes, bytes]],
-        raw: bytes,
-        tenant: Tenant,
-        send: Send,
-        tap: Tap | None,
-    ) -> int:
         prepared = await self.prepare(path, raw, tenant)
         outgoing = self._outgoing(path, prepared)
         fingerprint = blake3(raw).digest()
@@ -180,9 +158,10 @@ class Chat:
             self._metrics.first_byte.observe(time.perf_counter() - received)
             extra = self._headers(request_id, reply, debug=trusted or self._debug_headers)
             if reply.answer.status >= 400:
-                await _pass_error(send, reply, extra, self._adapter.prompt_error_field)
+                await _pass_error(client, reply, extra, self._adapter.prompt_error_field)
             else:
-                await _pass_answer(send, tap, reply, extra)
+                passed = [(n, v) for n, v in reply.answer.headers if n not in _HOP_BY_HOP]
+                await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
                 self._answered(reply.trace, prepared, outgoing)
             return reply.answer.status
         except BaseException as error:
@@ -259,47 +238,11 @@ def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:
     return cast(Policy, wanted)
 
 
-async def _read_body(headers: Iterable[tuple[bytes, bytes]], receive: Receive, limit: int, held: Held) -> bytes:
-    declared = next((value for name, value in headers if name == b"content-length"), b"0")
-    if declared.isdigit():
-        if int(declared) > limit:
-            raise RequestError.too_large(limit)
-        held.grow(int(declared))  # before it comes: what is refused is not waited for
-    pieces: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        piece = message.get("body", b"")
-        size += len(piece)
-        if size > limit:
-            raise RequestError.too_large(limit)
-        held.grow(size)
-        pieces.append(piece)
-        if not message.get("more_body"):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _pass_answer(send: Send, tap: Tap | None, reply: Reply, extra: list[tuple[bytes, bytes]]) -> None:
-    headers = [(n, v) for n, v in reply.answer.headers if n not in _HOP_BY_HOP]
-    await send({"type": "http.response.start", "status": reply.answer.status, "headers": headers + extra})
-    await send({"type": "http.response.body", "body": reply.first, "more_body": True})
-    if tap is not None:
-        await reply.answer.pour(tap)
-    else:
-        while piece := await reply.answer.piece():
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 async def _pass_error(
-    send: Send, reply: Reply, extra: list[tuple[bytes, bytes]], field_of: Callable[[int, Mapping[str, Any]], str | None]
+    client: Client,
+    reply: Reply,
+    extra: list[tuple[bytes, bytes]],
+    field_of: Callable[[int, Mapping[str, Any]], str | None],
 ) -> None:
     """Pass an engine's error on in OpenAI's shape, with the field named where we know it."""
     raw = reply.first
@@ -307,16 +250,11 @@ async def _pass_error(
         raw += piece
         if len(raw) > ERROR_LIMIT:
             break
-    error = RequestError.from_engine(reply.answer.status, raw, field_of)
-    await _respond_error(send, error, "", extra)
+    await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of), extra)
 
 
-async def _respond_error(
-    send: Send, error: RequestError, request_id: str, extra: list[tuple[bytes, bytes]] | None = None
-) -> None:
+async def _refuse(client: Client, error: RequestError, extra: list[tuple[bytes, bytes]]) -> None:
     body = error.to_body()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    headers += extra if extra is not None else [(REQUEST_ID.encode(), request_id.encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    await client.whole(error.status, headers + extra, body)

@@ -44,6 +44,10 @@ class Refusal:
         """Return what follows: nothing, all of it is in ``body``."""
         return b""
 
+    def rest(self) -> bytes:
+        """Return what follows: nothing."""
+        return b""
+
     async def pour(self, sink: Sink) -> None:
         """Write what follows: nothing."""
 

@@ -7,11 +7,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from mmrouter_router.chat import FORWARDED, Chat, Message, Receive, Scope, Send
+from mmrouter_router.chat import FORWARDED, Chat
+from mmrouter_router.client import Message, Receive, Scope, Send
 from mmrouter_router.errors import RequestError
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT
 from mmrouter_router.serving import Leaving
+from mmrouter_router.tap import Direct
 from mmrouter_router.tenants import Tenants
 
 CLIENT_PORT, METRICS_PORT = 8000, 9090
@@ -36,6 +38,12 @@ def client_app(
         else:
             await fallback(scope, receive, _counting(metrics, scope, send))
 
+    async def direct(client: Direct) -> None:
+        if leaving.begun:
+            client.keep_alive = False
+        await chat.answer(client)
+
+    app.hot = {path.encode(): direct for path in hot}  # type: ignore[attr-defined] # read by our server's connections
     return app
 
 

@@ -163,6 +163,14 @@ class _Connection(asyncio.Protocol):
         self._go_on()
         return data
 
+    def rest(self) -> bytes | None:
+        """Return what has not been taken of a body that is complete, ``None`` of any other."""
+        if not self.complete:
+            return None
+        data = self._taken() if self._chunks else b""
+        self._go_on()
+        return data
+
     async def pour(self, sink: Sink) -> None:
         """Write the rest of the body into a sink as it comes. Raises what :meth:`piece` raises."""
         self._sink = sink
@@ -250,6 +258,10 @@ class Answer:
         Raises :class:`UpstreamError` when the answer breaks off.
         """
         return await self._connection.piece()
+
+    def rest(self) -> bytes | None:
+        """Return what has not been read, where all of it is there; ``None`` where some is still to come."""
+        return self._connection.rest()
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the rest of the body's bytes, piece by piece. Raises what :meth:`piece` raises."""

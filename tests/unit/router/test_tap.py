@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 
 import httptools
@@ -11,53 +12,61 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.router.test_upstream import HEAD, Engine, chunk
 
+from mmrouter_router.client import AsgiClient
+from mmrouter_router.errors import RequestError
 from mmrouter_router.serving import Server
-from mmrouter_router.tap import tap_of
 from mmrouter_router.upstream import HIGH_WATER, Upstream, UpstreamError
 
 PORT = 8000
 ASK = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 PIECE = 64 * 1024
+LIMIT = 100_000
+
+
+class App:
+    """An application with one hot path; everything else comes by ASGI and says how."""
+
+    def __init__(self, direct) -> None:
+        self.hot = {b"/": direct}
+
+    async def __call__(self, scope, receive, send) -> None:
+        client = AsgiClient(scope, receive, send)
+        body = b"asgi %d" % len(await client.body(LIMIT, lambda size: None))
+        await client.whole(200, [(b"content-length", b"%d" % len(body))], body)
+        await client.close()
 
 
 class Front:
-    """A server that passes an engine's answer on as the router does: head and end by ASGI, the rest poured."""
+    """A server that passes an engine's answer on as the router does."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.ip = f"127.83.{os.getpid() % 250}.1"
         self.upstream = Upstream(connect_seconds=1)
         self.failed: list[BaseException] = []
-        self.server = Server(self._app, self.ip, PORT, drain_seconds=1)
+        self.taken: list[bytes] = []
+        self.grown: list[int] = []
+        self.left = 0
+        self.server = Server(App(self._direct), self.ip, PORT, drain_seconds=1)
         self._task: asyncio.Task[None] | None = None
 
-    async def _app(self, scope, receive, send) -> None:
-        answer = await self.upstream.request("127.0.0.1", self.engine.port, "POST", "/", {})
-        gone, work = asyncio.ensure_future(self._gone(receive)), asyncio.ensure_future(self._pass(scope, send, answer))
+    async def _direct(self, client) -> None:
         try:
-            await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work
+            self.taken.append(await client.body(LIMIT, self.grown.append))
+        except RequestError as error:
+            body = error.to_body()
+            await client.whole(error.status, [(b"content-length", b"%d" % len(body))], body)
+            return
+        answer = await self.upstream.request("127.0.0.1", self.engine.port, "POST", "/", {})
+        try:
+            headers = [(name, value) for name, value in answer.headers if name != b"transfer-encoding"]
+            await client.stream(answer.status, headers, await answer.piece(), answer)
         except UpstreamError as error:
             self.failed.append(error)
+        except asyncio.CancelledError:
+            self.left += client.gone
         finally:
-            for task in (gone, work):
-                task.cancel()
-            await asyncio.gather(gone, work, return_exceptions=True)
             answer.close()
-
-    async def _gone(self, receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    async def _pass(self, scope, send, answer) -> None:
-        headers = [(name, value) for name, value in answer.headers if name != b"transfer-encoding"]
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await send({"type": "http.response.body", "body": await answer.piece(), "more_body": True})
-        tap = tap_of(scope)
-        assert tap is not None
-        await answer.pour(tap)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __aenter__(self) -> "Front":
         self._task = asyncio.create_task(self.server.serve())
@@ -179,7 +188,7 @@ async def test_answers_follow_each_other_on_one_connection_and_so_do_requests_th
         assert await made.read(2) == [b"onetwo"] * 2
         assert front.engine.connections == 1  # it was read to its end
         made.writer.write(ASK + ASK)
-        assert await made.read(4) == [b"onetwo"] * 4
+        assert await made.read(4) == [b"onetwo"] * 3 + [b"asgi 0"]  # the one behind goes the server's way
 
 
 async def test_a_client_that_does_not_read_holds_a_bounded_amount_and_gets_all_in_the_end(front):
@@ -220,6 +229,7 @@ async def test_a_client_that_leaves_ends_the_engines_request(front):
         made.writer.write(ASK)
         await made.reader.readuntil(b"more")
     await asyncio.wait_for(front.engine.closed.wait(), 5)
+    assert front.left == 1
 
 
 async def test_an_answer_that_breaks_off_is_cut_for_the_client_too(front):
@@ -236,3 +246,115 @@ async def test_an_answer_that_breaks_off_is_cut_for_the_client_too(front):
         assert await made.read(1) == [b"a part"]
         assert made.ended == 0
     assert [str(error) for error in front.failed] == ["the engine broke off its answer"]
+
+
+CUTS = st.lists(st.integers(1, 400), max_size=5)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=300), CUTS, st.booleans()), min_size=1, max_size=5))
+@settings(max_examples=4, deadline=None)
+def test_a_body_is_whole_however_it_is_cut_and_announced(cases):
+    async def taken() -> list[bytes]:
+        engine = Engine()
+        server = await asyncio.start_server(engine, "127.0.0.1", 0)
+        engine.port = server.sockets[0].getsockname()[1]
+        async with Front(engine) as front, client(front) as made:
+            says(front, [b"ok"])
+            for number, (body, cuts, chunked) in enumerate(cases, 1):
+                how = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+                framed = (chunk(body) if body else b"") + b"0\r\n\r\n" if chunked else body
+                message = b"POST / HTTP/1.1\r\nhost: x\r\n" + how + b"\r\n\r\n" + framed
+                for start, end in itertools.pairwise((0, *sorted(cuts), None)):
+                    made.writer.write(message[start:end])
+                    await made.writer.drain()
+                    await asyncio.sleep(0)
+                assert (await made.read(number))[-1] == b"ok"
+                assert front.grown[-1] == len(body)
+        server.close()
+        return front.taken
+
+    assert asyncio.run(taken()) == [body for body, _, _ in cases]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_large_is_refused_and_the_connection_goes_on(front, announced):
+    says(front, [b"ok"])
+    size = LIMIT + 1
+    how = b"content-length: %d" % size if announced else b"transfer-encoding: chunked"
+    async with client(front) as made:
+        made.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\n" + how + b"\r\n\r\n")
+        if announced:
+            assert b"request_too_large" in (await made.read(1))[0]  # before any of it was sent
+            made.writer.write(bytes(size))
+        else:
+            made.writer.write(chunk(bytes(size)))
+            assert b"request_too_large" in (await made.read(1))[0]
+            made.writer.write(b"0\r\n\r\n")
+        made.writer.write(ASK)
+        assert (await made.read(2))[1] == b"ok"
+    assert front.taken == [b""]
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        b"POST / HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: 3\r\n\r\nabc",
+        b"POST /?a=b HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc",
+        b"PUT / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc",
+        b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc",
+    ],
+)
+async def test_what_is_unusual_about_a_request_leaves_it_to_the_server(front, unusual):
+    says(front, [b"ok"])
+    async with client(front) as made:
+        made.writer.write(unusual)
+        assert await made.read(1) == [b"asgi 3"]
+    async with client(front) as made:
+        made.writer.write(ASK + unusual)  # the second one waits for the first
+        assert await made.read(2) == [b"ok", b"asgi 3"]
+
+
+async def test_a_client_that_asks_first_is_told_to_send_its_body(front):
+    async with client(front) as made:
+        made.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
+        assert (await made.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        made.writer.write(b"abc")
+        assert await made.read(1) == [b"asgi 3"]
+
+
+async def test_a_handler_that_fails_is_a_500_and_one_that_does_not_end_its_answer_cuts_it(front):
+    async def fails(client) -> None:
+        raise ZeroDivisionError
+
+    async def forgets(client) -> None:
+        await client.body(LIMIT, lambda size: None)
+
+    for handler, answers in ((fails, [b"Internal Server Error"]), (forgets, [])):
+        front.server.config.app.hot = {b"/": handler}
+        async with client(front) as made:
+            made.writer.write(ASK)
+            assert await made.read(1) == answers
+            assert await made.reader.read() == b""
+
+
+async def test_a_header_that_holds_a_line_break_is_never_sent(front):
+    async def breaks(client) -> None:
+        await client.whole(200, [(b"content-length", b"0"), (b"x", b"a\r\nset-cookie: b")], b"")
+
+    front.server.config.app.hot = {b"/": breaks}
+    async with client(front) as made:
+        made.writer.write(ASK)
+        head = await made.reader.read()
+    assert b"set-cookie" not in head
+
+
+async def test_what_the_server_says_of_itself_stands_in_the_head_and_its_end_closes_the_connection(front):
+    says(front, [b"ok"])
+    async with client(front) as made:
+        made.writer.write(ASK)
+        head = await made.reader.readuntil(b"\r\n\r\n")
+        assert b"\r\ndate: " in head
+        assert b"connection: close" not in head
+        await made.reader.readuntil(b"0\r\n\r\n")
+        front.server.should_exit = True
+        assert await made.reader.read() == b""
