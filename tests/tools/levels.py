@@ -120,6 +120,14 @@ ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "tools"))
 # Deployments of their own, which they wait for and break; the other files share one.
 BREAKS = ("breaks", "failures", "frontend_restart", "handover", "renderer")
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in BREAKS)
+# Deployments whose engines share the work, and those of the other engine; what lasts for other reasons.
+STAGED, LASTING = (
+    tuple(f"tests/local/test_{name}.py" for name in names)
+    for names in (
+        ("disaggregated", "disaggregated_sglang", "encoders_sglang", "expired", "sglang"),
+        ("janitor", "poison", "tracing"),
+    )
+)
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
 # Engines that are real, which start slowly, and a cluster that is made as the README says; deployments that change
 # while they are asked, and chains of pods. What is left of the level takes about as long.
@@ -158,12 +166,14 @@ LEVELS = {
     ),
     "local": Level(
         (
-            Step("tests on local processes", tests="tests/local", without=BREAKING),
+            Step("tests on local processes", tests="tests/local", without=(*BREAKING, *STAGED, *LASTING)),
             Step("tests on local processes that break", tests=BREAKING),
+            Step("tests on local processes, in stages", tests=STAGED),
+            Step("tests on local processes that take long", tests=LASTING),
             Step("tests of the benchmarks and of what runs tests", tests=ASIDE),
         ),
         limit_s=1200,
-        lanes=2,
+        lanes=3,
     ),
     # Three lanes, each with a control plane: many tests wait, for pods and for a minute in which nothing may happen.
     "cluster": Level(
