@@ -14,8 +14,7 @@ def show(console: Console, trace: dict[str, Any]) -> None:
     reasons = f" ({', '.join(trace['reasons'])})" if trace["reasons"] else ""
     console.print(
         f"{trace['request_id']}: {trace['worker']} rank {trace['rank']}, {trace['exactness']}{reasons}, policy "
-        f"{trace['policy']}; {trace['overlap']} of {trace['blocks']} blocks of {trace['block_size']} tokens held, "
-        f"{trace['prompt_tokens']} prompt tokens",
+        f"{trace['policy']}; {_prompt(trace)}",
         highlight=False,
     )
     console.print(f"why: {trace['why']}", highlight=False, markup=False)
@@ -34,6 +33,20 @@ def show(console: Console, trace: dict[str, Any]) -> None:
         _parity(console, trace["parity"])
     if trace.get("rendering"):
         _rendering(console, trace["rendering"])
+
+
+def _prompt(trace: dict[str, Any]) -> str:
+    """What was known of the prompt, and when."""
+    size, tokens = (
+        f"{trace['blocks']} blocks of {trace['block_size']} tokens",
+        f"{trace['prompt_tokens']} prompt tokens",
+    )
+    predicted = trace.get("predicted", "before")
+    if predicted == "before":
+        return f"{trace['overlap']} of {size} held, {tokens}"
+    if predicted == "afterwards":
+        return f"{size}, {tokens}, predicted only now: nobody looked who held them then"
+    return "its prompt was not looked at and is not kept"
 
 
 def _chain(console: Console, trace: dict[str, Any]) -> None:
@@ -112,7 +125,8 @@ def _candidates(trace: dict[str, Any]) -> Table:
     for candidate in trace["candidates"]:
         name = candidate["worker"] if candidate["scored"] else f"{candidate['worker']} (not verified)"
         values = [f"{candidate['terms'].get(term, 0):g}" for term in terms]
-        table.add_row(name, str(candidate["overlap"]), str(candidate["held"]), *values, f"{candidate['cost']:g}")
+        overlap = str(candidate["overlap"]) if trace.get("predicted", "before") == "before" else "-"
+        table.add_row(name, overlap, str(candidate["held"]), *values, f"{candidate['cost']:g}")
     return table
 
 

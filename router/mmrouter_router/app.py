@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq.asyncio
@@ -39,6 +40,7 @@ from mmrouter_router.renderer import Renderer
 from mmrouter_router.report import Reporter
 from mmrouter_router.room import Room
 from mmrouter_router.sampling import RenderSampler, Sampler
+from mmrouter_router.schedule import BLIND
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.serving import OTHERS_SECONDS, Leaving, Server, serve
 from mmrouter_router.settings import Settings
@@ -153,6 +155,7 @@ class Router:
             debug_headers=spec.observability.debug_headers,
             answered=self._answered,
             tracing=self.tracing,
+            looks=self._looks(),
             room=Room(quantity_bytes(spec.frontend.max_held_bytes)),
         )
         self.reporter = Reporter(
@@ -184,6 +187,16 @@ class Router:
             count=lambda event: self.metrics.sentinels.labels(event).inc(),
             pictures=[(picture.identity, picture.data) for picture in pictures],
         )
+
+    def _looks(self) -> Callable[[str], bool]:
+        """Return whether a request's prompt is predicted, by the request's id.
+
+        A policy that is the same whatever the prompt is needs none; then those are predicted that are sampled anyway,
+        and those that show their decision. Stages, and what is learned of SGLang's sentinels, need all prompts.
+        """
+        spec = self.settings.deployment.spec
+        plain = {pool.role for pool in spec.pools} <= {"worker", RENDERER_ROLE} and self.preparer.sentinels is None
+        return self.sampler.wants if plain and spec.routing.policy in BLIND else lambda request_id: True
 
     def _feeder(self, uid: str) -> Feed | None:
         known = self._feeds.get(uid)

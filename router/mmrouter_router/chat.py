@@ -9,23 +9,25 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 from blake3 import blake3
-from ulid import ULID
+from prometheus_client import Counter
 
 from mmrouter.api import EngineType
 from mmrouter.engines import adapter
 from mmrouter.identity import to_wire
 from mmrouter_router.client import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
-from mmrouter_router.decisions import Counts, Decisions, Trace
+from mmrouter_router.decisions import Counts, Decisions, Trace, seen_afterwards
 from mmrouter_router.errors import OVERLOADED, RequestError
 from mmrouter_router.exchange import ERROR_LIMIT, Reply
 from mmrouter_router.forward import Forwarder
-from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.prepare import Prepared, Preparer
+from mmrouter_router.requestid import RequestIds
 from mmrouter_router.room import Held, Room
 from mmrouter_router.schedule import Policy
 from mmrouter_router.tenants import Tenant, Tenants
@@ -39,6 +41,8 @@ REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"
 """With the control token: route this one request by another policy, to compare policies on the same engines."""
+KEPT_BYTES = 256 * 1024
+"""A body that nobody looked at is kept, for whoever asks for its decision, where it is no longer than this."""
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
 
 
@@ -62,17 +66,25 @@ class Chat:
         answered: Callable[[Trace, Prepared, Outgoing], None],
         tracing: Tracing = NO_TRACING,
         room: Room | None = None,
+        looks: Callable[[str], bool] = lambda request_id: True,
     ) -> None:
         """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait.
 
-        ``room``: for the bodies of all requests together; ``None``: of 1 GiB.
+        ``room``: for the bodies of all requests together; ``None``: of 1 GiB. ``looks``: whether a request's prompt is
+        predicted; false only where its placement does not depend on it.
         """
-        self._router_id, self._served_model, self._engine, self._limits = router_id, served_model, engine, limits
+        self._served_model, self._engine, self._limits = served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._adapter = adapter(engine)
         self._decisions, self._metrics, self._answered = decisions, metrics, answered
         self._tracing = tracing
         self._room = room or Room(1 << 30)
+        self._looks = looks
+        self._ids = RequestIds(f"{router_id}-")
+        self._intake_seconds, self._prepare_seconds = (metrics.stage.labels(name) for name in ("intake", "prepare"))
+        # Looking a child up by its labels costs more than counting.
+        self._answers: dict[tuple[str, str], Counter] = {}
+        self._decided: dict[tuple[str, str], Counter] = {}
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
         self.counts = Counts()
 
@@ -87,7 +99,7 @@ class Chat:
     async def answer(self, client: Client) -> None:
         """Answer one request; never raises for what a client or an engine did."""
         path = client.path
-        request_id = f"{self._router_id}-{ULID()}"
+        request_id = self._ids()
         received = time.perf_counter()
         self._metrics.in_flight.inc()
         span = self._tracing.request(client.method, path, client.headers)
@@ -115,7 +127,7 @@ class Chat:
         finally:
             held.release()
             self._metrics.in_flight.dec()
-            self._metrics.requests.labels(path, code).inc()
+            _child(self._answers, self._metrics.requests, path, code).inc()
             if span:
                 told, failure = outcome(code)
                 span.tell({"mmrouter.request_id": request_id, **told})
@@ -127,15 +139,35 @@ class Chat:
         """Whose key this is. Raises :class:`RequestError` (401)."""
         return self._tenants.authenticate([(b"authorization", f"Bearer {api_key}".encode())])
 
-    async def prepare(self, path: str, raw: bytes, tenant: Tenant) -> Prepared:
+    async def prepare(self, path: str, raw: bytes, tenant: Tenant, *, predict: bool = True) -> Prepared:
         """Stages intake to blocks, without placing: what a dry run explains. Raises :class:`RequestError`."""
-        with self._metrics.stage.labels("intake").time(), stage("intake"):
-            if path == CHAT:
-                request = parse_chat(raw, self._limits, self._served_model, self._engine)
-            else:
-                request = parse_forwarded(raw, self._limits, self._served_model)
-        with self._metrics.stage.labels("prepare").time():
-            return await self._preparer.prepare(request, tenant.salt, tenant.name)
+        began = time.perf_counter()
+        try:
+            with stage("intake"):
+                request = self._parse(path, raw)
+        finally:
+            parsed = time.perf_counter()
+            self._intake_seconds.observe(parsed - began)
+        try:
+            return await self._preparer.prepare(request, tenant.salt, tenant.name, predict=predict)
+        finally:
+            self._prepare_seconds.observe(time.perf_counter() - parsed)
+
+    async def seen(self, trace: Trace) -> dict[str, Any]:
+        """Return a kept decision as plain values, its prompt predicted now if that was not done."""
+        unseen = trace.unseen
+        if unseen is None or not unseen.raw:
+            return trace.as_json()
+        try:
+            prepared = await self._preparer.foresee(self._parse(CHAT, unseen.raw), unseen.images, unseen.salt)
+        except RequestError:  # the engine has said so, too
+            return trace.as_json()
+        return seen_afterwards(trace, prepared)
+
+    def _parse(self, path: str, raw: bytes) -> ChatRequest:
+        if path == CHAT:
+            return parse_chat(raw, self._limits, self._served_model, self._engine)
+        return parse_forwarded(raw, self._limits, self._served_model)
 
     async def _answer(self, client: Client, request_id: str, received: float, held: Held) -> int:
         path, headers = client.path, client.headers
@@ -146,17 +178,18 @@ class Chat:
             raw = await client.body(self._limits.max_request_bytes, held.grow)
             if span:
                 span.tell({"http.request.body.size": len(raw)})
-        prepared = await self.prepare(path, raw, tenant)
-        outgoing = self._outgoing(path, prepared)
-        fingerprint = blake3(raw).digest()
         trusted = self._trusted(headers)
         policy = _policy(headers) if trusted else None
+        shown = trusted or self._debug_headers
+        prepared = await self.prepare(path, raw, tenant, predict=shown or self._looks(request_id))
+        outgoing = self._outgoing(path, prepared)
+        fingerprint = blake3(raw).digest()
         reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, passed_on(headers), policy)
         try:
-            self._decisions.add(request_id, reply.trace)
+            self._keep(request_id, reply.trace, raw)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
-            extra = self._headers(request_id, reply, debug=trusted or self._debug_headers)
+            extra = self._headers(request_id, reply, debug=shown)
             if reply.answer.status >= 400:
                 await _pass_error(client, reply, extra, self._adapter.prompt_error_field)
             else:
@@ -183,14 +216,21 @@ class Chat:
             self._metrics.stripped.labels(name).inc()
         return Outgoing(path, rewritten.body, images)
 
+    def _keep(self, request_id: str, trace: Trace, raw: bytes) -> None:
+        if trace.unseen is not None and len(raw) <= KEPT_BYTES:
+            trace.unseen = replace(trace.unseen, raw=raw)
+        self._decisions.add(request_id, trace)
+
     def _count(self, prepared: Prepared, reply: Reply) -> None:
         decision = reply.decision
         # The cause is one of few, the field behind it is not; two images of one cause are one decision of it.
         for cause in {reason.split(":")[0] for reason in decision.reasons} or {""}:
-            self._metrics.decisions.labels(decision.exactness, cause).inc()
+            _child(self._decided, self._metrics.decisions, decision.exactness, cause).inc()
         for image in prepared.images:
             if not image.resolved:
                 self._metrics.unresolved.labels(image.unresolved.split(":")[0]).inc()
+        if prepared.unseen:
+            return  # what nobody looked at is no share of anything
         self._metrics.prompt_blocks.inc(decision.choice.winner.blocks)
         self._metrics.overlap_blocks.inc(decision.choice.winner.overlap)
         self.counts.add(
@@ -227,6 +267,13 @@ class Chat:
                 (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
             ]
         return ours
+
+
+def _child(known: dict[tuple[str, str], Counter], counter: Counter, first: str, second: str) -> Counter:
+    child = known.get((first, second))
+    if child is None:
+        child = known[first, second] = counter.labels(first, second)
+    return child
 
 
 def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:

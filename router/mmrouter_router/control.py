@@ -100,7 +100,7 @@ def create(
             if parity:
                 trace.parity = await sampler.judge(trace, seconds=LOOK_SECONDS) or trace.parity
             found = {"parity": _parity(trace, prompter), "rendering": _rendering(trace, prompter)}
-            return JSONResponse({**_with_holders(trace.as_json(), fleet), **found})
+            return JSONResponse({**_with_holders(await chat.seen(trace), fleet), **found})
         if ask and not request_id.startswith(f"{router_id}-"):
             theirs = await _ask_peers(peers(), request_id, token, parity=parity)
             if theirs is not None:

@@ -3,19 +3,30 @@
 import time
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 from mmrouter.identity import to_wire
 from mmrouter_router.evidence import Expected, Verdict, expected_of
 from mmrouter_router.place import Decision
-from mmrouter_router.prepare import Prepared
+from mmrouter_router.prepare import Prepared, ResolvedImage
 from mmrouter_router.rendered import Rendering
 
 RING = 1000
 RING_TOKENS = 16_000_000
 """Prompt tokens of all kept traces, up to about 10 bytes each: a ring of the longest prompts is a shorter one."""
+TOKEN_BYTES = 10
 KEYS_SHOWN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """What a request is kept as whose prompt nobody has predicted; its images' bytes are not kept."""
+
+    raw: bytes  # its body, empty where that is too long
+    images: tuple[ResolvedImage, ...]
+    salt: str | None
 
 
 @dataclass(slots=True)
@@ -43,6 +54,13 @@ class Trace:
     """The stages that the pods could serve when it was placed (``mmrouter_router.chain``)."""
     degraded: tuple[str, ...] = ()
     """Pools that it was served without, because none of their pods could take work."""
+    unseen: "Unseen | None" = None
+    """The decision was made without its prompt: what it can be predicted from."""
+
+    @property
+    def weight(self) -> int:
+        """How much it keeps, in prompt tokens."""
+        return self.prompt_tokens + (len(self.unseen.raw) // TOKEN_BYTES if self.unseen is not None else 0)
 
     def tried(self, decision: Decision, outcome: str) -> None:
         """Note where the request was sent and what came of it."""
@@ -64,6 +82,7 @@ class Trace:
             "rank": target.rank,
             "block_size": target.block_size,
             "prompt_tokens": self.prompt_tokens,
+            "predicted": "before" if self.unseen is None else "no",
             "blocks": winner.blocks,
             "overlap": winner.overlap,
             "why": decision.choice.reason,
@@ -119,10 +138,10 @@ class Decisions:
     def add(self, request_id: str, trace: Trace) -> None:
         """Keep a trace, at least this one; the oldest ones leave."""
         self._traces[request_id] = trace
-        self._room -= trace.prompt_tokens
+        self._room -= trace.weight
         while len(self._traces) > self._size or (self._room < 0 and len(self._traces) > 1):
             _, gone = self._traces.popitem(last=False)
-            self._room += gone.prompt_tokens
+            self._room += gone.weight
 
     def get(self, request_id: str) -> Trace | None:
         """The trace of a request that this router answered, while it is kept."""
@@ -135,6 +154,7 @@ class Decisions:
 
 def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
     """Keep what explains a decision."""
+    spans = repeat(None, len(prepared.images)) if prepared.unseen else prepared.spans
     images = [
         {
             "param": image.param,
@@ -143,15 +163,36 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
             "height": image.height,
             "tokens": image.tokens,
             "bytes": len(image.media.data),
-            "offset": span.offset,
+            "offset": span.offset if span is not None else None,
             "unresolved": image.unresolved,
         }
-        for image, span in zip(prepared.images, prepared.spans, strict=False)
+        for image, span in zip(prepared.images, spans, strict=False)
     ]
     keys = prepared.keys(decision.target.block_size, decision.target.worker.scope)
     expected = expected_of(prepared, decision.target.worker, decision.target.rank, decision.target.block_size)
     trace = Trace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
     scope = decision.target.worker.scope
+    if prepared.unseen:
+        trace.unseen = Unseen(b"", tuple(_without_bytes(image) for image in prepared.images), prepared.salt)
     if scope is not None and prepared.sentinels is not None:
         trace.identity = prepared.sentinels.provider(scope)
     return trace
+
+
+def seen_afterwards(trace: Trace, prepared: Prepared) -> dict[str, Any]:
+    """Return an unseen decision with its prompt, which is predicted now; what was held then is not known any more."""
+    target = trace.decision.target
+    keys = prepared.keys(target.block_size, target.worker.scope)
+    offsets: list[int | None] = [span.offset for span in prepared.spans] or [None] * len(trace.images)
+    return {
+        **trace.as_json(),
+        "predicted": "afterwards",
+        "prompt_tokens": len(prepared.ids),
+        "blocks": len(keys),
+        "keys": [f"{key:016x}" for key in keys[:KEYS_SHOWN]],
+        "images": [{**image, "offset": at} for image, at in zip(trace.images, offsets, strict=True)],
+    }
+
+
+def _without_bytes(image: ResolvedImage) -> ResolvedImage:
+    return replace(image, media=replace(image.media, data=b""))

@@ -4,7 +4,6 @@ These are the stages media, identity and prompt of docs/architecture.md.
 """
 
 import asyncio
-import json
 import secrets
 from array import array
 from collections import OrderedDict
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
 from xxhash import xxh3_64_intdigest
 
 from mmrouter.blocks import Span, block_keys, namespace_seed
@@ -34,6 +34,8 @@ from mmrouter_router.settings import Settings
 from mmrouter_router.tracing import stage
 
 PROBE_CACHE = 4096
+SEEDS = 4096
+"""Tenants whose namespaces are kept; of others they are worked out for each request."""
 IN_THREAD = 256 * 1024
 """Bytes from which SHA-256, 0.6 ms per MiB on one core, is not computed in the event loop."""
 _SPOIL_IMAGES = frozenset({"processor_options"})
@@ -87,6 +89,7 @@ class Prepared:
     fingerprint: int
     sentinels: Sentinels | None = None  # where the engine puts identity into the ids
     rendered: bool = False  # ids and spans are a renderer's, not our own
+    unseen: bool = False  # nobody has looked at the prompt: the policy does not depend on it
     _keys: dict[tuple[int, Scope | None], "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, Filled] = field(default_factory=dict)
 
@@ -150,17 +153,34 @@ class Preparer:
         if self.family is not None:
             template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
             self.prompter = Prompter.load(model_dir, chat_template=template, family=self.family)
+        self._seeds: dict[str | None, int] = {}
         self._known: OrderedDict[bytes, tuple[int, int, int, bool]] = OrderedDict()
 
     def seed(self, salt: str | None) -> int:
         """The namespace seed of a tenant's chains."""
-        model = self._deployment.spec.model
-        return namespace_seed(self._identity_key, model=model.id, revision=model.revision, salt=salt)
+        seed = self._seeds.get(salt)
+        if seed is None:
+            model = self._deployment.spec.model
+            seed = namespace_seed(self._identity_key, model=model.id, revision=model.revision, salt=salt)
+            if len(self._seeds) < SEEDS:
+                self._seeds[salt] = seed
+        return seed
 
-    async def prepare(self, request: ChatRequest, salt: str | None, tenant: str = "") -> Prepared:
-        """Resolve images and predict the prompt. Raises :class:`RequestError` that names the field."""
+    async def prepare(
+        self, request: ChatRequest, salt: str | None, tenant: str = "", *, predict: bool = True
+    ) -> Prepared:
+        """Resolve images and predict the prompt. Raises :class:`RequestError` that names the field.
+
+        ``predict``: false where nobody asks for the prompt yet; then it is ``affinity``, and the cause ``policy``.
+        """
         images = _spoiled(request, await self._resolve(request, tenant))
         await self._digest(images)
+        return await self.foresee(request, images, salt, predict=predict)
+
+    async def foresee(
+        self, request: ChatRequest, images: tuple[ResolvedImage, ...], salt: str | None, *, predict: bool = True
+    ) -> Prepared:
+        """Predict the prompt of a request whose images are known. Raises what :meth:`prepare` raises."""
         unresolved = tuple(image.unresolved for image in images if not image.resolved)
         # What an image becomes changes nothing where there is none.
         labels = [_label(r) for r in request.inexact if images or r.reason not in _SPOIL_IMAGES]
@@ -168,9 +188,15 @@ class Preparer:
         exactness: Exactness = "partial" if unresolved else "exact"
         if any(reason.reason not in _SPOIL_IMAGES for reason in request.inexact):
             exactness = "affinity"
+        unseen = not predict and exactness != "affinity" and not (self.family is not None and self.family.fragile)
+        if unseen:
+            exactness = "affinity"
+            reasons.append("policy:routing.policy")
         ids, spans = array("I"), tuple[Span, ...]()
         with stage("prompt") as told:
-            if self.prompter is None:
+            if unseen:
+                pass
+            elif self.prompter is None:
                 rendered = await self._rendered(request, images, reasons) if exactness == "exact" else None
                 if rendered is None:
                     exactness = "affinity"
@@ -188,7 +214,9 @@ class Preparer:
         reason = tuple(reasons)
         seed = self.seed(salt)
         theirs = self.prompter is None and exactness != "affinity"
-        return Prepared(request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels, theirs)
+        return Prepared(
+            request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels, theirs, unseen
+        )
 
     async def _rendered(
         self, request: ChatRequest, images: tuple[ResolvedImage, ...], reasons: list[str]
@@ -298,7 +326,7 @@ class Preparer:
             content = message.get("content")
             texts = [content] if isinstance(content, str) else [p.get("text", "") for p in content or ()]
             head.append((message.get("role"), texts))
-        raw = json.dumps(head, ensure_ascii=True).encode()
+        raw = orjson.dumps(head)
         for image in images:
             if image.message < 2:
                 raw += image.identity

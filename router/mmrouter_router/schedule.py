@@ -17,13 +17,15 @@ A decision needs the winner only; its explanation is worked out from the same va
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 Policy = Literal["kv", "leastLoaded", "roundRobin", "consistentHash"]
 Exactness = Literal["exact", "partial", "affinity"]
+BLIND: Final[frozenset[Policy]] = frozenset({"roundRobin", "consistentHash"})
+"""Policies whose choice is the same whatever the prompt's blocks are."""
 
 
 class Weights(msgspec.Struct, frozen=True):

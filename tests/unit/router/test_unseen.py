@@ -1,0 +1,152 @@
+"""Policies that do not depend on the prompt: nobody pays for a prediction that nobody asks for, and all can ask."""
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.router.engine import Engine
+from unit.router.test_app import OWN_IP, heard, member
+from unit.router.test_place import IDS, KEYS, Rig, prepared
+from unit.router.test_prepare import image, settings, text
+
+from mmrouter.api import parse_deployment
+from mmrouter_router.app import Router
+from mmrouter_router.chat import KEPT_BYTES
+from mmrouter_router.decisions import Decisions
+from mmrouter_router.discovery import Roster
+from mmrouter_router.outgoing import CHAT
+from mmrouter_router.schedule import BLIND
+from mmrouter_router.settings import CurveKeys
+from mmrouter_router.tenants import DEFAULT
+
+ID = "x-mmrouter-request-id"
+SHOW = {"x-mmrouter-control": "t"}
+
+
+def resource(policy: str = "roundRobin", ratio: str = "0", engine: str = "vllm", roles=("worker",), **more):
+    spec = {
+        "model": {"id": "m"},
+        "engine": {"type": engine, "blockSize": 16},
+        "routing": {"policy": policy},
+        "verification": {"sampleRatio": ratio},
+        "pools": [{"name": r, "role": r, "replicas": 1, "accelerator": {"kind": "cpu"}} for r in roles],
+        **more,
+    }
+    head = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
+    return parse_deployment({**head, "spec": spec})
+
+
+@asynccontextmanager
+async def routed(**spec):
+    """A router with one engine that answers everything, and its client."""
+    public, secret = zmq.curve_keypair()
+    own = replace(settings(), deployment=resource(**spec), pod_ip=OWN_IP, config_dir=Path("/nowhere"))
+    made = Router(replace(own, curve=CurveKeys(public, secret, public)))
+    try:
+        async with Engine() as engine, made._tasks:
+            made.roster(Roster((member("a", engine.ip),)))
+            heard(made, "uid-a")
+            transport = httpx.ASGITransport(made.client_app())
+            async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+                yield made, client
+            made.roster(Roster(()))
+    finally:
+        made.upstream.close()
+        await made.media.close()
+        made._context.destroy(linger=0)
+
+
+def body(*parts) -> bytes:
+    return json.dumps({"model": "t", "messages": [{"role": "user", "content": list(parts)}]}).encode()
+
+
+PARTS = [text("what is this? " * 20), image("a"), text("and this?"), image("b")]
+
+
+@pytest.mark.parametrize("policy", sorted(BLIND))
+async def test_a_prompt_that_nobody_asks_for_is_not_predicted_and_not_called_exact(policy):
+    async with routed(policy=policy) as (r, client):
+        answer = await client.post(CHAT, content=body(*PARTS))
+        assert answer.status_code == 200
+        trace = r.decisions.get(answer.headers[ID])
+        assert (trace.prompt_tokens, len(trace.keys), trace.decision.exactness) == (0, 0, "affinity")
+        assert trace.decision.reasons == ("policy:routing.policy",)
+        assert r.metrics.decisions.labels("affinity", "policy")._value.get() == 1
+        assert (r.chat.counts.decisions, r.metrics.prompt_blocks._value.get()) == (0, 0)
+        assert trace.as_json()["predicted"] == "no"
+
+
+async def test_asked_afterwards_it_is_what_would_have_been_predicted_before_and_no_overlap_is_claimed():
+    async with routed() as (r, client):
+        answer = await client.post(CHAT, content=body(*PARTS))
+        trace = r.decisions.get(answer.headers[ID])
+        told = await r.chat.seen(trace)
+        before = await r.chat.prepare(CHAT, body(*PARTS), DEFAULT)
+        assert told["predicted"] == "afterwards"
+        assert told["prompt_tokens"] == len(before.ids) > 0
+        assert told["keys"] == [f"{key:016x}" for key in before.keys(16)]
+        assert [image["offset"] for image in told["images"]] == [span.offset for span in before.spans]
+        assert told["overlap"] == 0
+        assert not any(image.media.data for image in trace.unseen.images)
+
+
+async def test_whoever_shows_the_control_token_is_told_of_a_prompt_that_was_predicted_before():
+    async with routed() as (r, client):
+        answer = await client.post(CHAT, content=body(*PARTS), headers=SHOW)
+        assert answer.headers["x-mmrouter-exactness"] == "exact"
+        assert int(answer.headers["x-mmrouter-prompt-tokens"]) > 0
+        assert r.decisions.get(answer.headers[ID]).as_json()["predicted"] == "before"
+        assert r.chat.counts.decisions == r.chat.counts.exact == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "looks"),
+    [
+        ({}, False),
+        ({"ratio": "1"}, True),
+        ({"policy": "kv"}, True),
+        ({"policy": "leastLoaded"}, True),
+        ({"engine": "sglang"}, True),
+        ({"roles": ("prefill", "decode")}, True),
+        ({"roles": ("worker", "encoder")}, True),
+        ({"observability": {"debugHeaders": True}}, True),
+    ],
+)
+async def test_prompts_are_predicted_where_anything_depends_on_them(spec, looks):
+    async with routed(**spec) as (r, client):
+        assert (r.chat._looks("any request") or r.chat._debug_headers) == looks
+        if spec.get("roles") is None:
+            answer = await client.post(CHAT, content=body(text("hello")))
+            assert (r.decisions.get(answer.headers[ID]).unseen is None) == looks
+
+
+@given(st.sampled_from(sorted(BLIND)), st.lists(st.integers(0, len(KEYS)), min_size=1, max_size=5), st.integers(0, 4))
+def test_these_policies_choose_the_same_whatever_is_known_of_the_prompt(policy, held, turns):
+    rig = Rig()
+    for number, blocks in enumerate(held):
+        rig.worker(f"w{number}", KEYS[:blocks])
+    for _ in range(turns):
+        rig.placer.place(prepared(), policy=policy)
+    known, unknown = (
+        rig.placer.place(replace(prepared("exact"), ids=ids), policy=policy, dry_run=True).choice.winner.name
+        for ids in (IDS, IDS[:0])
+    )
+    assert known == unknown
+
+
+async def test_what_is_kept_to_ask_for_is_bounded():
+    async with routed() as (r, client):
+        long = await client.post(CHAT, content=body(text("x" * KEPT_BYTES)))
+        assert (await r.chat.seen(r.decisions.get(long.headers[ID])))["predicted"] == "no"
+        short = await client.post(CHAT, content=body(text("x" * 1000)))
+        trace = r.decisions.get(short.headers[ID])
+        few = Decisions(size=1000, tokens=3 * trace.weight)
+        for number in range(10):
+            few.add(f"{number}", trace)
+        assert len(few.latest(1000)) == 3
