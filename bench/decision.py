@@ -19,7 +19,8 @@ from bench.peers.environment import PeerMissingError
 from bench.rows import Row, not_run, percentile, row
 from bench.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
 from mmrouter.blocks import Span, block_keys, pack_keys
-from mmrouter_router.schedule import Candidate, choose
+from mmrouter_router.index import mask_of
+from mmrouter_router.schedule import Table, choose
 
 SIZES = (64, 256)
 QUERIES = 1000
@@ -52,30 +53,30 @@ class Ours:
         for event in load.events:
             seqs[event.worker] += 1
             fleet.published(members[event.worker], bench_fleet.delta(seqs[event.worker], pack_keys(event.keys)))
-        self._index = fleet.index
-        self._slots = [worker.slots[0] for worker in members]
-        self._names = [(f"{worker.id}#0", worker.member.name, worker.slots[0]) for worker in members]
-        self._placer = bench_fleet.placer(fleet, load.workers)
+        count = load.workers
+        self.index = fleet.index
+        self.slots = [worker.slots[0] for worker in members]
+        self._mask = mask_of(self.slots)
+        self._who = [f"{worker.id}#0" for worker in members], [w.member.name for w in members], ["worker"] * count
+        self._idle, self._scored = (0.0,) * count, (True,) * count
+        self._placer = bench_fleet.placer(fleet, count)
 
     def decide(self, ids: "array[int]") -> int:
         """Return the overlap of the worker that is chosen."""
-        keys = block_keys(ids, BLOCK_SIZE, (), SEED)
-        overlap, held, blocks = self._index.match(keys, self._slots), self._index.held, len(keys)
-        candidates = [
-            Candidate(
-                id=id_,
-                name=name,
-                pool="worker",
-                overlap=overlap[slot],
-                blocks=blocks,
-                prefill=0.0,
-                active=0.0,
-                waiting=0.0,
-                held=held(slot),
-                scored=True,
-            )
-            for id_, name, slot in self._names
-        ]
+        keys, idle = block_keys(ids, BLOCK_SIZE, (), SEED), self._idle
+        found = self.index.match(keys, self.slots, self._mask)
+        candidates = Table(
+            *self._who,
+            overlap=list(map(found.__getitem__, self.slots)),
+            blocks=(len(keys),) * len(self.slots),
+            prefill=idle,
+            active=idle,
+            waiting=idle,
+            held=self.index.held_by(self.slots),
+            scored=self._scored,
+            coming=(0,) * len(self.slots),
+            encode=idle,
+        )
         return choose(candidates, policy="kv", overlap_weight=1.0, fingerprint=77, turn=0).winner.overlap
 
     def place(self, ids: "array[int]") -> int:

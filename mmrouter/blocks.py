@@ -106,18 +106,14 @@ def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, byt
 def pack_keys(keys: Iterable[Key]) -> bytes:
     """Return keys as 8 little-endian bytes each: the form that travels in the feed."""
     packed = array("Q", keys)
-    return _little_endian(packed).tobytes()
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def unpack_keys(raw: bytes) -> "array[int]":
     """Return the keys of :func:`pack_keys`. Raises ``ValueError`` when the length is no multiple of 8."""
-    keys = array("Q")
-    keys.frombytes(raw)
-    return _little_endian(keys)
-
-
-def _little_endian(keys: "array[int]") -> "array[int]":
+    keys = array("Q", raw)
     if sys.byteorder == "big":
-        keys = keys[:]
         keys.byteswap()
     return keys

@@ -23,7 +23,7 @@ from mmrouter.feed import (
     deciding,
 )
 from mmrouter_router import follow
-from mmrouter_router.index import Index, Slot, window_blocks
+from mmrouter_router.index import Index, Slot, mask_of, window_blocks
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.sentinels import Scope
 
@@ -127,12 +127,40 @@ class Target(NamedTuple):
     block_size: int
 
 
+class Caches(NamedTuple):
+    """What the index has of targets with one block size. ``windows``: blocks before its end that a hit needs there."""
+
+    slots: tuple[Slot, ...]
+    mask: int  # of them
+    windows: dict[Slot, int]
+    block_size: int
+
+
+def caches(targets: Iterable[Target]) -> Caches:
+    """Return the caches of targets that have one; good until their fleet changes."""
+    slots: list[Slot] = []
+    windows: dict[Slot, int] = {}
+    size = 0
+    for worker, rank, size in targets:
+        slot = worker.slots.get(rank)
+        if slot is None:
+            continue
+        if worker.group.window:
+            windows[slot] = window_blocks(worker.group.window, size)
+        else:
+            slots.append(slot)
+    return Caches(tuple(slots), mask_of(slots), windows, size)
+
+
 class Fleet:
     """All workers and the one index over their caches."""
 
     def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.index = Index()
         self.workers: dict[str, Worker] = {}
+        self.version = 0
+        """Rises with every change of who may be chosen and how: what was worked out under one is good until the next.
+        Not with caches and loads, which every request looks at anew."""
         self._metrics = metrics
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
@@ -162,23 +190,20 @@ class Fleet:
 
         ``keys`` are the prompt's at the targets' one block size.
         """
-        slots: list[Slot] = []
-        windows: dict[Slot, int] = {}
-        hittable = 0
-        for worker, rank, size in targets:
-            slot = worker.slots.get(rank)
-            if slot is None:
-                continue
-            if worker.group.window:
-                # A window keeps what a hit can use, and a prompt's last token is computed anew.
-                windows[slot], hittable = window_blocks(worker.group.window, size), max(0, tokens - 1) // size
-            else:
-                slots.append(slot)
-        found = self.index.match(keys, slots) if slots else {}
-        return found | self.index.match_windows(keys[:hittable], windows) if windows else found
+        return self.lookup(keys, tokens, caches(targets))
+
+    def lookup(self, keys: Sequence[int], tokens: int, asked: Caches) -> dict[Slot, int]:
+        """The same for caches that were looked up before."""
+        found = self.index.match(keys, asked.slots, asked.mask) if asked.slots else {}
+        if asked.windows:
+            # A window keeps what a hit can use, and a prompt's last token is computed anew.
+            hittable = max(0, tokens - 1) // asked.block_size
+            found |= self.index.match_windows(keys[:hittable], asked.windows)
+        return found
 
     def changed(self) -> None:
-        """Tell the listeners."""
+        """Tell the listeners, and that what was worked out of the fleet is good no more."""
+        self.version += 1
         for listener in tuple(self._listeners):
             listener()
 
@@ -204,11 +229,14 @@ class Fleet:
         """Take a frame of a worker's stream; returns the steps that need I/O (questions to the sidecar)."""
         if worker.beat_at:
             worker.beat_at = self._clock()  # whatever comes shows that the sidecar lives
+        if type(frame) is Delta and worker.follower.advance(frame):  # nearly every frame is one, and the next
+            self._apply(worker, frame)
+            return []
         match frame:
-            case Heartbeat():
-                return self._heartbeat(worker, frame)
             case Delta():
                 return self._carry_out(worker, worker.follower.on_delta(frame))
+            case Heartbeat():
+                return self._heartbeat(worker, frame)
             case Load():
                 usage = worker.usage.get(frame.rank)
                 worker.loads[frame.rank] = frame
@@ -290,18 +318,22 @@ class Fleet:
                     self._metrics.feed_events.labels("synced").inc()
                     self.changed()
                 case follow.AskSnapshot() | follow.AskReplay():
+                    self.version += 1  # the index may equal the engine's cache no more
                     self._metrics.feed_events.labels(type(step).__name__).inc()
                     questions.append(step)
         return questions
 
     def _apply(self, worker: Worker, delta: Delta) -> None:
-        self._metrics.feed_deltas.inc()
+        self._metrics.deltas += 1
         worker.moved.set()
         if delta.cleared and delta.rank in worker.slots:
             self.index.retire(worker.slots.pop(delta.rank))
+            self.version += 1
         if not self._indexed(worker, delta.group, delta.medium):
             return
-        slot = self._slot(worker, delta.rank)
+        slot = worker.slots.get(delta.rank)
+        if slot is None:
+            slot = self._slot(worker, delta.rank)
         if delta.removed:
             self.index.remove(slot, unpack_keys(delta.removed))
         if delta.stored:
@@ -324,12 +356,14 @@ class Fleet:
         slot = worker.slots.get(rank)
         if slot is None:
             slot = worker.slots[rank] = self.index.join()
+            self.version += 1
         return slot
 
     def _reset(self, worker: Worker) -> None:
         for slot in worker.slots.values():
             self.index.retire(slot)
         worker.slots.clear()
+        self.version += 1
         for usage in worker.usage.values():
             usage.promised.clear()  # whatever was to be computed there ended with what was
 

@@ -93,6 +93,16 @@ class Follower:
             return [self._ask_snapshot()]
         return [self._ask_replay()] if beat.seq > self.seq else []
 
+    def advance(self, delta: Delta) -> bool:
+        """Whether the delta simply goes on with the stream, as nearly all do: it is to be applied, and that is all.
+
+        Where it does not, nothing has changed and :meth:`on_delta` knows what to do.
+        """
+        if self.synced and delta.seq == self.seq + 1 and delta.epoch == self.epoch and not self._asked:
+            self.seq = delta.seq
+            return True
+        return False
+
     def on_delta(self, delta: Delta) -> list[Step]:
         """Apply in order, keep for later, or ignore as already applied."""
         if delta.epoch < self.epoch:
@@ -104,8 +114,7 @@ class Follower:
             return steps
         if delta.seq <= self.seq and self.synced:
             return []
-        if self.synced and delta.seq == self.seq + 1 and not self._asked:
-            self.seq = delta.seq
+        if self.advance(delta):
             return [Apply(delta)]
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.clear()

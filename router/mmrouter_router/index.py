@@ -17,14 +17,18 @@ A candidate that leaves is *retired*: its bit no longer matches at once, and is 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import compress, count, islice, repeat
 
 Slot = int
 """Number of a candidate's bit."""
+NOWHERE: Slot = -1
+"""The slot of what is not in the index."""
 
 MAX_SETS = 65_536
 """Distinct holder sets that are shared; beyond it sharing starts anew, which costs memory and time but no answer."""
-FEW = 4
+SPARSE = 16
+"""Where at most one bit in so many is set, they are looked for one by one."""
+_DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 class Index:
@@ -102,6 +106,10 @@ class Index:
         """Number of keys that a candidate holds."""
         return self._held[slot]
 
+    def held_by(self, slots: Iterable[Slot]) -> list[int]:
+        """The same of many; 0 for slots that are not in the index."""
+        return list(map(self._held.get, slots, repeat(0)))
+
     def holds(self, slot: Slot, key: int) -> bool:
         """Whether a live candidate holds a key."""
         return bool(self._holders.get(key, 0) & self._live & (1 << slot))
@@ -111,27 +119,33 @@ class Index:
         bit = 1 << slot
         return {key for key, have in self._holders.items() if have & bit} if self._live & bit else set()
 
-    def match(self, keys: Sequence[int], slots: Iterable[Slot]) -> dict[Slot, int]:
-        """Return slot -> number of leading blocks of ``keys`` that the candidate holds, for the given live slots."""
-        alive = 0
-        for slot in slots:
-            alive |= 1 << slot
-        alive &= self._live
-        overlap: dict[Slot, int] = {}
-        get = self._holders.get
-        seen = -1
-        for depth, key in enumerate(keys):
-            have = get(key, 0)
+    def match(self, keys: Sequence[int], slots: Iterable[Slot], mask: int | None = None) -> dict[Slot, int]:
+        """Return slot -> number of leading blocks of ``keys`` that the candidate holds, for the given live slots.
+
+        ``mask``: :func:`mask_of` the slots, from callers that ask for the same ones again and again.
+        """
+        asked = dict.fromkeys(slots, 0)
+        wanted = mask_of(asked) if mask is None else mask
+        alive = wanted & self._live
+        overlap = asked if alive == wanted else dict.fromkeys(bits(alive), 0)
+        depth, seen = 0, -1
+        for depth, have in enumerate(map(self._holders.get, keys)):
             if have is not seen:
+                if have is None:
+                    break
                 seen, still = have, have & alive
                 if still != alive:
-                    for slot in bits(alive ^ still):
-                        overlap[slot] = depth
+                    if depth:
+                        for slot in bits(alive ^ still):
+                            overlap[slot] = depth
                     alive = still
                     if not alive:
                         return overlap
-        for slot in bits(alive):
-            overlap[slot] = len(keys)
+        else:
+            depth = len(keys)
+        if depth:
+            for slot in bits(alive):
+                overlap[slot] = depth
         return overlap
 
     def match_windows(self, keys: Sequence[int], needs: Mapping[Slot, int]) -> dict[Slot, int]:
@@ -202,10 +216,18 @@ def _last_run(holders: Sequence[int], bit: int, need: int) -> int:
     return run
 
 
+def mask_of(slots: Iterable[Slot]) -> int:
+    """Return the set of these slots."""
+    mask = 0
+    for slot in slots:
+        mask |= 1 << slot
+    return mask
+
+
 def bits(mask: int) -> list[Slot]:
     """Return the numbers of the bits that are set, lowest first."""
-    if mask.bit_count() > FEW:
-        return [number for number, digit in enumerate(f"{mask:b}"[::-1]) if digit == "1"]
+    if mask.bit_count() * SPARSE > mask.bit_length():
+        return list(compress(count(), f"{mask:b}"[::-1].encode().translate(_DIGITS)))
     numbers = []
     while mask:  # a pass over all digits is not worth it for a few bits
         low = mask & -mask

@@ -1,5 +1,6 @@
 """A prepared request and the fleet -> a decision (stages index and schedule of docs/architecture.md)."""
 
+import math
 import random
 import time
 from array import array
@@ -9,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from mmrouter.api import MMRouterDeployment, block_size_of
-from mmrouter.blocks import Span
 from mmrouter_router.chain import proves
 from mmrouter_router.fleet import Fleet, Target, Usage, Worker
 from mmrouter_router.prepare import Prepared
-from mmrouter_router.schedule import WEIGHTS, Candidate, Choice, Exactness, Policy, Weights, choose
+from mmrouter_router.roster import Group
+from mmrouter_router.schedule import WEIGHTS, Choice, Exactness, Policy, Table, Weights, choose
 from mmrouter_router.sentinels import Scope
 
 Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
@@ -23,7 +24,6 @@ WORKERS = frozenset({"worker"})
 """The role of engines that serve a request whole; other roles are placed where a chain of engines asks for them."""
 PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}
 """Role -> the role of the engine without which it answers nobody (SGLang)."""
-_IDLE = Usage()
 
 
 @dataclass
@@ -62,6 +62,8 @@ class Placer:
         self._engine = deployment.spec.engine.type
         self._block_sizes = {pool.name: block_size_of(deployment, pool) for pool in deployment.spec.pools}
         self._turns: Counter[frozenset[str]] = Counter()  # by roles: each choice of a request takes turns of its own
+        self._known: dict[tuple[frozenset[str], str | None], tuple[Sequence[Group], float | None]] = {}
+        self._version = -1  # of the fleet, when the groups were worked out
 
     def standing(self, worker: Worker) -> Standing:
         """The table of docs/architecture.md for roles ``worker`` and ``prefill``."""
@@ -96,19 +98,23 @@ class Placer:
         ``partner``: an engine that the chosen one has to exchange KV blocks with. ``dry_run``: nothing is sent, so the
         queues of engines may be full. Raises :class:`NoWorkerError`.
         """
-        queued = None if dry_run else self._max_queued
-        targets, kind = self._targets(exclude, roles, partner, queued), frozenset(roles)
+        kind = frozenset(roles)
+        groups = self._groups(exclude, kind, partner)
+        if not dry_run:
+            groups = [room for group in groups if (room := group.room(self._max_queued)) is not None]
+            if not groups:
+                raise FullError(f"{self._max_queued} requests wait for a first byte at each engine that could take it")
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
-        rows: list[Candidate] = []
-        known: dict[tuple[int, Scope | None], array[int]] = {}
-        for (size, scope), group in targets.items():
-            keys = known[size, scope] = prepared.keys(size, scope)
-            overlap = self._fleet.overlap(keys, len(prepared.ids), [target for target, _ in group])
-            rows += self._candidates(group, overlap, keys, prepared.spans)
+        keys = [prepared.keys(group.size, group.scope) for group in groups]
         choice = choose(
-            rows,
+            Table.joined(
+                [
+                    group.table(self._fleet, known, len(prepared.ids), prepared.spans, self._visual)
+                    for group, known in zip(groups, keys, strict=True)
+                ]
+            ),
             policy=policy,
             overlap_weight=self._overlap_weight,
             fingerprint=prepared.fingerprint,
@@ -117,13 +123,15 @@ class Placer:
         )
         if not dry_run:
             self._turns[kind] += 1
-        ordered = (target for group in targets.values() for target, _ in group)
-        chosen = next(target for target, row in zip(ordered, rows, strict=True) if row is choice.winner)
+        number, place = 0, choice.place
+        while place >= len(groups[number].targets):
+            place -= len(groups[number].targets)
+            number += 1
+        chosen = groups[number].targets[place]
         exactness, reasons = prepared.exactness_for(chosen.worker.scope)
         if exactness != "affinity" and not choice.winner.scored:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
-        keys = known[chosen.block_size, chosen.worker.scope]
-        return Decision(chosen, choice, policy, exactness, reasons, keys=keys)
+        return Decision(chosen, choice, policy, exactness, reasons, keys=keys[number])
 
     def begin(self, decision: Decision) -> "Booking":
         """Count a request against the chosen worker until the booking ends."""
@@ -154,16 +162,27 @@ class Placer:
         proved = [one for one in found if one.worker.canary == "True"]
         return random.choice(proved or found) if found else None
 
-    def _targets(
-        self, exclude: Collection[str], roles: Collection[str], partner: Worker | None, max_queued: int | None
-    ) -> dict[tuple[int, Scope | None], list[tuple[Target, Standing]]]:
-        """Return (block size, scope) -> what may serve at it; one pass, because it is once per request and worker.
+    def _groups(self, exclude: Collection[str], roles: frozenset[str], partner: Worker | None) -> Sequence[Group]:
+        """Return who may serve. Raises :class:`NoWorkerError`."""
+        if exclude:
+            return self._grouped(exclude, roles, partner)[0]
+        fleet, who = self._fleet, (roles, None if partner is None else partner.member.compatibility)
+        if self._version != fleet.version:
+            self._known.clear()
+        known = self._known.get(who)
+        if known is None or (known[1] is not None and fleet.now() >= known[1]):
+            known = self._known[who] = self._grouped((), roles, partner)
+            self._version = fleet.version
+        return known[0]
 
-        ``max_queued``: requests that may wait at one rank, if that is of interest.
-        """
+    def _grouped(
+        self, exclude: Collection[str], roles: Collection[str], partner: Worker | None
+    ) -> tuple[Sequence[Group], float | None]:
+        """Return the groups of what may serve, and until when this is so if only the clock goes on."""
         usable: list[tuple[Worker, Standing]] = []
         pending: list[tuple[Worker, Standing]] = []
         others: list[tuple[Worker, Standing]] = []
+        until = math.inf
         for worker in self._fleet:
             if partner is not None and worker.member.compatibility != partner.member.compatibility:
                 continue
@@ -176,63 +195,18 @@ class Placer:
                     pending.append((worker, standing))
                 else:
                     others.append((worker, standing))
-        targets: dict[tuple[int, Scope | None], list[tuple[Target, Standing]]] = {}
-        full = 0
+                if standing == "pending":
+                    until = min(until, worker.since + self._verification.timeout_seconds)
+        rows: dict[tuple[int, Scope | None], list[tuple[Target, bool]]] = {}
         for worker, standing in usable or pending:
             size = self.block_size(worker)
             if size > 0:
-                for rank in range(worker.ranks):
-                    if max_queued is not None and worker.usage.get(rank, _IDLE).unanswered >= max_queued:
-                        full += 1
-                    else:
-                        group = targets.setdefault((size, worker.scope), [])
-                        group.append((Target(worker, rank, size), standing))
-        if full and not targets:
-            raise FullError(f"{max_queued} requests wait for a first byte at each engine that could take it")
-        if not targets:
+                group = rows.setdefault((size, worker.scope), [])
+                group += [(Target(worker, rank, size), standing == "verified") for rank in range(worker.ranks)]
+        if not rows:
             found = ", ".join(f"{w.member.name} {s}" for w, s in (*usable, *pending, *others)) or "no worker is known"
             raise NoWorkerError(f"no worker can take the request ({found})")
-        return targets
-
-    def _candidates(
-        self,
-        group: Sequence[tuple[Target, Standing]],
-        overlaps: dict[int, int],
-        keys: "array[int]",
-        spans: Sequence[Span],
-    ) -> list[Candidate]:
-        """Return a row per target of one block size; one loop with few calls, because it grows with the fleet."""
-        rows: list[Candidate] = []
-        blocks, held, visual = len(keys), self._fleet.index.held, self._visual if spans else 0.0
-        for (worker, rank, size), standing in group:
-            slot, member, scored = worker.slots.get(rank), worker.member, standing == "verified"
-            usage, beat = worker.usage.get(rank, _IDLE), worker.beat
-            overlap = overlaps.get(slot, 0) if slot is not None else 0
-            hit, promised = overlap if scored else 0, usage.promised
-            if promised and scored:
-                while hit < blocks and keys[hit] in promised:
-                    hit += 1
-            row = Candidate(  # in the order of its fields: naming them takes longer
-                f"{beat.worker if beat else member.uid}#{rank}",
-                member.name,
-                member.pool,
-                overlap,
-                blocks,
-                len(promised) + usage.encode,
-                usage.active,
-                worker.waiting.get(rank, 0.0) * blocks if worker.waiting else 0.0,
-                held(slot) if slot is not None else 0,
-                scored,
-                hit - overlap if scored else 0,
-                visual * _to_encode(spans, hit * size) / size if visual else 0.0,
-            )
-            rows.append(row)
-        return rows
-
-
-def _to_encode(spans: Sequence[Span], hit: int) -> int:
-    """Return the visual tokens of images that do not end within the first ``hit`` tokens: one is encoded whole."""
-    return sum([span.length for span in spans if span.offset + span.length > hit])
+        return [Group.of(*shared, group) for shared, group in rows.items()], None if math.isinf(until) else until
 
 
 class Booking:

@@ -11,13 +11,16 @@ images behind the hit cost; ``queue`` is what was sent there and is not computed
 ranks by rendezvous hash. Every tie is broken the same way on every router: fewer blocks held, then rendezvous hash of
 the prompt's fingerprint.
 
-A decision needs the winner only; its explanation is worked out from the same values when somebody asks for it.
+A decision needs the winner only, and there is one per request while the candidates are as many as the fleet: so they
+stand in columns (:class:`Table`), and their rows, scores and reasons are worked out from the same values when somebody
+asks for them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Final, Literal
+from operator import attrgetter
+from typing import Final, Literal, Self, overload
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -46,10 +49,7 @@ WEIGHTS = Weights()
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """One rank of one worker, as the router knows it at the moment of the decision. Loads are in blocks.
-
-    A struct, because one is made per candidate and request: a frozen dataclass takes ten times as long.
-    """
+    """One rank of one worker, as the router knows it at the moment of the decision. Loads are in blocks."""
 
     id: str  # <worker id>#<rank>
     name: str  # pod name, for people
@@ -63,6 +63,77 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     scored: bool = True  # False: not verified, so its overlap does not count
     coming: int = 0  # blocks right behind the overlap that requests in flight have it compute
     encode: float = 0.0  # what encoding the prompt's images there costs, in blocks of its prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table(Sequence[Candidate]):
+    """Candidates as columns of equal length, named as in :class:`Candidate`. A row is made when it is looked at."""
+
+    id: Sequence[str]
+    name: Sequence[str]
+    pool: Sequence[str]
+    overlap: Sequence[int]
+    blocks: Sequence[int]
+    prefill: Sequence[float]
+    active: Sequence[float]
+    waiting: Sequence[float]
+    held: Sequence[int]
+    scored: Sequence[bool]
+    coming: Sequence[int]
+    encode: Sequence[float]
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Self:
+        """Return rows as a table."""
+        return cls(*[list(map(attrgetter(column.name), candidates)) for column in fields(cls)])
+
+    @classmethod
+    def joined(cls, tables: Sequence["Table"]) -> "Table":
+        """Return tables one after the other."""
+        if len(tables) == 1:
+            return tables[0]
+        return cls(*[[value for table in tables for value in getattr(table, column.name)] for column in fields(cls)])
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    @overload
+    def __getitem__(self, number: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, number: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(number, slice):
+            return tuple(self)[number]
+        return Candidate(*[getattr(self, name)[number] for name in Candidate.__struct_fields__])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        columns = [getattr(self, name) for name in Candidate.__struct_fields__]
+        return (Candidate(*values) for values in zip(*columns, strict=True))
+
+    def costs(self, policy: Policy, weight: float, weights: Weights) -> list[float]:
+        """Return what each candidate costs; 0 where the policy asks for no cost."""
+        loads = zip(self.prefill, self.active, self.waiting, strict=True)
+        if policy == "leastLoaded":
+            return [prefill + active + waiting for prefill, active, waiting in loads]
+        if policy != "kv":
+            return [0.0] * len(self)
+        compute, decode = weight * weights.compute, weights.decode
+        return [
+            compute * missing + prefill + decode * active + waiting
+            for missing, (prefill, active, waiting) in zip(self._missing(), loads, strict=True)
+        ]
+
+    def _missing(self) -> list[float]:
+        """Blocks that each candidate would have to compute, and what it would have to encode."""
+        hits = self.overlap
+        if any(self.coming):
+            hits = [overlap + coming for overlap, coming in zip(hits, self.coming, strict=True)]
+        if not all(self.scored):
+            hits = [hit if scored else 0 for hit, scored in zip(hits, self.scored, strict=True)]
+        missing: list[float] = [blocks - hit for blocks, hit in zip(self.blocks, hits, strict=True)]
+        if any(self.encode):
+            return [blocks + encode for blocks, encode in zip(missing, self.encode, strict=True)]
+        return missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +151,8 @@ class Choice:
     """The winner, and everything that the choice was made from."""
 
     winner: Candidate
-    candidates: tuple[Candidate, ...]
+    place: int  # of the winner among the candidates
+    candidates: Table
     policy: Policy
     overlap_weight: float
     fingerprint: int
@@ -90,9 +162,9 @@ class Choice:
     @cached_property
     def scores(self) -> tuple[Score, ...]:
         """Every candidate's score, best first."""
-        costs = _costs(self.candidates, self.policy, self.overlap_weight, self.weights)
+        costs = self.candidates.costs(self.policy, self.overlap_weight, self.weights)
         scores = [
-            Score(c, _terms(c, self.policy, self.overlap_weight, self.weights), cost, _tie(c, self.fingerprint))
+            Score(c, _terms(c, self.policy, self.overlap_weight, self.weights), cost, _tie(c.id, self.fingerprint))
             for c, cost in zip(self.candidates, costs, strict=True)
         ]
         if self.policy == "roundRobin":
@@ -128,35 +200,21 @@ def choose(
     """
     if not candidates:
         raise ValueError("no candidate to choose from")
+    table = candidates if isinstance(candidates, Table) else Table.of(candidates)
+    everyone = range(len(table))
     if policy == "roundRobin":
-        winner = sorted(candidates, key=lambda c: c.id)[turn % len(candidates)]
+        place = sorted(everyone, key=table.id.__getitem__)[turn % len(table)]
     elif policy == "consistentHash":
-        winner = _lowest_tie(candidates, fingerprint)
+        place = _lowest_tie(table, everyone, fingerprint)
     else:
-        costs = _costs(candidates, policy, overlap_weight, weights)
+        costs = table.costs(policy, overlap_weight, weights)
         least = min(costs)
-        if costs.count(least) == 1:
-            winner = candidates[costs.index(least)]
-        else:
-            best = [c for c, cost in zip(candidates, costs, strict=True) if cost == least]
-            emptiest = min([c.held for c in best])
-            winner = _lowest_tie([c for c in best if c.held == emptiest], fingerprint)
-    return Choice(winner, tuple(candidates), policy, overlap_weight, fingerprint, turn, weights)
-
-
-def _costs(candidates: Sequence[Candidate], policy: Policy, weight: float, weights: Weights) -> list[float]:
-    if policy == "kv":
-        compute, decode = weight * weights.compute, weights.decode
-        return [
-            compute * (c.blocks - (c.overlap + c.coming if c.scored else 0) + c.encode)
-            + c.prefill
-            + decode * c.active
-            + c.waiting
-            for c in candidates
-        ]
-    if policy == "leastLoaded":
-        return [c.prefill + c.active + c.waiting for c in candidates]
-    return [0.0] * len(candidates)
+        place = costs.index(least)
+        if costs.count(least) > 1:
+            best = [number for number, cost in enumerate(costs) if cost == least]
+            emptiest = min([table.held[number] for number in best])
+            place = _lowest_tie(table, [number for number in best if table.held[number] == emptiest], fingerprint)
+    return Choice(table[place], place, table, policy, overlap_weight, fingerprint, turn, weights)
 
 
 def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dict[str, float]:
@@ -175,14 +233,15 @@ def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dic
     return {}
 
 
-def _lowest_tie(candidates: Sequence[Candidate], fingerprint: int) -> Candidate:
-    if len(candidates) == 1:
-        return candidates[0]
-    return min(candidates, key=lambda c: (_tie(c, fingerprint), c.id))
+def _lowest_tie(table: Table, places: Sequence[int], fingerprint: int) -> int:
+    if len(places) == 1:
+        return places[0]
+    ids = table.id
+    return min(places, key=lambda place: (_tie(ids[place], fingerprint), ids[place]))
 
 
-def _tie(c: Candidate, fingerprint: int) -> int:
-    return xxh3_64_intdigest(c.id.encode(), fingerprint)
+def _tie(id_: str, fingerprint: int) -> int:
+    return xxh3_64_intdigest(id_.encode(), fingerprint)
 
 
 def _reason(ranked: Sequence[Score]) -> str:

@@ -399,3 +399,68 @@ def test_excluded_workers_are_not_tried_again():
     assert rig.placer.place(prepared(), exclude={"uid-a"}).target.worker.member.name == "b"
     with pytest.raises(NoWorkerError):
         rig.placer.place(prepared(), exclude={"uid-a", "uid-b"})
+
+
+HAPPENINGS = [
+    *("canary", "down", "drain", "epoch", "silence", "sync", "delta", "gap", "clear", "load"),
+    *("leave", "join", "move", "time", "window", "ranks", "connect"),
+]
+
+
+def happen(rig: Rig, what: str, worker: Worker, number: int) -> None:
+    """Let something happen to a worker, as its feed or discovery would tell it."""
+    follower, name = worker.follower, worker.member.name
+    match what:
+        case "canary":
+            rig.beat(worker, ("True", "False", "Unknown")[number % 3], epoch=follower.epoch)
+        case "down":
+            rig.beat(worker, epoch=follower.epoch, engine_state="down")
+        case "drain":
+            rig.fleet.join(replace(worker.member, draining=number % 2 == 0))
+        case "epoch":
+            rig.beat(worker, epoch=follower.epoch + 1)
+        case "silence":
+            rig.fleet.lost(worker)
+        case "connect":
+            rig.fleet.connect(worker)
+        case "sync":
+            rig.fleet.connect(worker)
+            rig.sync(worker, KEYS[:number], epoch=follower.epoch)
+        case "delta" | "gap" | "clear":
+            seq = follower.seq + (2 if what == "gap" else 1)
+            stored = pack_keys(KEYS[:number])
+            rig.fleet.published(worker, feed.Delta(follower.epoch, seq, 0.0, 0, 0, "GPU", stored, b"", what == "clear"))
+        case "load":
+            rig.fleet.published(worker, feed.Load(0, 1.0, float(number), 0.5))
+        case "leave":
+            rig.fleet.leave(worker.member.uid)
+        case "join":
+            rig.worker(name, KEYS[:number])
+        case "move":
+            rig.fleet.join(replace(worker.member, compatibility=str(number)))
+        case "time":
+            rig.clock.now += 10 * number
+        case "window":
+            rig.beat(worker, epoch=follower.epoch, **(WINDOW if number % 2 else {}))
+        case "ranks":
+            rig.beat(worker, epoch=follower.epoch, ranks=1 + number % 2)
+
+
+def told(placer: Placer) -> object:
+    try:
+        decision = placer.place(prepared(), dry_run=True)
+    except NoWorkerError as error:
+        return str(error)
+    return decision.target, decision.choice.scores, decision.exactness, decision.reasons
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 2), st.integers(0, 6)), max_size=12))
+def test_a_placer_that_has_seen_everything_decides_as_one_that_sees_the_fleet_for_the_first_time(steps):
+    """What is kept from one request to the next is never older than the fleet."""
+    rig = Rig()
+    workers = [rig.worker("a", KEYS[:2]), rig.worker("b", KEYS), rig.worker("c", canary="")]
+    told(rig.placer)
+    for what, number, value in steps:
+        happen(rig, what, workers[number], value)
+        assert told(rig.placer) == told(Placer(deployment(), rig.fleet))

@@ -115,10 +115,10 @@ async def test_only_engines_that_can_exchange_blocks_are_paired():
     rig = Staging("prefill", "decode")
     old, new, decoder = rig.engine("prefill", "p1", KEYS), rig.engine("prefill", "p2"), rig.engine("decode", "d1")
     for worker, layout in ((old, "a"), (new, "b"), (decoder, "b")):
-        worker.member = replace(worker.member, compatibility=layout)
+        rig.fleet.join(replace(worker.member, compatibility=layout))
     staged, _, _ = await rig.before()
     assert staged.prefilled.target.worker is new
-    new.member = replace(new.member, compatibility="c")
+    rig.fleet.join(replace(new.member, compatibility="c"))
     _, body, notes = await rig.before()
     assert notes == [("prefill", "no_partner")]
     assert "kv_transfer_params" not in body
