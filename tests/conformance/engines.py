@@ -35,10 +35,10 @@ class Pod:
         samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
         return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
-    def ask(self, body: Mapping[str, Any]) -> httpx.Response:
-        """Send it a chat, past the router."""
+    def ask(self, body: Mapping[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
+        """Send it a chat, or what another route takes, past the router."""
         headers = {"authorization": f"Bearer {self.key}"}
-        return httpx.post(f"http://{self.ip}:8000/v1/chat/completions", json=body, headers=headers, timeout=120)
+        return httpx.post(f"http://{self.ip}:8000{path}", json=body, headers=headers, timeout=120)
 
     def signal(self, number: signal.Signals) -> None:
         """Send all of its processes a signal."""

@@ -1,80 +1,57 @@
-"""A real encoder and a real engine that takes its embeddings: exact as ever, and with the same answers as one engine's.
+"""A real encoder, a real engine that takes its embeddings, and a real renderer: what an engine needs of an image.
 
-Both are stock vLLM, connected by files in a folder that they share, because on a CPU its other connectors do not run.
+All are stock vLLM but for our plugin, and have weights, so that every pixel shows in the probabilities of an answer.
+The encoder leaves embeddings as files of a folder, because on a CPU vLLM's other connectors do not run. What is asked
+past the router is what a router could ask: prompts without pixels, which it does not send (docs/disaggregation.md).
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
-from conformance.rig import ONE_PROCESS, engine_args, require_memory
-from local.rig import Deployment, running
+from conformance.engines import Pod, pods
+from conformance.history import History
+from conformance.resources import BLOCK, ENVIRONMENT, REPOSITORY, environment, pool, resource
+from conformance.rig import RENDERS, require_memory
+from conformance.vllm.test_handover import WEIGHTS, weighted
+from local.rig import Deployment, running, wait_for
 from scenarios import Chat, assert_only_text, assert_whole
 
-from mmrouter.engines.vllm import API_KEY_ENV
+from mmrouter.engines.vllm_render import RENDER_PATH
+from mmrouter.identity import to_wire
+from mmrouter_cli.pictures import data_uri, picture
 
-BLOCK = 32
-REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
-SHARED = "/var/lib/mmrouter/shared"
-MAX_PIXELS = 200_704
-"""An encoder measures its largest image when it starts: minutes on a CPU, unless images are small."""
-
-
-def resource(model_dir: Path) -> dict[str, Any]:
-    environment = {
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        **ONE_PROCESS,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    env = [{"name": key, "value": value} for key, value in environment.items()]
-
-    def pool(role: str) -> dict[str, Any]:
-        return {
-            "name": role,
-            "role": role,
-            "replicas": 1,
-            "accelerator": {"kind": "cpu"},
-            "sharedMemory": {"scope": "node"},
-            "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
-        }
-
-    return {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": "demo"},
-        "spec": {
-            "model": {"id": REPOSITORY, "volume": {"hostPath": {"path": str(model_dir)}}},
-            "engine": {
-                "type": "vllm",
-                "blockSize": BLOCK,
-                "processor": {"maxPixels": MAX_PIXELS},
-                "ecConnector": {
-                    "ec_connector": "ECExampleConnector",
-                    "ec_connector_extra_config": {"shared_storage_path": SHARED},
-                },
-                "args": engine_args(),
-            },
-            "frontend": {"replicas": 1, "service": {"port": 8000}},
-            "pools": [pool("encoder"), pool("worker")],
-        },
-    }
+GENERATE_PATH, DERENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/derender"
+EMBEDDING = "encoder_cache.safetensors"
+FORGETS = {"VLLM_SERVER_DEV_MODE": "1"}
+"""With it an engine forgets when it is told to, as it does by itself when its caches are full."""
+Body = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def deployment(
     vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    require_memory()
-    file = tmp_path_factory.mktemp("encoders") / "deployment.yaml"
-    file.write_text(yaml.safe_dump(resource(shrunk(REPOSITORY))))
+    require_memory(engines=2)
+    folder = tmp_path_factory.mktemp("encoders")
+    model = weighted(shrunk(REPOSITORY), folder / "models", vllm_env)
+    forgets = {"spec": {"containers": [{"name": "engine", "env": environment({**ENVIRONMENT, **FORGETS})}]}}
+    pools = [pool("encoder"), pool("worker", args=[RENDERS], podTemplate=forgets), pool("renderer")]
+    made = resource(model, pools, args=WEIGHTS, frontend={"MMROUTER_HANDOVER": "always"}, transfer="shm")
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(made))
     with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
+        with deployment.control() as control:
+            chat = Chat("demo", deployment.client(max_retries=0), [control])
+            # The router asks plugins now and then what they can do.
+            wait_for(lambda: set(ways(asked(deployment, chat, chat.image("a"))[0])) == {"shm"}, 60, "images go by shm")
         yield deployment
 
 
@@ -82,25 +59,80 @@ def deployment(
 def chat(deployment: Deployment) -> Iterator[Chat]:
     with ExitStack() as stack:
         control = stack.enter_context(deployment.control())
-        yield Chat("demo", stack.enter_context(deployment.client()), [control])
+        yield Chat("demo", stack.enter_context(deployment.client(max_retries=0)), [control])
 
 
-def decision(deployment: Deployment) -> dict[str, Any]:
-    """Return the newest decision of a client's request."""
+def asked(deployment: Deployment, chat: Chat, *content: str) -> tuple[Body, Body]:
+    """Send a chat through the router; return its decision and its answer."""
+    raw = chat.client.chat.completions.with_raw_response.create(
+        model="demo", messages=chat.messages(*content), max_tokens=8, temperature=0, logprobs=True, top_logprobs=5
+    )
     with deployment.control() as control:
-        newest = control.get("/control/decisions").raise_for_status().json()[0]
-        found: dict[str, Any] = control.get(f"/control/decisions/{newest['request_id']}").raise_for_status().json()
-    return found
+        found = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").raise_for_status().json()
+    return found, json.loads(raw.text)
 
 
-def engine_key(deployment: Deployment, pod: str) -> str:
-    """Return the key that a pod's engine asks for, from its environment."""
-    for child in psutil.Process(deployment.process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            environment = child.environ()
-            if environment.get("POD_NAME") == pod and API_KEY_ENV in environment:
-                return str(environment[API_KEY_ENV])
-    raise AssertionError(f"no engine runs in {pod}")
+def ways(decision: Body) -> list[str]:
+    """How each image reached each engine."""
+    return [one["how"] for one in decision["travelled"]]
+
+
+def probabilities(answer: Body) -> list[tuple[float, list[float]]]:
+    """Of each token of an answer and of those that it might have been: what depends on every pixel."""
+    content = answer["choices"][0]["logprobs"]["content"]
+    return [(one["logprob"], [other["logprob"] for other in one["top_logprobs"]]) for one in content]
+
+
+def body_of(uuid: str, data: bytes, **more: Any) -> Body:
+    """A chat that shows an image under a name, as the router sends it."""
+    image = {"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid}
+    content = [
+        {"type": "text", "text": "What is to be seen? " * 12},
+        image,
+        {"type": "text", "text": "In one word. " * 9},
+    ]
+    generation = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": True, "top_logprobs": 5}
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": content}],
+        **generation,
+        "return_token_ids": True,
+    } | more
+
+
+def named(what: str) -> tuple[str, bytes]:
+    """An identity of ours and a picture, of which nobody else knows."""
+    return to_wire(hashlib.sha256(what.encode()).digest()), picture(what, 224, 224)
+
+
+def encoded(encoder: Pod, uuid: str, data: bytes) -> Body:
+    """Have an image encoded; return what the encoder says of it."""
+    image = {"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid}
+    asked = {"model": "demo", "messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
+    params: Body = encoder.ask(asked).raise_for_status().json()["ec_transfer_params"]
+    return params
+
+
+def embedding(worker: Pod, uuid: str) -> Path:
+    """Where the encoder leaves an image's embedding."""
+    return Path(worker.processes[0].environ()["MMROUTER_SHARED_DIR"]) / uuid / EMBEDDING
+
+
+def forget(worker: Pod, *caches: str) -> None:
+    for cache in caches:
+        httpx.post(f"http://{worker.ip}:8000/reset_{cache}_cache", timeout=20).raise_for_status()
+
+
+def renders(deployment: Deployment, worker: Pod) -> Pod:
+    """The renderer, which has the key of every engine."""
+    (found,) = deployment.state()["renderers"]
+    return replace(worker, name=found["name"], uid=found["uid"], ip=found["ip"])
+
+
+def without_pixels(renderer: Pod, body: Body, params: Mapping[str, Any]) -> Body:
+    """Return the request for ``GENERATE_PATH`` that has everything of a chat but the pixels of its images."""
+    made: Body = renderer.ask(body, RENDER_PATH).raise_for_status().json()
+    return {**made, "features": {**made["features"], "kwargs_data": None}, "ec_transfer_params": dict(params)}
 
 
 def test_the_gate_passes(deployment: Deployment) -> None:
@@ -113,28 +145,137 @@ def test_an_image_is_encoded_by_the_encoder_and_its_blocks_are_predicted(deploym
     # Long enough that the last image lies in complete blocks: then a repeat needs no encoder.
     question = "What is to be seen in these two pictures, and in which of them is more of it? " * 4
     first = chat.send(a, b, question)
-    seen = decision(deployment)
-    stages = [(note["stage"], note["outcome"]) for note in seen["chain"]]
-    assert stages == [("encode", "done"), ("answer", "first_byte")]
+    seen = asked(deployment, replace(chat, nonce=chat.nonce + "other"), a, b, question)[0]
+    assert [(note["stage"], note["outcome"]) for note in seen["chain"]] == [
+        ("encode", "done"),
+        ("answer", "first_byte"),
+    ]
     assert seen["chain"][0]["images"] == 2
     assert_whole(first, chat.send(a, b, question))
-    assert decision(deployment)["chain"][0]["outcome"] == "held"
+    assert asked(deployment, chat, a, b, question)[0]["chain"][0]["outcome"] == "held"
     assert_only_text(chat.send(b, a, question))
+    worker = pods(deployment)["worker"]
+    truth = History(deployment, worker.ip, REPOSITORY)
+    wait_for(
+        lambda: truth.keys() == set(deployment.keys(worker.uid)["keys"]["0"]), 10, "the frontend and the engine agree"
+    )
 
 
-def test_answers_are_the_same_whoever_encodes(deployment: Deployment, chat: Chat) -> None:
-    messages = chat.messages(chat.image("c"), "what?")
-    body = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
-    through = chat.client.chat.completions.create(**body)
-    assert decision(deployment)["chain"][0]["outcome"] == "done"
-    (worker,) = (each for each in deployment.state()["workers"] if each["role"] == "worker")
-    key = engine_key(deployment, worker["name"])
-    # Without an identity of ours the worker takes the image for another one, which nobody encoded for it.
-    alone = httpx.post(
-        f"http://{worker['ip']}:8000/v1/chat/completions",
-        json=body,
-        headers={"authorization": f"Bearer {key}"},
-        timeout=120,
-    ).raise_for_status()
-    assert alone.json()["choices"][0]["message"]["content"] == through.choices[0].message.content
-    assert alone.json()["usage"]["prompt_tokens_details"]["cached_tokens"] < through.usage.prompt_tokens - BLOCK
+def test_an_image_that_was_handed_over_processed_is_taken_from_the_encoder_too(
+    deployment: Deployment, chat: Chat
+) -> None:
+    worker, image = pods(deployment)["worker"], chat.image("c")
+
+    def both(nonce: str) -> tuple[Body, Body]:
+        """Ask through the router, and of the worker alone, to which the image is another one: nobody encoded it."""
+        own = replace(chat, nonce=nonce)
+        decision, answer = asked(deployment, own, image, "what?")
+        assert decision["chain"][0]["outcome"] == "done"
+        assert ways(decision)[-1] == "shm"  # so its part of the chat is null, beside the encoder's parameters
+        alone = {"messages": own.messages(image, "what?"), "model": "demo", "max_tokens": 8, "temperature": 0}
+        return answer, worker.ask({**alone, "logprobs": True, "top_logprobs": 5}).raise_for_status().json()
+
+    through, alone = both(chat.nonce + "1")
+    assert through["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"]
+    assert probabilities(through) == probabilities(alone)
+    assert through["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    # Another embedding is another answer: the engine takes it, and does not encode what was handed over.
+    forget(worker, "encoder")
+    (identity,) = {one["identity"] for one in asked(deployment, chat, image, "so?")[0]["travelled"]}
+    forget(worker, "encoder")
+    overwrite(embedding(worker, identity))
+    through, alone = both(chat.nonce + "2")
+    assert probabilities(through) != probabilities(alone)
+
+
+def overwrite(file: Path) -> None:
+    """Let an embedding be all zeros: behind the length of its head, and that."""
+    raw = bytearray(file.read_bytes())
+    head = 8 + int.from_bytes(raw[:8], "little")
+    file.write_bytes(raw[:head] + bytes(len(raw) - head))
+
+
+def test_where_an_image_stands_and_its_embedding_are_enough_for_the_same_answer_and_the_same_blocks(
+    deployment: Deployment, record: Callable[[str, Any], None]
+) -> None:
+    engines = pods(deployment)
+    worker, renderer = engines["worker"], renders(deployment, engines["worker"])
+    truth = History(deployment, worker.ip, REPOSITORY)
+    uuid, data = named("without pixels")
+    body = body_of(uuid, data)
+    forget(worker, "prefix", "mm", "encoder")
+    own = worker.ask(body).raise_for_status().json()
+    blocks = truth.keys()
+    assert len(blocks) >= (len(own["prompt_token_ids"]) + 7) // BLOCK
+    forget(worker, "prefix", "mm", "encoder")
+    made = without_pixels(renderer, body, encoded(engines["encoder"], uuid, data))
+    answer = worker.ask(made, GENERATE_PATH).raise_for_status().json()
+    assert made["token_ids"] == own["prompt_token_ids"]
+    assert answer["choices"][0]["token_ids"] == own["choices"][0]["token_ids"]
+    assert probabilities(answer) == probabilities(own)
+    assert truth.keys() == blocks
+    # Whoever wants the metadata gets the pixels, too.
+    rendered = renderer.ask(body, RENDER_PATH).json()["features"]
+    sizes = {name: len(rendered[name]["image"][0]) for name in ("kwargs_data", "mm_metadata")}
+    assert sizes["kwargs_data"] > 3 * 224 * 224
+    bare = renderer.ask({**body, "mm_payload": "none"}, RENDER_PATH).json()["features"]
+    assert bare["mm_metadata"] is bare["kwargs_data"] is None
+    record("encoders: characters of a rendering of a picture of 224 x 224", sizes)
+
+
+def test_what_a_renderer_makes_of_generated_ids_is_not_what_the_chat_would_have_said(deployment: Deployment) -> None:
+    engines = pods(deployment)
+    worker, renderer = engines["worker"], renders(deployment, engines["worker"])
+    uuid, data = named("derendered")
+
+    def derendered(body: Body) -> tuple[Body, Body]:
+        chat = worker.ask(body).raise_for_status().json()
+        made = without_pixels(renderer, body, encoded(engines["encoder"], uuid, data))
+        generated = worker.ask(made, GENERATE_PATH).raise_for_status().json()
+        asked = {"generate_response": generated, "chat_request": body, "prompt_token_ids": made["token_ids"]}
+        asked |= {"model": "demo", "prompt_tokens": len(made["token_ids"])}
+        return chat, renderer.ask(asked, DERENDER_PATH).raise_for_status().json()
+
+    chat, made = derendered(body_of(uuid, data))
+    said = chat["choices"][0]["message"]["content"]
+    assert made["choices"][0]["message"]["content"] == said
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert {name: made["usage"][name] for name in counts} == {name: chat["usage"][name] for name in counts}
+    assert chat["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": 64}
+    assert made["usage"]["prompt_tokens_details"] is None
+    # A stop string ends the generation and stays in what is made of it.
+    stop = said[len(said) // 2 : len(said) // 2 + 2]
+    chat, made = derendered(body_of(uuid, data, stop=[stop]))
+    assert chat["choices"][0]["stop_reason"] == made["choices"][0]["stop_reason"] == stop
+    assert stop not in chat["choices"][0]["message"]["content"]
+    assert stop in made["choices"][0]["message"]["content"]
+
+
+# What follows ends the engine, and so comes last.
+
+
+def test_a_prompt_without_pixels_makes_the_next_chat_with_pixels_end_the_engine(deployment: Deployment) -> None:
+    """Why the router sends none: in vLLM's cache of processed images it takes the place of the whole image."""
+    engines = pods(deployment)
+    worker, renderer = engines["worker"], renders(deployment, engines["worker"])
+    uuid, data = named("twice")
+    body = body_of(uuid, data)
+
+    def shown_again() -> httpx.Response:
+        """Show an image whose blocks and embedding are gone; the engine still has what it made of the file."""
+        forget(worker, "prefix", "encoder")
+        embedding(worker, uuid).unlink(missing_ok=True)
+        return worker.ask(body)
+
+    own = worker.ask(body).raise_for_status().json()
+    again = shown_again().raise_for_status().json()
+    assert probabilities(again) == probabilities(own)
+    made = without_pixels(renderer, body, encoded(engines["encoder"], uuid, data))
+    worker.ask(made, GENERATE_PATH).raise_for_status()
+    with suppress(httpx.TransportError):  # its connections end with it
+        assert shown_again().status_code == 500
+    wait_for(lambda: not any(alive(process) for process in worker.processes), 60, "the engine ends")
+
+
+def alive(process: Any) -> bool:
+    return bool(process.is_running()) and process.status() != "zombie"
