@@ -46,6 +46,10 @@ NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 """Without their requirements, which are CUDA's: the wheel brings a UCX of its own, which needs none of it."""
 REST_US = 20
 """An agent looks at its transfers all the time, in a thread that keeps a CPU busy. Here it rests in between."""
+POOL_OF_ITS_OWN = "            return maybe_make_thread_pool, (og_tokenizer, copies)\n"
+POOL_IS_SHARED = "\n        def __deepcopy__(self, memo):\n            return self\n"
+"""Transformers deep-copies the arguments that vLLM loads its processor with, again and again, and among them a pool of
+tokenizers that is safe to share: a third of all that an engine computes until it serves. Here the pool is passed on."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 FAILED, CANNOT = 1, 3
 LAST_LINES = 20
@@ -97,7 +101,7 @@ def digest(*parts: str) -> str:
 
 def additions() -> str:
     """Return the same of what is put into an environment that is there."""
-    return digest(*NIXL, str(REST_US), inspect.getsource(add))
+    return digest(*NIXL, str(REST_US), POOL_OF_ITS_OWN, POOL_IS_SHARED, inspect.getsource(add), inspect.getsource(mend))
 
 
 Build = Callable[[Path], None]
@@ -242,18 +246,35 @@ def probe(env: Path) -> None:
 
 
 def add(env: Path) -> None:
-    """Put NIXL into an environment, and load it as an engine does."""
+    """Put NIXL into an environment, load it as an engine does, and spare engines what only keeps a CPU busy."""
     python = str(env / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     run([*pip, *NIXL], "pip install of NIXL")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
-    api = site / "nixl_cu12" / "_api.py"
-    text = api.read_text()
-    mended, count = re.subn(r"agent_config\.pthrDelay = \d+\n", f"agent_config.pthrDelay = {REST_US}\n", text)
-    if count != 1:
-        raise FailedError(f"{api.name} of NIXL does not say how often it looks at its transfers")
-    api.write_text(mended)
+    mended = (site / "nixl_cu12" / "_api.py", site / "vllm" / "tokenizers" / "hf.py")
+    mend(
+        mended[0],
+        r"agent_config\.pthrDelay = \d+\n",
+        f"agent_config.pthrDelay = {REST_US}\n",
+        "how often NIXL looks at its transfers",
+    )
+    mend(
+        mended[1],
+        f"{re.escape(POOL_OF_ITS_OWN)}(?:{re.escape(POOL_IS_SHARED)})?",
+        POOL_OF_ITS_OWN + POOL_IS_SHARED,
+        "what a copy of vLLM's pool of tokenizers is",
+    )
+    # Whoever starts an engine may forbid it to keep what it compiles.
+    run([python, "-m", "compileall", "-q", *map(str, mended)], "compileall")
     run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
+
+
+def mend(file: Path, pattern: str, replacement: str, what: str) -> None:
+    """Replace what stands exactly once in a file of an environment, be it replaced already."""
+    text, count = re.subn(pattern, lambda _: replacement, file.read_text())
+    if count != 1:
+        raise FailedError(f"{file.name} does not say {what}")
+    file.write_text(text)
 
 
 @contextmanager
