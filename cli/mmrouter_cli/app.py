@@ -14,7 +14,7 @@ from rich.table import Table
 
 from mmrouter import __version__
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter_cli import init_command, looking
+from mmrouter_cli import bench_command, init_command, looking
 from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, leave, reach_or_leave
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command()(init_command.init)
 app.command()(looking.status)
 app.command()(looking.doctor)
+app.command()(bench_command.bench)
 
 
 class Engines(StrEnum):

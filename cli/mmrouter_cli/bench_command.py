@@ -1,0 +1,238 @@
+"""`mmrouter bench` on a terminal: options in, one or two runs, tables and files out."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+from rich.console import Console
+
+from mmrouter_cli.options import FAILED, Control, Token, leave
+
+if TYPE_CHECKING:
+    from mmrouter_cli.benching.run import Asked
+    from mmrouter_cli.benching.values import Conversation, Load, Result
+
+DEFAULT_CONCURRENCY = 8
+MOST_REQUESTS = 100_000
+LONGEST_TOKENS = 2**20
+MOST_PIXELS = 8192
+WIDTH = 140
+"""Columns of a table that nobody looks at on a terminal."""
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible endpoint, or the result file of an earlier run.")],
+    against: Annotated[
+        str | None, typer.Option(help="What it is compared with: another endpoint, or a result file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Play this file: a Mooncake trace, or statistics of an image service.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, max=MOST_REQUESTS, help="Requests in all.")] = 200,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Conversations at a time. Default: 8, without --rate.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, max=10_000, help="Requests per second instead, by the clock (Poisson).")
+    ] = None,
+    turns: Annotated[float, typer.Option(min=1, max=100, help="Mean turns of a conversation.")] = 3.0,
+    think: Annotated[float, typer.Option(min=0, max=600, help="Mean seconds between an answer and a turn.")] = 0.0,
+    system_prompts: Annotated[int, typer.Option(min=1, max=100_000, help="How many system prompts are shared.")] = 4,
+    system_tokens: Annotated[int, typer.Option(min=0, max=LONGEST_TOKENS, help="Tokens of a system prompt.")] = 400,
+    text_tokens: Annotated[int, typer.Option(min=1, max=LONGEST_TOKENS, help="Mean tokens of a user's turn.")] = 120,
+    output_tokens: Annotated[int, typer.Option(min=1, max=LONGEST_TOKENS, help="Mean tokens of an answer.")] = 64,
+    image_share: Annotated[float, typer.Option(min=0, max=1, help="Share of conversations with a picture.")] = 0.5,
+    image_reuse: Annotated[float, typer.Option(min=0, max=1, help="Share of pictures that others show, too.")] = 0.5,
+    image_size: Annotated[str, typer.Option(help="Pixels of a picture.")] = "448x448",
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="Leave out requests with more prompt tokens than this.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Let answers be as long as they may (vLLM and SGLang).")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Draws lengths, pictures and times.")] = 1,
+    salt: Annotated[str | None, typer.Option(help="Draws the words. Default: new ones, which no cache knows.")] = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
+    policy: Annotated[str | None, typer.Option(help="An mmrouter's policy for these requests.")] = None,
+    against_policy: Annotated[str | None, typer.Option(help="The same for --against.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds until an answer must be whole.")] = 120.0,
+    api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
+    control: Control = None,
+    token: Token = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result, or both as a list; - prints it.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+) -> None:
+    """Measure any OpenAI-compatible endpoint under a load of conversations with pictures, or a trace.
+
+    Exit status 1 where nothing was answered, a run was interrupted, or two runs cannot be compared.
+    """
+    from mmrouter_cli.benching import compare, report
+    from mmrouter_cli.benching.run import Asked
+    from mmrouter_cli.benching.values import BenchError, Load
+
+    if rate is not None and concurrency is not None:
+        leave("--rate and --concurrency are two ways to send: give one of them")
+    if against is None and against_policy is not None:
+        leave("--against-policy goes with --against")
+    _ready_to_write(json_file, html)
+    width, height = _size(image_size)
+    load = Load(
+        seed=seed,
+        requests=requests,
+        rate=rate,
+        concurrency=concurrency,
+        turns=turns,
+        think=think,
+        system_prompts=system_prompts,
+        system_tokens=system_tokens,
+        text_tokens=text_tokens,
+        output_tokens=output_tokens,
+        image_share=image_share,
+        image_reuse=image_reuse,
+        image_width=width,
+        image_height=height,
+        longest=longest,
+        ignore_eos=ignore_eos,
+    )
+    console = Console(stderr=str(json_file) == "-")
+    if not console.is_terminal:
+        console.width = WIDTH
+    sides = [(url, policy)] + ([(against, against_policy)] if against else [])
+    results: list[Result] = []
+    try:
+        plan = _planned(load, trace) if any(not _is_file(side) for side, _ in sides) else None
+        for side, by in sides:
+            if _is_file(side) or plan is None:
+                found = _read(Path(side))
+            else:
+                asked = Asked(
+                    url=_base(side),
+                    salt=salt or secrets.token_hex(4),
+                    timeout=timeout,
+                    model=model,
+                    policy=by,
+                    api_key=api_key,
+                    control=control,
+                    token=token,
+                )
+                found = [_run(asked, plan)]
+            for result in found:
+                report.show(console, result)
+            results += found
+            if not _is_file(side) and found[0].interrupted:
+                break
+    except BenchError as error:
+        leave(str(error))
+    if len(results) > 2:
+        leave(f"two runs are compared, and these are {len(results)}")
+    objections = compare.objections(*results) if len(results) == 2 else []
+    if len(results) == 2 and not objections:
+        report.show_comparison(console, *results)
+    _write(results, json_file, html)
+    for said in objections:
+        typer.echo(f"mmrouter: not compared: {said}", err=True)
+    wrong = objections or any(result.interrupted or not result.answered for result in results)
+    raise typer.Exit(FAILED if wrong else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    load: "Load"
+    conversations: "list[Conversation]"
+    left_out: int
+
+
+def _planned(load: "Load", trace: Path | None) -> _Plan:
+    """Return what is sent. What a trace says by itself stands in no load."""
+    from mmrouter_cli.benching import traces, workload
+
+    if trace is None:
+        if load.paced and load.rate is None:
+            load = msgspec.structs.replace(load, concurrency=DEFAULT_CONCURRENCY)
+        found = workload.synthetic(load)
+    else:
+        said = traces.read(trace)
+        load = traces.load_of(said, load, DEFAULT_CONCURRENCY)
+        found = traces.conversations(said, load)
+    conversations, left_out = workload.planned(found, load)
+    count = sum(len(conversation.turns) for conversation in conversations)
+    return _Plan(msgspec.structs.replace(load, requests=count), conversations, left_out)
+
+
+def _run(asked: "Asked", plan: _Plan) -> "Result":
+    from mmrouter_cli.benching.live import Screen
+    from mmrouter_cli.benching.run import run
+
+    screen = Screen(Console(stderr=True))
+    return asyncio.run(run(asked, plan.load, plan.conversations, plan.left_out, screen))
+
+
+def _is_file(side: str) -> bool:
+    return not side.startswith(("http://", "https://"))
+
+
+def _base(url: str) -> str:
+    """Return an endpoint's URL without its ``/v1``."""
+    parts = urlsplit(url)
+    if not parts.hostname or parts.username is not None:
+        leave(f"{parts.hostname or url} is no URL of an endpoint, like http://127.1.0.1:8000; keys go with --api-key")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _read(file: Path) -> "list[Result]":
+    """Return the one or two runs of a result file."""
+    from mmrouter_cli.benching.values import Result
+
+    try:
+        raw = file.read_bytes()
+        if raw.lstrip().startswith(b"["):
+            both: list[Result] = msgspec.json.decode(raw, type=Annotated[list[Result], msgspec.Meta(min_length=1)])
+            return both
+        return [msgspec.json.decode(raw, type=Result)]
+    except OSError as error:
+        leave(f"{file} is neither a URL nor a file that can be read: {error.strerror}")
+    except msgspec.DecodeError as error:
+        leave(f"{file} is no result of mmrouter bench: {error}")
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Return width and height of ``448x448``."""
+    width, _, height = text.partition("x")
+    if not (width.isdigit() and height.isdigit() and all(1 <= int(side) <= MOST_PIXELS for side in (width, height))):
+        leave(f"--image-size {text}: two numbers from 1 to {MOST_PIXELS}, like 448x448")
+    return int(width), int(height)
+
+
+def _ready_to_write(json_file: Path | None, html: Path | None) -> None:
+    """End now, not after a long run, where its results could not be written."""
+    for file in (json_file, html):
+        if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
+            leave(f"cannot write {file}: there is no folder {file.absolute().parent}")
+    if html is not None:
+        try:
+            import leather  # noqa: F401
+        except ImportError:
+            leave("--html draws with leather, which is not here: pip install 'mmrouter[report]'")
+
+
+def _write(results: "list[Result]", json_file: Path | None, html: Path | None) -> None:
+    try:
+        if json_file is not None:
+            raw = msgspec.json.encode(results[0] if len(results) == 1 else results)
+            if str(json_file) == "-":
+                typer.echo(raw.decode())
+            else:
+                json_file.write_bytes(raw + b"\n")
+        if html is not None:
+            from mmrouter_cli.benching.page import page
+
+            html.write_text(page(results))
+    except OSError as error:
+        leave(f"cannot write {error.filename}: {error.strerror}")

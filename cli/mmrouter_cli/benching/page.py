@@ -1,0 +1,135 @@
+"""Runs as one HTML file that needs nothing else: tables, and plots as SVG inside it. Pure."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import leather
+from leather import theme
+
+from mmrouter_cli.benching.compare import SPREADS, lines, objections
+from mmrouter_cli.benching.measure import quantiles
+from mmrouter_cli.benching.report import POINTS, doubts, facts, title
+from mmrouter_cli.benching.values import Result
+
+WIDTH, HEIGHT = 560, 360
+SLICES = 20
+"""Parts of a run's time that have one point each in the plot of hits."""
+COLOURS = ("#1f6feb", "#d1571d")
+
+theme.background_color = "#ffffff"
+theme.label_color = "#555555"
+for _font in ("title", "legend", "axis_title", "tick"):
+    setattr(theme, f"{_font}_font_family", "sans-serif")
+
+Points = list[tuple[float, float]]
+
+
+def page(results: Sequence[Result]) -> str:
+    """Return the page of one run, or of two beside each other; two that must not be compared are not."""
+    refused = objections(*results) if len(results) == 2 else None
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
+        Path(__file__).with_name("page.html").read_text()
+    )
+    return template.render(
+        points=POINTS,
+        results=[_shown(result) for result in results],
+        objections=refused,
+        comparison=_comparison(*results) if refused == [] else [],
+        plots=[plot for plot in _plots(results) if plot],
+    )
+
+
+def _shown(result: Result) -> dict[str, Any]:
+    rows = []
+    for field, name in SPREADS.items():
+        spread = getattr(result, field)
+        if spread is not None:
+            rows.append([name, *(f"{1000 * getattr(spread, point):,.1f}" for point in POINTS), f"{spread.count:,}"])
+    return {
+        "title": title(result),
+        "rows": rows,
+        "facts": facts(result),
+        "doubts": doubts(result),
+        "failures": [(kind, failure.count, failure.first) for kind, failure in result.failures.items()],
+    }
+
+
+def _comparison(first: Result, second: Result) -> list[dict[str, str]]:
+    found = []
+    for line in lines(first, second):
+        change = line.change
+        mark = ""
+        if change is not None and abs(change - 1) >= 0.01:
+            mark = "better" if (change - 1) * line.better > 0 else "worse"
+        values = ["-" if value is None else f"{value:,.2f}" for value in (line.first, line.second)]
+        found.append(
+            {
+                "name": f"{line.name} ({line.unit})",
+                "first": values[0],
+                "second": values[1],
+                "ratio": "-" if change is None else f"{change:.3f}x",
+                "mark": mark,
+            }
+        )
+    return found
+
+
+def _plots(results: Sequence[Result]) -> list[str]:
+    return [
+        _plot(
+            "first token by percentile",
+            ("percentile", "ms"),
+            [_by_percentile(quantiles([row.first for row in result.rows])) for result in results],
+        ),
+        _plot("time between tokens by percentile", ("percentile", "ms"), [_by_percentile(r.gaps) for r in results]),
+        _plot(
+            "first token over time",
+            ("seconds from the start", "ms"),
+            [[(row.started, 1000 * row.first) for row in result.rows] for result in results],
+            dots=True,
+        ),
+        _plot("hits over time", ("seconds from the start", "% of prompt tokens"), [_hits(r) for r in results]),
+    ]
+
+
+def _by_percentile(values: Sequence[float]) -> Points:
+    return [(float(percent), 1000 * value) for percent, value in enumerate(values)]
+
+
+def _hits(result: Result) -> Points:
+    """Return the hit ratio in each part of a run's time that has known ones."""
+    found: Points = []
+    width = result.seconds / SLICES
+    for number in range(SLICES):
+        rows = [row for row in result.rows if number * width <= row.started < (number + 1) * width]
+        prompt = sum(row.prompt or 0 for row in rows if row.cached is not None)
+        if prompt:
+            found.append(((number + 0.5) * width, 100 * sum(row.cached or 0 for row in rows) / prompt))
+    return found
+
+
+def _plot(name: str, axes: tuple[str, str], series: Sequence[Points], *, dots: bool = False) -> str:
+    """Return a plot, from 0 on both axes; empty where there is nothing to draw."""
+    drawn = [points for points in series if points]
+    if not drawn:
+        return ""
+    chart = leather.Chart(name)
+    for axis, values in enumerate(zip(*(point for points in drawn for point in points), strict=True)):
+        (chart.add_y_scale if axis else chart.add_x_scale)(0, max(values) or 1)
+    chart.add_x_axis(name=axes[0], tick_formatter=_tick)
+    chart.add_y_axis(name=axes[1], tick_formatter=_tick)
+    for number, points in enumerate(series):
+        if not points:
+            continue
+        label = ("first", "second")[number] if len(series) > 1 else None
+        if dots:
+            chart.add_dots(points, name=label, fill_color=COLOURS[number], radius=2)
+        else:
+            chart.add_line(points, name=label, stroke_color=COLOURS[number])
+    return str(chart.to_svg(width=WIDTH, height=HEIGHT))  # XML, every text in it escaped
+
+
+def _tick(value: float, index: int, count: int) -> str:
+    return f"{value:g}"
