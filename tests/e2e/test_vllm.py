@@ -19,6 +19,7 @@ import pytest
 import yaml
 from cluster.access import Access
 from cluster.resources import condition
+from conformance.rig import ONE_PROCESS
 from e2e.conftest import Record
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
 from e2e.plane import Node
@@ -96,6 +97,10 @@ def resource(packages_at: str, media: dict[str, Any]) -> dict[str, Any]:
     pod = pool["podTemplate"]["spec"]
     (container,) = pod["containers"]
     container["volumeMounts"] = [{"name": PACKAGES, "mountPath": packages_at, "readOnly": True}]
+    container["env"] = [
+        *(each for each in container["env"] if each["name"] not in ONE_PROCESS),
+        *({"name": name, "value": value} for name, value in ONE_PROCESS.items()),
+    ]
     # A volume that is read-only as a whole keeps the owner of its files.
     pod["volumes"] = [{"name": PACKAGES, "persistentVolumeClaim": {"claimName": PACKAGES, "readOnly": True}}]
     return body
