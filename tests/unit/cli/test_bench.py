@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrouter_cli.benching import compare, measure, report, traces, workload
@@ -47,6 +47,7 @@ def bodies(load: Load, salt: str) -> list[bytes]:
 # -- what is sent ----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 30), turns=st.floats(1, 9))
 def test_a_load_is_as_many_requests_as_it_says_and_the_same_again(seed: int, requests: int, turns: float) -> None:
     load = Load(seed=seed, requests=requests, turns=turns, rate=5.0)
@@ -92,6 +93,7 @@ def test_shares_turns_and_rate_are_what_the_load_says() -> None:
     assert len(systems) == load.system_prompts
 
 
+@settings(deadline=None)
 @given(words=st.integers(1, 50), more=st.integers(0, 50), ratio=st.floats(0.25, 8))
 def test_fewer_tokens_of_a_text_are_the_beginning_of_more(words: int, more: int, ratio: float) -> None:
     short, long = (text("s", ratio, Words("n", count)) for count in (words, words + more))
@@ -178,6 +180,7 @@ def test_a_bad_trace_is_refused_with_its_line_and_field(tmp_path: Path, content:
 # -- what is measured ------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
 def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
     found = measure.quantiles(values)
