@@ -78,9 +78,9 @@ async def asked(handler: Handler, timeout: float = 5.0) -> tuple[Answer, list[fl
 async def test_a_whole_answer_has_its_times_and_what_it_cost() -> None:
     answer, gaps = await asked(lambda request: streamed(request, *GOOD, pause=0.02))
     assert (answer.error, answer.tokens_seen, answer.prompt, answer.completion, answer.cached) == ("", 3, 40, 3, 16)
-    # Two pauses before the first text, two between the second piece and the third, one before the last.
-    assert answer.first > 0.015
-    assert [gap > at for gap, at in zip(gaps, (0.03, 0.01), strict=True)] == [True, True]
+    # What is read late is never early: one pause before the first text, four before the last, six before the end.
+    assert (answer.first >= 0.02, answer.last >= 0.08, answer.total >= 0.12) == (True, True, True)
+    assert len(gaps) == 2
     assert answer.last == pytest.approx(answer.first + sum(gaps))
     assert answer.last < answer.total
 
@@ -181,7 +181,8 @@ async def test_any_endpoint_is_measured_with_prompts_as_long_as_its_tokenizer_ma
     assert (result.answered, result.failed, result.unanswered, result.interrupted) == (12, 0, 0, False)
     assert (result.model, result.routing, result.tokens_per_word) == ("m", None, 3.0)
     assert result.hit_ratio == pytest.approx(0.5, abs=0.01)
-    assert (engine.most, len(engine.connections)) == (3, 3)
+    assert 1 < engine.most <= 3
+    assert len(engine.connections) <= 6  # they are used again
     assert min(engine.asked) > 300
     assert result.prompt_tokens == sum(engine.asked)
     assert [(row.prompt, row.cached) for row in result.rows] == [
