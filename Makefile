@@ -16,7 +16,7 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv demo check test test-local test-cluster e2e cluster images conformance bench soak lock clean
+.PHONY: help venv demo check test test-local test-cluster e2e cluster images conformance bench bench-quick soak lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ conformance: venv ## only the level with real engines; WRITE=1 writes its table,
 
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)
+
+bench-quick: venv ## fail where something became slower by a quarter; ARGS=--write-baseline commits to the figures of now
+	@$(PY) -m bench.quick $(ARGS)
 
 soak: venv ## hand-overs between processes that are killed a thousand times; MMROUTER_SOAK takes another number of kills
 	@MMROUTER_SOAK=$${MMROUTER_SOAK:-1000} $(PY) -m pytest -q tests/unit/transfer/test_soak.py $(ARGS)

@@ -58,6 +58,11 @@ class Process(AbstractContextManager["Process"]):
         self._process.wait()
         self._log.close()
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def cpu(self) -> float:
         """Return CPU seconds used so far, children included."""
         times = [process.cpu_times() for process in (self._usage, *self._usage.children(recursive=True))]
@@ -103,7 +108,17 @@ class Process(AbstractContextManager["Process"]):
 class Ours(Process):
     """``mmrouter router`` with a configuration folder as in a pod, policy, workers and collector as given."""
 
-    def __init__(self, host: str, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        workers: Sequence[str],
+        curve: Curve,
+        *,
+        policy: str,
+        otlp: str = "",
+        under: Sequence[str] = (),
+    ) -> None:
+        """``under``: a command that runs it, as a tracer does."""
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
         configure(self._config, workers, curve, policy=policy, otlp=otlp)
         environment = {
@@ -113,7 +128,8 @@ class Ours(Process):
             "POD_UID": "bench-frontend",
             "POD_IP": host,
         }
-        super().__init__("mmrouter", [sys.executable, "-m", "mmrouter_router"], host, FRONTEND_PORT, environment)
+        command = [*under, sys.executable, "-m", "mmrouter_router"]
+        super().__init__("mmrouter", command, host, FRONTEND_PORT, environment)
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(*details)

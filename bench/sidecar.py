@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,21 +135,32 @@ def work(case: Case) -> float:
             nonlocal sent
             sent += len(feed.encode(frame))
 
-        relay, stream = Relay(_settings(Path(folder)), Metrics(), publish), Stream()
+        relay = relaying(Path(folder), publish)
         gc.collect()
         began = time.process_time()
-        for number, payload in enumerate(case.payloads):
-            for step in stream.live(number, payload):
-                if isinstance(step, Ready):
-                    relay.batch(0, step.seq, step.payload, step.digest)
-            if number % BATCHES_PER_FLUSH == 0:
-                relay.flush()
-        relay.flush()
+        carry(relay, case.payloads)
         took = time.process_time() - began
         if relay.ledger.held != case.held or not sent:
             raise RuntimeError(f"{case.name}: {relay.ledger.held} blocks are held instead of {case.held}")
         relay.close()
     return took
+
+
+def relaying(folder: Path, publish: Callable[[feed.Published], None]) -> Relay:
+    """Return the sidecar's work without sockets, its journal in a folder."""
+    return Relay(_settings(folder), Metrics(), publish)
+
+
+def carry(relay: Relay, payloads: Sequence[bytes]) -> None:
+    """Have it take an engine's batches, numbered from 0, as its process does."""
+    stream = Stream()
+    for number, payload in enumerate(payloads):
+        for step in stream.live(number, payload):
+            if isinstance(step, Ready):
+                relay.batch(0, step.seq, step.payload, step.digest)
+        if number % BATCHES_PER_FLUSH == 0:
+            relay.flush()
+    relay.flush()
 
 
 def process(case: Case, blocks_per_second: float = math.inf) -> float:
@@ -163,10 +174,10 @@ def process(case: Case, blocks_per_second: float = math.inf) -> float:
         _sidecar(Path(folder), wires.curve) as sidecar,
     ):
         wires.connect()
-        before = _cpu(sidecar)
+        before = cpu_of(sidecar)
         wires.publish([*case.payloads, LAST], blocks_per_second * len(case.payloads) / case.blocks)
         held = wires.follow_until(_last_key(_settings(Path(folder))))
-        after = _cpu(sidecar)
+        after = cpu_of(sidecar)
     if held != case.held + 1:
         raise RuntimeError(f"{case.name}: the feed holds {held} blocks instead of {case.held + 1}")
     return after - before
@@ -256,7 +267,7 @@ def _sidecar(folder: Path, curve: Curve) -> Iterator[psutil.Process]:
         process.wait()
 
 
-def _cpu(process: psutil.Process) -> float:
+def cpu_of(process: psutil.Process) -> float:
     """CPU seconds of all threads; in nanoseconds where the kernel counts so, because a run takes few clock ticks."""
     counted = list(Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
     if counted:

@@ -1,0 +1,227 @@
+"""Pieces of the hot paths, each beside a floor: the least that an interpreter does for the same data.
+
+The ratio of both is about the same on any machine.
+"""
+
+import asyncio
+import random
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pybase64
+from xxhash import xxh3_64_intdigest
+
+from bench import decision, routing, sidecar
+from bench import fleet as bench_fleet
+from bench.prompt import TINY, WORDS, conversation
+from bench.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, split, vllm_payload
+from mmrouter import feed
+from mmrouter.blocks import block_keys, pack_keys
+from mmrouter.families.folder import find_json
+from mmrouter.identity import media_identity
+from mmrouter.imagesize import probe
+from mmrouter.prompt.segments import SegmentCache
+from mmrouter.prompt.tokens import load_tokenizer
+from mmrouter_router.media.datauri import decode
+
+WORKERS = 64
+HELD = 500
+"""Blocks per worker."""
+TURNS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """``fresh`` makes what ``once`` and ``floor`` get; it is not part of them. ``units``: how many of it they do."""
+
+    name: str
+    unit: str
+    against: str
+    fresh: Callable[[], Any]
+    once: Callable[[Any], object]
+    floor: Callable[[Any], object]
+    units: int = 1
+
+
+@contextmanager
+def scenarios() -> Iterator[list[Scenario]]:
+    """Return them all; they share what is costly to make."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
+        ours = routing.Ours(TINY)
+        try:
+            yield [*choosing(), *ingesting(Path(folder)), tokens(), image(), whole(ours, loop)]
+        finally:
+            loop.run_until_complete(ours.close())
+            loop.close()
+            asyncio.set_event_loop(None)
+
+
+def choosing() -> list[Scenario]:
+    """Keys, index and placement of one prompt."""
+    load = build(workers=WORKERS, blocks_per_worker=HELD, queries=1)
+    ours = decision.Ours(load)
+    ids = load.queries[0]
+    data = ids.tobytes()
+    table = {key: event.worker for event in load.events for key in event.keys}
+    keys = block_keys(ids, BLOCK_SIZE, (), SEED)
+    width = 4 * BLOCK_SIZE
+
+    def digests(_: object) -> list[int]:
+        return [xxh3_64_intdigest(data[at : at + width]) for at in range(0, len(data), width)]
+
+    def lookups(_: object) -> list[int | None]:
+        return [table.get(key) for key in keys]
+
+    slots = ours.slots
+    return [
+        Scenario(
+            "block keys",
+            "8k tokens",
+            "a loop of xxh3",
+            _nothing,
+            lambda _: block_keys(ids, BLOCK_SIZE, (), SEED),
+            digests,
+        ),
+        Scenario("index", "prompt", "dictionary lookups", _nothing, lambda _: ours.index.match(keys, slots), lookups),
+        Scenario(
+            "keys, index and placement, 64 workers",
+            "prompt",
+            "dictionary lookups",
+            _nothing,
+            lambda _: ours.place(ids),
+            lookups,
+        ),
+    ]
+
+
+def ingesting(folder: Path) -> list[Scenario]:
+    """The feed into the index, an engine's events into the feed."""
+    load = build(workers=8, blocks_per_worker=HELD, queries=0)
+    found = []
+    for size, events in ((64, load.events), (1, tuple(split(load.events, 1))[:1000])):
+        blocks = sum(len(event.keys) for event in events)
+        seqs = count(1)
+        frames = [(event.worker, pack_keys(event.keys)) for event in events]
+        keys = [(event.worker, event.keys) for event in events]
+        payloads = [vllm_payload(event) for event in events if event.worker == 0]
+        own = sum(len(event.keys) for event in events if event.worker == 0)
+        found.append(
+            Scenario(
+                f"feed into the index, {size}-block deltas",
+                "block",
+                "dictionary stores",
+                partial(_feed, frames),
+                _apply,
+                partial(_store, keys),
+                blocks,
+            )
+        )
+        found.append(
+            Scenario(
+                f"engine events into the feed, {size}-block events",
+                "block",
+                "msgpack",
+                partial(_relay, folder, seqs),
+                lambda relay, payloads=payloads: sidecar.carry(relay, payloads),  # type: ignore[misc]
+                lambda _, payloads=payloads: [msgspec.msgpack.decode(payload) for payload in payloads],  # type: ignore[misc]
+                own,
+            )
+        )
+    return found
+
+
+def tokens() -> Scenario:
+    """A conversation with a new turn, by the cache of segments."""
+    config = find_json(TINY, "tokenizer_config.json") or {}
+    whole = load_tokenizer(TINY, config)
+    cached = SegmentCache(load_tokenizer(TINY, config))
+    history = conversation(whole)
+    cached(history, add_special_tokens=False)
+    numbers = count()
+
+    def texts() -> list[str]:
+        return [f"{history}<|im_start|>user\nTurn {next(numbers)}: {WORDS}<|im_end|>\n" for _ in range(TURNS)]
+
+    def once(texts: list[str]) -> list["array[int]"]:
+        return [cached(text, add_special_tokens=False) for text in texts]
+
+    def floor(texts: list[str]) -> list[Any]:
+        return [whole.encode_batch_fast([text], add_special_tokens=False) for text in texts]
+
+    return Scenario(f"tokens, {PROMPT_TOKENS} and a new turn", "prompt", "the whole text", texts, once, floor, TURNS)
+
+
+def image() -> Scenario:
+    """An image of 1 MB: base64, identity, size."""
+    data = routing.picture(routing.IMAGE_BYTES)
+    uri = "data:image/jpeg;base64," + pybase64.b64encode(data).decode()
+    key = bytes(32)
+
+    def once(_: object) -> object:
+        decoded = decode(uri, 1 << 26)
+        return media_identity(decoded, {}, key=key), probe(decoded, max_pixels=1 << 30, exif=True)
+
+    return Scenario("image of 1 MB", "image", "base64", _nothing, once, lambda _: pybase64.b64decode(uri[23:]))
+
+
+def whole(ours: routing.Ours, loop: asyncio.AbstractEventLoop) -> Scenario:
+    """The whole routing cost, warm."""
+    talk = routing.Talk(ours)
+    loop.run_until_complete(ours.fill(talk.body(0)))
+    naive, numbers = routing.Naive(ours, talk.body(0)), count(1)
+
+    return Scenario(
+        "whole routing cost, 8k tokens and an image of 1 MB",
+        "request",
+        "the naive way",
+        lambda: talk.body(next(numbers)),
+        lambda raw: loop.run_until_complete(ours.route(raw)),
+        naive.route,
+    )
+
+
+def _nothing() -> None:
+    return None
+
+
+def _feed(frames: list[tuple[int, bytes]]) -> tuple[Any, list[tuple[int, bytes]]]:
+    fleet, members = bench_fleet.synced(8)
+    seqs = [0] * 8
+    deltas = []
+    for worker, packed in frames:
+        seqs[worker] += 1
+        deltas.append((worker, feed.encode(bench_fleet.delta(seqs[worker], packed))))
+    return (fleet, members), deltas
+
+
+def _apply(state: tuple[Any, list[tuple[int, bytes]]]) -> None:
+    (fleet, members), deltas = state
+    for worker, payload in deltas:
+        fleet.published(members[worker], feed.decode_published(payload))
+
+
+def _store(keys: list[tuple[int, "array[int]"]], _: object) -> dict[int, int]:
+    table: dict[int, int] = {}
+    for worker, some in keys:
+        for key in some:
+            table[key] = worker
+    return table
+
+
+def _relay(folder: Path, numbers: "count[int]") -> Any:
+    where = folder / f"{next(numbers)}-{random.getrandbits(32):08x}"
+
+    def publish(frame: feed.Published) -> None:
+        feed.encode(frame)
+
+    return sidecar.relaying(where, publish)

@@ -1,0 +1,131 @@
+"""What fails the quick benchmark, and that what it counts is counted."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from bench.quick import __main__ as command
+from bench.quick import counts, figures, proxy, scenarios
+from bench.quick.figures import BaselineError, Figure, judge, least, read, write
+from bench.quick.scenarios import Scenario
+
+COMMITTED = {"time: a": 4.0, "calls: b": 100.0}
+
+
+def figure(name: str, value: float | None, **more) -> Figure:
+    return Figure(name, value, "x", noisy=name.startswith("time"), **more)
+
+
+def states(*measured: Figure) -> dict[str, str]:
+    return {verdict.name: verdict.state for verdict in judge(COMMITTED, measured)}
+
+
+def test_more_than_a_quarter_is_worse_and_less_than_that_is_not():
+    assert states(figure("time: a", 5.0), figure("calls: b", 125.1)) == {"time: a": "ok", "calls: b": "worse"}
+    assert states(figure("time: a", 3.1), figure("calls: b", 100.0)) == {"time: a": "better", "calls: b": "ok"}
+
+
+def test_a_figure_that_nobody_committed_to_or_that_nobody_measures_fails_and_one_that_cannot_be_measured_does_not():
+    found = states(figure("time: new", 1.0), figure("time: a", None, why="no tool"))
+    assert found == {"time: new": "new", "time: a": "not run", "calls: b": "gone"}
+    assert {"worse", "new", "gone"} == figures.FAILS
+
+
+def test_a_figure_may_have_a_factor_of_its_own():
+    assert states(figure("time: a", 5.9, allowed=1.5), figure("calls: b", 90.0))["time: a"] == "ok"
+    assert states(figure("time: a", 6.1, allowed=1.5), figure("calls: b", 90.0))["time: a"] == "worse"
+
+
+def test_near_zero_a_difference_that_means_nothing_is_none():
+    (verdict,) = judge({"kept": 0.0}, [Figure("kept", 7.9, "blocks", slack=8.0)])
+    assert verdict.state == "ok"
+    (verdict,) = judge({"kept": 0.0}, [Figure("kept", 8.1, "blocks", slack=8.0)])
+    assert verdict.state == "worse"
+
+
+def test_the_end_names_the_figure_with_both_values_and_is_status_1(capsys):
+    assert command.told(judge(COMMITTED, [figure("time: a", 6.0), figure("calls: b", 90.0)])) == 1
+    *_, line, last = capsys.readouterr().out.splitlines()
+    assert line == "worse    time: a: 6 x, committed 4, +50%"
+    assert last.startswith("1 of 2 figures fail")
+    assert command.told(judge(COMMITTED, [figure("time: a", 4.0), figure("calls: b", 90.0)])) == 0
+
+
+def test_only_times_are_measured_again_and_the_least_counts():
+    again = iter([[figure("time: a", 9.0)], [figure("time: a", 4.5), figure("calls: b", 1.0)]])
+    found = command.attempts(
+        COMMITTED, lambda: [figure("time: a", 6.0), figure("calls: b", 100.0)], lambda: next(again)
+    )
+    assert [(verdict.state, verdict.value) for verdict in found] == [("ok", 4.5), ("ok", 100.0)]
+    never = pytest.fail
+    found = command.attempts(COMMITTED, lambda: [figure("time: a", 6.0), figure("calls: b", 126.0)], never)
+    assert [verdict.state for verdict in found] == ["worse", "worse"]
+    forever = command.attempts(COMMITTED, lambda: [figure("time: a", 6.0), figure("calls: b", 90.0)], lambda: [])
+    assert forever[0].state == "worse"
+    assert least([figure("time: a", None)], [figure("time: a", 1.0)])[0].value is None
+
+
+def test_what_was_not_measured_here_keeps_what_was_committed(tmp_path):
+    path = tmp_path / "baseline.json"
+    with pytest.raises(BaselineError, match="--write-baseline"):
+        read(path)
+    write([figure("time: a", 1.23456), figure("calls: b", 2.0)], "3.11", path)
+    write([figure("time: a", None, why="no tool")], "3.11", path)
+    assert read(path) == ("3.11", {"time: a": 1.235})
+    path.write_text(json.dumps({"figures": []}))
+    with pytest.raises(BaselineError):
+        read(path)
+
+
+def test_the_committed_figures_are_those_that_are_measured():
+    _, committed = read()
+    with scenarios.scenarios() as pieces:
+        names = {f"{kind}: {piece.name}" for piece in pieces for kind in ("calls", "memory")}
+        over = {f"{kind}: {piece.name}, over {piece.against}" for piece in pieces for kind in ("time", "instructions")}
+        kept = f"kept: {pieces[-1].name}"
+    assert set(committed) == {*names, *over, kept, *proxy.CALLS.values(), *proxy.TIMES.values()}
+
+
+def work(size: int) -> Scenario:
+    def once(_: object) -> int:
+        return sum(map(abs, [n % 7 for n in range(size)]))
+
+    return Scenario("work", "unit", "a tenth of it", lambda: None, once, lambda _: sum(range(size // 10)))
+
+
+def test_twice_the_work_is_twice_the_calls_and_memory():
+    (once,), (twice,) = counts.memory([work(50_000)]), counts.memory([work(100_000)])
+    assert twice.value == pytest.approx(2 * once.value, rel=0.1)
+
+    def called(times: int) -> Scenario:
+        return Scenario("calls", "unit", "", lambda: None, lambda _: [abs(n) for n in range(times)], len, times)
+
+    assert counts.calls([called(1000)])[0].value == pytest.approx(1.0, abs=0.01)
+    (slow,) = counts.times([work(50_000)], rounds=3)
+    assert slow.value > 2
+
+
+def test_what_a_repetition_keeps_is_seen():
+    leak: list[object] = []
+    keeps = Scenario("leak", "unit", "", lambda: None, lambda _: leak.extend([object() for _ in range(100)]), len)
+    assert counts.kept(keeps).value == pytest.approx(100, abs=5)
+    assert counts.kept(work(100)).value < counts.BLOCKS_SLACK
+
+
+def test_a_tool_that_is_not_there_is_a_reason_and_no_failure(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = [*counts.instructions([work(1)]), *proxy.system_calls(SimpleNamespace(), SimpleNamespace())]
+    assert [(one.value, "is not installed" in one.why) for one in found] == [(None, True)] * 3
+
+
+def test_dumps_of_callgrind_and_logs_of_strace_are_read():
+    assert counts.totals("version: 1\nsummary: 0\n\ntotals: 25448090\n") == 25448090
+    log = [
+        "100   1700000000.100000 epoll_wait(3, [], 1024, 5) = 0",
+        "101   1700000000.200000 read(5, <unfinished ...>",
+        "101   1700000000.300000 <... read resumed>) = 1",
+        '100   1700000000.400000 sendto(5, ""..., 3, 0, NULL, 0) = 3',
+        "100   1700000000.500000 --- SIGTERM {si_signo=SIGTERM} ---",
+    ]
+    assert proxy.between(log, 1700000000.15, 1700000001.0) == 2
