@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import zmq
@@ -49,7 +50,10 @@ class Feed:
 
     async def run(self) -> None:
         """Follow the sidecar for as long as the task lives."""
-        sub, dealer = self._socket(zmq.SUB), self._socket(zmq.DEALER)
+        sub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.SUB)
+        dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        self._set(sub)
+        self._set(dealer)
         ip = self._worker.member.ip
         try:
             sub.subscribe(b"")
@@ -58,7 +62,7 @@ class Feed:
             self._dealer = dealer
             await self._ask(self._fleet.connect(self._worker))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._subscribe(sub))
+                tasks.create_task(self._subscribe(sub, tasks))
                 tasks.create_task(self._replies(dealer))
                 tasks.create_task(self._watch())
         finally:
@@ -90,23 +94,37 @@ class Feed:
             raise FeedSilentError(parts[-1].reason)
         return parts
 
-    async def _subscribe(self, sub: zmq.asyncio.Socket) -> None:
-        # A wait on the event loop costs several times what a delta does (docs/performance.md), so one wait is followed
-        # by everything that has come meanwhile, up to a bound that leaves the loop to the requests.
-        ready: zmq.Socket[bytes] = zmq.Socket.shadow(sub)
-        while True:
-            payload = await sub.recv()
-            for _ in range(DRAIN):
-                await self._received(payload)
-                try:
-                    payload = ready.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-            else:
-                await self._received(payload)
-                await asyncio.sleep(0)
+    async def _subscribe(self, sub: "zmq.Socket[bytes]", tasks: asyncio.TaskGroup) -> None:
+        """Take what comes whenever the socket has something; ends only by cancellation or an error.
 
-    async def _received(self, payload: bytes) -> None:
+        The loop watches it and nobody awaits single messages: of a feed that brings one delta at a time, the futures
+        were most of the cost.
+        """
+        loop = asyncio.get_running_loop()
+        broken: asyncio.Future[None] = loop.create_future()
+
+        def take() -> None:
+            if broken.done():
+                return
+            try:
+                for _ in range(DRAIN):
+                    self._received(sub.recv(zmq.NOBLOCK), tasks)
+                loop.call_soon(take)  # perhaps there is more, but the requests come first
+            except zmq.Again:
+                pass  # the descriptor tells of whatever comes from here on
+            except Exception as error:  # whatever it is, it ends the task and not only this call
+                broken.set_exception(error)
+
+        descriptor: int = sub.FD
+        loop.add_reader(descriptor, take)
+        try:
+            take()
+            await broken
+        finally:
+            broken.cancel()
+            loop.remove_reader(descriptor)
+
+    def _received(self, payload: bytes, tasks: asyncio.TaskGroup) -> None:
         try:
             frame = feed.decode_published(payload)
         except feed.FeedError as error:
@@ -115,7 +133,7 @@ class Feed:
             return
         steps = self._fleet.published(self._worker, frame)
         if steps:
-            await self._ask(steps)
+            tasks.create_task(self._ask(steps))
 
     async def _replies(self, dealer: zmq.asyncio.Socket) -> None:
         while True:
@@ -162,8 +180,7 @@ class Feed:
                 with suppress(zmq.Again):
                     await self._dealer.send_multipart([b"", feed.encode(request)])
 
-    def _socket(self, kind: int) -> zmq.asyncio.Socket:
-        socket: zmq.asyncio.Socket = self._context.socket(kind)
+    def _set(self, socket: "zmq.Socket[Any]") -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)  # while a sidecar restarts; a pod that is gone is not dialled
@@ -171,7 +188,6 @@ class Feed:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server)
-        return socket
 
 
 def _renumber(frame: feed.Reply) -> feed.Reply:

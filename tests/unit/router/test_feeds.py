@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from mmrouter import feed
-from mmrouter_router.feeds import PUB_PORT, ROUTER_PORT, Feed
+from mmrouter_router.feeds import DRAIN, PUB_PORT, ROUTER_PORT, Feed
 from mmrouter_router.fleet import Fleet, Member, Worker
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.settings import CurveKeys
@@ -98,7 +98,7 @@ async def followed(version: int, ip: str) -> None:
 
 
 async def listened(player: Player, reader: Feed, fleet: Fleet, worker: Worker, seen: list[feed.Sighting]) -> None:
-    """Heartbeat and snapshot, then load, sighting and deltas with one missing, then a question of the router's own."""
+    """Heartbeat and snapshot, then load, sighting and deltas with one missing, a question of the router's own, a burst."""
     await until(lambda: worker.follower.synced and worker.beat is not None)
     assert (worker.id, worker.follower.epoch, worker.follower.seq) == ("pod-1/0a1b2c3d", 7, 3)
     assert worker.routable
@@ -118,6 +118,13 @@ async def listened(player: Player, reader: Feed, fleet: Fleet, worker: Worker, s
     await until(lambda: worker.canary == "False")
     answers = await reader.question(lambda number: feed.CanaryClaim(number, 7, "router-a", 30.0))
     assert answers == [feed.ClaimAnswer(answers[0].id, False, "router-b")]
+
+    # More at once than is taken in one go, and then nothing that would wake anybody.
+    player.published.clear()
+    end = worker.follower.seq + 3 * DRAIN + 7
+    for seq in range(worker.follower.seq + 1, end + 1):
+        await player.pub.send(feed.encode(feed.Delta(7, seq, 0.0, 0, 0, "GPU", b"", b"")))
+    await until(lambda: worker.follower.seq == end)
 
 
 @pytest.mark.parametrize("version", feed.ACCEPTED)
