@@ -183,10 +183,10 @@ class Chat:
         shown = trusted or self._debug_headers
         prepared = await self.prepare(path, raw, tenant, predict=shown or self._looks(request_id))
         outgoing = self._outgoing(path, prepared)
-        fingerprint = blake3(raw).digest()
+        fingerprint = _fingerprint(prepared)
         reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, passed_on(headers), policy)
         try:
-            self._keep(request_id, reply.trace, raw)
+            self._keep(request_id, reply.trace, prepared.request.source)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
             extra = self._headers(request_id, reply, debug=shown)
@@ -267,6 +267,14 @@ class Chat:
                 (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
             ]
         return ours
+
+
+def _fingerprint(prepared: Prepared) -> bytes:
+    """Return what tells this request from others to the quarantine; of images in it their identities say enough."""
+    hasher = blake3(prepared.request.source)
+    for image in prepared.images:
+        hasher.update(image.identity)
+    return hasher.digest()
 
 
 def _child(known: dict[tuple[str, str], Counter], counter: Counter, first: str, second: str) -> Counter:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmrouter.identity import to_wire
 from mmrouter_router.evidence import Expected, Verdict, expected_of
+from mmrouter_router.media import Media
 from mmrouter_router.place import Decision
 from mmrouter_router.prepare import Prepared, ResolvedImage
 from mmrouter_router.rendered import Rendering
@@ -195,4 +196,4 @@ def seen_afterwards(trace: Trace, prepared: Prepared) -> dict[str, Any]:
 
 
 def _without_bytes(image: ResolvedImage) -> ResolvedImage:
-    return replace(image, media=replace(image.media, data=b""))
+    return replace(image, media=Media(b"", image.media.mime, image.media.source))

@@ -13,7 +13,7 @@ from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.handover import Delivery, Parcel, Said
 from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.probes import Probes
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_router.upstream import Body, Upstream, UpstreamError
 
 MAX_ANSWER = 1 << 20
 
@@ -72,7 +72,7 @@ class EncoderPods:
         if worker is None:
             raise UpstreamError(f"encoder {encoder} has left", sent=False)
 
-        async def post(body: bytes) -> Said:
+        async def post(body: Body) -> Said:
             answer = await self._upstream.request(
                 worker.member.ip, HTTP_PORT, "POST", CHAT, {**headers, **self._headers}, body
             )

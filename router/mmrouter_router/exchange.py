@@ -10,7 +10,7 @@ from mmrouter_router.fleet import Target
 from mmrouter_router.pairs import Prefill, Refusal
 from mmrouter_router.place import Booking, Decision
 from mmrouter_router.tracing import Span
-from mmrouter_router.upstream import Answer, Upstream
+from mmrouter_router.upstream import Answer, Body, Upstream
 
 ENGINE_PORT = 8000
 DRAINING = b"cannot schedule new futures after shutdown"
@@ -86,7 +86,7 @@ class Exchange:
         self._request_id_header: str = getattr(adapter(engine), "REQUEST_ID_HEADER", "x-request-id")
         self._authorization = f"Bearer {engine_key}"
 
-    async def post(self, target: Target, request_id: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def post(self, target: Target, request_id: str, path: str, body: Body, headers: Mapping[str, str]) -> Answer:
         """Send a request; its answer may not have begun. ``headers`` have no say over ours.
 
         Raises :class:`UpstreamError`.
@@ -102,7 +102,7 @@ class Exchange:
         trace: Trace,
         booking: Booking,
         path: str,
-        body: bytes,
+        body: Body,
         headers: Mapping[str, str],
         span: Span,
         half: Prefill | None = None,
@@ -124,7 +124,7 @@ class Exchange:
         return Reply(decision, trace, booking, answer, first, span, half)
 
     async def ask(
-        self, target: Target, request_id: str, path: str, body: bytes, headers: Mapping[str, str]
+        self, target: Target, request_id: str, path: str, body: Body, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
         """Send a stage of a request to an engine; returns status and whole answer. Raises :class:`UpstreamError`."""
         answer = await self.post(target, request_id, path, body, headers)

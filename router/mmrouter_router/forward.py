@@ -21,7 +21,7 @@ from mmrouter_router.quarantine import DEATHS, Quarantine
 from mmrouter_router.schedule import Policy
 from mmrouter_router.stages import PREFILL_SECONDS, Note, Staged, Stages
 from mmrouter_router.tracing import Span, failure_of, scheduled, stage
-from mmrouter_router.upstream import Answer, UpstreamError
+from mmrouter_router.upstream import Answer, Body, UpstreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Forwarder:
         span = _span(decision, past)
         fields = staged.fields if staged is not None else outgoing.fields
 
-        async def post(body: bytes) -> Reply:
+        async def post(body: Body) -> Reply:
             return await self._exchange.reply(decision, trace, booking, outgoing.path, body, call.headers, span)
 
         try:

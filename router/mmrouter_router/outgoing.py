@@ -1,5 +1,6 @@
 """A request as the engines get it: the client's fields without what clients may not set, and ours."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +10,11 @@ import orjson
 
 from mmrouter.engines.vllm_request import ImageRewrite
 from mmrouter_router.media import Media
+from mmrouter_router.upstream import Body
 
 CHAT = "/v1/chat/completions"
+_STRANGER: Final = secrets.token_hex(16)
+"""Nobody outside knows it, so it stands nowhere but where it was put."""
 UNSHOWN: Final = ""
 """What stands for an image's URL until it is known how the image travels: base64 of ten megabytes takes its time."""
 
@@ -33,6 +37,11 @@ class OutgoingImage:
     def place(self) -> Place:
         """Where it stands."""
         return self.message, self.part
+
+    @property
+    def word(self) -> str:
+        """What stands for the URL in a body whose pieces are put together afterwards."""
+        return f"{_STRANGER}.{self.message}.{self.part}"
 
     @cached_property
     def url(self) -> str:
@@ -64,6 +73,19 @@ class Outgoing:
         sent in the body.
         """
         return encode_body(self.shown(fields, shown or {}))
+
+    def pieces(self, fields: Mapping[str, Any], shown: Mapping[Place, str | None] | None = None) -> Body:
+        """Return what :meth:`body` returns; base64 that a client has sent is a piece of its own, and not copied."""
+        shown = shown or {}
+        ready = [image for image in self.images if image.place not in shown and image.media.text]
+        if not ready:
+            return self.body(fields, shown)
+        rest = encode_body(self.shown(fields, {**shown, **{image.place: image.word for image in ready}}))
+        found: list[bytes | memoryview] = []
+        for image in ready:  # in the order of the prompt, which is that of the body
+            before, _, rest = rest.partition(image.word.encode())
+            found += (before, f"data:{image.media.mime};base64,".encode(), image.media.text)
+        return (*found, rest)
 
     def shown(self, fields: Mapping[str, Any], shown: Mapping[Place, str | None]) -> Mapping[str, Any]:
         """Return what :meth:`body` makes JSON of."""

@@ -29,13 +29,13 @@ from mmrouter_router.outgoing import CHAT, Outgoing
 from mmrouter_router.place import Decision, NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.tracing import failure_of, stage
-from mmrouter_router.upstream import UpstreamError
+from mmrouter_router.upstream import Body, UpstreamError
 
 PREFILL_SECONDS = 120.0
 """A prefill that takes longer is given up: its engine hangs, and the decoder computes the prompt."""
 ENCODE_SECONDS = 120.0
 
-Ask = Callable[[Target, str, str, bytes, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
+Ask = Callable[[Target, str, str, Body, Mapping[str, str]], Awaitable[tuple[int, bytes]]]
 """Target, request id, path, body, headers -> status and whole answer. Raises :class:`UpstreamError`."""
 
 
@@ -233,7 +233,7 @@ class Stages:
         parcel = Parcel(target.worker, outgoing, prefill_request(fields))
         with stage("prefill", client=True) as span:
 
-            async def post(body: bytes) -> Said:
+            async def post(body: Body) -> Said:
                 return Said(*await self._ask(target, request_id, CHAT, body, span.passed_on(headers)))
 
             span.tell({"mmrouter.worker": target.worker.member.name})

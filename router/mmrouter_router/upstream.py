@@ -17,6 +17,8 @@ from typing import Protocol, cast
 import httptools
 
 HIGH_WATER = 256 * 1024
+Body = bytes | tuple[bytes | memoryview, ...]
+"""What is sent: at once, or in pieces that nobody puts together, because they are large."""
 IDLE_SECONDS = 4.0
 """uvicorn closes idle connections after 5 s; ours are given up earlier, so that a reuse rarely meets a close."""
 
@@ -137,13 +139,13 @@ class _Connection(asyncio.Protocol):
 
     # -- use
 
-    async def send(self, head: bytes, body: bytes) -> None:
+    async def send(self, head: bytes, body: Body) -> None:
         """Send one request and wait for the answer's headers."""
         assert self.transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._began = self._headers_done = False
         self._parser = httptools.HttpResponseParser(self)
-        self.transport.writelines((head, body))
+        self.transport.writelines((head, body) if isinstance(body, bytes) else (head, *body))
         if self._writable is not None:
             await self._writable
         while not self._headers_done:
@@ -297,14 +299,15 @@ class Upstream:
         self._connect_seconds = connect_seconds
 
     async def request(
-        self, host: str, port: int, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+        self, host: str, port: int, method: str, path: str, headers: Mapping[str, str], body: Body = b""
     ) -> Answer:
         """Send a request and return once the answer's headers are there. Raises :class:`UpstreamError`.
 
         A kept connection that turns out to be closed before the engine said anything is replaced by a fresh one once.
         """
         address = (host, port)
-        head = _head(method, path, host, port, headers.items(), len(body))
+        length = len(body) if isinstance(body, bytes) else sum(map(len, body))
+        head = _head(method, path, host, port, headers.items(), length)
         connection = self._take(address)
         if connection is not None:
             try:
@@ -335,7 +338,7 @@ class Upstream:
                 connection.close()
         self._idle.clear()
 
-    async def _exchange(self, address: tuple[str, int], connection: _Connection, head: bytes, body: bytes) -> Answer:
+    async def _exchange(self, address: tuple[str, int], connection: _Connection, head: bytes, body: Body) -> Answer:
         try:
             await connection.send(head, body)
         except BaseException:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from mmrouter_router.fleet import Worker
 from mmrouter_router.outgoing import Outgoing
+from mmrouter_router.upstream import Body
 
 
 class Answered(Protocol):
@@ -29,7 +30,7 @@ class Answered(Protocol):
 
 
 T = TypeVar("T", bound=Answered)
-Post = Callable[[bytes], Awaitable[T]]
+Post = Callable[[Body], Awaitable[T]]
 """Body -> answer, of one and the same engine. Raises ``UpstreamError``."""
 
 
@@ -57,11 +58,9 @@ class Parcel:
     fields: Mapping[str, Any]
 
     @property
-    def plain(self) -> bytes:
+    def plain(self) -> Body:
         """The body with the bytes of all images."""
-        if self.fields is self.outgoing.fields:
-            return self.outgoing.plain
-        return self.outgoing.body(self.fields)
+        return self.outgoing.pieces(self.fields)
 
 
 class Delivery(Protocol):

@@ -21,7 +21,7 @@ from mmrouter_router.handover.rest import Resting
 from mmrouter_router.handover.values import Fall, Load, Plan, Reach, Travelled, Way
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import OutgoingImage, Place
-from mmrouter_router.upstream import Upstream
+from mmrouter_router.upstream import Body, Upstream
 from mmrouter_transfer import HandOverError, PlainFile
 
 RESTING: Final = "resting"
@@ -128,7 +128,7 @@ class HandOver:
 
     # -- before it is sent -------------------------------------------------------------------------------------------
 
-    async def _packed(self, leg: _Leg, parcel: Parcel) -> bytes:
+    async def _packed(self, leg: _Leg, parcel: Parcel) -> Body:
         """Put every image where the engine finds it, and return the body that says where."""
         loads = [Load(name, len(image.media.data), image.tokens) for name, image in leg.images.items()]
         renderer = self._renderer(parcel.worker.member.node) if self._renders else None
@@ -148,7 +148,7 @@ class HandOver:
             if one.how != "bytes":
                 shown[image.place] = file_url(leg.files[image.uuid].path) if one.how == "file" else None
         began = self._clock()
-        body = parcel.outgoing.body(parcel.fields, shown)
+        body = parcel.outgoing.pieces(parcel.fields, shown)
         if left := [one for one in leg.travelled.values() if one.how == "bytes"]:
             seconds, size = self._clock() - began, sum(one.size for one in left)
             leg.costs.observe("bytes", size, seconds)

@@ -1,5 +1,7 @@
 """``POST /v1/chat/completions``."""
 
+from dataclasses import replace
+
 from mmrouter.api import EngineType
 from mmrouter.prompt.request import REPLACING, render_arguments
 from mmrouter_router.errors import RequestError
@@ -8,10 +10,32 @@ from mmrouter_router.intake.checks import flag, mapping, max_tokens, model_of, o
 from mmrouter_router.intake.fields import inexact_fields, inexact_messages
 from mmrouter_router.intake.messages import MAX_REASONS, Messages, tools_of
 from mmrouter_router.intake.request import ChatRequest, Limits
+from mmrouter_router.intake.splice import SHORTEST, Spliced, splice
 
 
 def parse_chat(raw: bytes, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
     """Check the body of a chat request for one type of engine. Raises :class:`RequestError` and nothing else."""
+    if len(raw) > limits.max_request_bytes:
+        raise RequestError.too_large(limits.max_request_bytes)
+    if len(raw) > SHORTEST and (spliced := splice(raw)) is not None:
+        request = _with_inline(spliced, limits, served_model, engine)
+        if request is not None:
+            return request
+    return _parse(raw, limits, served_model, engine)
+
+
+def _with_inline(spliced: Spliced, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest | None:
+    """Return the request of a spliced body, ``None`` where the body as it came has to be asked."""
+    try:
+        request = _parse(spliced.raw, limits, served_model, engine)
+    except RequestError:
+        return None  # which names what the client wrote
+    images = tuple(replace(image, taken=spliced.inline.get(image.url)) for image in request.images)
+    taken = [image.url for image in images if image.taken is not None]
+    return replace(request, images=images) if sorted(taken) == sorted(spliced.inline) else None
+
+
+def _parse(raw: bytes, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
     body = parse_object(raw, limits.max_request_bytes)
     model = model_of(body, served_model)
     messages = objects(body, "messages", "messages")
@@ -48,4 +72,5 @@ def parse_chat(raw: bytes, limits: Limits, served_model: str, engine: EngineType
         chat_template_kwargs=render_arguments(body)["chat_template_kwargs"] or None,
         body=body,
         inexact=inexact[:MAX_REASONS],
+        source=raw,
     )

@@ -57,6 +57,7 @@ def parse_forwarded(raw: bytes, limits: Limits, served_model: str) -> ChatReques
         body=body,
         inexact=(Reason(prompt, "not_modelled"),),
         removed=tuple(sorted(removed)),
+        source=raw,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from mmrouter.api import Media as MediaSettings
 from mmrouter.api import quantity_bytes
 from mmrouter_router.intake.fields import Reason
+from mmrouter_router.intake.splice import Inline
 
 Modality = Literal["image", "video", "audio"]
 
@@ -31,6 +32,8 @@ class ImagePart:
     part: int
     url: str
     param: str
+    taken: Inline | None = None
+    """Its bytes, where they stood in the body and were taken out of it; then its URL is a word that stands for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +79,5 @@ class ChatRequest:
     body: dict[str, Any]
     inexact: tuple[Reason, ...]
     removed: tuple[str, ...] = ()
+    source: bytes = b""
+    """The body as it was parsed: as it came, or with words in the places of large images."""

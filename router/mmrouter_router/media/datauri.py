@@ -42,10 +42,15 @@ def decode(uri: str, max_bytes: int) -> bytes:
     else:
         assert raw is not None
         data = raw
-    _bound(len(data), max_bytes, max_bytes)
+    bound(len(data), max_bytes)
     if not data:
         raise MediaError("empty", "The data: URI is empty.")
     return data
+
+
+def bound(size: int, max_bytes: int) -> None:
+    """Raise ``MediaError`` for more bytes than one medium may have."""
+    _bound(size, max_bytes, max_bytes)
 
 
 def _bound(size: int, limit: int, max_bytes: int) -> None:

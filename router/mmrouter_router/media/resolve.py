@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from mmrouter.api import Media as MediaSettings
 from mmrouter.api import quantity_bytes
 from mmrouter_router.flights import Flights
+from mmrouter_router.intake.request import ImagePart
+from mmrouter_router.intake.splice import Inline
 from mmrouter_router.media import datauri, sniff
 from mmrouter_router.media.cache import Key, MediaCache, Stored
 from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModified
@@ -62,13 +64,21 @@ class MediaResolver:
         self._metrics = MediaMetrics(registry)
         self._clock = clock
 
-    async def resolve(self, url: str, *, param: str, tenant: str = "", deadline: float | None = None) -> Media:
-        """Return the bytes of one URL. ``deadline`` is a time of the running loop.
+    async def resolve(
+        self,
+        url: str,
+        *,
+        param: str,
+        tenant: str = "",
+        deadline: float | None = None,
+        taken: Inline | None = None,
+    ) -> Media:
+        """Return the bytes of one URL. ``deadline`` is a time of the running loop; ``taken``: they are known already.
 
         Raises ``RequestError`` (400 with code ``media_...`` naming ``param``; 429 where only we are too busy).
         """
         try:
-            media = await self._resolve(url, tenant, deadline)
+            media = self._known(taken) if taken is not None else await self._resolve(url, tenant, deadline)
         except MediaError as error:
             self._metrics.refused.labels(error.reason).inc()
             raise error.for_field(param) from error
@@ -89,7 +99,8 @@ class MediaResolver:
         # Inline media first: their faults cost nobody a fetch.
         for place, part in enumerate(parts):
             if _is_data(part.url):
-                found[place] = await self.resolve(part.url, param=part.param)
+                taken = part.taken if isinstance(part, ImagePart) else None
+                found[place] = await self.resolve(part.url, param=part.param, taken=taken)
                 self._charge(budget, part, found[place])
             else:
                 places.setdefault(part.url, []).append(place)
@@ -125,6 +136,10 @@ class MediaResolver:
             self._metrics.refused.labels("request_too_large").inc()
             sentence = f"The media of the request are larger than {self._max_request_bytes} bytes together."
             raise MediaError("request_too_large", sentence).for_field(part.param)
+
+    def _known(self, inline: Inline) -> Media:
+        datauri.bound(len(inline.data), self._max_bytes)
+        return Media(inline.data, sniff.mime(inline.data), "data", inline.text)
 
     async def _resolve(self, url: str, tenant: str, deadline: float | None) -> Media:
         if _is_data(url):

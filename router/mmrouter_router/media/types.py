@@ -1,12 +1,14 @@
 """What the media package is about: resolved bytes, why they could not be had, and what it counts."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 import pybase64
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mmrouter_router.errors import RequestError
+
+_NOTHING: Final = memoryview(b"")
 
 Source = Literal["data", "fetch", "cache", "revalidated"]
 
@@ -38,10 +40,13 @@ class Media:
     data: bytes
     mime: str
     source: Source
+    text: memoryview = field(default=_NOTHING, compare=False, repr=False)
+    """The bytes as base64, where somebody else has encoded them; else empty."""
 
     def data_uri(self) -> str:
         """Return the bytes as a ``data:`` URI."""
-        return f"data:{self.mime};base64,{pybase64.b64encode_as_string(self.data)}"
+        text = str(self.text, "ascii") if self.text else pybase64.b64encode_as_string(self.data)
+        return f"data:{self.mime};base64,{text}"
 
 
 class MediaError(Exception):

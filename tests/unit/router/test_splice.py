@@ -1,0 +1,184 @@
+"""Images that are taken out of a body before it is parsed: to everybody else it is as if they had not been."""
+
+import base64
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrouter.identity import to_wire
+from mmrouter_router.errors import RequestError
+from mmrouter_router.intake import Limits, chat, parse_chat, splice
+from mmrouter_router.media import Media, datauri
+from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
+
+LIMITS = Limits(max_images=3)
+FEW = 12
+EXAMPLES = 60
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short():
+    """Short ones are taken, too, so that examples are."""
+    before = splice.SHORTEST
+    splice.SHORTEST = chat.SHORTEST = FEW
+    yield
+    splice.SHORTEST = chat.SHORTEST = before
+
+
+def outcome(parse, raw: bytes) -> Any:
+    """All that a request is to the stages behind intake, or how it is refused."""
+    try:
+        request = parse(raw, LIMITS, "m", "vllm")
+    except RequestError as error:
+        return error.status, error.to_body()
+    images, body = [], json.loads(json.dumps(request.body))
+    for image in request.images:
+        place = body["messages"][image.message]["content"][image.part]["image_url"]
+        try:
+            data = image.taken.data if image.taken is not None else datauri.decode(image.url, 10_000)
+        except Exception as error:
+            data = f"{type(error)} {error}"
+        place["url"] = ""  # what the engine gets is made of the bytes
+        images.append((image.message, image.part, image.param, data))
+    media = [(part.url, part.param, part.kind) for part in request.media]
+    return body, images, media, request.inexact, request.removed, request.stream, request.max_tokens
+
+
+WORDS = st.sampled_from(
+    [
+        "",
+        "hello",
+        '"',
+        "\\",
+        '\\"',
+        '"data:',
+        '"data:image/png;base64,AAAABBBBCCCC"',
+        "data:image/png;base64,QUJD",
+        "\u20ac\n",
+    ]
+)
+DATA = st.binary(min_size=1, max_size=30).map(lambda data: base64.b64encode(data).decode())
+URLS = st.one_of(
+    st.builds(
+        "data:{};base64,{}".format, st.sampled_from(["image/png", "", "image/svg+xml", "a b", "text/html"]), DATA
+    ),
+    st.builds(
+        "data:image/png;base64,{}{}".format, DATA, st.sampled_from(["QR==", "Q", "=", " ", "%3D", "\u20ac", "\\", '"'])
+    ),
+    st.sampled_from(["https://a/b.png", "data:,abc", "data:image/png;base64,", "x" * 40]),
+)
+PARTS = st.one_of(
+    st.builds(lambda words: {"type": "text", "text": words}, WORDS),
+    st.builds(lambda url: {"type": "image_url", "image_url": {"url": url}}, URLS),
+    st.builds(lambda url: {"type": "image_url", "image_url": url}, URLS),
+    st.builds(lambda url: {"type": "video_url", "video_url": {"url": url}}, URLS),
+    st.builds(lambda url: {"type": "image_url", "image_url": {"url": url}, url: url}, URLS),
+    st.builds(lambda url: {"type": "text", "text": url}, URLS),
+)
+BODIES = st.builds(
+    lambda parts, more: {"model": "m", "messages": [{"role": "user", "content": parts}], **more},
+    st.lists(PARTS, min_size=1, max_size=4),
+    st.sampled_from(
+        [{}, {"stream": True}, {"user": "data:image/png;base64,AAAABBBBCCCC"}, {"data:image/png;base64,AAAA": 1}]
+    ),
+)
+
+
+def written(body: Any, how: int) -> bytes:
+    raw = [json.dumps(body), json.dumps(body, ensure_ascii=False, separators=(",", ":")), json.dumps(body, indent=1)][
+        how % 3
+    ]
+    return (raw.replace("/", "\\/") if how > 2 else raw).encode()
+
+
+@given(BODIES, st.integers(0, 5))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_a_body_means_the_same_with_its_images_taken_out(body, how):
+    raw = written(body, how)
+    assert outcome(parse_chat, raw) == outcome(chat._parse, raw)
+
+
+@given(
+    BODIES,
+    st.integers(0, 5),
+    st.lists(
+        st.tuples(
+            st.integers(0, 2000),
+            st.integers(0, 3),
+            st.sampled_from([b'"', b"\\", b"{", b"}", b",", b"\n", b"\xff", b'"data:']),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_a_broken_body_is_refused_in_the_same_words(body, how, breaks):
+    raw = written(body, how)
+    for place, gone, put in breaks:
+        at = place % (len(raw) + 1)
+        raw = raw[:at] + put + raw[at + gone :]
+    assert outcome(parse_chat, raw) == outcome(chat._parse, raw)
+
+
+DOUBLE = b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": %b}]}]}'
+A, B = (b'"data:image/png;base64,%b"' % base64.b64encode(letter * 30) for letter in (b"a", b"b"))
+
+
+@pytest.mark.parametrize("holder", [b'{"url": %b, "url": %b}' % (A, B), b'{"url": %b, "%%b": 1}' % A])
+def test_of_keys_that_come_twice_the_last_one_counts_as_ever(holder):
+    raw = DOUBLE % holder
+    assert outcome(parse_chat, raw) == outcome(chat._parse, raw)
+
+
+def test_what_is_taken_is_not_copied_and_what_is_parsed_is_short():
+    data = os.urandom(100_000)
+    raw = DOUBLE % (b'{"url": "data:image/png;base64,%b"}' % base64.b64encode(data))
+    request = parse_chat(raw, LIMITS, "m")
+    (image,) = request.images
+    assert image.taken.data == data
+    assert image.taken.text.obj is raw
+    assert len(request.source) < 1000
+
+
+def test_a_word_of_ours_in_a_body_that_somebody_sends_again_stands_for_nothing():
+    raw = DOUBLE % (b'{"url": %b}' % A)
+    spliced = splice.splice(raw)
+    word = parse_chat(spliced.raw, LIMITS, "m").images[0]
+    assert word.taken is None
+    both = parse_chat(DOUBLE % (b'{"url": %b}, "x": "%b"' % (A, word.url.encode())), LIMITS, "m")
+    assert [image.taken.data for image in both.images] == [b"a" * 30]
+
+
+def test_a_body_beyond_the_limit_is_refused_whatever_is_in_it():
+    with pytest.raises(RequestError) as refused:
+        parse_chat(DOUBLE % (b'{"url": %b}' % A), replace(LIMITS, max_request_bytes=100), "m")
+    assert refused.value.status == 413
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=4),
+    st.sets(st.integers(0, 3)),
+    st.sets(st.integers(0, 3)),
+)
+def test_the_pieces_of_an_engines_body_put_together_are_the_body(datas, encoded, files):
+    parts, images, shown = [], [], {}
+    for number, data in enumerate(datas):
+        text = memoryview(base64.b64encode(data)) if number in encoded else memoryview(b"")
+        images.append(OutgoingImage(0, number, to_wire(bytes(32)), Media(data, "image/png", "data", text)))
+        parts.append({"type": "image_url", "image_url": {"url": "", "detail": "low"}, "uuid": images[-1].uuid})
+        if number in files:
+            shown[0, number] = "file:///x"
+    outgoing = Outgoing(CHAT, {"messages": [{"role": "user", "content": parts}], "model": "m"}, tuple(images))
+    pieces = outgoing.pieces(outgoing.fields, shown)
+    whole = pieces if isinstance(pieces, bytes) else b"".join(pieces)
+    assert whole == outgoing.body(outgoing.fields, shown)
+    urls = [part["image_url"]["url"] for part in orjson.loads(whole)["messages"][0]["content"]]
+    assert [url if url.startswith("file") else datauri.decode(url, 100) for url in urls] == [
+        "file:///x" if number in files else data for number, data in enumerate(datas)
+    ]
