@@ -135,7 +135,7 @@ OWN, CHANGING = (
     tuple(f"tests/e2e/test_{name}.py" for name in names)
     for names in (
         ("vllm", "tour", "tracing", "upgrade"),
-        ("rollout", "scaling", "disaggregated", "disaggregated_sglang", "plugin"),
+        ("rollout", "scaling", "disaggregated", "disaggregated_sglang", "plugin", "looking"),
     )
 )
 REAL = "tests/conformance"
