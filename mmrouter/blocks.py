@@ -90,6 +90,8 @@ def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, byt
     """
     if blocks * block_size > len(ids):
         raise ValueError(f"{len(ids)} ids do not hold {blocks} blocks of {block_size}")
+    if blocks == 1 and not extras:  # what engines announce while they decode
+        return array("Q", (xxh3_64_intdigest(ids if len(ids) == block_size else ids[:block_size], parent),))
     # One call cuts the buffer into all its blocks: a slice per block costs as much as its hash (docs/performance.md).
     # An own Struct, because the module's cache of formats would keep one for every prompt length.
     cut: Sequence[bytes] = struct.Struct(f"{block_size * ids.itemsize}s" * blocks).unpack_from(ids)

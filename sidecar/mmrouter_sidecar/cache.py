@@ -46,6 +46,13 @@ class Cache:
         ``shareable``: other hashes may have the same keys.
         """
         blocks = self.blocks
+        if len(hashes) == 1:  # what engines announce while they decode
+            number, key = hashes[0], keys[0]
+            if shareable or number in blocks or self.aside:
+                return int(self._add_one(number, key, shareable))
+            blocks[number] = key
+            self.stored.append(key)
+            return 0
         # Nearly always everything is new; then a few passes in C do it.
         if (
             not shareable

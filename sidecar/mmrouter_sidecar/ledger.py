@@ -56,6 +56,16 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digests: bytes = b""
 
 
+class Adding(NamedTuple):
+    """Blocks that were added to one place one event after the other: one operation, and not one per event."""
+
+    place: Place
+    block_size: int
+    shareable: bool
+    hashes: "array[int]"
+    keys: "array[int]"
+
+
 class Change(NamedTuple):
     """Net change of one place since the last :meth:`Ledger.take`; ``stored`` and ``removed`` are disjoint."""
 
@@ -90,6 +100,7 @@ class Ledger:
         self._seeds: dict[tuple[str | None, str | None], Key] = {}
         self._cleared: set[int] = set()
         self._ops: list[Op] = []
+        self._adding: Adding | None = None  # what comes after the operations
 
     @property
     def held(self) -> int:
@@ -115,7 +126,7 @@ class Ledger:
     @property
     def dirty(self) -> bool:
         """Whether :meth:`take` would return anything."""
-        return bool(self._ops or self.sightings.fresh or self._cleared)
+        return bool(self._ops or self._adding or self.sightings.fresh or self._cleared)
 
     def apply(self, batch: Batch, rank: int) -> None:
         """Apply one batch of the engine rank whose stream it came from, in order."""
@@ -146,7 +157,7 @@ class Ledger:
         if any(self.caches[place].blocks or self.caches[place].removed for place in mine):
             self._cleared.add(rank)
         if mine:
-            self._ops.append(Op("clear", rank))
+            self._note(Op("clear", rank))
         for place in mine:
             self.caches[place] = Cache(block_size=self.caches[place].block_size)
 
@@ -155,6 +166,7 @@ class Ledger:
         self.caches.clear()
         self._cleared.clear()
         self._ops.clear()
+        self._adding = None
         self.sightings = Sightings()
         self.windows.clear()
         self._groups.clear()
@@ -171,6 +183,7 @@ class Ledger:
                 # One clear empties all places of the rank, so it stands in the first of them only.
                 self._cleared.discard(place.rank)
                 changes.append(Change(place, stored, removed, cleared))
+        self._added()
         ops, self._ops = self._ops, []
         keys, digests = self.windows.take()
         if keys:
@@ -227,7 +240,8 @@ class Ledger:
         return ops
 
     def _store(self, rank: int, event: Stored) -> None:
-        if event.group not in self._groups or self._groups[event.group].kind != event.kind:
+        group = self._groups.get(event.group)
+        if group is None or group.kind != event.kind:
             self._meet(event)
         place = Place(rank, event.group, event.medium)
         cache = self._cache(place, event.block_size)
@@ -275,19 +289,41 @@ class Ledger:
         if conflicts:
             self.counts["hash_conflict"] += conflicts
         self.counts["stored"] += len(keys)
-        self._ops.append(Op("add", *place, pack_keys(hashes), pack_keys(keys), cache.block_size, shareable))
+        adding = self._adding
+        if (
+            adding is None
+            or adding.place != place
+            or adding.block_size != cache.block_size
+            or adding.shareable is not shareable
+        ):
+            self._added()
+            adding = self._adding = Adding(place, cache.block_size, shareable, array("Q"), array("Q"))
+        adding.hashes.extend(hashes)
+        adding.keys.extend(keys)
+
+    def _added(self) -> None:
+        """Turn what was added into an operation."""
+        if self._adding is not None:
+            place, size, shareable, hashes, keys = self._adding
+            self._adding = None
+            self._ops.append(Op("add", *place, pack_keys(hashes), pack_keys(keys), size, shareable))
+
+    def _note(self, op: Op) -> None:
+        """Keep an operation, after everything that came before it."""
+        self._added()
+        self._ops.append(op)
 
     def _put_aside(self, place: Place, cache: Cache, hashes: Sequence[int], reason: str) -> None:
         if hashes:
             self.counts[reason] += len(hashes)
             cache.put_aside(hashes)
-            self._ops.append(Op("aside", *place, pack_keys(hashes), b"", cache.block_size))
+            self._note(Op("aside", *place, pack_keys(hashes), b"", cache.block_size))
 
     def _meet(self, event: Stored | Ragged) -> None:
         """Note a group, or that it is another one than it was."""
         self._groups[event.group] = Group(event.group, event.kind, event.window or 0)
         self._regroup()
-        self._ops.append(Op("group", 0, event.group, spec=event.kind, window=event.window or 0))
+        self._note(Op("group", 0, event.group, spec=event.kind, window=event.window or 0))
 
     def _regroup(self) -> None:
         self._ordered = tuple(self._groups[number] for number in sorted(self._groups))
@@ -302,7 +338,7 @@ class Ledger:
             return False
         self.counts["block_size"] += len(cache.blocks)
         cache.resize(event.block_size)
-        self._ops.append(Op("resize", *place, block_size=event.block_size))
+        self._note(Op("resize", *place, block_size=event.block_size))
         return True
 
     def _remove(self, rank: int, event: Removed) -> None:
@@ -315,7 +351,7 @@ class Ledger:
         self.counts["removed"] += len(event.hashes) - unknown
         if unknown:
             self.counts["unknown_removed"] += unknown
-        self._ops.append(Op("drop", *place, pack_keys(event.hashes)))
+        self._note(Op("drop", *place, pack_keys(event.hashes)))
 
     def _parent(self, rank: int, cache: Cache, event: Stored) -> Key | None:
         if event.parent is None:

@@ -12,6 +12,7 @@ proof.
 from array import array
 from dataclasses import dataclass
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 RECENT = 16_384
@@ -27,9 +28,8 @@ SAME_ENGINE = frozenset({"history", "backlog", "unanswered"})
 """Reasons of :class:`Lost` where the engine is still the same one; every other reason means another instance."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The next batch of the stream."""
+class Ready(msgspec.Struct, frozen=True, gc=False):
+    """The next batch of the stream. A struct, because there is one per batch."""
 
     seq: int
     payload: bytes

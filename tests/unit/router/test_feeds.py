@@ -98,7 +98,7 @@ async def followed(version: int, ip: str) -> None:
 
 
 async def listened(player: Player, reader: Feed, fleet: Fleet, worker: Worker, seen: list[feed.Sighting]) -> None:
-    """Heartbeat and snapshot, then load, sighting and deltas with one missing, a question of the router's own, a burst."""
+    """Heartbeat and snapshot, then load, sighting and deltas with one missing, a question, a burst."""
     await until(lambda: worker.follower.synced and worker.beat is not None)
     assert (worker.id, worker.follower.epoch, worker.follower.seq) == ("pod-1/0a1b2c3d", 7, 3)
     assert worker.routable
