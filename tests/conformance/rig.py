@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 import zmq
+from tools.vllm_env import cache_dir
 
 from mmrouter.api import parse_deployment
 from mmrouter.api.paths import MODEL_DIR
@@ -181,7 +182,7 @@ def engine(
                 [*wrapper, str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(env, ip, log.parent) | made.env | dict(variables),
+                env=environment(env, ip, log.parent, kind) | made.env | dict(variables),
                 start_new_session=True,
             )
         running = Engine(model_dir.name, ip, process, listener, log, made.health_path)
@@ -291,6 +292,11 @@ RENDERS = "--enable-scale-out"
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """With these vLLM keeps to ``uni`` on a CPU too, as it does on one GPU: scheduler and model in one process. That is
 less to compute at a start, and 0.8 GB less memory. The API server has a process of its own as ever."""
+KEPT = {"VLLM_CACHE_ROOT": str(cache_dir() / "engines" / "kept-vllm")}
+"""Has a vLLM keep what it learns of a model's class, for which it starts a process that loads all of vLLM: once per
+machine. A pod's own folder for it is empty at every start."""
+SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""Has an SGLang run its rotary embedding as it is written. Compiled, it takes a C++ compiler a minute in every pod."""
 
 
 def sglang_args(context: int = CONTEXT) -> list[str]:
@@ -310,7 +316,7 @@ def sglang_args(context: int = CONTEXT) -> list[str]:
     ]
 
 
-def environment(env: Path, ip: str, scratch: Path) -> dict[str, str]:
+def environment(env: Path, ip: str, scratch: Path, kind: str = "vllm") -> dict[str, str]:
     dropped = {"PYTHONPATH", "VIRTUAL_ENV"}
     return {
         **{name: value for name, value in os.environ.items() if name not in dropped},
@@ -324,6 +330,8 @@ def environment(env: Path, ip: str, scratch: Path) -> dict[str, str]:
         "HF_MODULES_CACHE": str(scratch / "hf" / "modules"),  # a model folder's own modules are copied there
         "VLLM_CPU_KVCACHE_SPACE": "1",
         **ONE_PROCESS,
+        **KEPT,
+        **(SGLANG_ENVIRONMENT if kind == "sglang" else {}),
     }
 
 

@@ -2,8 +2,12 @@
 
 With ``none`` an engine gets the bytes and processes the image. With ``shm`` and ``nixl`` a real ``vllm launch render``
 has processed it, and the engine, stock but for our plugin, reads that from a slot on the shared tmpfs or over NIXL.
+
+The mode is the frontend's affair: one engine and one renderer stay for all three, and know none of them. An engine
+without the plugin is served with ``none`` in ``test_routing``.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,31 +25,42 @@ from scenarios import SCENARIOS, Chat, Scenario, title
 
 __all__ = ["web"]
 
-WAYS = {"none": "", "shm": "shm", "nixl": "nixl"}
+WAYS = {"nixl": "nixl", "shm": "shm", "none": ""}
 """Mode -> how an image reaches an engine that has never seen it; empty where nothing is handed over at all."""
-
-
-@pytest.fixture(scope="module", params=WAYS)
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def deployment(
-    mode: str, vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """One engine, and a renderer where there is something to render; hand-overs whether they pay off or not."""
+    """One engine and a renderer; hand-overs whether they pay off or not."""
     require_memory()
-    pools = [pool("worker"), *([pool("renderer")] if WAYS[mode] else [])]
-    made = resource(shrunk(REPOSITORY), pools, frontend={"MMROUTER_HANDOVER": "always"}, transfer=mode)
-    file = tmp_path_factory.mktemp(mode) / "deployment.yaml"
+    pools = [pool("worker"), pool("renderer")]
+    made = resource(shrunk(REPOSITORY), pools, frontend={"MMROUTER_HANDOVER": "always"}, transfer=next(iter(WAYS)))
+    file = tmp_path_factory.mktemp("transfer") / "deployment.yaml"
     file.write_text(yaml.safe_dump(made))
     with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
-        with deployment.control() as control:
-            chat = Chat("demo", deployment.client(), [control])
-            # The router asks plugins now and then what they can do.
-            wait_for(lambda: way(deployment, chat, chat.image("first")) == WAYS[mode], 60, f"an image goes by {mode}")
         yield deployment
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def mode(request: pytest.FixtureRequest, deployment: Deployment) -> str:
+    """The mode of the frontend, which reads it when it starts: it is started anew for another one."""
+    mode = str(request.param)
+    (router,) = deployment.processes("router").values()
+    config = Path(router.environ()["MMROUTER_CONFIG"]) / "deployment.json"
+    told = json.loads(config.read_text())
+    if told["spec"]["routing"]["transfer"] != mode:
+        told["spec"]["routing"]["transfer"] = mode
+        config.write_text(json.dumps(told))
+        router.terminate()
+        router.wait(60)
+        wait_for(deployment.settled, 60, "the frontend is back and sees every engine verified")
+    with deployment.control() as control, deployment.client() as client:
+        chat = Chat("demo", client, [control])
+        # The router asks plugins now and then what they can do.
+        wait_for(lambda: way(deployment, chat, chat.image("first")) == WAYS[mode], 60, f"an image goes by {mode}")
+    return mode
 
 
 @pytest.fixture
