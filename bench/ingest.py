@@ -4,6 +4,7 @@ The router gets keys from sidecars, Dynamo tokens from engines; so besides the r
 router is compared. CPU seconds, because other load on the machine disturbs them less than it disturbs time.
 """
 
+import itertools
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from bench.feedends import Curve, FeedEnds, address
 from bench.peers.dynamo import Dynamo, EngineSockets
 from bench.peers.environment import DYNAMO, PeerMissingError
 from bench.rows import Row, not_run, row
-from bench.workload import BLOCK_SIZE, Event, Workload, build, split, vllm_payload
+from bench.workload import BLOCK_SIZE, STEP, STEPS, Event, Workload, build, split, steps, vllm_payload
 from mmrouter import feed
 from mmrouter.blocks import pack_keys
 
@@ -35,6 +36,7 @@ class Case:
     name: str
     load: Workload
     events: tuple[Event, ...]
+    step: int = 1  # events in one batch of an engine, which its sidecar makes one delta of
 
     @property
     def held(self) -> list[int]:
@@ -52,9 +54,10 @@ class Case:
         """Return the feed's frames, numbered per worker."""
         seqs = [0] * self.load.workers
         frames = []
-        for event in self.events:
-            seqs[event.worker] += 1
-            frames.append((event.worker, feed.encode(bench_fleet.delta(seqs[event.worker], pack_keys(event.keys)))))
+        for batch in steps(self.events, self.step):
+            worker, keys = batch[0].worker, itertools.chain.from_iterable(event.keys for event in batch)
+            seqs[worker] += 1
+            frames.append((worker, feed.encode(bench_fleet.delta(seqs[worker], pack_keys(keys)))))
         return frames
 
 
@@ -62,7 +65,12 @@ def cases() -> list[Case]:
     """Return prefill-like and decode-like events; the latter cost so much per block that fewer are enough."""
     large = build(workers=WORKERS, blocks_per_worker=4000, queries=0)
     small = build(workers=WORKERS, blocks_per_worker=500, queries=0)
-    return [Case("64-block events", large, large.events), Case("1-block events", small, tuple(split(small.events, 1)))]
+    single = tuple(split(small.events, 1))
+    return [
+        Case("64-block events", large, large.events),
+        Case(STEPS, small, single, STEP),
+        Case("1-block events", small, single),
+    ]
 
 
 def run() -> list[Row]:
@@ -126,7 +134,7 @@ def receive(case: Case, deltas: Sequence[tuple[int, bytes]]) -> float:
 
 def peer(case: Case) -> float:
     """Feed Dynamo's selection service what engines would publish; return its CPU seconds, all threads."""
-    payloads = [(event.worker, vllm_payload(event)) for event in case.events]
+    payloads = [(batch[0].worker, vllm_payload(*batch)) for batch in steps(case.events, case.step)]
     blocks = [len(ids) // BLOCK_SIZE for ids in case.load.probes]
     with Dynamo() as dynamo, EngineSockets(case.load.workers) as sockets:
         dynamo.start(sockets.endpoints, BLOCK_SIZE)

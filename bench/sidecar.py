@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import tempfile
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,8 @@ import psutil
 import zmq
 
 from bench.feedends import Curve
-from bench.rows import Row, row, to_json
-from bench.workload import BLOCK_SIZE, Event, build, split, vllm_payload
+from bench.rows import Row, percentile, row, to_json
+from bench.workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
 from mmrouter import feed
 from mmrouter.blocks import block_keys, unpack_keys
 from mmrouter_sidecar.metrics import Metrics
@@ -40,6 +41,10 @@ PACED_RATE = 200_000
 PACED_SEEDS = 12
 """Workloads of 50,000 blocks one after the other: 3 s."""
 PACED_GOAL = "<= 0.5"
+LAG_RATE, LAG_SEEDS = 50_000, 2
+"""Blocks per second, and workloads of 50,000 blocks: 2 s."""
+LAG_GOAL = "<= 20"
+TOKEN_UNIT, TOKEN_GOAL = "CPU s per M tokens", "<= 0.04"
 GOAL = "<= 2.5"
 ROUNDS = 5
 BATCHES_PER_FLUSH = 16
@@ -86,13 +91,14 @@ def cases() -> list[Case]:
     return [
         Case("64-block events", stores, load.blocks, load.blocks, GOAL),
         Case("64-block events, every block evicted again", turnover, load.blocks, 0),
+        Case(STEPS, tuple(vllm_payload(*batch) for batch in steps(small, STEP)), len(small), len(small)),
         Case("1-block events", tuple(vllm_payload(event) for event in small), len(small), len(small)),
     ]
 
 
-def steady_case() -> Case:
-    """Return 3 s of prefill-like events that share nothing between seeds."""
-    loads = [build(workers=1, blocks_per_worker=50_000, queries=0, seed=seed) for seed in range(1, PACED_SEEDS + 1)]
+def steady_case(seeds: int = PACED_SEEDS) -> Case:
+    """Return 50,000 blocks per seed of prefill-like events that share nothing between seeds: 3 s by default."""
+    loads = [build(workers=1, blocks_per_worker=50_000, queries=0, seed=seed) for seed in range(1, seeds + 1)]
     payloads = tuple(vllm_payload(event) for load in loads for event in load.events)
     blocks = sum(load.blocks for load in loads)
     return Case("64-block events", payloads, blocks, blocks)
@@ -119,11 +125,17 @@ def run() -> list[Row]:
         per_million = 1e6 / case.blocks
         rows.append(row(f"{name}: the work alone", min(alone) * per_million, UNIT, goal=case.goal))
         rows.append(row(f"{name}: over sockets", min(wired) * per_million, UNIT, goal=case.goal))
+        if case.goal:
+            per_token = min(wired) * per_million / BLOCK_SIZE
+            rows.append(row(f"{name}: per M tokens, over sockets", per_token, TOKEN_UNIT, goal=TOKEN_GOAL))
     steady = steady_case()
     seconds = steady.blocks / PACED_RATE
     cores = [process(steady, PACED_RATE) / seconds for _ in range(ROUNDS)]
     name = f"sidecar ingest, {steady.name}: at a steady {PACED_RATE:,} blocks/s"
-    return [*rows, row(name, min(cores), "core", goal=PACED_GOAL)]
+    rows.append(row(name, min(cores), "core", goal=PACED_GOAL))
+    late = min(percentile(lags(steady_case(LAG_SEEDS), LAG_RATE), 0.99) for _ in range(ROUNDS))
+    name = f"sidecar ingest, {steady.name}: p99 from an engine to a router at a steady {LAG_RATE:,} blocks/s"
+    return [*rows, row(name, late * 1000, "ms", goal=LAG_GOAL)]
 
 
 def work(case: Case) -> float:
@@ -183,6 +195,26 @@ def process(case: Case, blocks_per_second: float = math.inf) -> float:
     return after - before
 
 
+def lags(case: Case, blocks_per_second: float) -> list[float]:
+    """Run a case of stores alone through ``python -m mmrouter_sidecar``; return each batch's seconds on its way.
+
+    From just before the engine's publisher sends it until a delta with its last block is at the router's socket.
+    """
+    ends = list(itertools.accumulate(len(msgspec.msgpack.decode(raw)[1][0]["block_hashes"]) for raw in case.payloads))
+    with (
+        tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder,
+        _Wires() as wires,
+        _sidecar(Path(folder), wires.curve),
+    ):
+        wires.connect()
+        rate = blocks_per_second * len(case.payloads) / case.blocks
+        engine = threading.Thread(target=wires.publish, args=(case.payloads, rate), name="engine", daemon=True)
+        engine.start()
+        arrived = wires.arrivals(ends)
+        engine.join()
+    return [there - sent for there, sent in zip(arrived, wires.sent, strict=True)]
+
+
 class _Wires:
     """An engine's sockets and a router's, in this process."""
 
@@ -192,6 +224,8 @@ class _Wires:
         self._pub = self._context.socket(zmq.PUB)
         self._replay = self._context.socket(zmq.ROUTER)
         self._sub = self._context.socket(zmq.SUB)
+        self.sent: list[float] = []
+        """When each payload was handed to the engine's socket."""
 
     def __enter__(self) -> Self:
         self._pub.set_hwm(0)
@@ -219,11 +253,25 @@ class _Wires:
     def publish(self, payloads: Sequence[bytes], per_second: float = math.inf) -> None:
         """Publish as an engine does, numbered from 0, in portions of ``PORTION_SECONDS`` at most ``per_second``."""
         began = time.monotonic()
+        self.sent.clear()
         for number, payload in enumerate(payloads):
             ahead = number / per_second - (time.monotonic() - began)
             if ahead > 0:
                 time.sleep(ahead + PORTION_SECONDS)
+            self.sent.append(time.monotonic())
             self._pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+    def arrivals(self, ends: Sequence[int]) -> list[float]:
+        """Return when the first ``ends[n]`` stored blocks had come, per n: blocks come in the order of their events."""
+        came, times = 0, list[float]()
+        while len(times) < len(ends):
+            frame = self._frame(PATIENCE)
+            if isinstance(frame, feed.Delta):
+                came += len(frame.stored) // 8
+                now = time.monotonic()
+                while len(times) < len(ends) and ends[len(times)] <= came:
+                    times.append(now)
+        return times
 
     def follow_until(self, key: int) -> int:
         """Apply deltas until one stores ``key``; return how many keys are held then."""

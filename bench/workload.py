@@ -18,6 +18,9 @@ from mmrouter.blocks import block_keys
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 8192
 EVENT_BLOCKS = 64
+STEP = 16
+"""One-block events in a batch of an engine that decodes 256 answers: each fills a block every 16 tokens."""
+STEPS = f"steps of {STEP} 1-block events"
 SEED, ENGINE_SEED = 0x6D6D, 0xE16E
 SYSTEM_PROMPTS, IMAGES, CONVERSATIONS = 4, 64, 256
 PART_TOKENS = 1024
@@ -99,9 +102,24 @@ def split(events: Sequence[Event], blocks: int) -> Iterator[Event]:
             )
 
 
-def vllm_payload(event: Event) -> bytes:
-    """Return an event batch as vLLM 0.32 publishes it (facts on vLLM 2.3)."""
-    stored = {
+def steps(events: Sequence[Event], count: int) -> Iterator[tuple[Event, ...]]:
+    """Gather each worker's events by ``count``: what one step of an engine publishes as one batch. Order is kept."""
+    open_: dict[int, list[Event]] = {}
+    for event in events:
+        batch = open_.setdefault(event.worker, [])
+        batch.append(event)
+        if len(batch) == count:
+            yield tuple(open_.pop(event.worker))
+    yield from map(tuple, open_.values())
+
+
+def vllm_payload(*events: Event) -> bytes:
+    """Return a batch of events as vLLM 0.32 publishes it (facts on vLLM 2.3)."""
+    return msgspec.msgpack.encode([1.0, [_stored(event) for event in events], 0])
+
+
+def _stored(event: Event) -> dict[str, object]:
+    return {
         "type": "BlockStored",
         "block_hashes": list(event.hashes),
         "parent_block_hash": event.parent,
@@ -114,7 +132,6 @@ def vllm_payload(event: Event) -> bytes:
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
     }
-    return msgspec.msgpack.encode([1.0, [stored], 0])
 
 
 def tokens(rnd: random.Random, count: int) -> "array[int]":

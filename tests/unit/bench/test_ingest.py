@@ -17,6 +17,9 @@ def test_every_block_is_in_the_index_after_the_deltas_of_either_size():
     assert len(small.deltas()) == LOAD.blocks
     assert small.held == CASE.held == [120] * 3
     assert ingest.apply(small, small.deltas()) > 0
+    stepped = replace(small, step=50)
+    assert len(stepped.deltas()) == 3 * 3
+    assert ingest.apply(stepped, stepped.deltas()) > 0
 
 
 def test_a_delta_that_is_lost_makes_the_run_fail():

@@ -1,6 +1,6 @@
 """The synthetic caches are caches, and their events are vLLM's."""
 
-from bench.workload import BLOCK_SIZE, build, split, vllm_payload
+from bench.workload import BLOCK_SIZE, build, split, steps, vllm_payload
 from mmrouter.blocks import block_keys
 from mmrouter.engines.vllm import decode_batch
 
@@ -39,3 +39,14 @@ def test_split_events_store_the_same_blocks_in_the_same_order():
     for event in small:
         assert event.parent is None or (event.worker, event.parent) in known
         known.add((event.worker, event.hashes[0]))
+
+
+def test_steps_hold_every_event_once_each_of_one_worker_and_each_workers_in_order():
+    small = list(split(LOAD.events, 1))
+    batches = list(steps(small, 16))
+    assert {len(batch) for batch in batches} == {16, 200 % 16}
+    assert all(event.worker == batch[0].worker for batch in batches for event in batch)
+    for worker in range(LOAD.workers):
+        mine = [event for batch in batches for event in batch if event.worker == worker]
+        assert mine == [event for event in small if event.worker == worker]
+    assert len(decode_batch(vllm_payload(*batches[0])).events) == 16
