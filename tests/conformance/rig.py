@@ -182,7 +182,7 @@ def engine(
                 [*wrapper, str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment(env, ip, log.parent, kind) | made.env | dict(variables),
+                env=environment(env, ip, log.parent) | made.env | dict(variables),
                 start_new_session=True,
             )
         running = Engine(model_dir.name, ip, process, listener, log, made.health_path)
@@ -295,8 +295,10 @@ less to compute at a start, and 0.8 GB less memory. The API server has a process
 KEPT = {"VLLM_CACHE_ROOT": str(cache_dir() / "engines" / "kept-vllm")}
 """Has a vLLM keep what it learns of a model's class, for which it starts a process that loads all of vLLM: once per
 machine. A pod's own folder for it is empty at every start."""
-SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-"""Has an SGLang run its rotary embedding as it is written. Compiled, it takes a C++ compiler a minute in every pod."""
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Has an engine run as it is written what PyTorch would compile for it at its first request (SGLang's rotary embedding,
+vLLM's ranks of probabilities): half a minute of a C++ compiler, in each pod anew."""
+SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **EAGER}
 
 
 def sglang_args(context: int = CONTEXT) -> list[str]:
@@ -316,7 +318,7 @@ def sglang_args(context: int = CONTEXT) -> list[str]:
     ]
 
 
-def environment(env: Path, ip: str, scratch: Path, kind: str = "vllm") -> dict[str, str]:
+def environment(env: Path, ip: str, scratch: Path) -> dict[str, str]:
     dropped = {"PYTHONPATH", "VIRTUAL_ENV"}
     return {
         **{name: value for name, value in os.environ.items() if name not in dropped},
@@ -331,7 +333,7 @@ def environment(env: Path, ip: str, scratch: Path, kind: str = "vllm") -> dict[s
         "VLLM_CPU_KVCACHE_SPACE": "1",
         **ONE_PROCESS,
         **KEPT,
-        **(SGLANG_ENVIRONMENT if kind == "sglang" else {}),
+        **EAGER,
     }
 
 

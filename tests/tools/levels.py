@@ -213,21 +213,21 @@ LEVELS = {
         lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,
         lane_gb=5,
     ),
-    # An engine that starts keeps one CPU busy, one that is asked waits now and then. What a run compares is put
-    # together in the folder that its steps share.
+    # An engine that starts keeps one CPU busy, one that is asked waits now and then. The longest first. What a run
+    # compares is put together in the folder that its steps share.
     "conformance": Level(
         (
+            Step("SGLang", tests=f"{REAL}/sglang"),
+            Step("vLLM engines that serve together", tests=TOGETHER),
             Step(
                 "vLLM, a family after the other",
                 tests=f"{REAL}/vllm",
                 without=(ROUTED, FIELDS, RENDERER, *TOGETHER, *HANDED_OVER),
             ),
-            Step("SGLang", tests=f"{REAL}/sglang"),
-            Step("vLLM engines that serve together", tests=TOGETHER),
-            Step("vLLM behind routers", tests=ROUTED),
             Step("images handed over to vLLM", tests=HANDED_OVER),
-            Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
+            Step("vLLM behind routers", tests=ROUTED),
             Step("tests without a served model", tests=REAL, without=(f"{REAL}/vllm", f"{REAL}/sglang")),
+            Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
         ),
         limit_s=3300,
         lanes=3,
