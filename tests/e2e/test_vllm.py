@@ -19,7 +19,7 @@ import pytest
 import yaml
 from cluster.access import Access
 from cluster.resources import condition
-from conformance.rig import ONE_PROCESS
+from conformance.rig import EAGER, ONE_PROCESS
 from e2e.conftest import Record
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
 from e2e.plane import Node
@@ -33,6 +33,8 @@ REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
 FREE_BYTES = 8 << 30  # two engines of 3 GB, and everything else
 START_SECONDS = 400  # they start side by side, on few CPUs
 MODEL, PACKAGES = "model", "packages"
+SOONER = {**ONE_PROCESS, **EAGER}
+"""What has an engine be ready sooner on few CPUs."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ def resource(packages_at: str, media: dict[str, Any]) -> dict[str, Any]:
     (container,) = pod["containers"]
     container["volumeMounts"] = [{"name": PACKAGES, "mountPath": packages_at, "readOnly": True}]
     container["env"] = [
-        *(each for each in container["env"] if each["name"] not in ONE_PROCESS),
-        *({"name": name, "value": value} for name, value in ONE_PROCESS.items()),
+        *(each for each in container["env"] if each["name"] not in SOONER),
+        *({"name": name, "value": value} for name, value in SOONER.items()),
     ]
     # A volume that is read-only as a whole keeps the owner of its files.
     pod["volumes"] = [{"name": PACKAGES, "persistentVolumeClaim": {"claimName": PACKAGES, "readOnly": True}}]
