@@ -24,6 +24,7 @@ from conformance.vllm.test_handover import WEIGHTS, weighted
 from local.rig import Deployment, running, wait_for
 from scenarios import Chat, assert_only_text, assert_whole
 
+from mmrouter.engines.vllm_handover import is_cache_miss, without_bytes
 from mmrouter.engines.vllm_render import RENDER_PATH
 from mmrouter.identity import to_wire
 from mmrouter_cli.pictures import data_uri, picture
@@ -186,6 +187,11 @@ def test_an_image_that_was_handed_over_processed_is_taken_from_the_encoder_too(
     overwrite(embedding(worker, identity))
     through, alone = both(chat.nonce + "2")
     assert probabilities(through) != probabilities(alone)
+    # One that has gone costs the encoding, of what was handed over.
+    forget(worker, "encoder")
+    embedding(worker, identity).unlink()
+    through, alone = both(chat.nonce + "3")
+    assert probabilities(through) == probabilities(alone)
 
 
 def overwrite(file: Path) -> None:
@@ -249,6 +255,21 @@ def test_what_a_renderer_makes_of_generated_ids_is_not_what_the_chat_would_have_
     assert chat["choices"][0]["stop_reason"] == made["choices"][0]["stop_reason"] == stop
     assert stop not in chat["choices"][0]["message"]["content"]
     assert stop in made["choices"][0]["message"]["content"]
+
+
+def test_what_an_engine_does_not_hold_is_refused_where_nothing_says_what_it_is_and_the_engine_goes_on(
+    deployment: Deployment,
+) -> None:
+    engines = pods(deployment)
+    worker, renderer = engines["worker"], renders(deployment, engines["worker"])
+    uuid, data = named("unknown")
+    body, params = body_of(uuid, data), encoded(engines["encoder"], uuid, data)
+    bare = renderer.ask({**body, "mm_payload": "none"}, RENDER_PATH).raise_for_status().json()
+    assert worker.ask({**bare, "ec_transfer_params": params}, GENERATE_PATH).status_code == 500
+    null = without_bytes(body, {uuid})
+    refused = worker.ask({**null, "ec_transfer_params": params})
+    assert is_cache_miss(refused.status_code, refused.content)
+    assert worker.ask({**body, "ec_transfer_params": params}).status_code == 200
 
 
 # What follows ends the engine, and so comes last.
