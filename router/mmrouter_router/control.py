@@ -176,7 +176,7 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "shared": msgspec.structs.asdict(beat.shared) if beat and beat.shared else None,
         "held": {rank: fleet.index.held(slot) for rank, slot in worker.slots.items()},
         "heard_seconds_ago": round(fleet.now() - worker.beat_at, 3) if worker.beat_at else None,
-        "waiting": sum(worker.waiting.values()),
+        "waiting": sum(usage.others for usage in worker.usage.values()),
         "in_flight": sum(usage.requests for usage in worker.usage.values()),
     }
 

@@ -53,7 +53,7 @@ class Member:
 
 @dataclass(slots=True)
 class Usage:
-    """What this router's own requests occupy on one rank, in blocks; ``promised``: keys that it has yet to compute.
+    """What requests occupy on one rank, this router's own in blocks; ``promised``: keys that it has yet to compute.
 
     A key is promised by the request that was the first to be sent there with it, until the engine tells that it holds
     the block, the request has its first byte or is over.
@@ -64,6 +64,7 @@ class Usage:
     promised: set[int] = field(default_factory=set)
     encode: float = 0.0  # of images that are not encoded yet
     active: float = 0.0
+    others: float = 0.0  # requests of others that queue in the engine
 
     @property
     def prefill(self) -> float:
@@ -83,7 +84,6 @@ class Worker:
     slots: dict[int, Slot] = field(default_factory=dict)
     usage: dict[int, Usage] = field(default_factory=dict)
     loads: dict[int, Load] = field(default_factory=dict)
-    waiting: dict[int, float] = field(default_factory=dict)  # requests of others that queue in the engine
     group: Group = field(default_factory=lambda: deciding(()))  # the one that is in the index
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; whoever waits clears it
     scope: Scope | None = None
@@ -238,10 +238,10 @@ class Fleet:
             case Heartbeat():
                 return self._heartbeat(worker, frame)
             case Load():
-                usage = worker.usage.get(frame.rank)
+                usage = worker.usage.setdefault(frame.rank, Usage())
                 worker.loads[frame.rank] = frame
                 # Our own requests are counted exactly; only a queue that others made is news.
-                worker.waiting[frame.rank] = max(0.0, frame.waiting - (usage.requests if usage else 0))
+                usage.others = max(0.0, frame.waiting - usage.requests)
                 return []
             case Sighting():
                 self._metrics.sightings.inc()

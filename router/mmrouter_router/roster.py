@@ -5,7 +5,7 @@ loops of a decision run here, over the whole fleet, so each is one pass with few
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
 from typing import Self
@@ -32,8 +32,6 @@ class Group:
     slots: tuple[Slot, ...]
     """``NOWHERE`` for a rank of which the index has nothing yet."""
     usages: tuple[Usage, ...]
-    queues: tuple[Mapping[int, float], ...]
-    """Rank -> requests of others that wait, of a rank's worker."""
     caches: Caches
 
     @classmethod
@@ -51,7 +49,6 @@ class Group:
             tuple([worker.member.pool for worker in workers]),
             tuple([target.worker.slots.get(target.rank, NOWHERE) for target in targets]),
             tuple([target.worker.usage.setdefault(target.rank, Usage()) for target in targets]),
-            tuple([worker.waiting for worker in workers]),
             caches(targets),
         )
 
@@ -86,7 +83,7 @@ class Group:
             (blocks,) * count,
             prefill,
             [usage.active for usage in usages],
-            [queue.get(rank, 0.0) * blocks for queue, (_, rank, _) in zip(self.queues, self.targets, strict=True)],
+            [usage.others * blocks for usage in usages],
             fleet.index.held_by(self.slots),
             self.scored,
             coming,

@@ -17,7 +17,7 @@ from mmrouter.api import parse_deployment
 from mmrouter.blocks import Span, block_keys, pack_keys
 from mmrouter_router.errors import RequestError
 from mmrouter_router.exchange import ENGINE_PORT, Exchange
-from mmrouter_router.fleet import Fleet, Member
+from mmrouter_router.fleet import Fleet, Member, Usage
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.otlp import Otlp
@@ -219,7 +219,7 @@ async def test_ranks_are_told_to_both_and_the_room_leads_to_the_prefills(make):
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", ranks=2)
     # The first rank of both is busy.
     for worker in rig.fleet:
-        worker.waiting[0] = 100.0
+        worker.usage.setdefault(0, Usage()).others = 100.0
     (await rig.send()).close()
     ((_, one, _), (_, other, _)) = (*prefill.asked, *decode.asked)
     assert int(one[ROOM]) % 2 == 1

@@ -10,7 +10,7 @@ from unit.router.test_place import Rig, prepared
 from mmrouter import feed
 from mmrouter_router.control import state_of
 from mmrouter_router.decisions import Counts
-from mmrouter_router.fleet import Member
+from mmrouter_router.fleet import Member, Usage
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.place import NoWorkerError
 from mmrouter_router.probes import Probes
@@ -177,7 +177,7 @@ def test_a_report_is_equal_while_only_heartbeats_loads_and_the_clock_move():
     for _ in range(3):
         rig.clock.now += 0.5
         rig.beat(worker)
-        worker.waiting[0] = rig.clock.now
+        worker.usage.setdefault(0, Usage()).others = rig.clock.now
     assert rig.reporter.report() == before
 
 
