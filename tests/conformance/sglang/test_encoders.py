@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from conformance.rig import BLOCK_SIZE, START_SECONDS, require_memory, sglang_args
+from conformance.rig import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
 from local.chains import decided
 from local.rig import Deployment, running, wait_for
 from scenarios import Chat
@@ -21,7 +21,7 @@ PROVE_SECONDS, LEARN_SECONDS = 120.0, 60.0
 
 
 def resource(model_dir: Path) -> dict[str, Any]:
-    env = [{"name": key, "value": value} for key, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items()]
+    env = [{"name": key, "value": value} for key, value in SGLANG_ENVIRONMENT.items()]
 
     def pool(role: str, replicas: int) -> dict[str, Any]:
         return {

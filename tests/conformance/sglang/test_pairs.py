@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conformance.rig import BLOCK_SIZE, START_SECONDS, require_memory, sglang_args
+from conformance.rig import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
 from local.chains import MEDIA, decided
 from local.rig import Deployment, running, wait_for
 from local.test_scenarios import Folder, web
@@ -34,7 +34,7 @@ import mooncake.engine
 
 
 def resource(model_dir: Path) -> dict[str, Any]:
-    env = [{"name": key, "value": value} for key, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items()]
+    env = [{"name": key, "value": value} for key, value in SGLANG_ENVIRONMENT.items()]
 
     def pool(role: str) -> dict[str, Any]:
         return {

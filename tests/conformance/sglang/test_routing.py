@@ -27,7 +27,15 @@ from conformance.compare import Report
 from conformance.pictures import image_part, picture
 from conformance.predict import image_places
 from conformance.report import Cell, Cells
-from conformance.rig import BLOCK_SIZE, REPLAY_END, START_SECONDS, env_version, require_memory, sglang_args
+from conformance.rig import (
+    BLOCK_SIZE,
+    REPLAY_END,
+    SGLANG_ENVIRONMENT,
+    START_SECONDS,
+    env_version,
+    require_memory,
+    sglang_args,
+)
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, said, user
 from local.rig import Deployment, running, wait_for
@@ -156,8 +164,7 @@ class Served:
 
 
 def resource(name: str, repository: str, model_dir: Path, extra: tuple[str, ...]) -> dict[str, Any]:
-    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env = [{"name": key, "value": value} for key, value in variables.items()]
+    env = [{"name": key, "value": value} for key, value in SGLANG_ENVIRONMENT.items()]
     return {
         "apiVersion": "mmrouter.io/v1alpha1",
         "kind": "MMRouterDeployment",
