@@ -46,13 +46,21 @@ class Child:
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Have a command carried out and return its answer. Raises :class:`ChildError`."""
+        self.begin(do, **arguments)
+        return self.result()
+
+    def begin(self, do: str, **arguments: Any) -> None:
+        """Have a command carried out; :meth:`result` waits for its answer. Raises :class:`ChildError`."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise self._ended() from error
+
+    def result(self) -> dict[str, Any]:
+        """Return the answer to the command that was begun. Raises :class:`ChildError`."""
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise self._ended()

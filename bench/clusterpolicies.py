@@ -194,10 +194,10 @@ class Ours:
     listens = True
 
     def __init__(self, engines: int, block_size: int) -> None:
-        self.fleet, self._workers = bench_fleet.synced(engines, block_size=block_size)
+        self.fleet, self.workers = bench_fleet.synced(engines, block_size=block_size)
         self._engines = engines
         self._placer = bench_fleet.placer(self.fleet, engines)
-        self._where = {worker.member.uid: number for number, worker in enumerate(self._workers)}
+        self._where = {worker.member.uid: number for number, worker in enumerate(self.workers)}
         self._size = block_size
         self._seqs = [0] * engines
         self._bookings: dict[int, Booking] = {}
@@ -224,11 +224,11 @@ class Ours:
         """A delta as a sidecar sends it."""
         self._seqs[engine] += 1
         frame = feed.Delta(bench_fleet.EPOCH, self._seqs[engine], 0.0, 0, 0, "GPU", b"".join(stored), b"".join(removed))
-        self.fleet.published(self._workers[engine], frame)
+        self.fleet.published(self.workers[engine], frame)
 
     def holds(self, engine: int) -> set[int]:
         """Return what the index says of an engine."""
-        return self.fleet.index.keys(self._workers[engine].slots[0])
+        return self.fleet.index.keys(self.workers[engine].slots[0])
 
 
 def prepared(ask: Ask, block_size: int) -> Prepared:

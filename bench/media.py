@@ -33,7 +33,7 @@ from mmrouter_router.handover.files import Folder
 from mmrouter_router.media import Media
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import Outgoing, OutgoingImage
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_router.upstream import Body, Upstream, UpstreamError
 from mmrouter_sim import install
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ class _Rig:
         fields = {"model": "m", "messages": messages, "mm_payload": "none"}
         outgoing = Outgoing(PATH, fields, (OutgoingImage(0, 0, name, media),))
 
-        async def post(body: bytes) -> Said:
+        async def post(body: Body) -> Said:
             headers = {"content-type": "application/json"}
             answer = await self._upstream.request(self._ip, PORT, "POST", PATH, headers, body)
             try:

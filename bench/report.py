@@ -1,7 +1,8 @@
-"""The table in docs/performance.md: written between two markers, from one run of everything."""
+"""The figures in docs/performance.md: between two markers, a section per part, each from one run of that part."""
 
 import os
 import platform
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from bench.rows import Row, markdown
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by python -m bench --write -->"
 END = "<!-- end of figures -->"
+SECTION = re.compile(r"^### (\w+)\n(.*?)(?=^### |\Z)", re.MULTILINE | re.DOTALL)
 
 
 class PageError(ValueError):
@@ -35,15 +37,21 @@ def _processor() -> str:
     return next(names, platform.processor() or "unknown processor")
 
 
-def insert(text: str, rows: Iterable[Row], machine: str) -> str:
-    """Return the page's text with the table replaced. Raises :class:`PageError` without the two markers in order."""
+def insert(text: str, part: str, rows: Iterable[Row], machine: str) -> str:
+    """Return the page's text with the section of one part replaced, or put where the alphabet has it.
+
+    Raises :class:`PageError` without the two markers in order.
+    """
     head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    table, end, tail = rest.partition(END)
     if not begin or not end:
         raise PageError(f"the page needs the lines {BEGIN!r} and {END!r}")
-    return f"{head}{BEGIN}\n{machine}\n\n{markdown(rows)}\n{END}{tail}"
+    kept = {name: body.strip() for name, body in SECTION.findall(table)}
+    kept[part] = f"`python -m bench {part}` on {machine}\n\n{markdown(rows)}"
+    sections = "\n\n".join(f"### {name}\n\n{kept[name]}" for name in sorted(kept))
+    return f"{head}{BEGIN}\n\n{sections}\n\n{END}{tail}"
 
 
-def write(rows: Iterable[Row], machine: str, page: Path = PAGE) -> None:
-    """Replace the table in the page."""
-    page.write_text(insert(page.read_text(), rows, machine))
+def write(part: str, rows: Iterable[Row], machine: str, page: Path = PAGE) -> None:
+    """Replace one part's figures in the page."""
+    page.write_text(insert(page.read_text(), part, rows, machine))

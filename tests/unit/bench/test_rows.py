@@ -52,20 +52,43 @@ def test_tables_have_one_line_per_row():
     assert len(markdown(ROWS).splitlines()) == len(ROWS) + 2
 
 
-def test_the_page_takes_the_table_between_its_markers_and_keeps_the_rest():
-    page = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
-    once = report.insert(page, ROWS, "a machine")
+def test_the_page_takes_the_figures_of_a_part_and_keeps_all_other_parts_and_the_rest():
+    page = f"before\n\n{report.BEGIN}\n### proxy\n\nolder\n\n### memory\n\nold\n{report.END}\n\nafter\n"
+    once = report.insert(page, "memory", ROWS, "a machine")
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
-    assert "old" not in once
+    assert "older" in once
+    assert "old\n" not in once
+    assert "`python -m bench memory` on a machine" in once
     assert "| too slow | 5 us | <= 4 | no |" in once
-    assert report.insert(once, ROWS, "a machine") == once
+    assert report.insert(once, "memory", ROWS, "a machine") == once
+    more = report.insert(once, "decision", ROWS, "a machine")
+    assert [name for name, _ in report.SECTION.findall(more)] == ["decision", "memory", "proxy"]
     with pytest.raises(report.PageError):
-        report.insert("no markers", ROWS, "a machine")
+        report.insert("no markers", "memory", ROWS, "a machine")
 
 
 def test_the_projects_page_has_the_markers():
-    assert report.insert(report.PAGE.read_text(), ROWS, "a machine")
+    assert report.insert(report.PAGE.read_text(), "memory", ROWS, "a machine")
+
+
+def test_a_part_that_fails_loses_no_other_part_of_the_page(monkeypatch, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(f"{report.BEGIN}\n{report.END}\n")
+    write = report.write
+    monkeypatch.setattr(report, "write", lambda *told: write(*told, page=page))
+
+    def part(name, options):
+        if name == "memory":
+            raise RuntimeError("blocks are missing")
+        return ROWS[:1]
+
+    monkeypatch.setattr(command, "_run", part)
+    assert command.main(["memory", "proxy", "--write"]) == 1
+    assert "failed: memory" in capsys.readouterr().err
+    assert [name for name, _ in report.SECTION.findall(page.read_text())] == ["proxy"]
+    with pytest.raises(RuntimeError, match="blocks"):
+        command.main(["memory"])
 
 
 def test_an_unknown_benchmark_is_refused_and_the_known_ones_are_named(capsys):
