@@ -9,7 +9,6 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, cast, get_args
 
 from blake3 import blake3
@@ -24,6 +23,7 @@ from mmrouter_router.errors import OVERLOADED, RequestError
 from mmrouter_router.exchange import ERROR_LIMIT, Reply
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake.body import Raw
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.prepare import Prepared, Preparer
@@ -41,8 +41,6 @@ REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"
 """With the control token: route this one request by another policy, to compare policies on the same engines."""
-KEPT_BYTES = 256 * 1024
-"""A body that nobody looked at is kept, for whoever asks for its decision, where it is no longer than this."""
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
 
 
@@ -139,7 +137,7 @@ class Chat:
         """Whose key this is. Raises :class:`RequestError` (401)."""
         return self._tenants.authenticate([(b"authorization", f"Bearer {api_key}".encode())])
 
-    async def prepare(self, path: str, raw: bytes, tenant: Tenant, *, predict: bool = True) -> Prepared:
+    async def prepare(self, path: str, raw: Raw, tenant: Tenant, *, predict: bool = True) -> Prepared:
         """Stages intake to blocks, without placing: what a dry run explains. Raises :class:`RequestError`."""
         began = time.perf_counter()
         try:
@@ -164,7 +162,7 @@ class Chat:
             return trace.as_json()
         return seen_afterwards(trace, prepared)
 
-    def _parse(self, path: str, raw: bytes) -> ChatRequest:
+    def _parse(self, path: str, raw: Raw) -> ChatRequest:
         if path == CHAT:
             return parse_chat(raw, self._limits, self._served_model, self._engine)
         return parse_forwarded(raw, self._limits, self._served_model)
@@ -186,7 +184,7 @@ class Chat:
         fingerprint = _fingerprint(prepared)
         reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, passed_on(headers), policy)
         try:
-            self._keep(request_id, reply.trace, prepared.request.source)
+            self._decisions.add(request_id, reply.trace)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
             extra = self._headers(request_id, reply, debug=shown)
@@ -215,11 +213,6 @@ class Chat:
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
         return Outgoing(path, rewritten.body, images)
-
-    def _keep(self, request_id: str, trace: Trace, raw: bytes) -> None:
-        if trace.unseen is not None and len(raw) <= KEPT_BYTES:
-            trace.unseen = replace(trace.unseen, raw=raw)
-        self._decisions.add(request_id, trace)
 
     def _count(self, prepared: Prepared, reply: Reply) -> None:
         decision = reply.decision

@@ -58,7 +58,7 @@ class Client(Protocol):
         """Whether the client has left before its answer's end."""
         ...
 
-    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes:
+    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
         """Return the request's body; ``grow`` is told how large it gets, before it is there where that is known.
 
         Raises :class:`RequestError` (413) above ``limit`` bytes and what ``grow`` raises; :class:`ClientGoneError`.

@@ -19,6 +19,8 @@ RING_TOKENS = 16_000_000
 """Prompt tokens of all kept traces, up to about 10 bytes each: a ring of the longest prompts is a shorter one."""
 TOKEN_BYTES = 10
 KEYS_SHOWN = 4096
+KEPT_BYTES = 256 * 1024
+"""A body that nobody looked at is kept, for whoever asks for its decision, where it is no longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,9 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
     trace = Trace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
     scope = decision.target.worker.scope
     if prepared.unseen:
-        trace.unseen = Unseen(b"", tuple(_without_bytes(image) for image in prepared.images), prepared.salt)
+        source = prepared.request.source
+        kept = bytes(source) if len(source) <= KEPT_BYTES else b""
+        trace.unseen = Unseen(kept, tuple(_without_bytes(image) for image in prepared.images), prepared.salt)
     if scope is not None and prepared.sentinels is not None:
         trace.identity = prepared.sentinels.provider(scope)
     return trace

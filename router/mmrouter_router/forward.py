@@ -192,7 +192,7 @@ class Forwarder:
         trace.tried(decision, f"answered {reply.answer.status}")
         if self._stages is not None and staged is not None and reply.answer.status < 400:
             trace.chain.append(self._stages.answered(staged, decision.target.worker.member.name).as_json())
-        return replace(reply, decision=computed)
+        return reply if computed is decision else replace(reply, decision=computed)
 
     async def _by_pair(self, call: Call, past: Past, placed: Placed, computes: Decision) -> Reply | str:
         """Ask two engines for the answer at once: one computes the prompt, the other one answers."""

@@ -100,7 +100,9 @@ class Prepared:
         """
         keys = self._keys.get((block_size, scope))
         if keys is None:
-            if scope is None:
+            if not self.ids:
+                keys = array("Q")
+            elif scope is None:
                 keys = block_keys(self.ids, block_size, self.spans, self.seed)
             else:
                 keys = block_keys(self.filled(scope).ids, block_size, (), self.seed)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mmrouter_router.client import ClientGoneError, Headers, Source, declared
@@ -18,6 +19,10 @@ from mmrouter_router.errors import RequestError
 
 log = logging.getLogger("mmrouter.tap")
 
+_FEW_DIGITS: Final = 5
+"""Digits of a length that may be large."""
+LARGE: Final = 64 * 1024
+"""Bytes of a body that are still to come from which they are read into one place."""
 _FAILED: Final = b"Internal Server Error"
 
 Handler = Callable[["Direct"], Awaitable[None]]
@@ -65,6 +70,8 @@ class Tapped(HttpToolsProtocol):
             self, self.url.decode("ascii"), self.headers, parser.should_keep_alive()
         )
         self.cycle = direct  # type: ignore[assignment] # what uvicorn asks of a cycle it has
+        if any(name == b"content-length" and len(value) > _FEW_DIGITS for name, value in self.headers):
+            self.flow.pause_reading()  # until the task says where to
         task = direct.task = self.loop.create_task(direct.run(handler))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -92,6 +99,20 @@ class Tapped(HttpToolsProtocol):
         else:
             super().on_message_complete()
 
+    def fill(self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None:
+        """Read the rest of a body of this length past the parser, which has nothing to say about it."""
+        self.flow.pause_reading()
+        self.transport.set_protocol(_Filling(self, pieces, length, done))
+        self.flow.resume_reading()
+
+    def read_on(self) -> None:
+        """Parse again, what follows that body."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+        self._taking = None
+        self.transport.set_protocol(self)
+        self.flow.resume_reading()
+
     def resume_writing(self) -> None:
         """The client has taken what was written."""
         super().resume_writing()
@@ -107,6 +128,54 @@ class Tapped(HttpToolsProtocol):
     def _tell(self) -> None:
         if self.on_room is not None:
             self.on_room()
+
+
+class _Filling(asyncio.BufferedProtocol):
+    """Takes the place of a connection's protocol while a large body of known length comes: it is read where it stays.
+
+    Not a byte behind the body is read, so whatever comes next is for the connection again.
+    """
+
+    def __init__(self, connection: Tapped, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None:
+        self._connection, self._length, self._done = connection, length, done
+        self._body = bytearray(length)
+        self._view, self._at = memoryview(self._body), 0
+        for piece in pieces:
+            self._view[self._at : self._at + len(piece)] = piece
+            self._at += len(piece)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self._view[self._at :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Some of the body is there."""
+        self._at += nbytes
+        if self._at == self._length:
+            self._connection.flow.pause_reading()
+            self._connection.loop.call_soon(self._back)
+
+    def _back(self) -> None:
+        if self._connection.parser is not None:  # else the client is gone
+            self._connection.read_on()
+            if not self._done.done():  # nobody waits for it any more
+                self._done.set_result(self._body)
+
+    def eof_received(self) -> None:
+        """The client has closed its side."""
+        self._connection.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._connection.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Nothing is written while a body comes."""
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Nothing is written while a body comes."""
+        self._connection.resume_writing()
 
 
 class Direct:
@@ -168,9 +237,15 @@ class Direct:
         if (self._complete or self._each) and self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes:
+    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
         """Return the request's body."""
-        self._each = declared(self.headers, limit, grow) is None
+        length = declared(self.headers, limit, grow)
+        self._each = length is None
+        if length is not None and length - self._size > LARGE and not self._complete:
+            filled: asyncio.Future[bytearray] = self._connection.loop.create_future()
+            self._connection.fill(self._pieces, length, filled)
+            return await filled
+        self._connection.flow.resume_reading()
         while not self._complete:
             if self._size > limit:
                 raise RequestError.too_large(limit)

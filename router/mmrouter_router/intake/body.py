@@ -12,6 +12,8 @@ import orjson
 
 from mmrouter_router.errors import RequestError
 
+Raw = bytes | bytearray
+"""A body as it came, or as it was read into its place."""
 MAX_DEPTH = 100
 """Nested arrays and objects; engines parse with Python's json module, which gives up near 1000."""
 MAX_VALUES = 1_000_000
@@ -27,7 +29,7 @@ _LEXEMES = re.compile(rb'"[^"]*+"?|[\[{,]')
 _BRACKETS = re.compile(r'"[^"]*+"?|[\[{\]}]')
 
 
-def parse_object(raw: bytes, max_bytes: int) -> dict[str, Any]:
+def parse_object(raw: Raw, max_bytes: int) -> dict[str, Any]:
     """Return the body's object. Raises :class:`RequestError`: 413 for too many bytes, 400 for what is no object.
 
     Not-a-number, infinities, lone surrogates and invalid UTF-8 are no JSON. Integers beyond 64 bits become floats.
@@ -74,7 +76,7 @@ def text_depth(text: str) -> int:
     return deepest
 
 
-def _bound_values(raw: bytes) -> None:
+def _bound_values(raw: Raw) -> None:
     """Refuse a body that is small in bytes but huge as objects (``[[],[],...``) before it is parsed."""
     if len(raw) <= _NEVER_HUGE or _outside_strings(raw) <= MAX_VALUES:
         return
@@ -85,7 +87,7 @@ def _bound_values(raw: bytes) -> None:
             raise RequestError.invalid(f"The body holds more than {MAX_VALUES} values.", code="request_too_large")
 
 
-def _outside_strings(raw: bytes) -> int:
+def _outside_strings(raw: Raw) -> int:
     """Return how many bytes stand outside strings at the most: few, where a body is large because images are in it.
 
     Bodies of more quotes or backslashes than a request with images has are not looked through: all their bytes may.

@@ -5,7 +5,7 @@ from dataclasses import replace
 from mmrouter.api import EngineType
 from mmrouter.prompt.request import REPLACING, render_arguments
 from mmrouter_router.errors import RequestError
-from mmrouter_router.intake.body import parse_object
+from mmrouter_router.intake.body import Raw, parse_object
 from mmrouter_router.intake.checks import flag, mapping, max_tokens, model_of, objects, text
 from mmrouter_router.intake.fields import inexact_fields, inexact_messages
 from mmrouter_router.intake.messages import MAX_REASONS, Messages, tools_of
@@ -13,7 +13,7 @@ from mmrouter_router.intake.request import ChatRequest, Limits
 from mmrouter_router.intake.splice import SHORTEST, Spliced, splice
 
 
-def parse_chat(raw: bytes, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
+def parse_chat(raw: Raw, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
     """Check the body of a chat request for one type of engine. Raises :class:`RequestError` and nothing else."""
     if len(raw) > limits.max_request_bytes:
         raise RequestError.too_large(limits.max_request_bytes)
@@ -35,7 +35,7 @@ def _with_inline(spliced: Spliced, limits: Limits, served_model: str, engine: En
     return replace(request, images=images) if sorted(taken) == sorted(spliced.inline) else None
 
 
-def _parse(raw: bytes, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
+def _parse(raw: Raw, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
     body = parse_object(raw, limits.max_request_bytes)
     model = model_of(body, served_model)
     messages = objects(body, "messages", "messages")
@@ -50,12 +50,14 @@ def _parse(raw: bytes, limits: Limits, served_model: str, engine: EngineType) ->
         message = "A final message is either continued or followed by a new one: set 'add_generation_prompt' to false."
         raise RequestError.invalid(message, param="continue_final_message", code="invalid_value")
     variables = mapping(body, "chat_template_kwargs", "chat_template_kwargs") or {}
-    for name in REPLACING:
+    for name in REPLACING if variables else ():
         if variables.get(name) not in (None, "auto"):
             place = f"chat_template_kwargs.{name}"
             raise RequestError.invalid(f"'{place}' is not accepted.", param=place, code="invalid_value")
     mapping(body, "vllm_xargs", "vllm_xargs")
     text(body, "reasoning_effort", "reasoning_effort")
+    told = variables or "reasoning_effort" in body
+    kwargs = render_arguments(body)["chat_template_kwargs"] if told else None
     inexact = (*found.inexact, *inexact_messages(messages, engine), *inexact_fields(body, engine))
     return ChatRequest(
         model=model,
@@ -69,7 +71,7 @@ def _parse(raw: bytes, limits: Limits, served_model: str, engine: EngineType) ->
         add_generation_prompt=add,
         continue_final_message=proceed,
         add_special_tokens=flag(body, "add_special_tokens"),
-        chat_template_kwargs=render_arguments(body)["chat_template_kwargs"] or None,
+        chat_template_kwargs=kwargs or None,
         body=body,
         inexact=inexact[:MAX_REASONS],
         source=raw,

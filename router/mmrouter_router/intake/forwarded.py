@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from mmrouter_router.errors import RequestError
-from mmrouter_router.intake.body import parse_object
+from mmrouter_router.intake.body import Raw, parse_object
 from mmrouter_router.intake.checks import Object, count_media, flag, max_tokens, media_url, model_of, text, unsupported
 from mmrouter_router.intake.fields import Reason
 from mmrouter_router.intake.request import ChatRequest, Limits, MediaPart, Modality
@@ -26,7 +26,7 @@ _LOOKED_UP = frozenset({"file_url", "file_id"})
 _EMBEDDINGS = frozenset({"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"})
 
 
-def parse_forwarded(raw: bytes, limits: Limits, served_model: str) -> ChatRequest:
+def parse_forwarded(raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
     """Check the body of a forwarded path. Raises :class:`RequestError` and nothing else."""
     body = parse_object(raw, limits.max_request_bytes)
     model = model_of(body, served_model)

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from mmrouter.api import Media as MediaSettings
 from mmrouter.api import quantity_bytes
+from mmrouter_router.intake.body import Raw
 from mmrouter_router.intake.fields import Reason
 from mmrouter_router.intake.splice import Inline
 
@@ -79,5 +80,5 @@ class ChatRequest:
     body: dict[str, Any]
     inexact: tuple[Reason, ...]
     removed: tuple[str, ...] = ()
-    source: bytes = b""
+    source: Raw = b""
     """The body as it was parsed: as it came, or with words in the places of large images."""

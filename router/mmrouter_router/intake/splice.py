@@ -20,6 +20,8 @@ from typing import Final
 
 import pybase64
 
+from mmrouter_router.intake.body import Raw
+
 SHORTEST: Final = 16 * 1024
 """Characters of a URI that is worth it."""
 _HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,')
@@ -43,7 +45,7 @@ class Spliced:
     inline: Mapping[str, Inline]
 
 
-def splice(raw: bytes) -> Spliced | None:
+def splice(raw: Raw) -> Spliced | None:
     """Return the body without its large images, ``None`` where there is none."""
     view, pieces, found, done = memoryview(raw), list[bytes | memoryview](), dict[str, Inline](), 0
     at = raw.find(_OPENS)

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
+import sys
 
 import httptools
 import pytest
@@ -20,7 +22,7 @@ from mmrouter_router.upstream import HIGH_WATER, Upstream, UpstreamError
 PORT = 8000
 ASK = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 PIECE = 64 * 1024
-LIMIT = 100_000
+LIMIT = 600_000
 
 
 class App:
@@ -53,6 +55,9 @@ class Front:
     async def _direct(self, client) -> None:
         try:
             self.taken.append(await client.body(LIMIT, self.grown.append))
+        except asyncio.CancelledError:
+            self.left += client.gone
+            raise
         except RequestError as error:
             body = error.to_body()
             await client.whole(error.status, [(b"content-length", b"%d" % len(body))], body)
@@ -274,6 +279,35 @@ def test_a_body_is_whole_however_it_is_cut_and_announced(cases):
         return front.taken
 
     assert asyncio.run(taken()) == [body for body, _, _ in cases]
+
+
+@pytest.mark.parametrize("sent_first", [0, 1, 300_000, 2_000_000])
+async def test_a_large_body_is_read_past_the_parser_and_what_comes_behind_it_is_not(front, monkeypatch, sent_first):
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 4_000_000)
+    says(front, [b"ok"])
+    body = random.Random(1).randbytes(3_000_000)
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with client(front) as made:
+        made.writer.write(head + body[:sent_first])
+        await made.writer.drain()
+        await asyncio.sleep(0.01)
+        made.writer.write(body[sent_first:] + ASK)  # the next request is on its way with the last byte
+        assert await made.read(2) in ([b"ok", b"ok"], [b"ok", b"asgi 0"])
+        made.writer.write(head + body)
+        assert (await made.read(3))[2] == b"ok"
+    assert [bytes(one) for one in front.taken if one] == [body, body]
+
+
+async def test_a_client_that_leaves_within_a_large_body_ends_its_request(front):
+    async with client(front) as made:
+        made.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % LIMIT)
+        made.writer.write(bytes(LIMIT // 2))
+        await made.writer.drain()
+        while not front.grown:
+            await asyncio.sleep(0.001)
+    while not front.left:
+        await asyncio.sleep(0.001)
+    assert front.taken == []
 
 
 @pytest.mark.parametrize("announced", [True, False])

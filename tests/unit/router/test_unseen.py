@@ -17,8 +17,7 @@ from unit.router.test_prepare import image, settings, text
 
 from mmrouter.api import parse_deployment
 from mmrouter_router.app import Router
-from mmrouter_router.chat import KEPT_BYTES
-from mmrouter_router.decisions import Decisions
+from mmrouter_router.decisions import KEPT_BYTES, Decisions
 from mmrouter_router.discovery import Roster
 from mmrouter_router.outgoing import CHAT
 from mmrouter_router.schedule import BLIND
