@@ -33,13 +33,15 @@ def test_figures_of_kv_are_ratios_to_round_robin_and_to_the_peer():
     assert found["proxy, paced 10 ms, 64 connections: CPU per token, policy kv, 1k-token prompt, over roundRobin"].met
     over = found["proxy, 1.4 MB image, 4 connections: CPU per request, policy kv, over smg"]
     assert (over.value, over.met) == (5.0, False)
+    plain = found["proxy, 1.4 MB image, 4 connections: CPU per request, policy roundRobin, over smg"]
+    assert (plain.value, plain.goal) == (4.0, "<= 1.0")
     added = found["proxy, plain JSON, 64 connections: added p50, over the better Rust router"]
     assert (added.value, added.met) == (2.0, False)
 
 
 def test_without_the_peer_there_is_no_ratio_but_a_reason():
     found = rows(seen(), ["no index"])
-    assert [item.peer for item in found if item.value is None] == ["not run: no index"] * 3
+    assert [item.peer for item in found if item.value is None] == ["not run: no index"] * 4
 
 
 @pytest.fixture
