@@ -1,4 +1,4 @@
-"""Two real engines behind real sidecars and routers: every predicted key is published, every repeat a whole hit.
+"""Real engines behind real sidecars and routers: every predicted key is published, every repeat a whole hit.
 
 The engines' caches are small, so blocks are evicted and stored again while the workload runs. At the end the routers'
 index must equal what an independent reader makes of the engines' own event history, copies counted.
@@ -13,25 +13,18 @@ import pytest
 import yaml
 from conformance.history import History
 from conformance.pictures import image_part, picture
-from conformance.rig import ONE_PROCESS, engine_args, require_memory
+from conformance.resources import BLOCK, ENVIRONMENT, environment
+from conformance.rig import engine_args, require_memory
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
 from local.rig import Deployment, running, wait_for
 
-BLOCK = 32
 CACHE_BLOCKS = 290  # the longest context and little more
-REPOSITORIES = ("Qwen/Qwen2-VL-2B-Instruct", "Qwen/Qwen3-VL-2B-Instruct")
+REPOSITORIES = {"Qwen/Qwen2-VL-2B-Instruct": 2, "Qwen/Qwen3-VL-2B-Instruct": 1}
+"""Model -> engines. Between which of them a router chooses is no matter of the family."""
 
 
-def resource(name: str, repository: str, model_dir: Path) -> dict:
-    environment = {
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        **ONE_PROCESS,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    env = [{"name": key, "value": value} for key, value in environment.items()]
+def resource(name: str, repository: str, model_dir: Path, engines: int) -> dict:
     return {
         "apiVersion": "mmrouter.io/v1alpha1",
         "kind": "MMRouterDeployment",
@@ -49,9 +42,9 @@ def resource(name: str, repository: str, model_dir: Path) -> dict:
                 {
                     "name": "worker",
                     "role": "worker",
-                    "replicas": 2,
+                    "replicas": engines,
                     "accelerator": {"kind": "cpu"},
-                    "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
+                    "podTemplate": {"spec": {"containers": [{"name": "engine", "env": environment(ENVIRONMENT)}]}},
                 }
             ],
         },
@@ -60,12 +53,12 @@ def resource(name: str, repository: str, model_dir: Path) -> dict:
 
 @pytest.fixture(scope="module", params=REPOSITORIES)
 def deployment(request, vllm_env, shrunk, tmp_path_factory):
-    """Two engines, two frontends; one family after the other, because each engine takes 3 GB."""
+    """Two frontends; one family after the other, because each engine takes 3 GB."""
     require_memory()
     repository = request.param
     name = repository.split("/")[1].split("-2B")[0].lower()
     file = tmp_path_factory.mktemp("routing") / "deployment.yaml"
-    file.write_text(yaml.safe_dump(resource(name, repository, shrunk(repository))))
+    file.write_text(yaml.safe_dump(resource(name, repository, shrunk(repository), REPOSITORIES[repository])))
     options = ("--engines", "path", "--engine-env", str(vllm_env))
     with running(file, *options, start_seconds=650) as deployment:
         deployment.name, deployment.repository = name, repository
