@@ -18,6 +18,8 @@ from scenarios import Chat
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 IMAGE = "example.invalid/sglang:0.5.23"
 PROVE_SECONDS, LEARN_SECONDS = 120.0, 60.0
+LEAST_IMAGES, MOST_IMAGES = 4, 24
+"""Of two encoders, one gets them all once in 8 million times."""
 
 
 def resource(model_dir: Path) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def test_the_gate_passes(deployment: Deployment) -> None:
 
 def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deployment, chat: Chat) -> None:
     used: set[str] = set()
-    for number in range(6):
+    for number in range(MOST_IMAGES):
         one = chat.image(f"kept {number}")
         encoders: set[str] = set()
         for _ in range(3):
@@ -106,6 +108,8 @@ def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deplo
             assert bool(grown(hits, counted(deployment, "encoder_cache_hit_files_total"))) == again
         assert len(encoders) == 1
         used |= encoders
+        if len(used) == 2 and number + 1 >= LEAST_IMAGES:
+            break
     assert len(used) == 2
 
 
