@@ -31,18 +31,19 @@ from openai import DEFAULT_MAX_RETRIES
 
 REPLAY_STEPS = 150
 """Batches that the engines of these tests replay: some seconds of load."""
-ENGINE_ARGS = ["--max-model-len=4096", "--sim-blocks=600", f"--sim-replay-steps={REPLAY_STEPS}", "--sim-decode-ms=10"]
-"""A small cache, too, which gives blocks up all the time, and answers that take long enough to be interrupted."""
+ENGINE_ARGS = ["--max-model-len=4096", "--sim-blocks=600", f"--sim-replay-steps={REPLAY_STEPS}", "--sim-decode-ms=20"]
+"""A small cache, too, which gives blocks up all the time, and answers that take long enough to be interrupted: a short
+one a third of a second, so that several of them are under way at every engine most of the time."""
 FORGETFUL = "forgetful"
 """A pool whose engine replays its last batch only: whoever was away has lost something."""
-CLIENTS = 6
+CLIENTS = 9
 RETRIES = 5
 """Of the client where its frontend dies. Until the kubelet has seen that, for a second or two, a share of the new
 connections is refused; the retries that the client has by default are over by then. What fails of clients with the
 default is a figure, and no failure of the test."""
 LOAD: dict[str, Any] = {"clients": CLIENTS, "pause": 0.1, "long_tokens": 150, "long_clients": 3}
-"""The long answers take more than 1.5 s: one of them is under way at what is killed."""
-LASTS_SECONDS = 0.5
+"""The long answers take 3 s: one of them is under way at what is killed."""
+LASTS_SECONDS = 1.0
 """So old an answer goes on when it is killed."""
 BACK_SECONDS = 30
 BUSY_SECONDS = 60
