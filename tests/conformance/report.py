@@ -185,6 +185,9 @@ way, and give the answers of one engine alone (`tests/conformance/vllm/test_disa
 pass in each mode of `routing.transfer`, with a real renderer and our plugin in `shm` and `nixl`
 (`tests/conformance/vllm/test_transfer.py`).
 
+vLLM is as published, but for two lines in one of its files by which a pool of tokenizers is passed on where it would be
+copied again and again: a third of what a start computes, and nothing of an answer. NIXL, which looks at its transfers
+without a pause, rests in between (both in `tests/tools/vllm_env.py`). No engine compiles with PyTorch.
 SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
 (`tests/tools/sglang_stubs`) in which everything raises that is called and not written out.
 """
