@@ -102,6 +102,9 @@ class FeedEnds(AbstractContextManager["FeedEnds"]):
     def _answer(self, router: "zmq.Socket[bytes]") -> None:
         peer, empty, payload = router.recv_multipart()
         request = feed.decode_request(payload)
+        if isinstance(request, feed.Work):
+            self._pubs[self._routers.index(router)].send(payload)
+            return
         answer: feed.Reply
         if isinstance(request, feed.Snapshot):
             number = self._routers.index(router)

@@ -1,8 +1,8 @@
 """Several routers instead of one: CPU per request of two processes against one, and what it costs the clients' waiting.
 
-The processes are those of two frontend pods, each of which follows every feed. The same clients ask one of them, or
-both, half of them each; both ways take turns. What routers lose because they do not know of each other's work is
-simulated (:mod:`bench.clusterrouters`).
+The two are those of two frontend pods: each follows every feed, and tells the other one what it has under way. The same
+clients ask a third one, which has no peer, or both, half of them each; both ways take turns. What routers lose because
+they know of each other's work late or never is simulated (:mod:`bench.clusterrouters`).
 """
 
 import sys
@@ -20,6 +20,7 @@ CONNECTIONS = 32
 PLAIN = 40
 """Requests per connection and round."""
 ENGINE_PORT = 8000
+PAIR = (FRONTEND, address(900))
 GOAL = "<= 1.1"
 
 
@@ -48,24 +49,24 @@ def processes() -> list[Row]:
         command = [sys.executable, "-m", "bench.engine", address(0), str(ENGINE_PORT)]
         stack.enter_context(Process("engine", command, address(0), ENGINE_PORT)).wait()
         stack.enter_context(FeedEnds(1, curve))
-        routers: list[Process] = [
-            stack.enter_context(Ours(host, [address(0)], curve, policy="kv")) for host in (FRONTEND, address(900))
+        alone = stack.enter_context(Ours(address(901), [address(0)], curve, policy="kv"))
+        pair: list[Process] = [
+            stack.enter_context(Ours(host, [address(0)], curve, policy="kv", peers=PAIR)) for host in PAIR
         ]
-        loads = [stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"])) for _ in routers]
-        for router in routers:
+        loads = [stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"])) for _ in pair]
+        for router in (alone, *pair):
             router.wait()
-        return rows(*measure(loads, routers))
+        return rows(*measure(loads, alone, pair))
 
 
-def measure(loads: list[Child], routers: list[Process]) -> tuple[Measured, Measured]:
+def measure(loads: list[Child], alone: Process, pair: list[Process]) -> tuple[Measured, Measured]:
     """Return what one process needed and what two did; the first round only fills caches."""
     one, two = Measured(), Measured()
     for number in range(ROUNDS + 1):
-        single = routers[number % 2]
-        seen = [(one, [single, single]), (two, routers)]
-        for measured, targets in seen if number % 2 else reversed(seen):
+        seen = [(one, [alone]), (two, pair)]
+        for measured, routers in seen if number % 2 else reversed(seen):
             before = sum(router.cpu() for router in routers)
-            ask(loads, targets)
+            ask(loads, routers * (len(loads) // len(routers)))
             if number:
                 measured.cpu += sum(router.cpu() for router in routers) - before
                 measured.requests += CONNECTIONS * PLAIN

@@ -117,15 +117,16 @@ class Ours(Process):
         policy: str,
         otlp: str = "",
         under: Sequence[str] = (),
+        peers: Sequence[str] = (),
     ) -> None:
-        """``under``: a command that runs it, as a tracer does."""
+        """``under``: a command that runs it, as a tracer does. ``peers``: addresses of other routers."""
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
-        configure(self._config, workers, curve, policy=policy, otlp=otlp)
+        configure(self._config, workers, curve, policy=policy, otlp=otlp, peers=peers)
         environment = {
             "MMROUTER_CONFIG": str(self._config),
             "MMROUTER_MODEL_DIR": str(MODEL),
             "POD_NAME": "bench-frontend",
-            "POD_UID": "bench-frontend",
+            "POD_UID": f"bench-frontend-{host}",
             "POD_IP": host,
         }
         command = [*under, sys.executable, "-m", "mmrouter_router"]
@@ -146,7 +147,15 @@ class Ours(Process):
             raise RouterFailedError(f"{self.name} answers before it is ready ({status})")
 
 
-def configure(folder: Path, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str = "") -> None:
+def configure(
+    folder: Path,
+    workers: Sequence[str],
+    curve: Curve,
+    *,
+    policy: str,
+    otlp: str = "",
+    peers: Sequence[str] = (),
+) -> None:
     """Write the files that a router reads (docs/architecture.md, Wiring)."""
     secrets = folder / "secrets"
     secrets.mkdir(parents=True)
@@ -155,7 +164,8 @@ def configure(folder: Path, workers: Sequence[str], curve: Curve, *, policy: str
         {"uid": f"uid-{n}", "name": f"worker-{n}", "ip": ip, "node": "local", "pool": "worker", "role": "worker"}
         for n, ip in enumerate(workers)
     ]
-    (folder / "workers.json").write_text(json.dumps({"workers": members}))
+    frontends = [{"uid": f"bench-frontend-{ip}", "name": f"frontend-{ip}", "ip": ip} for ip in peers]
+    (folder / "workers.json").write_text(json.dumps({"workers": members, "frontends": frontends}))
     (secrets / "identity.key").write_bytes(os.urandom(32))
     texts = {
         "engine.key": "bench-engine-key",

@@ -7,7 +7,8 @@ Two sockets, both CURVE:
 
 * **PUB** (sidecar -> every router): ``[payload]`` with a :data:`Published` frame.
 * **ROUTER** (router asks with a DEALER): ``[b"", payload]`` with a :data:`Request`; the answer is one or more
-  ``[b"", payload]`` with a :data:`Reply` that repeats the request's ``id``; ``last`` marks the final part.
+  ``[b"", payload]`` with a :data:`Reply` that repeats the request's ``id``; ``last`` marks the final part. A
+  :class:`Work` has no answer.
 
 Ordering: ``Delta.seq`` counts from 1 in each epoch; a ``Snapshot`` at (epoch, seq) holds every delta up to ``seq``.
 """
@@ -53,6 +54,19 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     running: float
     waiting: float
     kv_usage: float  # 0..1
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
+    """What one router's requests occupy on one rank of the engine, in blocks; all zero where it has none there.
+
+    The router tells the sidecar, which answers nothing and publishes the same to every router.
+    """
+
+    router: str
+    rank: int
+    requests: int
+    prefill: float  # of prompts and images that are still to be computed
+    active: float  # of prompts under way
 
 
 class Canary(msgspec.Struct, frozen=True, array_like=True):
@@ -278,8 +292,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 T = TypeVar("T")
 
-Published = Delta | Load | Heartbeat | Sighting
-Request = Snapshot | Replay | Detail | CanaryClaim | CanaryResult | Sighted | Encoders
+Published = Delta | Load | Heartbeat | Sighting | Work
+Request = Snapshot | Replay | Detail | CanaryClaim | CanaryResult | Sighted | Encoders | Work
 Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | SightingsPart
 
 _encoder = msgspec.msgpack.Encoder()

@@ -44,6 +44,7 @@ from mmrouter_router.schedule import BLIND
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.serving import OTHERS_SECONDS, Leaving, Server, serve
 from mmrouter_router.settings import Settings
+from mmrouter_router.sharing import Sharing
 from mmrouter_router.stages import Stages
 from mmrouter_router.tenants import Tenants
 from mmrouter_router.tracing import tracing_to
@@ -67,7 +68,12 @@ class Router:
         self.metrics = Metrics()
         self.fleet = Fleet(self.metrics)
         self.upstream = Upstream()
-        self.placer = Placer(settings.deployment, self.fleet)
+        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
+        self.sharing = Sharing(
+            settings.router_id, self.fleet, self._feeder, lambda: bool(self.peers), self.metrics.work.inc
+        )
+        self.fleet.on_work(self.sharing.heard)
+        self.placer = Placer(settings.deployment, self.fleet, changed=self.sharing.changed)
         self.media = MediaResolver(spec.routing.media, registry=self.metrics.registry)
         self.preparer = Preparer(settings, self.media)
         family = self.preparer.family.name if self.preparer.family is not None else self.preparer.unknown_family
@@ -97,7 +103,6 @@ class Router:
         self.canary = Canary(
             settings.router_id, self.fleet, self.own, self.preparer.sentinels, self.preparer.seed(None), self.metrics
         )
-        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
         if self.preparer.sentinels is not None:
             self.learning = Learning(self.preparer.sentinels, self.fleet, self.canary, self._feeder, self.metrics)
         self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
@@ -264,6 +269,7 @@ class Router:
                     tasks.create_task(self.sampler.run(), name="parity"),
                     tasks.create_task(self.renderer.run(), name="renderers"),
                     tasks.create_task(self.probes.run(), name="probes"),
+                    tasks.create_task(self.sharing.run(), name="sharing"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
                 some = (self.render_sampler, self.encoding, self.encoder_list, self.handover, self.learning)

@@ -178,6 +178,7 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "heard_seconds_ago": round(fleet.now() - worker.beat_at, 3) if worker.beat_at else None,
         "waiting": sum(usage.others for usage in worker.usage.values()),
         "in_flight": sum(usage.requests for usage in worker.usage.values()),
+        "in_flight_elsewhere": sum(usage.their_requests for usage in worker.usage.values()),
     }
 
 

@@ -94,6 +94,12 @@ class Feed:
             raise FeedSilentError(parts[-1].reason)
         return parts
 
+    async def tell(self, work: feed.Work) -> None:
+        """Hand it to the sidecar. What cannot be sent now is dropped: it is told again, or something newer is."""
+        if self._dealer is not None:
+            with suppress(zmq.Again):
+                await self._dealer.send_multipart([b"", feed.encode(work)], zmq.NOBLOCK)
+
     async def _subscribe(self, sub: "zmq.Socket[bytes]", tasks: asyncio.TaskGroup) -> None:
         """Take what comes whenever the socket has something; ends only by cancellation or an error.
 

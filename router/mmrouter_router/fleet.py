@@ -20,12 +20,14 @@ from mmrouter.feed import (
     Shared,
     Sighting,
     SnapshotPart,
+    Work,
     deciding,
 )
 from mmrouter_router import follow
 from mmrouter_router.index import Index, Slot, mask_of, window_blocks
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.sentinels import Scope
+from mmrouter_router.usage import Usage
 
 INDEXED_MEDIUM = "GPU"
 """Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device (facts on vLLM 10)."""
@@ -49,27 +51,6 @@ class Member:
     ready: bool = True
     draining: bool = False
     compatibility: str = ""
-
-
-@dataclass(slots=True)
-class Usage:
-    """What requests occupy on one rank, this router's own in blocks; ``promised``: keys that it has yet to compute.
-
-    A key is promised by the request that was the first to be sent there with it, until the engine tells that it holds
-    the block, the request has its first byte or is over.
-    """
-
-    requests: int = 0
-    unanswered: int = 0  # of them, those without a first byte
-    promised: set[int] = field(default_factory=set)
-    encode: float = 0.0  # of images that are not encoded yet
-    active: float = 0.0
-    others: float = 0.0  # requests of others that queue in the engine
-
-    @property
-    def prefill(self) -> float:
-        """Blocks that wait to be computed."""
-        return len(self.promised) + self.encode
 
 
 @dataclass
@@ -165,6 +146,7 @@ class Fleet:
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
         self._watchers: list[Callable[[Worker, Sighting], None]] = []
+        self._hearers: list[Callable[[Worker, Work], None]] = []
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
@@ -184,6 +166,10 @@ class Fleet:
     def on_sighting(self, watcher: Callable[[Worker, Sighting], None]) -> None:
         """Call ``watcher`` with every sighting."""
         self._watchers.append(watcher)
+
+    def on_work(self, hear: Callable[[Worker, Work], None]) -> None:
+        """Call ``hear`` with what any router, this one among them, says that it has under way at a worker."""
+        self._hearers.append(hear)
 
     def overlap(self, keys: Sequence[int], tokens: int, targets: Iterable[Target]) -> dict[Slot, int]:
         """Return slot -> blocks of a prompt of ``tokens`` that its cache would hit, for targets that have one.
@@ -240,13 +226,17 @@ class Fleet:
             case Load():
                 usage = worker.usage.setdefault(frame.rank, Usage())
                 worker.loads[frame.rank] = frame
-                # Our own requests are counted exactly; only a queue that others made is news.
-                usage.others = max(0.0, frame.waiting - usage.requests)
+                # What routers have is counted exactly; only a queue that somebody else made is news.
+                usage.others = max(0.0, frame.waiting - usage.requests - usage.their_requests)
                 return []
             case Sighting():
                 self._metrics.sightings.inc()
                 for watcher in self._watchers:
                     watcher(worker, frame)
+                return []
+            case Work():
+                for hear in self._hearers:
+                    hear(worker, frame)
                 return []
 
     def replied(self, worker: Worker, frame: Reply) -> list[follow.Step]:

@@ -151,6 +151,11 @@ class Metrics:
             "mmrouter_feed_ignored_total", "Feed frames not indexed, by reason", ["reason"], registry=r
         )
         self.sightings = Counter("mmrouter_feed_sightings_total", "First sightings of an image in the feed", registry=r)
+        self.work = Counter(
+            "mmrouter_work_told_total",
+            "Times that what this router has under way at an engine was told to other routers",
+            registry=r,
+        )
         self.sentinels = Counter(
             "mmrouter_sentinels_total",
             "What became known of SGLang's sentinels: a fingerprint calibrated or demoted, an image proven, learned, "

@@ -5,17 +5,19 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 from mmrouter.api import MMRouterDeployment, block_size_of
 from mmrouter_router.chain import proves
-from mmrouter_router.fleet import Fleet, Target, Usage, Worker
+from mmrouter_router.fleet import Fleet, Target, Worker
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.roster import Group
 from mmrouter_router.schedule import WEIGHTS, Choice, Exactness, Policy, Table, Weights, choose
 from mmrouter_router.sentinels import Scope
+from mmrouter_router.usage import Usage
 
 Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
 """What a worker may be used for: with its overlap, without it, only where nobody else is, or not at all."""
@@ -50,7 +52,16 @@ class FullError(NoWorkerError):
 class Placer:
     """Chooses a worker for a request and keeps count of what this router has in flight."""
 
-    def __init__(self, deployment: MMRouterDeployment, fleet: Fleet, weights: Weights = WEIGHTS) -> None:
+    def __init__(
+        self,
+        deployment: MMRouterDeployment,
+        fleet: Fleet,
+        weights: Weights = WEIGHTS,
+        *,
+        changed: Callable[[Worker, int], None] = lambda worker, rank: None,
+    ) -> None:
+        """``changed`` is told of every rank on which a request of this router begins, is answered or ends."""
+        self._changed = changed
         self._fleet = fleet
         self._weights = weights
         encoders = any(pool.role == "encoder" for pool in deployment.spec.pools)
@@ -138,7 +149,8 @@ class Placer:
         target, winner = decision.target, decision.choice.winner
         usage = target.worker.usage.setdefault(target.rank, Usage())
         hit = winner.overlap + winner.coming if winner.scored else 0
-        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks))
+        told = partial(self._changed, target.worker, target.rank)
+        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks), told)
 
     def able(self, worker: Worker) -> bool:
         """Whether a request may go there at all."""
@@ -212,15 +224,22 @@ class Placer:
 class Booking:
     """What one request occupies on its worker; ``answered`` and ``end`` may be called any number of times."""
 
-    def __init__(self, usage: Usage, fresh: "array[int]", encode: float, active: float) -> None:
-        """``fresh``: keys of the blocks that the worker has to compute for it; the others in blocks."""
+    def __init__(
+        self, usage: Usage, fresh: "array[int]", encode: float, active: float, changed: Callable[[], None]
+    ) -> None:
+        """``fresh``: keys of the blocks that the worker has to compute for it; the others in blocks.
+
+        ``changed`` is called when the usage is not what it was.
+        """
         self._usage, self._fresh, self._encode, self._active = usage, fresh, encode, active
+        self._changed = changed
         usage.requests += 1
         usage.unanswered += 1
         usage.promised.update(fresh)
         usage.encode += encode
         usage.active += active
         self._open = self._waits = True
+        changed()
 
     def answered(self) -> None:
         """The first byte came, or another engine has computed the prompt: nothing is left to prefill."""
@@ -231,6 +250,7 @@ class Booking:
             self._usage.promised.difference_update(self._fresh)
             self._usage.encode -= self._encode
             self._fresh, self._encode = self._fresh[:0], 0.0
+            self._changed()
 
     def end(self) -> None:
         """The request is over."""
@@ -241,3 +261,4 @@ class Booking:
             self._usage.active -= self._active
             if not self._usage.requests:
                 self._usage.encode = 0.0  # sums of fractions do not end at 0 by themselves
+            self._changed()

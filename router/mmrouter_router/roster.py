@@ -11,10 +11,11 @@ from itertools import compress, repeat
 from typing import Self
 
 from mmrouter.blocks import Span
-from mmrouter_router.fleet import Caches, Fleet, Target, Usage, caches
+from mmrouter_router.fleet import Caches, Fleet, Target, caches
 from mmrouter_router.index import NOWHERE, Slot
 from mmrouter_router.schedule import Table
 from mmrouter_router.sentinels import Scope
+from mmrouter_router.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +69,7 @@ class Group:
         count, blocks, usages = len(self.targets), len(keys), self.usages
         found = fleet.lookup(keys, tokens, self.caches)
         overlap = list(map(found.get, self.slots, repeat(0)))
-        prefill = [len(usage.promised) + usage.encode for usage in usages]
+        prefill = [len(usage.promised) + usage.encode + usage.their_prefill for usage in usages]
         coming: Sequence[int] = (0,) * count
         if any(prefill):
             coming = [
@@ -82,7 +83,7 @@ class Group:
             overlap,
             (blocks,) * count,
             prefill,
-            [usage.active for usage in usages],
+            [usage.active + usage.their_active for usage in usages],
             [usage.others * blocks for usage in usages],
             fleet.index.held_by(self.slots),
             self.scored,

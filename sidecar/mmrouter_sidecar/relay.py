@@ -240,6 +240,8 @@ class Relay:
                 if isinstance(reply, feed.Accepted):
                     self._verdict(request.canary)
                 yield reply
+            case feed.Work():  # for the other routers, who cannot see it; it has no answer
+                self._publish(request)
 
     def close(self) -> None:
         """Publish and journal what is left; nothing may be called afterwards."""

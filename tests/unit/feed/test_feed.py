@@ -21,6 +21,7 @@ FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
     "delta": feed.Delta(7, 3, 1.5, 1, 0, "GPU", b"\1" * 8, b"\2" * 16),
     "delta_cleared": feed.Delta(2**53, 2**40, 1.5e9, 0, 2, "CPU", b"", b"", True),
     "load": feed.Load(1, 3.0, 2.0, 0.25),
+    "work": feed.Work("router-a", 1, 3, 40.5, 700.0),
     "heartbeat": feed.Heartbeat(
         "pod-1/0a1b2c3d", 7, 3, "vllm", "up", "0.32.0", 16, "org/model", "main", {"config.json": "ab" * 32}
     ),
@@ -103,6 +104,7 @@ sightings = st.builds(
 frames = st.one_of(
     deltas,
     st.builds(feed.Load, numbers, st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1)),
+    st.builds(feed.Work, texts, numbers, numbers, st.floats(0, 1e9), st.floats(0, 1e9)),
     st.builds(
         feed.Heartbeat,
         worker=texts,

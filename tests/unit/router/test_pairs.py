@@ -17,7 +17,7 @@ from mmrouter.api import parse_deployment
 from mmrouter.blocks import Span, block_keys, pack_keys
 from mmrouter_router.errors import RequestError
 from mmrouter_router.exchange import ENGINE_PORT, Exchange
-from mmrouter_router.fleet import Fleet, Member, Usage
+from mmrouter_router.fleet import Fleet, Member
 from mmrouter_router.forward import Forwarder
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.otlp import Otlp
@@ -28,6 +28,7 @@ from mmrouter_router.prepare import Prepared
 from mmrouter_router.stages import Stages
 from mmrouter_router.tracing import enter
 from mmrouter_router.upstream import Upstream
+from mmrouter_router.usage import Usage
 
 BLOCK, SEED = 16, 1
 IDS = array("Q", range(80))

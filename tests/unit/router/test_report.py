@@ -10,13 +10,14 @@ from unit.router.test_place import Rig, prepared
 from mmrouter import feed
 from mmrouter_router.control import state_of
 from mmrouter_router.decisions import Counts
-from mmrouter_router.fleet import Member, Usage
+from mmrouter_router.fleet import Member
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.place import NoWorkerError
 from mmrouter_router.probes import Probes
 from mmrouter_router.renderer import Renderer
 from mmrouter_router.report import Reporter
 from mmrouter_router.upstream import Upstream
+from mmrouter_router.usage import Usage
 
 
 class Reports(Rig):

@@ -463,3 +463,9 @@ def test_a_restarted_sidecar_remembers_what_routers_learned_from(settings: Setti
     third = Bench(bench.settings, kit)
     assert third.ask(feed.Sighted(1))[0].sightings == (sighting,)
     third.relay.close()
+
+
+def test_what_a_router_has_under_way_is_published_to_all_and_not_answered(bench: Bench) -> None:
+    work = feed.Work("router-a", 0, 2, 12.5, 80.0)
+    assert bench.ask(work) == []
+    assert bench.of(feed.Work) == [work]

@@ -1,0 +1,239 @@
+"""Routers that tell each other what they have under way: each counts the others' as they count it themselves."""
+
+import asyncio
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter import feed
+from mmrouter.api import parse_deployment
+from mmrouter.blocks import pack_keys
+from mmrouter_router.fleet import Fleet, Member, Worker
+from mmrouter_router.metrics import Metrics
+from mmrouter_router.place import Booking, Placer
+from mmrouter_router.prepare import Prepared
+from mmrouter_router.sharing import AGAIN_SECONDS, FORGET_SECONDS, Sharing
+
+BLOCK = 16
+ENGINES = ("a", "b")
+POOL = {"name": "worker", "role": "worker", "replicas": 2, "accelerator": {"kind": "cpu"}}
+DEPLOYMENT = parse_deployment(
+    {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": "t"},
+        "spec": {"model": {"id": "m"}, "engine": {"type": "vllm", "blockSize": BLOCK}, "pools": [POOL]},
+    }
+)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Sidecars:
+    """All engines' sidecars: each publishes to every router what one tells it."""
+
+    def __init__(self) -> None:
+        self.routers: list[Router] = []
+        self.frames: list[tuple[str, feed.Work]] = []
+        self.told = asyncio.Event()
+
+    def take(self, uid: str, work: feed.Work) -> None:
+        passed = feed.decode_published(feed.encode(feed.decode_request(feed.encode(work))))
+        assert isinstance(passed, feed.Work)
+        self.frames.append((uid, passed))
+        self.told.set()
+        for router in self.routers:
+            router.fleet.published(router.fleet.workers[uid], passed)
+
+
+class Line:
+    """A router's feed of one engine."""
+
+    def __init__(self, sidecars: Sidecars, uid: str) -> None:
+        self._sidecars, self._uid = sidecars, uid
+
+    async def tell(self, work: feed.Work) -> None:
+        self._sidecars.take(self._uid, work)
+
+
+class Router:
+    """A router with verified engines of one rank, which hold nothing."""
+
+    def __init__(self, name: str, sidecars: Sidecars, clock: Clock) -> None:
+        self.name = name
+        self.fleet = Fleet(Metrics(), clock=clock)
+        self.alone = False
+        self.sharing = Sharing(
+            name,
+            self.fleet,
+            lambda uid: Line(sidecars, uid),
+            lambda: not self.alone,
+            lambda: None,
+            clock,
+        )
+        self.fleet.on_work(self.sharing.heard)
+        self.placer = Placer(DEPLOYMENT, self.fleet, changed=self.sharing.changed)
+        sidecars.routers.append(self)
+        for engine in ENGINES:
+            worker = self.fleet.join(Member(f"uid-{engine}", engine, "127.0.0.1", "worker", "worker"))
+            self.fleet.connect(worker)
+            part = feed.SnapshotPart(worker.follower._asked, f"uid-{engine}/x", 1, 0, 0, 0, "GPU", pack_keys(()), True)
+            self.fleet.replied(worker, part)
+            beat = feed.Heartbeat(f"uid-{engine}/x", 1, 0, "vllm", "up", "", BLOCK, "m", "", {})
+            proved = {name: getattr(beat, name) for name in beat.__struct_fields__} | {"canary": feed.Canary(1, "True")}
+            self.fleet.published(worker, feed.Heartbeat(**proved))
+
+    def send(self, seed: int) -> tuple[str, Booking]:
+        """Place a prompt that nobody has seen; return the engine's name and the booking."""
+        ids = array("I", range(1000 * seed, 1000 * seed + 10 * BLOCK))
+        decision = self.placer.place(Prepared(None, None, (), ids, (), "exact", (), 5, 77))
+        return decision.target.worker.member.name, self.placer.begin(decision)
+
+    def worker(self, engine: str) -> Worker:
+        return self.fleet.workers[f"uid-{engine}"]
+
+    def own(self, engine: str) -> tuple[int, float, float]:
+        usage = self.worker(engine).usage.get(0)
+        return (usage.requests, usage.prefill, usage.active) if usage else (0, 0.0, 0.0)
+
+    def theirs(self, engine: str) -> tuple[int, float, float]:
+        usage = self.worker(engine).usage.get(0)
+        return (usage.their_requests, usage.their_prefill, usage.their_active) if usage else (0, 0.0, 0.0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sidecars() -> Sidecars:
+    return Sidecars()
+
+
+@pytest.fixture
+def routers(sidecars: Sidecars, clock: Clock) -> list[Router]:
+    return [Router(name, sidecars, clock) for name in ("one", "two")]
+
+
+async def test_an_engine_that_another_router_has_filled_is_not_taken_for_an_idle_one(routers: list[Router]) -> None:
+    one, two = routers
+    first, _ = one.send(1)
+    assert two.send(1)[0] == first, "it does not know better"
+    third, _ = one.send(2)
+    assert third != first
+    await one.sharing.tell()
+    await two.sharing.tell()
+    assert (one.theirs(first)[0], two.theirs(first)[0], two.theirs(third)[0]) == (1, 1, 1)
+    # One has a request at each, and two's own is at the first: both see that the other engine has less.
+    assert [router.send(9 + n)[0] for n, router in enumerate(routers)] == [third, third]
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["send", "answered", "end", "tell"]), st.integers(0, 9)), max_size=40
+)
+
+
+@given(steps)
+def test_after_all_have_told_each_counts_what_the_others_have_as_they_do(steps: list[tuple[int, str, int]]) -> None:
+    sidecars, clock = Sidecars(), Clock()
+    routers = [Router(name, sidecars, clock) for name in ("one", "two", "three")]
+    open_: list[list[Booking]] = [[], [], []]
+
+    async def run() -> None:
+        for seed, (number, step, which) in enumerate(steps):
+            router, bookings = routers[number], open_[number]
+            match step:
+                case "send":
+                    bookings.append(router.send(seed)[1])
+                case "answered" if bookings:
+                    bookings[which % len(bookings)].answered()
+                case "end" if bookings:
+                    bookings.pop(which % len(bookings)).end()
+                case "tell":
+                    await router.sharing.tell()
+        for router in routers:
+            await router.sharing.tell()
+
+    asyncio.run(run())
+    for router in routers:
+        for engine in ENGINES:
+            others = [other.own(engine) for other in routers if other is not router]
+            assert router.theirs(engine) == pytest.approx(tuple(map(sum, zip(*others, strict=True))))
+
+
+async def test_many_changes_are_one_frame_for_each_engine_and_none_when_nothing_changed(
+    routers: list[Router], sidecars: Sidecars
+) -> None:
+    one = routers[0]
+    for seed in range(20):
+        one.send(seed)[1].end()
+    one.send(99)
+    await one.sharing.tell()
+    assert sorted(uid for uid, _ in sidecars.frames) == sorted({uid for uid, _ in sidecars.frames})
+    sidecars.frames.clear()
+    await one.sharing.tell()
+    assert sidecars.frames == []
+
+
+async def test_a_router_without_peers_tells_nobody(routers: list[Router], sidecars: Sidecars) -> None:
+    routers[0].alone = True
+    routers[0].send(1)
+    await routers[0].sharing.tell()
+    assert sidecars.frames == []
+
+
+async def test_what_a_silent_router_had_is_forgotten_and_what_one_that_speaks_has_is_not(
+    routers: list[Router], clock: Clock
+) -> None:
+    one, two = routers
+    engine, _ = one.send(1)
+    await one.sharing.tell()
+    clock.now += FORGET_SECONDS - 0.1
+    two.sharing.forget()
+    assert two.theirs(engine)[0] == 1
+    clock.now += 0.2
+    two.sharing.forget()
+    assert two.theirs(engine) == (0, 0.0, 0.0)
+    assert AGAIN_SECONDS < FORGET_SECONDS / 2, "one frame may be lost"
+
+
+async def test_what_does_not_change_is_told_again_and_again(
+    routers: list[Router], sidecars: Sidecars, clock: Clock
+) -> None:
+    one, two = routers
+    engine, _ = one.send(1)
+    running = asyncio.create_task(one.sharing.run())
+    try:
+        async with asyncio.timeout(5):
+            await sidecars.told.wait()
+            while len(sidecars.frames) < 3:  # nothing changed since the first one
+                clock.now += AGAIN_SECONDS
+                two.worker(engine).usage[0].theirs.clear()  # as a router that began anew
+                one.sharing._news.set()
+                await asyncio.sleep(0)
+    finally:
+        running.cancel()
+    assert two.worker(engine).usage[0].theirs["one"].requests == 1
+
+
+@pytest.mark.parametrize("rank", [-1, 1, 7])
+async def test_a_rank_that_the_engine_has_not_is_nobodys(routers: list[Router], rank: int) -> None:
+    worker = routers[0].worker("a")
+    routers[0].fleet.published(worker, feed.Work("stranger", rank, 5, 1.0, 1.0))
+    assert rank not in worker.usage
+
+
+async def test_a_queue_of_requests_that_routers_told_of_is_not_counted_twice(routers: list[Router]) -> None:
+    one, two = routers
+    engine, _ = one.send(1)
+    await one.sharing.tell()
+    two.fleet.published(two.worker(engine), feed.Load(0, 1.0, 3.0, 0.5))
+    assert two.worker(engine).usage[0].others == 2.0
