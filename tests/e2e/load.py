@@ -171,21 +171,24 @@ def load(
     max_retries: int = 0,
     long_tokens: int = 0,
     long_clients: int = 1,
+    policy: str = "",
 ) -> Iterator[Traffic]:
     """Send requests to the Service of a deployment until the block ends; what has been sent by then is waited for.
 
     ``pause``: seconds that each client waits after an answer. ``max_retries``: of the official client.
     ``long_tokens``: the length of the answers of ``long_clients`` more that stream all the time; 0: there are none.
+    ``policy``: by which requests are placed, instead of the deployment's.
     """
     pictures = [data_uri(picture(secrets.token_hex(8))) for _ in range(PICTURES)]
     traffic, stop, token = Traffic(), threading.Event(), deployed.token()
+    chosen = {"x-mmrouter-policy": policy} if policy else {}
 
     def talk(number: int, url: str) -> None:
         keeps, long = number % 2 == 0, number >= clients
         with openai.OpenAI(
             base_url=f"{url}/v1",
             api_key="any",
-            default_headers={"x-mmrouter-control": token} | ({} if keeps else {"connection": "close"}),
+            default_headers={"x-mmrouter-control": token, **chosen} | ({} if keeps else {"connection": "close"}),
             timeout=TIMEOUT_SECONDS,
             max_retries=max_retries,
             http_client=openai.DefaultHttpxClient(trust_env=False),
