@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 LENGTH = 2_000_000
@@ -72,6 +73,13 @@ class Reading:
         lent, files = self.way.arena.leased_bytes, len(os.listdir("/proc/self/fd"))
         self.steps[name] = {"came": came, "wrong": wrong, "stuck": stuck, "lent": lent, "files": files}
 
+    def stand_still(self) -> None:
+        """Stop every thread of the renderer: on a busy machine one of them can answer after the signal was sent."""
+        self.renderer.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.renderer.pid}/task")
+        while not all("State:\tT" in (each / "status").read_text() for each in threads.iterdir()):
+            time.sleep(0.01)
+
     def payload(self, one: Any) -> bytes:
         return bytes([0 if one.address == self.first.address else 1]) * LENGTH
 
@@ -93,12 +101,12 @@ def reads(folder: str, rounds: int) -> dict[str, Any]:
     reading.step("no such memory", *[msgspec.structs.replace(first, address=4096)] * rounds)
     reading.step("another item", *[msgspec.structs.replace(first, checksum=1)] * rounds)
     reading.step("well after these", second, first)
-    reading.renderer.send_signal(signal.SIGSTOP)
+    reading.stand_still()
     reading.step("standing still", *[first] * rounds)
     reading.renderer.send_signal(signal.SIGCONT)
     reading.steps["settled after it went on"] = reading.settled()
     reading.step("going on", second, first)
-    reading.renderer.send_signal(signal.SIGSTOP)
+    reading.stand_still()
     reading.step("standing still again", first)
     reading.renderer.kill()
     reading.renderer.wait()
