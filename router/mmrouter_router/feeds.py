@@ -95,8 +95,11 @@ class Feed:
         return parts
 
     async def tell(self, work: feed.Work) -> None:
-        """Hand it to the sidecar. What cannot be sent now is dropped: it is told again, or something newer is."""
-        if self._dealer is not None:
+        """Hand it to the sidecar. What cannot be sent now is dropped: it is told again, or something newer is.
+
+        Nor does it wait for a sidecar that is away: one that is back has more urgent questions to answer.
+        """
+        if self._dealer is not None and self._worker.follower.synced:
             with suppress(zmq.Again):
                 await self._dealer.send_multipart([b"", feed.encode(work)], zmq.NOBLOCK)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 KILL_SECONDS = 10.0
 _CPUSET = ("cpuset.cpus", "cpuset.mems")
 # All pods together would have the processor's time of one process of this machine, however many run beside them.
-_WEIGHT = {"cpu.shares": "16384", "cpu.weight": "1600"}
+_WEIGHT = {"cpu.shares": 16384, "cpu.weight": 1600}
+_PER_NICE = 1.25
+"""What a step of niceness is to the kernel. Pods are as nice as who makes them: niceness does not reach over groups."""
 
 
 def hierarchies() -> list[Path]:
@@ -34,9 +36,9 @@ def make_group(name: str) -> None:
         for setting in _CPUSET:  # a new set of version 1 is empty, and takes no process
             if (group / setting).is_file() and not (group / setting).read_text().strip():
                 (group / setting).write_text((root / setting).read_text())
-        for setting, value in _WEIGHT.items():
+        for setting, weight in _WEIGHT.items():
             if (group / setting).is_file():
-                (group / setting).write_text(value)
+                (group / setting).write_text(str(round(weight / _PER_NICE ** os.nice(0))))
 
 
 def remove_group(name: str) -> None:

@@ -45,6 +45,7 @@ class Step:
     """One command of a level. A step with ``tests`` is a pytest run over that folder, ``without`` leaves parts out.
 
     ``when``: beside the others, or alone, ``before`` all of them or ``after``. ``limit_s``: instead of its level's.
+    ``nice``: it leaves the CPUs to others, whose times are looked at.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Step:
     without: tuple[str, ...] = ()
     when: Literal["before", "beside", "after"] = "beside"
     limit_s: float | None = None
+    nice: int = 0
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -205,8 +207,8 @@ LEVELS = {
                 limit_s=2700,
             ),
             Step("tests on a node with real pods", tests="tests/e2e", without=(*OWN, *CHANGING)),
-            Step("tests on a node with real pods that change", tests=CHANGING),
-            Step("tests on nodes of their own", tests=OWN),
+            Step("tests on a node with real pods that change", tests=CHANGING, nice=5),
+            Step("tests on nodes of their own", tests=OWN, nice=5),
         ),
         limit_s=1500,
         # Another cluster is one, which they would share.
@@ -270,6 +272,8 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
     if step.paths:
         left_out = tuple(f"--ignore={folder}" for folder in step.without)
         command = (sys.executable, "-m", "pytest", *step.paths, *left_out, "-q", f"--junit-xml={report}")
+    if step.nice:
+        command = ("nice", "-n", str(step.nice), *command)
     env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
     limit_s = level.limit_s if step.limit_s is None else step.limit_s
     if level.lanes == 1 or step.when != "beside":
