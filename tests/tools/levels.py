@@ -136,8 +136,8 @@ FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "
 OWN, CHANGING = (
     tuple(f"tests/e2e/test_{name}.py" for name in names)
     for names in (
-        ("vllm", "tour", "tracing", "upgrade"),
-        ("rollout", "scaling", "disaggregated", "disaggregated_sglang", "plugin", "looking"),
+        ("vllm", "tour", "tracing", "upgrade", "plugin"),
+        ("rollout", "scaling", "disaggregated", "disaggregated_sglang"),
     )
 )
 REAL = "tests/conformance"
