@@ -149,7 +149,10 @@ class Buildah(Builder):
     def build(self, target: str, tag: str, build: Build) -> None:
         isolation = ["--isolation=chroot"] if self.program.endswith("buildah") else []
         options = [*isolation, "--layers", f"--timestamp={build.epoch}", *self.common(target, tag, build)]
-        self.call(*self.place(), "build", "--format=docker", *options, ".")
+        with tempfile.NamedTemporaryFile("w", suffix=".Dockerfile") as file:
+            file.write(labelled((ROOT / "Dockerfile").read_text(), build.arguments))
+            file.flush()
+            self.call(*self.place(), "build", "--format=docker", f"--file={file.name}", *options, ".")
 
     def export(self, tag: str, archive: Path) -> None:
         self.call(*self.place(), "push", "--quiet", tag, f"docker-archive:{archive}:{tag}")
@@ -160,6 +163,16 @@ class Podman(Buildah):
 
 
 BUILDERS: dict[str, type[Builder]] = {"docker": Docker, "podman": Podman, "buildah": Buildah}
+
+
+def labelled(dockerfile: str, arguments: dict[str, str]) -> str:
+    """Return a Dockerfile with its arguments' values where it uses them as ``${NAME}`` between quotes: in its labels.
+
+    Buildah takes a LABEL from its cache by the text of the line, whatever the arguments in it are worth now.
+    """
+    for name, value in arguments.items():
+        dockerfile = dockerfile.replace(f'"${{{name}}}"', f'"{value}"')
+    return dockerfile
 
 
 def builder(storage: Path | None) -> Builder:

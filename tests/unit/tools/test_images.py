@@ -157,3 +157,12 @@ def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(images: M
         os.utime(layer, (1, 1))
     assert made[0].read_bytes() == made[1].read_bytes()
     assert images.name_in(made[0]) == "localhost/it:1"
+
+
+def test_an_images_labels_are_written_out_so_that_no_cache_has_those_of_another_commit(images: ModuleType) -> None:
+    whole = (ROOT / "Dockerfile").read_text()
+    for revision in ("a" * 40, "b" * 40):
+        made = images.labelled(whole, {"VERSION": "1.2.3", "REVISION": revision})
+        assert len(re.findall(rf'image\.revision="{revision}"', made)) == 2
+        assert len(re.findall(r'image\.version="1\.2\.3"', made)) == 2
+        assert "FROM ${MMROUTER_BASE_IMAGE}" in made
