@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"bench: {name} ...\n")
         try:
             part = _run(name, options)
-        except Exception:
+        except Exception:  # whatever it is: the other parts are measured all the same, and the exit status tells
             if not options.write:
                 raise
             # Hours of other parts are not to be lost with it; its figures on the page stay those of before.
