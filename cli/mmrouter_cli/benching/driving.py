@@ -12,7 +12,7 @@ AHEAD_SECONDS = 1.0
 """A conversation by the clock begins so much before its first turn is due: that is drawn by then."""
 
 Talk = Callable[[Conversation, float | None], Awaitable[None]]
-"""Has one conversation; the time at which its first turn is due, ``None`` for now."""
+"""Has one conversation; the time at which its first turn is due, ``None``: at once."""
 
 
 async def drive(plan: Sequence[Conversation], load: Load, began: float, talk: Talk) -> None:

@@ -42,7 +42,7 @@ def outcome(parse, raw: bytes) -> Any:
         place = body["messages"][image.message]["content"][image.part]["image_url"]
         try:
             data = image.taken.data if image.taken is not None else datauri.decode(image.url, 10_000)
-        except Exception as error:
+        except Exception as error:  # whatever one way raises, the other has to raise too
             data = f"{type(error)} {error}"
         place["url"] = ""  # what the engine gets is made of the bytes
         images.append((image.message, image.part, image.param, data))
