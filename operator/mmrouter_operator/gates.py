@@ -3,7 +3,7 @@
 | gate | opens when |
 |---|---|
 | routable | every ready frontend holds the pod (its snapshot, heartbeat or answer, by role) |
-| verified | one frontend proved the pod (canary, generation or image, by role) |
+| verified | one frontend proved the pod (canary, generation or image, by role), or nothing of it can be proved |
 
 After ``verification.timeoutSeconds`` with its containers ready a pod is let in all the same under ``Degrade``, where a
 frontend can reach it: better served without overlap than not at all. The reason says so, and the condition
@@ -19,6 +19,9 @@ from mmrouter_operator.render.common import FRONTEND_ROLE
 
 HEARING_SECONDS = 30.0
 """How long it may take until a ready frontend is heard, before its silence counts."""
+
+NOTHING_TO_PROVE = "not_probed"
+"""A frontend's cause for an engine that holds no cache and answers no plain request: an encoder of SGLang."""
 
 Gate = tuple[bool, str, str]
 """Value, reason and message of a pod condition."""
@@ -78,8 +81,15 @@ def is_routable(reports: Sequence[WorkerReport | None]) -> bool:
 
 
 def is_verified(reports: Sequence[WorkerReport | None]) -> bool:
-    """Whether some frontend proved the pod: the result travels in the heartbeat, so one is enough."""
-    return any(report is not None and report.verified == "True" for report in reports)
+    """Whether some frontend proved the pod, or reached it where there is nothing to prove.
+
+    The result travels in the heartbeat, so one is enough.
+    """
+    return any(report is not None and (report.verified == "True" or _proves_nothing(report)) for report in reports)
+
+
+def _proves_nothing(report: WorkerReport) -> bool:
+    return report.routable and report.cause == NOTHING_TO_PROVE
 
 
 def _gate(gate: str, dep: MMRouterDeployment, pod: PodView, snapshot: Snapshot) -> Gate:
@@ -109,6 +119,8 @@ def _routable(pod: PodView, reports: Sequence[WorkerReport | None]) -> Gate:
 
 
 def _verified(pod: PodView, reports: Sequence[WorkerReport | None]) -> Gate:
+    if any(report is not None and _proves_nothing(report) for report in reports):
+        return True, "NothingToProve", "it answers, and it holds no cache of which something could be wrong"
     if is_verified(reports):
         return True, "Proved", "a frontend proved it"
     failed = next((report for report in reports if report is not None and report.verified == "False"), None)

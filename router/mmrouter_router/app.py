@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import zmq.asyncio
 from fastapi import FastAPI
@@ -31,7 +31,7 @@ from mmrouter_router.media import MediaResolver
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import Outgoing
 from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
-from mmrouter_router.place import Decision, Placer
+from mmrouter_router.place import Decision, Placer, Standing
 from mmrouter_router.ports import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.prepare import Prepared, Preparer
 from mmrouter_router.probes import Probes
@@ -112,7 +112,12 @@ class Router:
         self.encoding: Encoding | None = None
         self.encoder_list: EncoderList | None = None
         if "encoder" in roles and spec.engine.type == "sglang":
-            self.encoder_list = EncoderList(settings.router_id, self.fleet, self._feeder)
+            self.encoder_list = EncoderList(
+                settings.router_id,
+                self.fleet,
+                self._feeder,
+                settings.deployment.spec.verification.timeout_seconds,
+            )
         if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
             pods = EncoderPods(
                 settings.deployment,
@@ -314,7 +319,7 @@ class Router:
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))
             self.metrics.index_keys.set(len(self.fleet.index))
-            for standing in ("verified", "degraded", "pending", "refused", "unsynced"):
+            for standing in get_args(Standing):
                 count = sum(self.placer.standing(worker) == standing for worker in provable)
                 self.metrics.workers.labels(standing).set(count)
             with contextlib.suppress(TimeoutError):

@@ -161,6 +161,7 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "id": worker.id,
         "standing": placer.standing(worker),
         "routable": worker.routable,
+        "admitted": worker.member.admitted,
         "synced": worker.follower.synced,
         "epoch": worker.follower.epoch,
         "seq": worker.follower.seq,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from mmrouter import feed
 from mmrouter.engines.sglang_launch import ASKS_ENCODERS
+from mmrouter_router.admission import preferred
 from mmrouter_router.feeds import Feed, FeedSilentError
 from mmrouter_router.fleet import Fleet, Worker
 
@@ -31,15 +32,19 @@ class EncoderList:
         router_id: str,
         fleet: Fleet,
         feeder_of: Callable[[str], Feed | None],
+        patience: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._router_id, self._fleet, self._feeder_of, self._clock = router_id, fleet, feeder_of, clock
+        """``patience``: seconds for which an encoder's closed readiness gates count."""
+        self._router_id, self._fleet, self._feeder_of = router_id, fleet, feeder_of
+        self._patience, self._clock = patience, clock
         self._told: dict[str, tuple[float, Listed]] = {}
 
     @property
     def listed(self) -> Listed:
-        """Name and address of every encoder whose engine is up and that does not leave."""
-        encoders = (worker for worker in self._fleet if worker.member.role == "encoder" and worker.serving)
+        """Name and address of every encoder whose engine is up, that was let in and that does not leave."""
+        up = (worker for worker in self._fleet if worker.member.role == "encoder" and worker.serving)
+        encoders = preferred(up, self._fleet.now(), self._patience)
         return tuple(sorted((worker.member.name, worker.member.ip) for worker in encoders))
 
     async def run(self) -> None:

@@ -8,6 +8,7 @@ from mmrouter.api import MMRouterDeployment, Pool
 from mmrouter.engines.launching import HTTP_PORT
 from mmrouter.engines.vllm_stages import encode_request
 from mmrouter.engines.vllm_transfer import embedding_cache_bytes
+from mmrouter_router.admission import preferred
 from mmrouter_router.encode import Encoder
 from mmrouter_router.fleet import Fleet, Worker
 from mmrouter_router.handover import Delivery, Parcel, Said
@@ -37,6 +38,7 @@ class EncoderPods:
             for pool in deployment.spec.pools
             if pool.role == "encoder"
         }
+        self._patience = deployment.spec.verification.timeout_seconds
         self._refuses = deployment.spec.verification.on_failure == "Refuse"
         self._fleet, self._probes, self._upstream = fleet, probes, upstream
         self._model, self._delivery = model, delivery
@@ -48,13 +50,13 @@ class EncoderPods:
 
     def encoders(self) -> list[Encoder]:
         """Return the encoders that take images now (docs/architecture.md)."""
-        return [
-            self._encoder(worker, pool)
+        taking = (
+            worker
             for worker in self._fleet
-            if worker.member.role == "encoder"
-            and (pool := self._pools.get(worker.member.pool)) is not None
-            and self._takes(worker)
-        ]
+            if worker.member.role == "encoder" and worker.member.pool in self._pools and self._takes(worker)
+        )
+        let_in = preferred(taking, self._fleet.now(), self._patience)
+        return [self._encoder(worker, self._pools[worker.member.pool]) for worker in let_in]
 
     def _encoder(self, worker: Worker, pool: Pool) -> Encoder:
         encoder = Encoder(_id(worker), pool.accelerator.kind, weight=pool.weight)

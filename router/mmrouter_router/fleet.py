@@ -39,6 +39,7 @@ class Member:
 
     ``ready``: what the router asks of it can answer: its sidecar, or the engine where there is none. A sidecar answers
     while its engine still loads weights.
+    ``admitted``: the operator has opened its readiness gates, or it has none.
     ``compatibility``: engines that hand KV blocks to each other have equal ones (docs/children.md); empty: not told.
     """
 
@@ -51,6 +52,7 @@ class Member:
     ready: bool = True
     draining: bool = False
     compatibility: str = ""
+    admitted: bool = True
 
 
 @dataclass

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final, Literal
 
 from mmrouter.api import MMRouterDeployment, block_size_of
+from mmrouter_router.admission import is_let_in
 from mmrouter_router.chain import proves
 from mmrouter_router.fleet import Fleet, Target, Worker
 from mmrouter_router.prepare import Prepared
@@ -19,8 +20,8 @@ from mmrouter_router.schedule import WEIGHTS, Choice, Exactness, Policy, Table, 
 from mmrouter_router.sentinels import Scope
 from mmrouter_router.usage import Usage
 
-Standing = Literal["verified", "degraded", "pending", "refused", "unsynced"]
-"""What a worker may be used for: with its overlap, without it, only where nobody else is, or not at all."""
+Standing = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
+"""What a worker may be used for: with its overlap, without it, only where nobody else is (twice), or not at all."""
 
 WORKERS = frozenset({"worker"})
 """The role of engines that serve a request whole; other roles are placed where a chain of engines asks for them."""
@@ -80,14 +81,17 @@ class Placer:
         """The table of docs/architecture.md for roles ``worker`` and ``prefill``."""
         if not worker.routable:
             return "unsynced"
-        if worker.canary == "True":
-            return "verified"
-        if not proves(worker.member.role):
-            return "degraded"  # there is nothing that it could be wrong about, and nothing that it is chosen for
-        waited = self._fleet.now() - worker.since
-        if worker.canary == "Unknown" and waited < self._verification.timeout_seconds:
+        now, seconds = self._fleet.now(), self._verification.timeout_seconds
+        if worker.canary == "True" or not proves(worker.member.role):
+            if not is_let_in(worker, now, seconds):
+                return "waiting"
+            # Where nothing can be proved there is nothing to be wrong about, and nothing that it is chosen for.
+            return "verified" if worker.canary == "True" else "degraded"
+        if worker.canary == "Unknown" and now - worker.since < seconds:
             return "pending"
-        return "degraded" if self._verification.on_failure == "Degrade" else "refused"
+        if self._verification.on_failure == "Refuse":
+            return "refused"
+        return "degraded" if is_let_in(worker, now, seconds) else "waiting"
 
     def block_size(self, worker: Worker) -> int:
         """What the engine says of itself, else what the resource says of its pool."""
@@ -155,7 +159,7 @@ class Placer:
     def able(self, worker: Worker) -> bool:
         """Whether a request may go there at all."""
         standing = self.standing(worker)
-        return standing in ("verified", "degraded", "pending") or (standing == "unsynced" and worker.serving)
+        return standing not in ("refused", "unsynced") or (standing == "unsynced" and worker.serving)
 
     def partner(self, worker: Worker) -> Target | None:
         """Return an engine that can answer together with this prefill or decode engine, where there is one.
@@ -202,19 +206,20 @@ class Placer:
                 standing = self.standing(worker)
                 if standing in ("verified", "degraded"):
                     usable.append((worker, standing))
-                elif standing == "pending" or (standing == "unsynced" and worker.serving):
+                elif standing in ("waiting", "pending") or (standing == "unsynced" and worker.serving):
                     # An engine whose sidecar is away still answers: better without overlap than not at all.
                     pending.append((worker, standing))
                 else:
                     others.append((worker, standing))
-                if standing == "pending":
+                if standing in ("waiting", "pending"):
                     until = min(until, worker.since + self._verification.timeout_seconds)
         rows: dict[tuple[int, Scope | None], list[tuple[Target, bool]]] = {}
         for worker, standing in usable or pending:
             size = self.block_size(worker)
             if size > 0:
                 group = rows.setdefault((size, worker.scope), [])
-                group += [(Target(worker, rank, size), standing == "verified") for rank in range(worker.ranks)]
+                proved = standing in ("verified", "waiting") and worker.canary == "True"
+                group += [(Target(worker, rank, size), proved) for rank in range(worker.ranks)]
         if not rows:
             found = ", ".join(f"{w.member.name} {s}" for w, s in (*usable, *pending, *others)) or "no worker is known"
             raise NoWorkerError(f"no worker can take the request ({found})")

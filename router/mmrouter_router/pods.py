@@ -11,6 +11,8 @@ COMPATIBILITY_LABEL = "mmrouter.io/compatibility"
 LAYOUT_LABEL = "mmrouter.io/kv-layout"
 FRONTEND, RENDERER = "frontend", "renderer"
 ENGINE_ROLES = frozenset({"worker", "prefill", "decode", "encoder", RENDERER})
+GATES = frozenset({"mmrouter.io/routable", "mmrouter.io/verified"})
+"""Conditions that the operator opens once (docs/architecture.md, "Readiness gates")."""
 SIDECAR = "sidecar"
 """Name of the init container that relays an engine's events."""
 
@@ -45,6 +47,7 @@ def who(pod: Mapping[str, Any]) -> Member | Peer | None:
         draining=bool(metadata.get("deletionTimestamp")),
         # One text: whoever differs in either is no partner.
         compatibility="-".join(filter(None, (labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL)))),
+        admitted=_gates_open(pod),
     )
 
 
@@ -68,7 +71,14 @@ def _sidecar_started(status: Mapping[str, Any]) -> bool:
     return any(one.get("name") == SIDECAR and one.get("started") for one in status.get("initContainerStatuses") or ())
 
 
+def _gates_open(pod: Mapping[str, Any]) -> bool:
+    named = {one.get("conditionType") for one in (pod.get("spec") or {}).get("readinessGates") or ()}
+    return all(_is_true(pod["status"], gate) for gate in named & GATES)
+
+
 def _containers_ready(status: Mapping[str, Any]) -> bool:
-    return any(
-        one.get("type") == "ContainersReady" and one.get("status") == "True" for one in status.get("conditions") or ()
-    )
+    return _is_true(status, "ContainersReady")
+
+
+def _is_true(status: Mapping[str, Any], condition: str) -> bool:
+    return any(one.get("type") == condition and one.get("status") == "True" for one in status.get("conditions") or ())

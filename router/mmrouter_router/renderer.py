@@ -79,8 +79,9 @@ class Renderer:
 
     @property
     def usable(self) -> list[Member]:
-        """Renderers that are ready and have rendered something for this router."""
-        return [m for m in self._members.values() if m.ready and not m.draining and m.uid in self._answered]
+        """Renderers that are ready and have rendered something for this router; those let in, where there are any."""
+        ready = [m for m in self._members.values() if m.ready and not m.draining and m.uid in self._answered]
+        return [member for member in ready if member.admitted] or ready
 
     def state(self) -> list[dict[str, Any]]:
         """Every renderer, for the control API: whether it answers, and whether it has rendered an image of ours."""

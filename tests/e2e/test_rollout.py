@@ -13,10 +13,7 @@ from e2e.conftest import Record
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
 from e2e.load import MEASURED, ROUNDS, Sent, Traffic, hit_ratio, load, router
 
-VERIFIED = "mmrouter.io/verified"
-GATES = ("mmrouter.io/routable", VERIFIED)
-TOLD_SECONDS = 1.0
-"""From a frontend's proof until the operator has written it to the pod."""
+GATES = ("mmrouter.io/routable", "mmrouter.io/verified")
 NOTICE_SECONDS = 5.0
 """From the deletion of a pod to its SIGTERM."""
 STAMP_SECONDS = 1.0
@@ -137,13 +134,12 @@ def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str
     return outlived
 
 
-def assert_waited(
-    pods: Replaced, traffic: Traffic, where: Callable[[Sent], str], condition: str, seconds: float = STAMP_SECONDS
-) -> None:
-    """Every new pod answered, and nothing before its condition was true. ``where``: the pod of a request."""
+def assert_waited(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str], *conditions: str) -> None:
+    """Every new pod answered, and nothing before these were true. ``where``: the pod of a request."""
     for name in pods.new():
         first = min(sent.started for sent in traffic.between() if where(sent) == name)
-        assert first >= pods.since[name, condition] - seconds, (name, first - pods.since[name, condition])
+        waited = {condition: first - pods.since[name, condition] for condition in conditions}
+        assert min(waited.values()) >= -STAMP_SECONDS, (name, waited)
 
 
 def figures(traffic: Traffic, measured: dict[str, float], outlived: int) -> str:
@@ -165,9 +161,7 @@ def test_a_pool_is_replaced_under_load_and_nothing_is_lost(mine: Deployed, recor
         since = {each["type"]: each for each in pod["status"]["conditions"]}
         assert {since[gate]["status"] for gate in GATES} == {"True"}
         assert {since[gate]["reason"] for gate in GATES} <= {"Held", "Proved"}
-    # A frontend that has proved an engine asks it, whether or not the other one follows it already: not even that one
-    # takes it for exact before. So the proof is what has to be there, and not what all frontends have.
-    assert_waited(pods, traffic, lambda sent: sent.worker, VERIFIED, STAMP_SECONDS + TOLD_SECONDS)
+    assert_waited(pods, traffic, lambda sent: sent.worker, *GATES)
     # To the request itself it is said at once, not in whole seconds: a worker that is not proved is never ``exact``.
     assert not traffic.inexact, traffic.inexact[:5]
     assert condition(mine.cluster, "ExactRoutingVerified", mine.namespace, mine.name)["status"] == "True"

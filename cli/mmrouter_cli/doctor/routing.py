@@ -109,6 +109,8 @@ def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
             found = _of_canary(worker)
             if found is None:
                 proved.add(worker["name"])
+                if worker["standing"] == "waiting":
+                    yield _of_gates(worker["name"])
             else:
                 others.setdefault(worker["name"], found)
         for renderer in state.get("renderers") or []:
@@ -139,6 +141,11 @@ def _of_canary(worker: Worker) -> Finding | None:
         seen = f"{name} was not proved in time and is {how}: {message or 'no cause is known'}"
         return problem(check, seen, f"See the sidecar's log: kubectl logs {name} -c sidecar")
     return warning(check, f"{name} is not proved yet: {message or 'its canary is under way'}", "Wait a moment.")
+
+
+def _of_gates(name: str) -> Finding:
+    seen = f"{name} is proved and serves only where nobody else can: its readiness gates are not open yet"
+    return warning("exactness", seen, f"The operator opens them. See which are closed: kubectl get pod {name} -o wide")
 
 
 def _ratios(states: list[State]) -> Iterator[Finding]:

@@ -422,6 +422,12 @@ def test_an_engine_that_is_not_proved_is_told_by_how_it_is_used(change: Any, lev
     assert says in d.the(exactness_check(facts), level).seen
 
 
+def test_a_proved_engine_whose_gates_are_closed_is_told() -> None:
+    facts = d.heard(d.state(d.worker("good"), d.worker("new", standing="waiting", admitted=False)))
+    assert "new is proved and serves only where nobody else can" in d.the(exactness_check(facts), "warning").seen
+    assert d.the(exactness_check(facts), "ok").seen == "proved: good, new"
+
+
 def test_what_one_frontend_has_proved_is_proved() -> None:
     facts = d.heard(d.state(d.worker(canary="Unknown", standing="pending")), d.state(d.worker()))
     assert d.levels(exactness_check(facts)) == ["ok"]

@@ -49,6 +49,16 @@ def values(found: dict[str, tuple[bool, str, str]]) -> tuple[bool, bool] | None:
 LATE = NOW - TIMEOUT
 
 
+@pytest.mark.parametrize("on_failure", ["Degrade", "Refuse"])
+def test_an_encoder_of_which_nothing_can_be_proved_is_let_in_once_it_answers(on_failure: str) -> None:
+    silent = heard(False, role="encoder", cause="not_answered")
+    answers = heard(True, role="encoder", cause="not_probed")
+    assert look(engine("encoder"), silent, silent, on_failure=on_failure) == {}
+    found = look(engine("encoder"), answers, silent, on_failure=on_failure)
+    assert (values(found), found[VERIFIED][1]) == ((False, True), "NothingToProve")
+    assert values(look(engine("encoder"), answers, answers, on_failure=on_failure)) == (True, True)
+
+
 @pytest.mark.parametrize("role", ["worker", "prefill", "decode", "encoder", "renderer"])
 @pytest.mark.parametrize(
     ("reports", "started", "on_failure", "expected"),

@@ -174,6 +174,7 @@ def test_a_frontend_that_has_just_become_ready_changes_nothing_before_it_speaks(
     ("change", "expected"),
     [
         (verdict("Unknown"), ("Unknown", "Verifying")),
+        (verdict("Unknown", "not_probed"), ("True", "Verified")),
         (verdict("False", "template"), ("False", "NotExact")),
         (lambda snapshot: pods(engines, started=-9e9)(verdict("Unknown")(snapshot)), ("False", "NotVerifiedInTime")),
         (pods(engines, containers_ready=False), ("Unknown", "NoReplicas")),

@@ -8,6 +8,8 @@ from mmrouter_router.feeds import FeedSilentError
 from mmrouter_router.fleet import Fleet, Member
 from mmrouter_router.metrics import Metrics
 
+PATIENCE = 60.0
+
 
 class Sidecar:
     """A feed that keeps what it was told."""
@@ -24,12 +26,13 @@ class Sidecar:
 
 class Rig:
     def __init__(self):
-        self.fleet, self.now = Fleet(Metrics()), 0.0
+        self.now = 0.0
+        self.fleet = Fleet(Metrics(), clock=lambda: self.now)
         self.sidecars = {}
-        self.encoders = EncoderList("r1", self.fleet, self.sidecars.get, lambda: self.now)
+        self.encoders = EncoderList("r1", self.fleet, self.sidecars.get, PATIENCE, lambda: self.now)
 
-    def pod(self, name, role, *, state="up", draining=False):
-        worker = self.fleet.join(Member(name, name, f"10.0.0.{len(self.sidecars)}", role, role))
+    def pod(self, name, role, *, state="up", draining=False, admitted=True):
+        worker = self.fleet.join(Member(name, name, f"10.0.0.{len(self.sidecars)}", role, role, admitted=admitted))
         self.sidecars.setdefault(name, Sidecar())
         self.beat(worker, state, draining)
         return worker
@@ -75,6 +78,17 @@ async def test_a_change_is_told_at_once_and_what_is_known_from_time_to_time():
     assert await rig.names() == {"w": [["e2"]]}
     rig.now += AGAIN_SECONDS
     assert await rig.names() == {"w": [["e2"]]}
+
+
+async def test_an_encoder_whose_gates_are_closed_is_told_of_only_where_there_is_no_other_and_in_time():
+    rig = Rig()
+    rig.pod("w", "worker")
+    new = rig.pod("e1", "encoder", admitted=False)
+    assert await rig.names() == {"w": [["e1"]]}
+    rig.pod("e2", "encoder")
+    assert await rig.names() == {"w": [["e2"]]}
+    rig.now = new.since + PATIENCE
+    assert await rig.names() == {"w": [["e1", "e2"]]}
 
 
 async def test_a_sidecar_that_does_not_answer_is_asked_again_and_holds_up_nobody():

@@ -55,8 +55,8 @@ class Rig:
         self.fleet = Fleet(Metrics(), clock=self.clock)
         self.placer = Placer(deployment(**verification), self.fleet)
 
-    def worker(self, name: str, keys=(), canary: str = "True", ranks: int = 1, **beat) -> Worker:
-        worker = self.fleet.join(Member(f"uid-{name}", name, "127.0.0.1", "worker", "worker"))
+    def worker(self, name: str, keys=(), canary: str = "True", ranks: int = 1, admitted: bool = True, **beat) -> Worker:
+        worker = self.fleet.join(Member(f"uid-{name}", name, "127.0.0.1", "worker", "worker", admitted=admitted))
         self.fleet.connect(worker)
         self.sync(worker, keys, rank=ranks - 1)
         self.beat(worker, canary, ranks=ranks, **beat)
@@ -124,6 +124,58 @@ def test_a_pending_worker_serves_only_where_nobody_else_can_and_never_as_exact()
     assert (decision.exactness, decision.reasons) == ("affinity", ("unverified:worker",))
     verified = rig.worker("b")
     assert rig.placer.place(prepared()).target.worker is verified
+
+
+@pytest.mark.parametrize(
+    ("canary", "policy", "seconds", "standing"),
+    [
+        ("True", "Degrade", 59, "waiting"),
+        ("True", "Degrade", 60, "verified"),
+        ("True", "Refuse", 59, "waiting"),
+        ("True", "Refuse", 60, "verified"),
+        ("False", "Degrade", 59, "waiting"),
+        ("False", "Degrade", 60, "degraded"),
+        ("False", "Refuse", 59, "refused"),
+        ("Unknown", "Degrade", 59, "pending"),
+        ("Unknown", "Degrade", 60, "degraded"),
+    ],
+)
+def test_closed_gates_count_for_as_long_as_a_proof_is_waited_for(canary, policy, seconds, standing):
+    rig = Rig(onFailure=policy)
+    worker = rig.worker("new", canary=canary, admitted=False)
+    rig.clock.now += seconds
+    assert rig.placer.standing(worker) == standing
+
+
+def test_a_proved_worker_serves_beside_others_only_once_its_gates_are_open():
+    rig = Rig()
+    new = rig.worker("new", KEYS, admitted=False)
+    rig.worker("old")
+    assert rig.placer.place(prepared()).target.worker.member.name == "old"
+    assert rig.placer.place(prepared(), policy="roundRobin").target.worker.member.name == "old"
+    rig.fleet.join(replace(new.member, admitted=True))
+    decision = rig.placer.place(prepared())
+    assert (decision.target.worker, decision.choice.winner.overlap, decision.exactness) == (new, 6, "exact")
+
+
+def test_gates_that_nobody_opens_count_no_more_after_the_time():
+    rig = Rig()
+    new = rig.worker("new", KEYS, admitted=False)
+    rig.clock.now += 1
+    rig.worker("old")
+    assert rig.placer.place(prepared()).target.worker.member.name == "old"
+    rig.clock.now += 59
+    assert rig.placer.place(prepared()).target.worker is new
+
+
+def test_where_nobody_else_can_serve_a_proved_worker_serves_exactly_and_one_that_differs_without_overlap():
+    rig = Rig()
+    rig.worker("new", KEYS, admitted=False)
+    decision = rig.placer.place(prepared())
+    assert (decision.choice.winner.overlap, decision.exactness) == (6, "exact")
+    rig = Rig()
+    rig.worker("other", KEYS, canary="False", admitted=False)
+    assert rig.placer.place(prepared()).reasons == ("unverified:worker",)
 
 
 @pytest.mark.parametrize("values", [{"engine_state": "down"}, {"engine_state": "starting"}, {"draining": True}])

@@ -72,6 +72,28 @@ def test_the_condition_ready_says_nothing_because_its_gates_wait_for_this_router
     assert not who(pod).ready
 
 
+def gated(*true, gates=("mmrouter.io/routable", "mmrouter.io/verified")):
+    named = [{"conditionType": gate} for gate in gates]
+    conditions = [{"type": gate, "status": "True" if gate in true else "False"} for gate in gates]
+    return changed(spec__readinessGates=named, status__conditions=conditions)
+
+
+def test_a_pod_is_let_in_once_both_of_our_gates_are_open():
+    routable, verified = gates = "mmrouter.io/routable", "mmrouter.io/verified"
+    assert not who(gated()).admitted
+    assert not who(gated(routable)).admitted
+    assert not who(gated(verified)).admitted
+    assert who(gated(*gates)).admitted
+    unwritten = gated(*gates)
+    unwritten["status"]["conditions"] = []
+    assert not who(unwritten).admitted
+
+
+def test_a_pod_without_our_gates_is_let_in_whatever_others_it_has():
+    assert who(POD).admitted
+    assert who(gated(gates=("example.com/warm",))).admitted
+
+
 def test_a_renderer_has_no_sidecar_and_is_ready_with_its_containers():
     pod = labelled(pool="render", role="renderer")
     assert not who(pod).ready

@@ -120,6 +120,18 @@ async def test_the_same_content_is_asked_once_whatever_does_not_change_a_prompt(
     assert server.asked == 4
 
 
+async def test_a_renderer_whose_gates_are_closed_renders_only_where_there_is_no_other(rig):
+    await rig.with_servers(old := Server(), new := Server())
+    members = {s.ip: Member(s.ip, s.ip, s.ip, "render", "renderer", admitted=s is old) for s in (old, new)}
+    rig.renderer.roster(members.values())
+    for text in "abcd":
+        await rig.renderer.render(chat(text=text))
+    assert (old.asked, new.asked) == (4, 0)
+    rig.renderer.roster([members[new.ip]])
+    await rig.renderer.render(chat(text="e"))
+    assert (old.asked, new.asked) == (4, 1)
+
+
 async def test_what_is_kept_is_bounded_by_tokens():
     rig = Rig(tokens=12)
     await rig.with_servers(server := Server())
