@@ -146,9 +146,9 @@ class ControlPlane(Access):
         """Return a client of the API server for a bearer token; the caller closes it."""
         return httpx.Client(**self._client_options(token))
 
-    def async_client(self) -> httpx.AsyncClient:
+    def async_client(self, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
         """Return the administrator's client for an event loop; the caller closes it."""
-        return httpx.AsyncClient(**self._client_options(self._tokens["admin"]))
+        return httpx.AsyncClient(**self._client_options(self._tokens["admin"]), transport=transport)
 
     def _client_options(self, token: str) -> dict[str, Any]:
         context = ssl.create_default_context(cafile=str(self.ca))

@@ -67,11 +67,18 @@ class Seen:
     ending: "asyncio.Task[None] | None" = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def learn(self, pod: dict[str, Any]) -> None:
+        """Take the pod unless a newer one is known: answers and the watch overtake each other."""
+        if _version(pod) > _version(self.pod):
+            self.pod = pod
+
 
 class Hollow:
     """The kubelet of any number of nodes; :func:`hollow` makes and ends it. Its methods are for the test's thread."""
 
-    def __init__(self, plane: ControlPlane, runner: Runner | None = None) -> None:
+    def __init__(
+        self, plane: ControlPlane, runner: Runner | None = None, client: httpx.AsyncClient | None = None
+    ) -> None:
         self.linger_seconds = 0.0
         """How long a deleted pod stays."""
         self._plane, self._runner = plane, runner
@@ -79,10 +86,11 @@ class Hollow:
         self._rules: list[Rule] = []
         self._seen: dict[str, Seen] = {}
         self._addresses = itertools.count(1)
-        self._client = plane.async_client()
+        self._client = client or plane.async_client()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures: list[BaseException] = []
+        self._closing = False
         if runner is not None:
             runner.bind(self._look)
         self._thread = threading.Thread(target=self._run, name="hollow kubelet")
@@ -165,6 +173,7 @@ class Hollow:
             self._failures.append(error)
 
     async def _close(self) -> None:
+        self._closing = True
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -180,7 +189,11 @@ class Hollow:
                 self._look(uid)
 
     def _look(self, uid: str) -> None:
-        self._spawn(self._sync(uid))
+        if not self._closing:  # what the runner ends then has no kubelet any more
+            self._spawn(self._sync(uid))
+
+    def _look_again(self, uid: str) -> None:
+        self._loop.call_later(RECONNECT_SECONDS, self._look, uid)
 
     async def _follow(self) -> None:
         """Watch all pods for good; a broken watch begins anew with a list, as a test may restart the API server."""
@@ -215,7 +228,7 @@ class Hollow:
             return
         uid = pod["metadata"]["uid"]
         if uid in self._seen:
-            self._seen[uid].pod = pod
+            self._seen[uid].learn(pod)
         else:
             self._seen[uid] = Seen(pod)
         self._look(uid)
@@ -233,20 +246,22 @@ class Hollow:
             pod = seen.pod
             if "deletionTimestamp" in pod["metadata"] and seen.ending is None:
                 seen.ending = self._spawn(self._end(uid, seen))
+            if seen.ending is not None and not seen.ip:
+                return  # what has not begun does not begin any more
             rule = next((rule for rule in self._rules if rule.holds(pod)), None)
             if not seen.ip and (rule is None or rule.reason != HOLD):
                 try:
                     seen.ip = await self._address(pod)
                 except httpx.HTTPError:  # the server is away, or the namespace on its way out
-                    self._loop.call_later(RECONNECT_SECONDS, self._look, uid)
+                    self._look_again(uid)
                     return
             if rule is not None:
                 states = failing(pod, rule.container, rule.reason, rule.message)
             else:
                 states = (self._runner.states(uid) if self._runner is not None else None) or running(pod)
             patch = status_patch(pod, states, seen.ip, self._plane.address, _now())
-            if patch is not None:
-                await self._write(seen, patch)
+            if patch is not None and not await self._write(seen, patch):
+                self._look_again(uid)
 
     async def _address(self, pod: dict[str, Any]) -> str:
         if self._runner is not None:
@@ -255,18 +270,23 @@ class Hollow:
         # Loopback, so that whoever connects to a pod that runs nothing is refused at once.
         return f"127.{64 + (number >> 16)}.{number >> 8 & 255}.{number & 255}"
 
-    async def _write(self, seen: Seen, patch: dict[str, Any]) -> None:
+    async def _write(self, seen: Seen, patch: dict[str, Any]) -> bool:
+        """Write a pod's status; returns whether there is nothing left to do."""
         metadata = seen.pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
         patch = {"metadata": {"uid": metadata["uid"]}, **patch}
         try:
             answer = await self._client.patch(path, content=json.dumps(patch), headers={"content-type": STRATEGIC})
         except httpx.HTTPError:
-            return  # the list after the broken watch brings it here again
+            return False
         if answer.is_success:
-            seen.pod = answer.json()  # its event may come later than the next reason to look
-        elif answer.status_code not in {404, 409}:
-            raise AssertionError(f"the status of {metadata['name']} was refused: {answer.text}")
+            seen.learn(answer.json())  # its event may come later than the next reason to look
+            return True
+        if answer.status_code == 404:
+            return True  # the watch tells
+        if answer.status_code in {409, 429} or answer.is_server_error:
+            return False
+        raise AssertionError(f"the status of {metadata['name']} was refused: {answer.text}")
 
     async def _end(self, uid: str, seen: Seen) -> None:
         """Do what a kubelet does with a deleted pod: end it, then remove the object."""
@@ -285,14 +305,20 @@ class Hollow:
             await asyncio.sleep(RECONNECT_SECONDS)
 
 
+def _version(pod: Mapping[str, Any]) -> int:
+    return int(pod["metadata"]["resourceVersion"])
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 @contextmanager
-def hollow(plane: ControlPlane, runner: Runner | None = None) -> Iterator[Hollow]:
-    """Play the kubelet until the block ends."""
-    kubelet = Hollow(plane, runner)
+def hollow(
+    plane: ControlPlane, runner: Runner | None = None, client: httpx.AsyncClient | None = None
+) -> Iterator[Hollow]:
+    """Play the kubelet until the block ends. ``client``: of the API server, by default one that nothing disturbs."""
+    kubelet = Hollow(plane, runner, client)
     try:
         yield kubelet
     finally:

@@ -151,9 +151,10 @@ def _plain(condition: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _bare(value: Any) -> Any:
-    """Drop what the server leaves out of an object: empty values."""
+    """Drop what the server leaves out of an object, or puts into it: empty values."""
     if isinstance(value, dict):
-        return {name: _bare(part) for name, part in value.items() if part not in ("", None, [])}
+        parts = {name: _bare(part) for name, part in value.items()}
+        return {name: part for name, part in parts.items() if part is not None} or None
     if isinstance(value, list):
         return [_bare(part) for part in value] or None
     return value or None

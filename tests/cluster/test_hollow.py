@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from cluster.controlplane import APPLY, ControlPlane, wait_for
-from cluster.hollow import STRATEGIC, Hollow
+from cluster.hollow import STRATEGIC, Hollow, hollow
+from cluster.late import Lost, Overtaken
+from cluster.play import running, status_patch
 
 GATE = "example.com/open"
 LABELS = {"app": "one"}
@@ -49,7 +51,7 @@ def available(cluster: ControlPlane, namespace: str) -> int:
     return int(one["status"].get("availableReplicas", 0))
 
 
-def test_pods_of_a_deployment_become_ready_with_an_address_each(
+def test_pods_of_a_deployment_become_ready_with_an_address_each_and_are_not_written_again(
     cluster: ControlPlane, kubelet: Hollow, namespace: str, apply: Callable[[dict[str, Any]], None]
 ) -> None:
     apply(deployment(initContainers=[{"name": "side", "image": "example.com/side", "restartPolicy": "Always"}]))
@@ -57,6 +59,9 @@ def test_pods_of_a_deployment_become_ready_with_an_address_each(
     found = pods(cluster, namespace)
     assert len({pod["status"]["podIP"] for pod in found}) == 2
     assert all(pod["status"]["initContainerStatuses"][0]["started"] for pod in found)
+    for pod in found:
+        ip, host = pod["status"]["podIP"], pod["status"]["hostIP"]
+        assert status_patch(pod, running(pod), ip, host, "2026-01-01T00:00:00Z") is None
 
 
 def test_a_pod_is_ready_only_when_its_gate_is_open(
@@ -98,3 +103,18 @@ def test_a_deleted_pod_goes_and_its_successor_comes(
         lambda: old["uid"] not in {pod["metadata"]["uid"] for pod in pods(cluster, namespace)}, 20, "the pod is gone"
     )
     wait_for(lambda: available(cluster, namespace) == 2, 20, "two pods are available again")
+
+
+@pytest.mark.parametrize("trouble", [Overtaken, Lost])
+def test_a_pod_whose_status_is_answered_late_or_not_at_all_still_becomes_ready(
+    cluster: ControlPlane, namespace: str, trouble: type[Overtaken | Lost]
+) -> None:
+    late = trouble(cluster)
+    with hollow(cluster, client=cluster.async_client(late)) as kubelet:
+        kubelet.node(f"late-{namespace}")
+        gates = [{"conditionType": gate} for gate in late.opens]
+        containers = [{"name": "main", "image": "example.com/main"}]
+        spec = {"nodeName": f"late-{namespace}", "containers": containers, "readinessGates": gates}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
+        cluster.request("POST", f"/api/v1/namespaces/{namespace}/pods", pod).raise_for_status()
+        wait_for(lambda: is_true(pods(cluster, namespace)[0], "Ready"), 10, "the pod is ready")
