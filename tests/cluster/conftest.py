@@ -10,6 +10,7 @@ from cluster.hollow import Hollow, hollow
 from cluster.operators import Replica, operator
 from cluster.resources import apply, is_done, marked
 from cluster.runner import LocalRunner
+from cluster.telling import describe
 from making import made_by, name_needs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,10 @@ def proved(real: ControlPlane) -> Iterator[str]:
     """The namespace of a deployment ``demo`` that runs, is ready and proved; tests share it and change it."""
     with real.namespace() as name:
         generation = apply(real, name, marked())["metadata"]["generation"]
-        wait_for(lambda: is_done(real, name, "demo", generation), 90, "Ready is True")
+        try:
+            wait_for(lambda: is_done(real, name, "demo", generation), 90, "Ready is True")
+        except TimeoutError as error:
+            pytest.fail(f"{error}\n{describe(real, name)}", pytrace=False)
         yield name
 
 

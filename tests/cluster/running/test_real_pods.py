@@ -9,6 +9,7 @@ import pytest
 from cluster.controlplane import ControlPlane, wait_for
 from cluster.load import is_ready, load, pods
 from cluster.resources import MARK, apply, condition, is_done, marked, status
+from cluster.telling import describe
 
 REPLICAS = 2
 ROLLOUT_SECONDS = 150
@@ -47,7 +48,7 @@ def test_a_rollout_under_load_loses_no_request(real: ControlPlane, proved: str, 
                 break
             time.sleep(0.1)
         else:
-            pytest.fail(f"not rolled out: {status(real, proved)}")
+            pytest.fail(f"not rolled out within {ROLLOUT_SECONDS} s\n{describe(real, proved)}", pytrace=False)
         answered = seen.answered
         wait_for(lambda: seen.answered > answered + 5, 20, "the new pods answer")
     assert seen.failures == []
