@@ -6,6 +6,7 @@ import dataclasses
 import json
 import secrets
 import shutil
+import signal
 import socket
 import threading
 from contextlib import contextmanager
@@ -241,6 +242,32 @@ def test_a_lost_delta_is_noticed_and_replayed(second):
     with second.running(break_it):
         assert first_failure(second.gate()) is None
         assert lost
+
+
+def test_a_sidecar_that_stood_still_is_not_taken_for_an_engine_that_publishes_nothing(demo, second, monkeypatch):
+    import mmrouter_router.canary
+
+    monkeypatch.setattr(mmrouter_router.canary, "EVENTS_SECONDS", 0.5)
+    asked = []
+
+    def break_it(router):
+        send = router.own.send
+
+        async def starved(worker, rank, question):
+            asked.append(worker.member.name)
+            sidecar.send_signal(signal.SIGSTOP if len(asked) == 1 else signal.SIGCONT)
+            return await send(worker, rank, question)
+
+        router.own.send = starved
+
+    with second.running(break_it):
+        assert not asked
+        sidecar = demo.processes("sidecar")[next(iter(second.router.fleet)).member.name]
+        try:
+            assert second.compare() is None
+        finally:
+            sidecar.send_signal(signal.SIGCONT)
+    assert len(asked) > 2, "it was asked again"
 
 
 def test_policy_round_robin_fails_the_gate(second):
