@@ -89,6 +89,17 @@ class RequestError(Exception):
         return cls(413, f"The request body is larger than the limit of {limit} bytes.", code="request_too_large")
 
     @classmethod
+    def head_too_large(cls, limit: int) -> Self:
+        """431: what stands before or behind the body is larger than ``limit`` bytes."""
+        message = f"The request's head is larger than the limit of {limit} bytes."
+        return cls(431, message, code="head_too_large")
+
+    @classmethod
+    def too_slow(cls) -> Self:
+        """408: the body came too slowly."""
+        return cls(408, "The request body came too slowly.", code="request_timeout")
+
+    @classmethod
     def unauthorized(cls, message: str = "Incorrect API key provided.") -> Self:
         """401: no API key, or one that is not known."""
         return cls(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

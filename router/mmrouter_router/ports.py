@@ -9,11 +9,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mmrouter_router.chat import FORWARDED, Chat
 from mmrouter_router.client import Message, Receive, Scope, Send
+from mmrouter_router.direct import Direct
 from mmrouter_router.errors import RequestError
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.outgoing import CHAT
 from mmrouter_router.serving import Leaving
-from mmrouter_router.tap import Direct
 from mmrouter_router.tenants import Tenants
 
 CLIENT_PORT, METRICS_PORT = 8000, 9090

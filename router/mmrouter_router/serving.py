@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from mmrouter_router.patience import PATIENCE
 from mmrouter_router.tap import Tapped
 
 log = logging.getLogger("mmrouter.serving")
@@ -28,6 +29,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LINGER_SECONDS = 1.0
 """How long an idle connection may still bring a request once the listener is closed."""
 STEP_SECONDS = 0.02
+LOOK_TICKS = 10
+"""Of the server's clock, which ticks ten times a second."""
 OTHERS_SECONDS = 1.0
 """Time for control and metrics to finish their answers; streams end by themselves."""
 
@@ -91,6 +94,15 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone."""
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """See whether a client keeps us waiting for too long. Returns whether the server should end."""
+        if counter % LOOK_TICKS == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in tuple(self.server_state.connections):
+                if isinstance(connection, Tapped):
+                    connection.look(PATIENCE, now)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Stop listening, let idle connections bring what is on its way, then drain as uvicorn does."""

@@ -3,36 +3,45 @@
 The server stays uvicorn's: it parses (httptools), keeps connections alive, times them out and drains them. But a POST
 to a hot path becomes no scope and no queue of messages: one task has the request, writes head and body with one call
 where the answer is there, and has the rest poured in by the engine's connection in the moment it comes. Whatever is
-unusual about a request (HTTP/1.0, a query, ``Expect``, a second one before the first is answered) is left to it.
+unusual about a request (a query, ``Expect``, a second one before the first is answered) is left to it.
+
+What it does not bound is bounded here, for every request: the bytes of a head, and the time that a client may take
+(:mod:`.patience`).
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from mmrouter_router.client import ClientGoneError, Headers, Source, declared
+from mmrouter_router.client import Headers
+from mmrouter_router.direct import Direct, Handler
 from mmrouter_router.errors import RequestError
+from mmrouter_router.patience import Patience, Watch, untaken
 
 log = logging.getLogger("mmrouter.tap")
 
 _FEW_DIGITS: Final = 5
 """Digits of a length that may be large."""
-LARGE: Final = 64 * 1024
-"""Bytes of a body that are still to come from which they are read into one place."""
-_FAILED: Final = b"Internal Server Error"
+HEAD_LIMIT: Final = 64 * 1024
+"""Bytes of a request's head, and of whatever else stands around a body."""
+LINGER_SECONDS: Final = 2.0
+"""How long the rest of a body that nobody wants is read before the connection is closed. Closing at once would have the
+client's system throw away the answer that says why."""
 
-Handler = Callable[["Direct"], Awaitable[None]]
+
+class _Unwanted:
+    """What the parser says of a request that is about to be parsed anew."""
+
+    def took(self, piece: bytes | None) -> None:
+        """Nobody wants it."""
 
 
-class _Unheard:
-    """The event that uvicorn's connection sets for a cycle of its own; ours is told otherwise."""
-
-    def set(self) -> None:
-        """Nobody waits."""
+class _HeadTooLargeError(Exception):
+    """A head is whole, and larger than it may be."""
 
 
 class Tapped(HttpToolsProtocol):
@@ -45,7 +54,38 @@ class Tapped(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._hot: Mapping[bytes, Handler] = getattr(self.app, "hot", {})
         self._direct: Direct | None = None
-        self._taking: Direct | None = None  # whose body is coming
+        self._taking: Direct | _Unwanted | None = None  # whose body is coming
+        self._around = 0  # bytes since the parser last had something to say
+        self._deaf = self._lingers = False  # nothing more is wanted of the client; it is only waited for
+        self._broken: RequestError | None = None  # what is wrong behind the requests that are still to be answered
+        self._filling: _Filling | None = None
+        self._came = 0  # bytes of a body that the server's own way has taken
+        self._watch = Watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what the client sends."""
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+        if self._deaf:
+            return
+        self._around += len(data)
+        rest: bytes | memoryview = data
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                    break
+                except httptools.HttpParserUpgrade as offer:
+                    rest = memoryview(rest)[offer.args[0] :]
+                    self._stay()
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, _HeadTooLargeError):
+                self._end(RequestError.head_too_large(HEAD_LIMIT))
+            else:
+                self._end(RequestError.invalid("The request is not valid HTTP.", code="invalid_http"))
+        else:
+            if self._around > HEAD_LIMIT:
+                self._end(RequestError.head_too_large(HEAD_LIMIT))
 
     def on_message_begin(self) -> None:
         """A request begins. Its scope is made where its head turns out to need one."""
@@ -56,21 +96,27 @@ class Tapped(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin to answer."""
         parser, handler = self.parser, self._hot.get(self.url)
+        if self._around > HEAD_LIMIT and _size(self.url, self.headers) > HEAD_LIMIT:
+            raise _HeadTooLargeError
+        self._around = 0
+        if parser.should_upgrade() and parser.get_method() != b"CONNECT":
+            self._taking = _Unwanted()  # see _stay
+            return
         if (
             handler is None
             or parser.get_method() != b"POST"
-            or parser.get_http_version() != "1.1"
-            or parser.should_upgrade()
             or self.expect_100_continue
             or (self.cycle is not None and not self.cycle.response_complete)
         ):
             self._as_ever()
             return
+        headers, self.headers = self.headers, []  # what a body ends with is no header of the request (RFC 9110 6.5.1)
+        chunks = parser.get_http_version() != "1.0"
         direct = self._direct = self._taking = Direct(
-            self, self.url.decode("ascii"), self.headers, parser.should_keep_alive()
+            self, self.url.decode("ascii"), headers, chunks and parser.should_keep_alive(), chunks
         )
         self.cycle = direct  # type: ignore[assignment] # what uvicorn asks of a cycle it has
-        if any(name == b"content-length" and len(value) > _FEW_DIGITS for name, value in self.headers):
+        if any(name == b"content-length" and len(value) > _FEW_DIGITS for name, value in headers):
             self.flow.pause_reading()  # until the task says where to
         task = direct.task = self.loop.create_task(direct.run(handler))
         self.tasks.add(task)
@@ -79,21 +125,37 @@ class Tapped(HttpToolsProtocol):
     def _as_ever(self) -> None:
         """Make an ASGI request of what has come."""
         self._taking = None
+        self._came = 0
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
         self.headers += headers
         super().on_headers_complete()
+        self.headers = []
+
+    def _stay(self) -> None:
+        """Parse a request anew without its offer to speak another protocol, with which the parser takes no body.
+
+        A client may offer one with any request (RFC 9110 7.8), and some do with every first one.
+        """
+        parser = self.parser
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+        lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        self._parse_anew()
+        self.parser.feed_data(b"\r\n".join((*lines, b"\r\n")))
 
     def on_body(self, body: bytes) -> None:
         """Some of a request's body is there."""
+        self._around = 0
         if (direct := self._taking) is not None:
             direct.took(body)
         else:
+            self._came += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """All of a request is there."""
+        self._around = 0
         if (direct := self._taking) is not None:
             direct.took(None)
         else:
@@ -102,16 +164,91 @@ class Tapped(HttpToolsProtocol):
     def fill(self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None:
         """Read the rest of a body of this length past the parser, which has nothing to say about it."""
         self.flow.pause_reading()
-        self.transport.set_protocol(_Filling(self, pieces, length, done))
+        self._filling = _Filling(self, pieces, length, done)
+        self.transport.set_protocol(self._filling)
         self.flow.resume_reading()
 
     def read_on(self) -> None:
         """Parse again, what follows that body."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
-        self._taking = None
+        self._parse_anew()
+        self._filling = self._taking = None
+        if self._direct is not None:
+            self._direct.more_body = False
         self.transport.set_protocol(self)
         self.flow.resume_reading()
+
+    def _parse_anew(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+
+    def linger(self) -> None:
+        """Close, once the client has had time to see why."""
+        if not self._lingers and not self.transport.is_closing():
+            self._deaf = self._lingers = True
+            if self._filling is not None:
+                self.flow.pause_reading()
+                self.read_on()
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _end(self, error: RequestError) -> None:
+        """Take no more of this client. What it asked for before is answered; then it is told what is wrong."""
+        self._deaf = True
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._refuse(error)
+        elif not cycle.more_body:
+            self._broken = error
+        elif self.pipeline:  # it is the last one there that is broken
+            self.pipeline.popleft()
+            self._broken = error
+        elif cycle.response_started:
+            self.transport.close()
+        else:
+            self._refuse(error)
+            cycle.disconnected = True
+            if isinstance(cycle, Direct):
+                cycle.lost()
+            else:
+                cycle.waiting_for_100_continue = False
+                cycle.message_event.set()
+
+    def on_response_complete(self) -> None:
+        """An answer is out: go on with the next request."""
+        if self._broken is None or self.pipeline:
+            super().on_response_complete()
+        else:
+            self._refuse(self._broken)
+
+    def _refuse(self, error: RequestError) -> None:
+        if self.transport.is_closing():
+            return
+        log.info("a request is refused: %s", error)
+        body = error.to_body()
+        lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
+        lines += [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
+        self.transport.write(b"".join((*lines, b"content-length: %d\r\n\r\n" % len(body), body)))
+        self.linger()
+
+    def look(self, patience: Patience, now: float) -> None:
+        """Have a client go that keeps us waiting for too long; ``now``: seconds of the event loop's clock."""
+        cycle = self.cycle
+        if self.flow.write_paused:
+            if self._watch.over((cycle, untaken(self.transport)), patience.taking_seconds, now):
+                log.info("a client takes nothing of its answer: cut")
+                self.transport.abort()
+        elif self._deaf or self.flow.read_paused or self.pipeline or self.timeout_keep_alive_task is not None:
+            self._watch.over(None, 0, now)  # the client waits for us, or the server's own clock runs
+        elif cycle is None or cycle.response_complete:
+            if self._watch.over(("head", cycle), patience.head_seconds, now):
+                self.transport.close()
+        elif isinstance(cycle, Direct):
+            came = self._filling.at if self._filling is not None else cycle.size
+            if self._watch.over(("body", cycle) if cycle.waiting else None, patience.body_seconds(came), now):
+                cycle.late(RequestError.too_slow())
+        elif self._watch.over(("body", cycle) if cycle.more_body else None, patience.body_seconds(self._came), now):
+            self._end(RequestError.too_slow())
 
     def resume_writing(self) -> None:
         """The client has taken what was written."""
@@ -130,6 +267,11 @@ class Tapped(HttpToolsProtocol):
             self.on_room()
 
 
+def _size(url: bytes, headers: Headers) -> int:
+    """Return how many bytes the lines of a head are, but for its method."""
+    return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
+
+
 class _Filling(asyncio.BufferedProtocol):
     """Takes the place of a connection's protocol while a large body of known length comes: it is read where it stays.
 
@@ -139,19 +281,19 @@ class _Filling(asyncio.BufferedProtocol):
     def __init__(self, connection: Tapped, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None:
         self._connection, self._length, self._done = connection, length, done
         self._body = bytearray(length)
-        self._view, self._at = memoryview(self._body), 0
+        self._view, self.at = memoryview(self._body), 0
         for piece in pieces:
-            self._view[self._at : self._at + len(piece)] = piece
-            self._at += len(piece)
+            self._view[self.at : self.at + len(piece)] = piece
+            self.at += len(piece)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
-        return self._view[self._at :]
+        return self._view[self.at :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Some of the body is there."""
-        self._at += nbytes
-        if self._at == self._length:
+        self.at += nbytes
+        if self.at == self._length:
             self._connection.flow.pause_reading()
             self._connection.loop.call_soon(self._back)
 
@@ -176,173 +318,3 @@ class _Filling(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """Nothing is written while a body comes."""
         self._connection.resume_writing()
-
-
-class Direct:
-    """One request of a hot route: a :class:`~mmrouter_router.client.Client`, and a sink for its answer."""
-
-    message_event: Final = _Unheard()
-    scope: Final[MutableMapping[str, Any]] = {}
-
-    def __init__(self, connection: Tapped, path: str, headers: list[tuple[bytes, bytes]], keep_alive: bool) -> None:
-        self.method, self.path, self.keep_alive = "POST", path, keep_alive
-        self.headers: Headers = headers
-        self.task: asyncio.Task[None] | None = None
-        self.response_complete = self.disconnected = False
-        self._connection, self._transport = connection, connection.transport
-        self._pieces: list[bytes] = []
-        self._size = 0
-        self._complete = False
-        self._each = False  # the reader looks at every piece, because nobody said how many there are
-        self._wake: asyncio.Future[None] | None = None
-        self._begun = False
-        self._left: int | None = None  # bytes of the answer's body that are still to come; None: chunks
-
-    async def run(self, handler: Handler) -> None:
-        """Have the request answered. What is not answered to its end is cut, so that the client sees it is short."""
-        try:
-            await handler(self)
-        except BaseException as error:
-            log.error("%s: not answered", self.path, exc_info=error)
-            if not self._begun:
-                length = (b"content-length", b"%d" % len(_FAILED))
-                self.keep_alive = False
-                await self.whole(500, ((b"content-type", b"text/plain; charset=utf-8"), length), _FAILED)
-        finally:
-            if not self.response_complete:
-                self._transport.close()
-
-    # -- the request -------------------------------------------------------------------------------------------------
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has left before its answer's end."""
-        return self.disconnected
-
-    def lost(self) -> None:
-        """The connection is closed."""
-        if not self.response_complete and self.task is not None:
-            self.disconnected = True
-            self.task.cancel()
-
-    def took(self, piece: bytes | None) -> None:
-        """Some of the body is there; ``None``: all of it."""
-        if self.response_complete:
-            return
-        if piece is None:
-            self._complete = True
-        else:
-            self._pieces.append(piece)
-            self._size += len(piece)
-        if (self._complete or self._each) and self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
-        """Return the request's body."""
-        length = declared(self.headers, limit, grow)
-        self._each = length is None
-        if length is not None and length - self._size > LARGE and not self._complete:
-            filled: asyncio.Future[bytearray] = self._connection.loop.create_future()
-            self._connection.fill(self._pieces, length, filled)
-            return await filled
-        self._connection.flow.resume_reading()
-        while not self._complete:
-            if self._size > limit:
-                raise RequestError.too_large(limit)
-            grow(self._size)
-            if self.disconnected:
-                raise ClientGoneError
-            self._wake = self._connection.loop.create_future()
-            await self._wake
-        if self._size > limit:
-            raise RequestError.too_large(limit)
-        grow(self._size)
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    # -- the answer --------------------------------------------------------------------------------------------------
-
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer at once."""
-        if not self.disconnected:
-            self._transport.write(self._head(status, headers) + body)
-            self._complete_response()
-
-    async def stream(self, status: int, headers: Headers, first: bytes, source: Source) -> None:
-        """Answer with ``first`` and what comes after it."""
-        if self.disconnected:
-            return
-        head = self._head(status, headers)
-        rest = source.rest()
-        if rest is not None and self._left == len(first) + len(rest):
-            self._transport.write(b"".join((head, first, rest)))
-            self._complete_response()
-            return
-        if first and self._left is None:
-            self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(first), first))
-        else:
-            self._transport.write(head)
-            if first:
-                self.write(first)
-        if rest:
-            self.write(rest)
-        await source.pour(self)
-        if self.disconnected:
-            return
-        if self._left:
-            raise ConnectionError("an answer is shorter than its head says")
-        if self._left is None:
-            self._transport.write(b"0\r\n\r\n")
-        self._complete_response()
-
-    @property
-    def full(self) -> bool:
-        """Whether the client is behind, so that nothing more should be written now."""
-        return self._connection.flow.write_paused
-
-    def when_room(self, then: Callable[[], None] | None) -> None:
-        """Have a function called whenever the client has caught up, or is gone; ``None`` ends that."""
-        self._connection.on_room = then
-
-    def write(self, piece: bytes) -> None:
-        """Write a piece, which is not empty. A client that is gone gets nothing.
-
-        Raises ``ValueError`` for bytes beyond the length that the answer's head has told.
-        """
-        if self.disconnected or self.response_complete:
-            return
-        if self._left is None:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            return
-        if len(piece) > self._left:
-            raise ValueError("an answer is longer than its head says")
-        self._left -= len(piece)
-        self._transport.write(piece)
-
-    def _head(self, status: int, headers: Headers) -> bytes:
-        """Return the answer's head, and note how its body is delimited. Raises ``ValueError`` for a broken header."""
-        self._begun = True
-        lines = [STATUS_LINE[status]]
-        for name, value in self._connection.server_state.default_headers:
-            lines.append(b"%b: %b\r\n" % (name, value))
-        if status in (204, 304):
-            self._left = 0
-        for name, value in headers:
-            if name == b"content-length":
-                self._left = int(value)
-            lines.append(b"%b: %b\r\n" % (name, value))
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        if self._left is None:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        head = b"".join(lines)
-        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
-            raise ValueError("a header holds a line break")
-        return head + b"\r\n"
-
-    def _complete_response(self) -> None:
-        self.response_complete = True
-        self._pieces = []
-        if not self.keep_alive:
-            self._transport.close()
-        self._connection.on_response_complete()

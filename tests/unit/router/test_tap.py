@@ -332,7 +332,6 @@ async def test_a_body_that_is_too_large_is_refused_and_the_connection_goes_on(fr
 @pytest.mark.parametrize(
     "unusual",
     [
-        b"POST / HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: 3\r\n\r\nabc",
         b"POST /?a=b HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc",
         b"PUT / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc",
         b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc",
@@ -346,6 +345,15 @@ async def test_what_is_unusual_about_a_request_leaves_it_to_the_server(front, un
     async with client(front) as made:
         made.writer.write(ASK + unusual)  # the second one waits for the first
         assert await made.read(2) == [b"ok", b"asgi 3"]
+
+
+async def test_an_old_client_gets_no_chunks_and_its_answer_ends_with_the_connection(front):
+    for chunked, apart in itertools.product((True, False), (None, 0.001)):
+        says(front, [b"one", b"two"], chunked=chunked, apart=apart)
+        async with client(front) as made:
+            made.writer.write(b"POST / HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: 3\r\n\r\nabc")
+            head, _, body = (await made.reader.read()).partition(b"\r\n\r\n")
+            assert (body, b"chunked" in head, b"connection: close" in head) == (b"onetwo", False, True)
 
 
 async def test_a_client_that_asks_first_is_told_to_send_its_body(front):

@@ -1,0 +1,527 @@
+"""Clients that are slow, odd or hostile, on real sockets: what they get, and what they cost."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import socket
+import struct
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from mmrouter_router.client import AsgiClient, ClientGoneError
+from mmrouter_router.errors import RequestError
+from mmrouter_router.patience import PATIENCE, untaken
+from mmrouter_router.serving import Server
+from mmrouter_router.tap import HEAD_LIMIT
+
+PORT = 8000
+LIMIT = 80_000
+EXAMPLES = 25
+END = b"POST /other HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
+
+
+class Front:
+    """A server that tells each client what it understood. ``hot``: whether ``/`` is answered without ASGI."""
+
+    _hosts = itertools.count(1)
+
+    def __init__(self, *, hot: bool = True) -> None:
+        self.ip = f"127.84.{os.getpid() % 250}.{next(self._hosts)}"
+        self.seen: list[bytes] = []
+        self.left = asyncio.Event()
+        self.held = 0
+        self.go = asyncio.Event()
+        self.server = Server(self._app(hot), self.ip, PORT, drain_seconds=1)
+        self._task: asyncio.Task[None] | None = None
+
+    def _app(self, hot: bool):
+        async def app(scope, receive, send) -> None:
+            client = AsgiClient(scope, receive, send)
+            try:
+                await self._answer(client)
+            finally:
+                await client.close()
+
+        app.hot = {b"/": self._answer} if hot else {}
+        return app
+
+    async def _answer(self, client) -> None:
+        try:
+            said = await self._told(client)
+            status = 200
+        except RequestError as error:
+            said, status = error.to_body(), error.status
+        except (asyncio.CancelledError, ClientGoneError):
+            self.left.set()
+            return
+        await client.whole(status, [(b"content-length", b"%d" % len(said))], said)
+
+    async def _told(self, client) -> bytes:
+        if (b"authorization", b"no") in client.headers:
+            raise RequestError.unauthorized()  # before the body is looked at
+        body = await client.body(LIMIT, self._grow)
+        self.seen.append(bytes(body))
+        if (b"x-wait", b"yes") in client.headers:
+            await self.go.wait()
+        names = [(name.decode(), value.decode("latin-1")) for name, value in client.headers]
+        return json.dumps([client.method, client.path, names, len(body), body[:20].hex()]).encode() + b"\n"
+
+    def _grow(self, size: int) -> None:
+        self.held = size
+
+    async def start(self) -> "Front":
+        self._task = asyncio.create_task(self.server.serve())
+        while not self.server.started:
+            await asyncio.sleep(0.002)
+        return self
+
+    async def stop(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        for server in self.server.servers:
+            server.close()
+        for connection in tuple(self.server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(self._task, *self.server.server_state.tasks, return_exceptions=True)
+
+    __aenter__, __aexit__ = start, stop
+
+    def look(self, now: float) -> None:
+        for connection in tuple(self.server.server_state.connections):
+            connection.look(PATIENCE, now)
+
+    async def connected(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.server.server_state.connections) != count:
+                await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def connected(front: Front):
+    reader, writer = await asyncio.open_connection(front.ip, PORT)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def said(front: Front, raw: bytes, cuts: list[int] | None = None) -> bytes:
+    """Return all that a client gets until its connection is closed."""
+    async with connected(front) as (reader, writer), asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            for start, end in itertools.pairwise((0, *sorted(cuts or ()), None)):
+                writer.write(raw[start:end])
+                await writer.drain()
+                await asyncio.sleep(0)
+        return re.sub(rb"date: [^\r]*\r\n", b"", await reader.read())
+
+
+# -- one way and the other ---------------------------------------------------------------------------------------------
+
+HEADERS = [
+    b"x: \xff\xfe",
+    b"authorization: Bearer a\r\nAuthorization: Bearer b",
+    b"authorization: no",
+    b"connection: close",
+    b"connection: keep-alive",
+    b"expect: 100-continue",
+    b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA",
+    b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x",
+    b"upgrade: h2c",
+    b"te: trailers",
+    b"x-long: " + b"a" * 5000,
+]
+FRAMED = [
+    b"content-length: 3\r\n\r\nabc",
+    b"content-length: 0\r\n\r\n",
+    b"content-length: 000003\r\n\r\nabc",
+    b"content-length: 80000\r\n\r\n" + b"z" * LIMIT,
+    b"content-length: 80001\r\n\r\n" + b"z" * (LIMIT + 1),
+    b"content-length: 66000\r\n\r\n" + b"z" * 66_000,
+    b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n0\r\nx-late: 1\r\nauthorization: no\r\n\r\n",
+    b"transfer-encoding: gzip, chunked\r\n\r\n1\r\na\r\n2\r\nbc\r\n0\r\n\r\n",
+    # What is no HTTP.
+    b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
+    b"content-length: 3\r\ncontent-length: 3\r\n\r\nabc",
+    b"content-length: -3\r\n\r\nabc",
+    b"content-length: 99999999999999999999999\r\n\r\nabc",
+    b"transfer-encoding: gzip\r\n\r\nabc",
+    b"transfer-encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked\r\n\r\n3\r\nabcdef\r\n0\r\n\r\n",
+    b"content-length : 3\r\n\r\nabc",
+    b"x: a\0b\r\n\r\n",
+    b"x-\xe4: a\r\n\r\n",
+    b" folded: x\r\n\r\n",
+]
+LINES = [
+    b"POST / HTTP/1.1",
+    b"POST / HTTP/1.0",
+    b"POST /?a=b HTTP/1.1",
+    b"POST http://x/ HTTP/1.1",
+    b"POST //x HTTP/1.1",
+    b"POST /%2e HTTP/1.1",
+    b"POST /\xff HTTP/1.1",
+    b"POST * HTTP/1.1",
+    b"CONNECT x:80 HTTP/1.1",
+    b"OPTIONS / HTTP/1.1",
+    b"HEAD / HTTP/1.1",
+    b"FOO / HTTP/1.1",
+    b"POST / HTTP/2.0",
+    b"POST /",
+    b"\r\n\r\nPOST / HTTP/1.1",
+]
+
+
+def request(line: bytes, headers: list[bytes], framed: bytes) -> bytes:
+    return b"\r\n".join((line, b"host: x", *headers, framed))
+
+
+@st.composite
+def requests(draw) -> bytes:
+    usual = st.just(LINES[0])
+    line = draw(st.one_of(usual, usual, st.sampled_from(LINES)))
+    # Behind a request that closes its connection nothing may come.
+    line = line if line.endswith(b"1.1") else LINES[0]
+    headers = [header for header in HEADERS if header != b"connection: close"]
+    return request(line, draw(st.lists(st.sampled_from(headers), max_size=2)), draw(st.sampled_from(FRAMED)))
+
+
+class Pair:
+    """The same application, once on the hot way and once not."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner, self._fronts = runner, (Front(), Front(hot=False))
+
+    async def _both(self, raw: bytes, cuts: list[int]) -> list[bytes]:
+        return [await said(front, raw + END, cuts) for front in self._fronts]
+
+    def same(self, raw: bytes, cuts: list[int]) -> bytes:
+        """Return what both say."""
+        ours, servers = self._runner.run(self._both(raw, cuts))
+        if ours != servers:
+            pytest.fail(f"{ours[:400]!r} is not {servers[:400]!r}")
+        return ours
+
+    def run(self, name: str) -> None:
+        for front in self._fronts:
+            self._runner.run(getattr(front, name)())
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # what a router runs on
+        made = Pair(runner)
+        made.run("start")
+        yield made
+        made.run("stop")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_first_line_is_answered_as_by_asgi(pair, line):
+    answer = pair.same(request(line, [], FRAMED[0]), [])
+    assert answer.startswith(b"HTTP/1.1 ")
+    assert b" 500 " not in answer
+
+
+@pytest.mark.parametrize("framed", FRAMED)
+def test_every_framing_is_answered_as_by_asgi(pair, framed):
+    answer = pair.same(request(LINES[0], [], framed), [])
+    assert re.match(rb"HTTP/1.1 (200|400|413) ", answer)
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_every_header_is_answered_as_by_asgi(pair, header):
+    for framed in (FRAMED[0], FRAMED[6]):
+        assert re.search(rb"HTTP/1.1 (200|401) ", pair.same(request(LINES[0], [header], framed), [30, 31]))
+
+
+@given(st.lists(requests(), min_size=1, max_size=3), st.lists(st.integers(1, 700), max_size=3))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example([request(LINES[0], [HEADERS[6]], FRAMED[0])] * 3, [])
+def test_requests_one_behind_the_other_are_answered_as_by_asgi_however_they_are_cut(pair, raws, cuts):
+    pair.same(b"".join(raws), cuts)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+@pytest.mark.parametrize("cuts", [[], [60, 150]])
+async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(hot, cuts):
+    async with Front(hot=hot) as front:
+        for framed in (FRAMED[0], FRAMED[3], FRAMED[6]):
+            raw = request(LINES[0], [HEADERS[6]], framed)
+            assert (await said(front, raw + END, cuts)).count(b" 200 OK") == 2
+    assert front.seen == [b"abc", b"", b"z" * LIMIT, b"", b"abc", b""]
+
+
+@pytest.mark.parametrize("hot", [True, False])
+async def test_what_stands_behind_a_body_is_no_header_of_the_request(hot):
+    async with Front(hot=hot) as front:
+        answer = await said(front, request(LINES[0], [], FRAMED[7]) + END)
+    assert b" 200 OK" in answer
+    assert b"x-late" not in answer
+
+
+# -- without an end ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hot", [True, False])
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (POST, b"x: y\r\n"),
+        (POST + b"x: ", b"a"),
+        (b"POST /?", b"a"),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"x: y\r\n"),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1;", b"a"),
+        (b"", b"\r\n"),
+    ],
+)
+async def test_what_has_no_end_is_refused_before_it_takes_memory(hot, begin, more):
+    endless = more * (HEAD_LIMIT // len(more))
+    async with Front(hot=hot) as front, connected(front) as (reader, writer), asyncio.timeout(10):
+        writer.write(begin)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing() and sent < 64 << 20:
+                writer.write(endless)
+                await writer.drain()
+                sent += len(endless)
+                if reader._buffer:
+                    break
+        assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
+        assert sent < 4 << 20
+
+
+@pytest.mark.parametrize("cuts", [[], [100, 40_000]])
+async def test_whether_a_head_is_too_large_depends_on_its_size_and_not_on_how_it_comes(cuts):
+    async with Front() as front:
+        for size, status in ((HEAD_LIMIT - 1000, b"200"), (HEAD_LIMIT + 1000, b"431")):
+            raw = request(LINES[0], [b"x: " + b"a" * size], b"content-length: 80000\r\n\r\n" + b"z" * LIMIT)
+            assert (await said(front, raw + END, cuts)).startswith(b"HTTP/1.1 %b " % status)
+
+
+# -- without haste -----------------------------------------------------------------------------------------------------
+
+LATER = 1e6  # of the event loop's clock: long after everything
+
+
+@pytest.mark.parametrize("begin", [b"", POST, request(LINES[0], [], FRAMED[0]) + b"POST"])
+async def test_a_connection_that_brings_no_request_is_closed(begin):
+    async with Front() as front, connected(front) as (reader, writer):
+        writer.write(begin)
+        await front.connected(1)
+        if begin.endswith(b"POST"):
+            await reader.readuntil(b"]\n")
+            writer.write(b" ")
+        await asyncio.sleep(0.01)
+        front.look(LATER)
+        front.look(LATER + PATIENCE.head_seconds)
+        await front.connected(1)
+        front.look(LATER + PATIENCE.head_seconds + 1)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+BODIES = [
+    b"content-length: 100\r\n\r\n12345",
+    b"content-length: 80000\r\n\r\n12345",
+    b"transfer-encoding: chunked\r\n\r\n5\r\n12345\r\n",
+]
+
+
+@pytest.mark.parametrize("hot", [True, False])
+@pytest.mark.parametrize("body", BODIES)
+async def test_a_body_that_does_not_come_is_not_waited_for(hot, body):
+    async with Front(hot=hot) as front, connected(front) as (reader, writer):
+        writer.write(POST + body)
+        while not front.held:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        front.look(LATER)
+        front.look(LATER + PATIENCE.stalled_seconds)
+        assert len(front.server.server_state.connections) == 1
+        front.look(LATER + PATIENCE.stalled_seconds + 1)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("hot", [True, False])
+async def test_a_body_that_comes_slowly_and_steadily_is_read_to_its_end(hot):
+    async with Front(hot=hot) as front, connected(front) as (reader, writer):
+        step = LIMIT // 3
+        writer.write(POST + b"content-length: %d\r\n\r\n" % (step * 3))
+        for number in range(3):
+            front.look(LATER + number)
+            writer.write(bytes(step))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        front.look(LATER + PATIENCE.stalled_seconds + 14)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_the_rest_of_a_refused_body_is_not_waited_for_either():
+    async with Front() as front, connected(front) as (reader, writer):
+        writer.write(POST + b"content-length: %d\r\n\r\n" % (LIMIT + 1))
+        assert b" 413 " in await reader.readuntil(b"}}")
+        writer.write(b"a few bytes")  # which end the time that the server gives idle connections
+        async with asyncio.timeout(5):
+            while next(iter(front.server.server_state.connections)).timeout_keep_alive_task is not None:
+                await asyncio.sleep(0.001)
+        front.look(LATER)
+        front.look(LATER + PATIENCE.head_seconds + 1)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_nobody_is_cut_who_waits_for_us():
+    async with Front() as front, connected(front) as (reader, writer):
+        writer.write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]) + POST)  # and a part of the next one
+        while not front.seen:
+            await asyncio.sleep(0.001)
+        for number in range(3):
+            front.look(LATER * (1 + number))
+        front.go.set()
+        assert b" 200 " in await reader.readuntil(b"]\n")
+        writer.write(FRAMED[0])
+        assert b" 200 " in await reader.readuntil(b"]\n")
+
+
+async def test_the_servers_own_clock_looks_at_its_connections():
+    async with Front() as front, connected(front) as (_reader, _):
+        await front.connected(1)
+        looks: list[float] = []
+        connection = next(iter(front.server.server_state.connections))
+        connection.look = lambda patience, now: looks.append(now)
+        await front.server.on_tick(10)
+        assert looks
+        assert abs(looks[0] - asyncio.get_running_loop().time()) < 5
+        del connection.look
+
+
+# -- at the end --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin", [POST + b"connection: close\r\n", POST.replace(b"1.1", b"1.0")])
+@pytest.mark.parametrize("refused", [b"authorization: no\r\ncontent-length: 300000", b"content-length: 4000000"])
+async def test_a_client_that_still_sends_gets_the_answer_that_ends_its_connection(begin, refused):
+    body = bytes(int(refused.split()[-1]))
+    async with Front() as front:
+        for _ in range(3):
+            answer = await said(front, begin + refused + b"\r\n\r\n" + body)
+            assert re.match(rb"HTTP/1.1 (401|413) ", answer)
+            assert answer.endswith(b"}}")
+
+
+@pytest.mark.parametrize("hot", [True, False])
+async def test_what_is_no_request_does_not_stand_in_the_answer_to_the_one_before_it(hot):
+    async def streams(client) -> None:
+        await client.body(LIMIT, lambda size: None)
+        await client.stream(200, [], b"one", Slow())
+
+    class Slow:
+        def rest(self) -> None:
+            return None
+
+        async def piece(self) -> bytes:
+            await front.go.wait()
+            return b""
+
+        async def pour(self, sink) -> None:
+            await self.piece()
+
+    async with Front(hot=hot) as front:
+        front._answer = streams
+        if hot:
+            front.server.config.app.hot = {b"/": streams}
+        async with connected(front) as (reader, writer):
+            writer.write(request(LINES[0], [], FRAMED[0]))
+            await reader.readuntil(b"one\r\n")
+            writer.write(b"no request\r\n\r\n")
+            connection = next(iter(front.server.server_state.connections))
+            while not connection._deaf:
+                await asyncio.sleep(0.001)
+            front.go.set()
+            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"0\r\n\r\nHTTP/1.1 400 ")
+
+
+async def test_a_client_that_resets_its_connection_within_a_body_leaves_nothing_behind():
+    async with Front() as front:
+        for body in BODIES:
+            front.held, front.left = 0, asyncio.Event()
+            async with connected(front) as (_, writer):
+                writer.write(POST + body)
+                while not front.held:
+                    await asyncio.sleep(0.001)
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            await asyncio.wait_for(front.left.wait(), 5)
+            await front.connected(0)
+            assert not front.server.server_state.tasks
+
+
+class Endless:
+    """An engine that has more to say than anybody reads, poured in as the router's own connections do."""
+
+    def __init__(self) -> None:
+        self.cut = asyncio.Event()
+
+    def rest(self) -> None:
+        return None
+
+    async def piece(self) -> bytes:
+        return bytes(65536)
+
+    async def pour(self, sink) -> None:
+        room = asyncio.Event()
+        sink.when_room(room.set)
+        try:
+            while True:
+                room.clear()
+                sink.write(bytes(65536))
+                await (room.wait() if sink.full else asyncio.sleep(0))
+        finally:
+            self.cut.set()
+
+
+@pytest.mark.parametrize("hot", [True, False])
+async def test_a_client_that_takes_nothing_is_cut_and_one_that_takes_a_little_is_not(hot):
+    endless = Endless()
+
+    async def streams(client) -> None:
+        try:
+            await client.body(LIMIT, lambda size: None)
+            await client.stream(200, [], b"one", endless)
+        except asyncio.CancelledError:
+            endless.cut.set()
+
+    async with Front(hot=hot) as front:
+        front._answer = streams
+        front.server.config.app.hot = {b"/": streams} if hot else {}
+        with socket.create_connection((front.ip, PORT)) as made:
+            made.sendall(request(LINES[0], [], FRAMED[0]))
+            await front.connected(1)
+            connection = next(iter(front.server.server_state.connections))
+            now, before = LATER, -1
+            async with asyncio.timeout(20):
+                while not connection.flow.write_paused or untaken(connection.transport) != before:
+                    before = untaken(connection.transport)
+                    await asyncio.sleep(0.05)
+            for _ in range(3):
+                front.look(now)
+                now += PATIENCE.taking_seconds - 1
+                made.recv(262_144)  # not enough for anything to be written
+                async with asyncio.timeout(5):
+                    while untaken(connection.transport) == before:
+                        await asyncio.sleep(0.001)
+                before = untaken(connection.transport)
+            front.look(now)
+            assert not endless.cut.is_set()
+            front.look(now + PATIENCE.taking_seconds + 1)
+            await asyncio.wait_for(endless.cut.wait(), 5)
+            await front.connected(0)
