@@ -67,8 +67,8 @@ class _Connection(asyncio.Protocol):
         self._began = False
         self._headers_done = False
         self._keep_alive = False
-        self._writable: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
+        self.on_lost: Callable[[], None] | None = None
 
     # -- asyncio.Protocol
 
@@ -95,27 +95,22 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self.pause_done()
-        if not self.complete and self._headers_done and self._ends_with_close():
+        if exc is None and not self.complete and self._headers_done and self._ends_with_close():
             self.complete = True
+        if self.on_lost is not None:
+            self.on_lost()
+            self.on_lost = None
         self._notify()
-
-    def pause_writing(self) -> None:
-        self._writable = asyncio.get_running_loop().create_future()
-
-    def resume_writing(self) -> None:
-        self.pause_done()
-
-    def pause_done(self) -> None:
-        """Let a writer go on."""
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
-        self._writable = None
 
     # -- httptools
 
+    def on_message_begin(self) -> None:
+        if self._headers_done:  # not of the next request's: it has not been sent
+            raise ConnectionError("an answer that nobody asked for")
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self._headers_done:  # else it stands behind the body, and is no header of the answer
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser = self._parser
@@ -140,14 +135,12 @@ class _Connection(asyncio.Protocol):
     # -- use
 
     async def send(self, head: bytes, body: Body) -> None:
-        """Send one request and wait for the answer's headers."""
+        """Send one request and wait for the answer's headers, which may come before all of the request is out."""
         assert self.transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._began = self._headers_done = False
         self._parser = httptools.HttpResponseParser(self)
         self.transport.writelines((head, body) if isinstance(body, bytes) else (head, *body))
-        if self._writable is not None:
-            await self._writable
         while not self._headers_done:
             if self.closed:
                 raise UpstreamError("the engine closed the connection", sent=True, began=self._began)
@@ -217,7 +210,9 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return self.complete and self._keep_alive and not self.closed and not self._chunks
+        if not self.complete or not self._keep_alive or self.closed or self._chunks or self.transport is None:
+            return False
+        return not self.transport.get_write_buffer_size()  # an engine may answer what it has not read
 
     def close(self) -> None:
         """Drop the connection: the engine sees a disconnect and aborts the request."""
@@ -363,7 +358,17 @@ class Upstream:
                 _, connection = await loop.create_connection(_Connection, *address)
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=False) from error
+        connection.on_lost = lambda: self._lost(address, connection)
         return connection
+
+    def _lost(self, address: tuple[str, int], connection: _Connection) -> None:
+        """Forget a connection that is closed: nobody asks for those of an engine that is gone."""
+        idle = self._idle.get(address)
+        if idle is not None:
+            if connection in idle:
+                idle.remove(connection)
+            if not idle:
+                del self._idle[address]
 
 
 def _head(method: str, path: str, host: str, port: int, headers: Iterable[tuple[str, str]], length: int) -> bytes:

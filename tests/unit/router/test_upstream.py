@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import socket
+import struct
 
 import pytest
 import pytest_asyncio
@@ -196,6 +198,102 @@ async def test_informational_answers_are_skipped(engine, upstream):
     engine.answer = early
     answer = await ask(upstream, engine)
     assert (answer.status, await answer.read(10)) == (200, b"ok")
+
+
+async def test_what_an_engine_says_behind_its_answer_is_no_part_of_another_one(engine, upstream):
+    second = b"HTTP/1.1 404 Not Found\r\ncontent-length: 6\r\n\r\nstolen"
+
+    async def twice(writer, head, body):
+        await engine._json(writer, head, body)
+        if body != b"later":
+            writer.write(second)  # with the answer, or while nobody asks
+            return
+        await writer.drain()
+        await asyncio.sleep(0.01)
+        writer.write(second)
+
+    for asked in (b"at once", b"later"):
+        engine.answer = twice
+        answer = await ask(upstream, engine, asked)
+        assert (answer.status, answer.headers, await answer.read(100)) == (200, [(b"content-length", b"2")], b"{}")
+        answer.close()
+        await asyncio.sleep(0.05)
+        engine.answer = engine._json
+        answer = await ask(upstream, engine)
+        assert (answer.status, await answer.read(100)) == (200, b"{}")
+        answer.close()
+
+
+async def test_what_stands_behind_a_body_is_no_header_of_the_answer(engine, upstream):
+    async def trails(writer, head, body):
+        writer.write(HEAD + chunk(b"ok") + b"0\r\nset-cookie: x\r\n\r\n")
+
+    engine.answer = trails
+    answer = await ask(upstream, engine)
+    assert await answer.read(10) == b"ok"
+    assert b"set-cookie" not in dict(answer.headers)
+    answer.close()
+    assert (await ask(upstream, engine)).status == 200
+    assert engine.connections == 1
+
+
+async def test_an_engine_may_answer_before_it_has_read_the_request_and_then_is_asked_on_another_connection(upstream):
+    async def refuses(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 2\r\n\r\nno")
+        await asyncio.sleep(60)
+
+    server = await asyncio.start_server(refuses, "127.0.0.1", 0, limit=1000)
+    port = server.sockets[0].getsockname()[1]
+    for _ in range(2):
+        async with asyncio.timeout(5):
+            answer = await upstream.request("127.0.0.1", port, "POST", "/", {}, bytes(32 << 20))
+            assert (answer.status, await answer.read(10)) == (413, b"no")
+        answer.close()
+    server.close()
+
+
+async def test_an_answer_that_ends_with_its_connection_ends_with_a_close_and_not_with_a_reset(engine, upstream):
+    reset = asyncio.Event()
+
+    async def ends(writer, head, body):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\npart")
+        await writer.drain()
+        if body == b"reset":
+            await reset.wait()
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+        else:
+            writer.close()
+
+    engine.answer = ends
+    assert await (await ask(upstream, engine)).read(10) == b"part"
+    answer = await ask(upstream, engine, b"reset")
+    assert await answer.piece() == b"part"
+    reset.set()
+    with pytest.raises(UpstreamError):
+        await answer.piece()
+
+
+async def test_nothing_is_kept_of_an_engine_that_is_gone(engine, upstream):
+    transports = []
+
+    async def notes(writer, head, body):
+        transports.append(writer.transport)
+        await engine._json(writer, head, body)
+
+    engine.answer = notes
+    answers = [await ask(upstream, engine) for _ in range(3)]
+    for answer in answers:
+        await answer.read(10)
+        answer.close()
+    assert len(transports) == 3
+    for transport in transports:
+        transport.abort()
+    async with asyncio.timeout(5):
+        while upstream._idle:
+            await asyncio.sleep(0.001)
 
 
 async def test_a_header_with_a_line_break_never_leaves(engine, upstream):
