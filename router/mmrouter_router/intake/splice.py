@@ -26,6 +26,8 @@ SHORTEST: Final = 16 * 1024
 """Characters of a URI that is worth it."""
 _HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,')
 _OPENS: Final = b'"data:'
+_FEW: Final = 4096
+"""Short or odd URIs of a body that is worth it; looking at millions of them would keep everybody else waiting."""
 _STRANGER: Final = secrets.token_hex(16)
 
 
@@ -48,6 +50,7 @@ class Spliced:
 def splice(raw: Raw) -> Spliced | None:
     """Return the body without its large images, ``None`` where there is none."""
     view, pieces, found, done = memoryview(raw), list[bytes | memoryview](), dict[str, Inline](), 0
+    left = 0
     at = raw.find(_OPENS)
     while at >= 0 and (end := raw.find(b'"', at + 1)) >= 0:
         if end - at > SHORTEST and (head := _HEAD.match(raw, at)) is not None and (at == 0 or raw[at - 1] != ord("\\")):
@@ -60,6 +63,8 @@ def splice(raw: Raw) -> Spliced | None:
             found[word] = Inline(data, text if _canonical(data, text) else text[:0])
             pieces += (view[done : at + 1], word.encode())
             done = end
+        elif (left := left + 1) > _FEW:
+            return None
         at = raw.find(_OPENS, end + 1)
     return Spliced(b"".join((*pieces, view[done:])), found) if found else None
 

@@ -50,6 +50,14 @@ def outcome(parse, raw: bytes) -> Any:
     return body, images, media, request.inexact, request.removed, request.stream, request.max_tokens
 
 
+def test_a_body_of_many_small_uris_is_left_to_the_parser():
+    """Looking at each of millions of them would keep the event loop for seconds."""
+    large = '"data:image/png;base64,' + "A" * 32 + '"'
+    few = '"data:",' * splice._FEW
+    assert splice.splice(f"[{few}{large}]".encode()) is not None
+    assert splice.splice(f'[{few}"data:",{large}]'.encode()) is None
+
+
 WORDS = st.sampled_from(
     [
         "",
