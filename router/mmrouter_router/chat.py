@@ -115,6 +115,7 @@ class Chat:
             self._metrics.disconnects.inc()
         except asyncio.CancelledError:
             if not client.gone:
+                code = "broken_off"  # we end before it does
                 raise
             self._metrics.disconnects.inc()
         except UpstreamError as error:
@@ -122,6 +123,9 @@ class Chat:
             # connection, and the client sees that the answer is short.
             code = "broken_off"
             log.warning("%s: answer broke off: %s", request_id, error)
+        except Exception:
+            code = "500"  # our bug, which the server tells the client
+            raise
         finally:
             held.release()
             self._metrics.in_flight.dec()

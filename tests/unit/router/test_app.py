@@ -179,3 +179,16 @@ async def test_a_request_with_another_control_token_is_counted(given, counted):
             answer = await client.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 503, "there is no engine, whatever the header says"
         assert r.metrics.control_refusals.labels("header")._value.get() == counted
+
+
+async def test_a_request_that_fails_by_a_bug_of_ours_is_no_client_that_has_left():
+    async def fails(*args, **options) -> None:
+        raise ZeroDivisionError
+
+    async with router() as r:
+        r.chat.prepare = fails
+        transport = httpx.ASGITransport(r.client_app(), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            assert (await client.post("/v1/chat/completions", json={})).status_code == 500
+        codes = {sample.labels["code"] for family in r.metrics.requests.collect() for sample in family.samples}
+        assert codes == {"500"}
