@@ -30,6 +30,23 @@ class Patience:
 
 
 PATIENCE: Final = Patience()
+LONGEST_SECONDS: Final = 2.0
+"""Between two looks of a process that is at work."""
+
+
+class Clock:
+    """Seconds in which the process was at work: while it stands still, or is short of CPU, no client is late."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._at: float | None = None
+
+    def at(self, now: float) -> float:
+        """Return what it shows; ``now``: seconds of a clock that never stops."""
+        if self._at is not None:
+            self._seconds += min(now - self._at, LONGEST_SECONDS)
+        self._at = now
+        return self._seconds
 
 
 class Watch:

@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from mmrouter_router.patience import PATIENCE
+from mmrouter_router.patience import PATIENCE, Clock
 from mmrouter_router.tap import Tapped
 
 log = logging.getLogger("mmrouter.serving")
@@ -89,6 +89,7 @@ class Server(uvicorn.Server):
             )
         )
         self.linger = 0.0
+        self._clock = Clock()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -98,7 +99,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """See whether a client keeps us waiting for too long. Returns whether the server should end."""
         if counter % LOOK_TICKS == 0:
-            now = asyncio.get_running_loop().time()
+            now = self._clock.at(asyncio.get_running_loop().time())
             for connection in tuple(self.server_state.connections):
                 if isinstance(connection, Tapped):
                     connection.look(PATIENCE, now)

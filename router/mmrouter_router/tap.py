@@ -232,7 +232,7 @@ class Tapped(HttpToolsProtocol):
         self.linger()
 
     def look(self, patience: Patience, now: float) -> None:
-        """Have a client go that keeps us waiting for too long; ``now``: seconds of the event loop's clock."""
+        """Have a client go that keeps us waiting for too long; ``now``: seconds of a clock, :class:`.Clock`."""
         cycle = self.cycle
         if self.flow.write_paused:
             if self._watch.over((cycle, untaken(self.transport)), patience.taking_seconds, now):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mmrouter_router.client import AsgiClient, ClientGoneError
 from mmrouter_router.errors import RequestError
-from mmrouter_router.patience import PATIENCE, untaken
+from mmrouter_router.patience import LONGEST_SECONDS, PATIENCE, Clock, untaken
 from mmrouter_router.serving import Server
 from mmrouter_router.tap import HEAD_LIMIT
 
@@ -309,7 +309,7 @@ async def test_whether_a_head_is_too_large_depends_on_its_size_and_not_on_how_it
 
 # -- without haste -----------------------------------------------------------------------------------------------------
 
-LATER = 1e6  # of the event loop's clock: long after everything
+LATER = 1e6
 
 
 @pytest.mark.parametrize("begin", [b"", POST, request(LINES[0], [], FRAMED[0]) + b"POST"])
@@ -398,10 +398,21 @@ async def test_the_servers_own_clock_looks_at_its_connections():
         looks: list[float] = []
         connection = next(iter(front.server.server_state.connections))
         connection.look = lambda patience, now: looks.append(now)
-        await front.server.on_tick(10)
-        assert looks
-        assert abs(looks[0] - asyncio.get_running_loop().time()) < 5
+        for _ in range(2):
+            await front.server.on_tick(10)
+        assert 0 <= looks[0] < looks[1]
         del connection.look
+
+
+@given(st.lists(st.floats(0, 1000)))
+def test_while_the_process_stands_still_nobody_is_late(pauses):
+    clock, now, shown = Clock(), 5000.0, [0.0]
+    assert clock.at(now) == 0
+    for pause in pauses:
+        now += pause
+        shown.append(clock.at(now))
+    steps = [after - before for before, after in itertools.pairwise(shown)]
+    assert steps == pytest.approx([min(pause, LONGEST_SECONDS) for pause in pauses], abs=1e-6)
 
 
 # -- at the end --------------------------------------------------------------------------------------------------------
@@ -448,6 +459,25 @@ async def test_what_is_no_request_does_not_stand_in_the_answer_to_the_one_before
                 await asyncio.sleep(0.001)
             front.go.set()
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"0\r\n\r\nHTTP/1.1 400 ")
+
+
+async def test_an_end_answers_what_is_under_way_and_reads_the_body_that_is_coming():
+    async with Front() as front, contextlib.AsyncExitStack() as stack:
+        waits, sends, idle = [await stack.enter_async_context(connected(front)) for _ in range(3)]
+        waits[1].write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]))
+        sends[1].write(POST + b"content-length: %d\r\n\r\n" % LIMIT + b"z" * 10)
+        while not (front.seen and front.held == LIMIT):
+            await asyncio.sleep(0.001)
+        await front.connected(3)
+        front.server.should_exit = True
+        assert await asyncio.wait_for(idle[0].read(), 5) == b""
+        sends[1].write(b"z" * (LIMIT - 10))
+        front.go.set()
+        for reader, _ in (waits, sends):
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b"connection: close" in answer
+    assert [len(body) for body in front.seen] == [3, LIMIT]
 
 
 async def test_a_client_that_resets_its_connection_within_a_body_leaves_nothing_behind():
