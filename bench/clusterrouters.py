@@ -19,7 +19,6 @@ from bench.clusterload import Ask, Load
 from bench.clusterpolicies import Ours
 from bench.clustersim import simulate
 from bench.rows import Row, not_run, percentile, row
-from mmrouter_router.usage import Usage
 
 ROUTERS: Final = (1, 2, 4)
 HEARD: Final = 0.01
@@ -60,9 +59,8 @@ class Routers:
             _, self._heard = self._told.popleft()
         others = [loads for other, loads in zip(self.routers, self._heard, strict=True) if other is not router]
         added = [tuple(map(sum, zip(*there, strict=True))) for there in zip(*others, strict=True)] if others else []
-        usages = [worker.usage.setdefault(0, Usage()) for worker in router.workers]
-        for usage, (queue, active) in zip(usages, added, strict=False):
-            usage.their_prefill, usage.their_active = queue, active
+        for worker, (queue, active) in zip(router.workers, added, strict=False):
+            router.fleet.usage(worker, 0).add(queue, active)
         return router.choose(number, ask, now)
 
     def watch(self, now: float, _: object) -> None:

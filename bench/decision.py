@@ -20,6 +20,7 @@ from bench.rows import Row, not_run, percentile, row
 from bench.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
 from mmrouter.blocks import Span, block_keys, pack_keys
 from mmrouter_router.index import mask_of
+from mmrouter_router.roster import taking
 from mmrouter_router.schedule import Table, choose
 
 SIZES = (64, 256)
@@ -56,7 +57,7 @@ class Ours:
         count = load.workers
         self.index = fleet.index
         self.slots = [worker.slots[0] for worker in members]
-        self._mask = mask_of(self.slots)
+        self._asked, self._mask, self._held = dict.fromkeys(self.slots, 0), mask_of(self.slots), taking(self.slots)
         self._who = [f"{worker.id}#0" for worker in members], [w.member.name for w in members], ["worker"] * count
         self._idle, self._scored = (0.0,) * count, (True,) * count
         self._placer = bench_fleet.placer(fleet, count)
@@ -64,18 +65,18 @@ class Ours:
     def decide(self, ids: "array[int]") -> int:
         """Return the overlap of the worker that is chosen."""
         keys, idle = block_keys(ids, BLOCK_SIZE, (), SEED), self._idle
-        found = self.index.match(keys, self.slots, self._mask)
+        found = self.index.match(keys, self._asked, self._mask)
         candidates = Table(
             *self._who,
-            overlap=list(map(found.__getitem__, self.slots)),
+            overlap=list(found.values()),
             blocks=(len(keys),) * len(self.slots),
             prefill=idle,
             active=idle,
-            waiting=idle,
-            held=self.index.held_by(self.slots),
+            waiting=(),
+            held=self.index.held_by(self._held),
             scored=self._scored,
-            coming=(0,) * len(self.slots),
-            encode=idle,
+            coming=(),
+            encode=(),
         )
         return choose(candidates, policy="kv", overlap_weight=1.0, fingerprint=77, turn=0).winner.overlap
 

@@ -27,7 +27,7 @@ from mmrouter_router import follow
 from mmrouter_router.index import Index, Slot, mask_of, window_blocks
 from mmrouter_router.metrics import Metrics
 from mmrouter_router.sentinels import Scope
-from mmrouter_router.usage import Usage
+from mmrouter_router.usage import Loads, Usage
 
 INDEXED_MEDIUM = "GPU"
 """Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device (facts on vLLM 10)."""
@@ -113,7 +113,7 @@ class Target(NamedTuple):
 class Caches(NamedTuple):
     """What the index has of targets with one block size. ``windows``: blocks before its end that a hit needs there."""
 
-    slots: tuple[Slot, ...]
+    slots: dict[Slot, int]  # zeros, in the order of the targets
     mask: int  # of them
     windows: dict[Slot, int]
     block_size: int
@@ -132,7 +132,7 @@ def caches(targets: Iterable[Target]) -> Caches:
             windows[slot] = window_blocks(worker.group.window, size)
         else:
             slots.append(slot)
-    return Caches(tuple(slots), mask_of(slots), windows, size)
+    return Caches(dict.fromkeys(slots, 0), mask_of(slots), windows, size)
 
 
 class Fleet:
@@ -140,6 +140,7 @@ class Fleet:
 
     def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.index = Index()
+        self.loads = Loads()
         self.workers: dict[str, Worker] = {}
         self.version = 0
         """Rises with every change of who may be chosen and how: what was worked out under one is good until the next.
@@ -211,7 +212,16 @@ class Fleet:
         worker = self.workers.pop(uid, None)
         if worker is not None:
             self._reset(worker)
+            for usage in worker.usage.values():
+                usage.leave()
             self.changed()
+
+    def usage(self, worker: Worker, rank: int) -> Usage:
+        """Return what requests occupy on a rank of a worker of this fleet."""
+        usage = worker.usage.get(rank)
+        if usage is None:
+            usage = worker.usage[rank] = Usage(self.loads)
+        return usage
 
     def published(self, worker: Worker, frame: Published) -> list[follow.Step]:
         """Take a frame of a worker's stream; returns the steps that need I/O (questions to the sidecar)."""
@@ -226,10 +236,8 @@ class Fleet:
             case Heartbeat():
                 return self._heartbeat(worker, frame)
             case Load():
-                usage = worker.usage.setdefault(frame.rank, Usage())
                 worker.loads[frame.rank] = frame
-                # What routers have is counted exactly; only a queue that somebody else made is news.
-                usage.others = max(0.0, frame.waiting - usage.requests - usage.their_requests)
+                self.usage(worker, frame.rank).queue(frame.waiting)
                 return []
             case Sighting():
                 self._metrics.sightings.inc()
@@ -333,7 +341,7 @@ class Fleet:
             self.index.store(slot, keys)
             usage = worker.usage.get(delta.rank)
             if usage is not None and usage.promised:
-                usage.promised.difference_update(keys)
+                usage.stored(keys)
 
     def _indexed(self, worker: Worker, group: int, medium: str) -> bool:
         if medium != INDEXED_MEDIUM:
@@ -357,7 +365,7 @@ class Fleet:
         worker.slots.clear()
         self.version += 1
         for usage in worker.usage.values():
-            usage.promised.clear()  # whatever was to be computed there ended with what was
+            usage.forget()
 
 
 def _told(shared: Shared | None) -> tuple[bool, int] | None:

@@ -16,8 +16,9 @@ A candidate that leaves is *retired*: its bit no longer matches at once, and is 
 (:meth:`Index.sweep`), because wiping a million entries in one go would stall every request in flight.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress, count, islice, repeat
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress, count, islice
 
 Slot = int
 """Number of a candidate's bit."""
@@ -39,7 +40,7 @@ class Index:
         self._sets: dict[int, int] = {}
         self._live = 0
         self._retired = 0
-        self._held: dict[Slot, int] = {}
+        self._held = array("q", (0,))  # by slot; the last entry is that of NOWHERE, which is the last of any array
         self._sweep: Iterator[int] | None = None
         self._sweeping = 0
 
@@ -52,7 +53,8 @@ class Index:
         used = self._live | self._retired
         slot = (~used & (used + 1)).bit_length() - 1  # lowest zero bit
         self._live |= 1 << slot
-        self._held[slot] = 0
+        if slot == len(self._held) - 1:
+            self._held.append(0)
         return slot
 
     def retire(self, slot: Slot) -> None:
@@ -60,7 +62,7 @@ class Index:
         bit = 1 << slot
         if self._live & bit:
             self._live ^= bit
-            del self._held[slot]
+            self._held[slot] = 0
             self._retired |= bit
 
     def store(self, slot: Slot, keys: Iterable[int]) -> None:
@@ -106,9 +108,9 @@ class Index:
         """Number of keys that a candidate holds."""
         return self._held[slot]
 
-    def held_by(self, slots: Iterable[Slot]) -> list[int]:
-        """The same of many; 0 for slots that are not in the index."""
-        return list(map(self._held.get, slots, repeat(0)))
+    def held_by(self, take: Callable[["array[int]"], Sequence[int]]) -> Sequence[int]:
+        """The same of many: what is taken out of the numbers by slot. A slot that is not in the index has 0."""
+        return take(self._held)
 
     def holds(self, slot: Slot, key: int) -> bool:
         """Whether a live candidate holds a key."""
@@ -122,9 +124,10 @@ class Index:
     def match(self, keys: Sequence[int], slots: Iterable[Slot], mask: int | None = None) -> dict[Slot, int]:
         """Return slot -> number of leading blocks of ``keys`` that the candidate holds, for the given live slots.
 
-        ``mask``: :func:`mask_of` the slots, from callers that ask for the same ones again and again.
+        In their order, where all of them are live. Callers that ask for the same ones again and again have them as a
+        dictionary of zeros, and ``mask``: :func:`mask_of` them.
         """
-        asked = dict.fromkeys(slots, 0)
+        asked = slots.copy() if isinstance(slots, dict) else dict.fromkeys(slots, 0)
         wanted = mask_of(asked) if mask is None else mask
         alive = wanted & self._live
         overlap = asked if alive == wanted else dict.fromkeys(bits(alive), 0)

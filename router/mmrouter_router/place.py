@@ -126,7 +126,7 @@ class Placer:
         choice = choose(
             Table.joined(
                 [
-                    group.table(self._fleet, known, len(prepared.ids), prepared.spans, self._visual)
+                    group.table(known, len(prepared.ids), prepared.spans, self._visual)
                     for group, known in zip(groups, keys, strict=True)
                 ]
             ),
@@ -151,7 +151,7 @@ class Placer:
     def begin(self, decision: Decision) -> "Booking":
         """Count a request against the chosen worker until the booking ends."""
         target, winner = decision.target, decision.choice.winner
-        usage = target.worker.usage.setdefault(target.rank, Usage())
+        usage = self._fleet.usage(target.worker, target.rank)
         hit = winner.overlap + winner.coming if winner.scored else 0
         told = partial(self._changed, target.worker, target.rank)
         return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks), told)
@@ -223,7 +223,9 @@ class Placer:
         if not rows:
             found = ", ".join(f"{w.member.name} {s}" for w, s in (*usable, *pending, *others)) or "no worker is known"
             raise NoWorkerError(f"no worker can take the request ({found})")
-        return [Group.of(*shared, group) for shared, group in rows.items()], None if math.isinf(until) else until
+        return [Group.of(self._fleet, *shared, group) for shared, group in rows.items()], None if math.isinf(
+            until
+        ) else until
 
 
 class Booking:
@@ -238,11 +240,7 @@ class Booking:
         """
         self._usage, self._fresh, self._encode, self._active = usage, fresh, encode, active
         self._changed = changed
-        usage.requests += 1
-        usage.unanswered += 1
-        usage.promised.update(fresh)
-        usage.encode += encode
-        usage.active += active
+        usage.begin(fresh, encode, active)
         self._open = self._waits = True
         changed()
 
@@ -250,10 +248,9 @@ class Booking:
         """The first byte came, or another engine has computed the prompt: nothing is left to prefill."""
         if self._waits:
             self._waits = False
-            self._usage.unanswered -= 1
+            self._usage.answered()
         if self._fresh or self._encode:
-            self._usage.promised.difference_update(self._fresh)
-            self._usage.encode -= self._encode
+            self._usage.computed(self._fresh, self._encode)
             self._fresh, self._encode = self._fresh[:0], 0.0
             self._changed()
 
@@ -262,8 +259,5 @@ class Booking:
         if self._open:
             self._open = False
             self.answered()
-            self._usage.requests -= 1
-            self._usage.active -= self._active
-            if not self._usage.requests:
-                self._usage.encode = 0.0  # sums of fractions do not end at 0 by themselves
+            self._usage.end(self._active)
             self._changed()

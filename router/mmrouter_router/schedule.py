@@ -16,11 +16,12 @@ stand in columns (:class:`Table`), and their rows, scores and reasons are worked
 asks for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from operator import attrgetter
-from typing import Final, Literal, Self, overload
+from itertools import repeat
+from operator import add, attrgetter, mul, sub
+from typing import Any, Final, Literal, Self, overload
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -46,6 +47,10 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 WEIGHTS = Weights()
+NOTHING: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0}
+"""Columns that mostly are all the same, and what they are."""
+FEW = 32
+"""Candidates that are quicker looked at one by one than the whole fleet in columns."""
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -67,7 +72,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table(Sequence[Candidate]):
-    """Candidates as columns of equal length, named as in :class:`Candidate`. A row is made when it is looked at."""
+    """Candidates as columns of equal length, named as in :class:`Candidate`. A row is made when it is looked at.
+
+    Those of :data:`NOTHING` may be empty instead: nobody has any.
+    """
 
     id: Sequence[str]
     name: Sequence[str]
@@ -92,7 +100,8 @@ class Table(Sequence[Candidate]):
         """Return tables one after the other."""
         if len(tables) == 1:
             return tables[0]
-        return cls(*[[value for table in tables for value in getattr(table, column.name)] for column in fields(cls)])
+        names = [column.name for column in fields(cls)]
+        return cls(*[[value for table in tables for value in table._full(name)] for name in names])
 
     def __len__(self) -> int:
         return len(self.id)
@@ -104,36 +113,79 @@ class Table(Sequence[Candidate]):
     def __getitem__(self, number: int | slice) -> Candidate | Sequence[Candidate]:
         if isinstance(number, slice):
             return tuple(self)[number]
-        return Candidate(*[getattr(self, name)[number] for name in Candidate.__struct_fields__])
+        columns: list[tuple[str, Sequence[Any]]] = [(name, getattr(self, name)) for name in Candidate.__struct_fields__]
+        values: list[Any] = [column[number] if column else NOTHING[name] for name, column in columns]
+        return Candidate(*values)
 
     def __iter__(self) -> Iterator[Candidate]:
-        columns = [getattr(self, name) for name in Candidate.__struct_fields__]
+        columns = [self._full(name) for name in Candidate.__struct_fields__]
         return (Candidate(*values) for values in zip(*columns, strict=True))
+
+    def _full(self, name: str) -> Sequence[Any]:
+        column: Sequence[Any] = getattr(self, name)
+        return column or (NOTHING[name],) * len(self)
+
+    def cheapest(self, policy: Policy, weight: float, weights: Weights) -> list[int]:
+        """Return the places of all that cost least: of equals there may be several."""
+        if policy == "kv" and (places := self._longest(weight, weights)):
+            return places
+        costs = self.costs(policy, weight, weights)
+        least = min(costs)
+        if costs.count(least) == 1:
+            return [costs.index(least)]
+        return [place for place, cost in enumerate(costs) if cost == least]
+
+    def _longest(self, weight: float, weights: Weights) -> list[int]:
+        """The cheapest of the few with the longest hit, where every shorter one costs more for its length alone.
+
+        Empty where that is not known: loads are never below 0, so this bound is all that the others are asked for.
+        """
+        hits, blocks = self._hits(), self.blocks[0]
+        lengths = sorted(set(hits))
+        if self.encode or len(lengths) == 1 or self.blocks.count(blocks) < len(self):
+            return []
+        longest, next_ = lengths[-1], lengths[-2]
+        count = hits.count(longest)
+        if count > FEW:
+            return []
+        compute, decode = weight * weights.compute, weights.decode
+        costs: dict[int, float] = {}
+        place = -1
+        for _ in range(count):
+            place = hits.index(longest, place + 1)
+            cost = compute * (blocks - longest) + self.prefill[place] + decode * self.active[place]
+            costs[place] = cost + self.waiting[place] if self.waiting else cost
+        least = min(costs.values())
+        if compute * (blocks - next_) <= least:
+            return []
+        return [place for place, cost in costs.items() if cost == least]
 
     def costs(self, policy: Policy, weight: float, weights: Weights) -> list[float]:
         """Return what each candidate costs; 0 where the policy asks for no cost."""
-        loads = zip(self.prefill, self.active, self.waiting, strict=True)
-        if policy == "leastLoaded":
-            return [prefill + active + waiting for prefill, active, waiting in loads]
-        if policy != "kv":
+        if policy not in ("kv", "leastLoaded"):
             return [0.0] * len(self)
-        compute, decode = weight * weights.compute, weights.decode
-        return [
-            compute * missing + prefill + decode * active + waiting
-            for missing, (prefill, active, waiting) in zip(self._missing(), loads, strict=True)
-        ]
+        # Nothing is made in between: each value goes through all of this before the next one does.
+        if policy == "kv":
+            costs = map(add, self._computing(weight * weights.compute), self.prefill)
+            costs = map(add, costs, map(mul, repeat(weights.decode), self.active))
+        else:
+            costs = map(add, self.prefill, self.active)
+        return list(map(add, costs, self.waiting) if self.waiting else costs)
 
-    def _missing(self) -> list[float]:
-        """Blocks that each candidate would have to compute, and what it would have to encode."""
-        hits = self.overlap
-        if any(self.coming):
-            hits = [overlap + coming for overlap, coming in zip(hits, self.coming, strict=True)]
-        if not all(self.scored):
-            hits = [hit if scored else 0 for hit, scored in zip(hits, self.scored, strict=True)]
-        missing: list[float] = [blocks - hit for blocks, hit in zip(self.blocks, hits, strict=True)]
-        if any(self.encode):
-            return [blocks + encode for blocks, encode in zip(missing, self.encode, strict=True)]
-        return missing
+    def _computing(self, compute: float) -> Iterable[float]:
+        """What each candidate would have to compute and to encode costs; hits are few different ones."""
+        hits, blocks = self._hits(), self.blocks[0]
+        if self.encode:
+            return map(mul, repeat(compute), map(add, map(sub, self.blocks, hits), self.encode))
+        if self.blocks.count(blocks) < len(self):
+            return map(mul, repeat(compute), map(sub, self.blocks, hits))
+        costs = {hit: compute * (blocks - hit) for hit in set(hits)}
+        return map(costs.__getitem__, hits)
+
+    def _hits(self) -> Sequence[int]:
+        """Blocks of the prompt that each candidate need not compute."""
+        hits = list(map(add, self.overlap, self.coming)) if self.coming else self.overlap
+        return hits if all(self.scored) else list(map(mul, hits, self.scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +259,9 @@ def choose(
     elif policy == "consistentHash":
         place = _lowest_tie(table, everyone, fingerprint)
     else:
-        costs = table.costs(policy, overlap_weight, weights)
-        least = min(costs)
-        place = costs.index(least)
-        if costs.count(least) > 1:
-            best = [number for number, cost in enumerate(costs) if cost == least]
-            emptiest = min([table.held[number] for number in best])
-            place = _lowest_tie(table, [number for number in best if table.held[number] == emptiest], fingerprint)
+        best = table.cheapest(policy, overlap_weight, weights)
+        emptiest = min([table.held[number] for number in best])
+        place = _lowest_tie(table, [number for number in best if table.held[number] == emptiest], fingerprint)
     return Choice(table[place], place, table, policy, overlap_weight, fingerprint, turn, weights)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mmrouter import feed
 from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.usage import Theirs, Usage
+from mmrouter_router.usage import Theirs
 
 TELL_SECONDS = 0.01
 """Changes of so long are told together."""
@@ -58,7 +58,7 @@ class Sharing:
         """Count what another router has there; our own word comes back, too."""
         if work.router == self._router_id or work.rank not in range(worker.ranks):
             return
-        usage = worker.usage.setdefault(work.rank, Usage())
+        usage = self._fleet.usage(worker, work.rank)
         if work.requests > 0:
             usage.theirs[work.router] = Theirs(work.requests, work.prefill, work.active, self._clock())
         else:

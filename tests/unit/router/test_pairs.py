@@ -28,7 +28,6 @@ from mmrouter_router.prepare import Prepared
 from mmrouter_router.stages import Stages
 from mmrouter_router.tracing import enter
 from mmrouter_router.upstream import Upstream
-from mmrouter_router.usage import Usage
 
 BLOCK, SEED = 16, 1
 IDS = array("Q", range(80))
@@ -220,7 +219,7 @@ async def test_ranks_are_told_to_both_and_the_room_leads_to_the_prefills(make):
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", ranks=2)
     # The first rank of both is busy.
     for worker in rig.fleet:
-        worker.usage.setdefault(0, Usage()).others = 100.0
+        rig.fleet.usage(worker, 0).queue(100.0)
     (await rig.send()).close()
     ((_, one, _), (_, other, _)) = (*prefill.asked, *decode.asked)
     assert int(one[ROOM]) % 2 == 1

@@ -1,6 +1,7 @@
 """Which workers may serve, with their overlap or without (docs/architecture.md), and what a booking counts."""
 
 from array import array
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from mmrouter_router.metrics import Metrics
 from mmrouter_router.place import NoWorkerError, Placer
 from mmrouter_router.prepare import Prepared
 from mmrouter_router.schedule import WEIGHTS
+from mmrouter_router.usage import Loads, Theirs, Usage
 
 BLOCK = 16
 IDS = array("I", range(100))
@@ -516,3 +518,61 @@ def test_a_placer_that_has_seen_everything_decides_as_one_that_sees_the_fleet_fo
     for what, number, value in steps:
         happen(rig, what, workers[number], value)
         assert told(rig.placer) == told(Placer(deployment(), rig.fleet))
+
+
+def columns(rig: Rig):
+    """What a decision sees its candidates have under way, and what their usages say, for each group of them."""
+    for group in rig.placer._groups((), frozenset({"worker"}), None):
+        table = group.table(KEYS, len(IDS), (), 0.0)
+        unanswered = group.loads(rig.fleet.loads.unanswered)
+        waiting = table.waiting or [0.0] * len(table)
+        seen = list(zip(unanswered, table.prefill, table.active, waiting, strict=True))
+        usages = [target.worker.usage[target.rank] for target in group.targets]
+        yield (
+            seen,
+            [
+                (u.unanswered, u.prefill + u.their_prefill, u.active + u.their_active, u.others * len(KEYS))
+                for u in usages
+            ],
+        )
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "answered", "end", "told", "load", "theirs", "leave", "join", "epoch", "ranks"]),
+            st.integers(0, 3),
+            st.integers(0, 6),
+        ),
+        max_size=30,
+    )
+)
+def test_what_a_decision_sees_of_loads_is_what_each_rank_has_after_any_history(steps):
+    rig, bookings = Rig(), []
+    workers = [rig.worker(name) for name in "abcd"]
+    for what, number, value in steps:
+        worker = workers[number]
+        if what == "begin":
+            with suppress(NoWorkerError):
+                bookings.append(rig.placer.begin(rig.placer.place(prepared(ids=IDS[: BLOCK * value + 1]))))
+        elif what in ("answered", "end"):
+            for booking in bookings[:value]:
+                getattr(booking, what)()
+        elif what == "told":
+            announce(rig, worker, KEYS[:value])
+        elif what == "theirs":
+            usage = worker.usage.get(0) or Usage(Loads())
+            usage.theirs["other"] = Theirs(value, value / 2, 3.0 * value, 0.0)
+            usage.add_up()
+        elif what == "join":
+            workers[number] = rig.worker(worker.member.name)
+        elif worker.member.uid in rig.fleet.workers:
+            happen(rig, what, worker, value)
+        with suppress(NoWorkerError):
+            assert all(seen == said for seen, said in columns(rig))
+    # No two ranks share a row, and a row that is nobody's is empty for whoever comes.
+    rows = [usage.row for worker in rig.fleet for usage in worker.usage.values()]
+    assert len(set(rows)) == len(rows)
+    free = set(range(len(rig.fleet.loads.active))) - set(rows)
+    assert not any(rig.fleet.loads.active[row] or rig.fleet.loads.unanswered[row] for row in free)

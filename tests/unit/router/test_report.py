@@ -17,7 +17,6 @@ from mmrouter_router.probes import Probes
 from mmrouter_router.renderer import Renderer
 from mmrouter_router.report import Reporter
 from mmrouter_router.upstream import Upstream
-from mmrouter_router.usage import Usage
 
 
 class Reports(Rig):
@@ -178,7 +177,7 @@ def test_a_report_is_equal_while_only_heartbeats_loads_and_the_clock_move():
     for _ in range(3):
         rig.clock.now += 0.5
         rig.beat(worker)
-        worker.usage.setdefault(0, Usage()).others = rig.clock.now
+        rig.fleet.usage(worker, 0).queue(rig.clock.now)
     assert rig.reporter.report() == before
 
 

@@ -1,11 +1,13 @@
 """The choice is a pure function: explained, deterministic, and right on the field's example."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mmrouter_router.schedule import WEIGHTS, Candidate, Weights, choose
+from mmrouter_router.schedule import WEIGHTS, Candidate, Table, Weights, choose
 
 
 def candidate(name: str, **values) -> Candidate:
@@ -96,6 +98,28 @@ def test_who_hits_more_or_has_less_to_do_is_not_ranked_lower_for_it(rows, data):
     ids = [s.candidate.id for s in pick(rows).scores]
     after = [s.candidate.id for s in pick([*rows[:number], better, *rows[number + 1 :]]).scores]
     assert after.index(row.id) <= ids.index(row.id)
+
+
+@given(CANDIDATES, st.sampled_from(["kv", "leastLoaded"]), st.integers(0, 2**63), st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_winner_is_the_first_of_all_when_each_is_looked_at(rows, policy, fingerprint, weight):
+    bare = [replace(row, encode=0.0, scored=True) for row in rows]
+    idle = [replace(row, prefill=0.0, active=0.0, waiting=0.0) for row in bare]
+    for case in (rows, bare, idle, idle * 40):
+        numbered = [replace(row, id=f"{row.id}{number}") for number, row in enumerate(case)]
+        choice = pick(numbered, policy=policy, fingerprint=fingerprint, overlap_weight=weight)
+        assert choice.winner == choice.scores[0].candidate == numbered[choice.place]
+
+
+@given(CANDIDATES)
+def test_a_column_that_is_empty_is_one_of_zeros(rows):
+    bare = Table.of([replace(row, coming=0, encode=0.0, waiting=0.0) for row in rows])
+    short = dataclasses.replace(bare, coming=(), encode=(), waiting=())
+    assert list(short) == list(bare)
+    assert list(Table.joined([short, Table.of(rows)])) == [*bare, *rows]
+    assert short[len(rows) - 1] == bare[len(rows) - 1]
+    for policy in ("kv", "leastLoaded"):
+        assert short.costs(policy, 1.0, WEIGHTS) == bare.costs(policy, 1.0, WEIGHTS)
+        assert pick(short, policy).winner == pick(bare, policy).winner
 
 
 @given(CANDIDATES)
