@@ -80,9 +80,13 @@ class Front:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.server.should_exit = True
         assert self._task is not None
-        await self._task
+        self._task.cancel()  # how a server ends by itself is for others to see, and takes its time
+        for server in self.server.servers:
+            server.close()
+        for connection in tuple(self.server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(self._task, *self.server.server_state.tasks, return_exceptions=True)
         self.upstream.close()
 
 
