@@ -24,7 +24,7 @@ from mmrouter_router.intake.body import Raw
 
 SHORTEST: Final = 16 * 1024
 """Characters of a URI that is worth it."""
-_HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,')
+_HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,(?!")')
 _OPENS: Final = b'"data:'
 _FEW: Final = 4096
 """Short or odd URIs of a body that is worth it; looking at millions of them would keep everybody else waiting."""
