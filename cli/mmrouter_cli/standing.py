@@ -7,15 +7,13 @@ import httpx
 from rich.console import Console
 
 from mmrouter.api import MMRouterDeployment
+from mmrouter_cli.gate import NOT_PROBED
 from mmrouter_cli.reach import Reach
 
 STEP_SECONDS = 0.1
 SETTLED = frozenset({"verified", "degraded", "refused"})
-PROVABLE = {
-    "vllm": frozenset({"worker", "prefill", "decode", "encoder"}),
-    "sglang": frozenset({"worker", "prefill", "decode"}),
-}
-"""Roles of which every pod comes to a standing; a decode engine of SGLang to one at which nothing is predicted."""
+AWAITED = frozenset({"worker", "prefill", "decode", "encoder"})
+"""Roles of which every pod comes to a standing, or answers where nothing of it can be proved."""
 
 
 class NotReadyError(Exception):
@@ -24,8 +22,7 @@ class NotReadyError(Exception):
 
 async def wait_verified(reach: Reach, deployment: MMRouterDeployment, console: Console, seconds: float) -> None:
     """Print each worker's standing as it comes. Raises :class:`NotReadyError` with what is missing."""
-    provable = PROVABLE[deployment.spec.engine.type]
-    wanted = sum(pool.replicas for pool in deployment.spec.pools if pool.role in provable)
+    wanted = sum(pool.replicas for pool in deployment.spec.pools if pool.role in AWAITED)
     shown: dict[tuple[str, str], str] = {}
     missing = "no frontend answered"
     async with httpx.AsyncClient(timeout=5, headers=reach.authorization) as client:
@@ -37,7 +34,7 @@ async def wait_verified(reach: Reach, deployment: MMRouterDeployment, console: C
                     for control, workers in zip(reach.controls, views, strict=True):
                         for worker in workers:
                             _show(console, shown, control, worker)
-                        done = sum(worker["standing"] in SETTLED for worker in workers)
+                        done = sum(_is_settled(worker) for worker in workers)
                         if done < wanted:
                             settled = False
                             missing = f"{control} sees {done} of {wanted} workers verified"
@@ -46,6 +43,11 @@ async def wait_verified(reach: Reach, deployment: MMRouterDeployment, console: C
                     await asyncio.sleep(STEP_SECONDS)
         except TimeoutError:
             raise NotReadyError(missing) from None
+
+
+def _is_settled(worker: dict[str, Any]) -> bool:
+    """Whether nothing more is to come of it; of an encoder of SGLang, once it answers."""
+    return worker["standing"] in SETTLED or worker.get("cause") == NOT_PROBED
 
 
 async def _view(client: httpx.AsyncClient, control: str) -> list[dict[str, Any]]:
