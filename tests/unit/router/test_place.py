@@ -101,21 +101,25 @@ def test_overlap_is_per_rank():
 
 
 @pytest.mark.parametrize(
-    ("canary", "policy", "seconds", "standing"),
+    ("canary", "policy", "seconds", "standing", "gated"),
     [
-        ("True", "Degrade", 0, "verified"),
-        ("Unknown", "Degrade", 59, "pending"),
-        ("Unknown", "Degrade", 60, "degraded"),
-        ("Unknown", "Refuse", 60, "refused"),
-        ("False", "Degrade", 0, "degraded"),
-        ("False", "Refuse", 0, "refused"),
+        ("True", "Degrade", 0, "verified", "waiting"),
+        ("True", "Degrade", 60, "verified", "verified"),
+        ("True", "Refuse", 59, "verified", "waiting"),
+        ("True", "Refuse", 60, "verified", "verified"),
+        ("Unknown", "Degrade", 59, "pending", "pending"),
+        ("Unknown", "Degrade", 60, "degraded", "degraded"),
+        ("Unknown", "Refuse", 60, "refused", "refused"),
+        ("False", "Degrade", 59, "degraded", "waiting"),
+        ("False", "Degrade", 60, "degraded", "degraded"),
+        ("False", "Refuse", 0, "refused", "refused"),
     ],
 )
-def test_standing_follows_canary_policy_and_time(canary, policy, seconds, standing):
+def test_standing_follows_canary_policy_gates_and_time(canary, policy, seconds, standing, gated):
     rig = Rig(onFailure=policy)
-    worker = rig.worker("a", canary=canary)
+    workers = rig.worker("a", canary=canary), rig.worker("b", canary=canary, admitted=False)
     rig.clock.now += seconds
-    assert rig.placer.standing(worker) == standing
+    assert tuple(map(rig.placer.standing, workers)) == (standing, gated)
 
 
 def test_a_pending_worker_serves_only_where_nobody_else_can_and_never_as_exact():
@@ -126,27 +130,6 @@ def test_a_pending_worker_serves_only_where_nobody_else_can_and_never_as_exact()
     assert (decision.exactness, decision.reasons) == ("affinity", ("unverified:worker",))
     verified = rig.worker("b")
     assert rig.placer.place(prepared()).target.worker is verified
-
-
-@pytest.mark.parametrize(
-    ("canary", "policy", "seconds", "standing"),
-    [
-        ("True", "Degrade", 59, "waiting"),
-        ("True", "Degrade", 60, "verified"),
-        ("True", "Refuse", 59, "waiting"),
-        ("True", "Refuse", 60, "verified"),
-        ("False", "Degrade", 59, "waiting"),
-        ("False", "Degrade", 60, "degraded"),
-        ("False", "Refuse", 59, "refused"),
-        ("Unknown", "Degrade", 59, "pending"),
-        ("Unknown", "Degrade", 60, "degraded"),
-    ],
-)
-def test_closed_gates_count_for_as_long_as_a_proof_is_waited_for(canary, policy, seconds, standing):
-    rig = Rig(onFailure=policy)
-    worker = rig.worker("new", canary=canary, admitted=False)
-    rig.clock.now += seconds
-    assert rig.placer.standing(worker) == standing
 
 
 def test_a_proved_worker_serves_beside_others_only_once_its_gates_are_open():
