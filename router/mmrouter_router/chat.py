@@ -123,8 +123,8 @@ class Chat:
             # connection, and the client sees that the answer is short.
             code = "broken_off"
             log.warning("%s: answer broke off: %s", request_id, error)
-        except Exception:
-            code = "500"  # our bug, which the server tells the client
+        except Exception:  # whatever it is, it is a bug of ours: counted as such, and told by the server
+            code = "500"
             raise
         finally:
             held.release()
