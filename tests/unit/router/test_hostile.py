@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mmrouter_router.client import AsgiClient, ClientGoneError
+from mmrouter_router.direct import Direct
 from mmrouter_router.errors import RequestError
 from mmrouter_router.patience import LONGEST_SECONDS, PATIENCE, Clock, untaken
 from mmrouter_router.serving import Server
-from mmrouter_router.tap import HEAD_LIMIT
+from mmrouter_router.tap import HEAD_LIMIT, Tapped
 
 PORT = 8000
 LIMIT = 80_000
@@ -98,9 +99,25 @@ class Front:
             connection.look(PATIENCE, now)
 
     async def connected(self, count: int) -> None:
-        async with asyncio.timeout(5):
-            while len(self.server.server_state.connections) != count:
-                await asyncio.sleep(0.001)
+        await until(lambda: len(self.server.server_state.connections) == count)
+
+    def connection(self) -> Tapped:
+        """The only one."""
+        (one,) = self.server.server_state.connections
+        return one
+
+    def came(self) -> int:
+        """Bytes of the body that is coming."""
+        one = self.connection()
+        if one._filling is not None:
+            return one._filling.at
+        return one.cycle.size if isinstance(one.cycle, Direct) else one._came
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
@@ -320,7 +337,7 @@ async def test_a_connection_that_brings_no_request_is_closed(begin):
         if begin.endswith(b"POST"):
             await reader.readuntil(b"]\n")
             writer.write(b" ")
-        await asyncio.sleep(0.01)
+        await until(lambda: not begin or front.connection()._around)
         front.look(LATER)
         front.look(LATER + PATIENCE.head_seconds)
         await front.connected(1)
@@ -340,9 +357,8 @@ BODIES = [
 async def test_a_body_that_does_not_come_is_not_waited_for(hot, body):
     async with Front(hot=hot) as front, connected(front) as (reader, writer):
         writer.write(POST + body)
-        while not front.held:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
+        # The way through ASGI always awaits it; the other one's task may not have come to that yet.
+        await until(lambda: front.came() == 5 and getattr(front.connection().cycle, "waiting", front.held))
         front.look(LATER)
         front.look(LATER + PATIENCE.stalled_seconds)
         assert len(front.server.server_state.connections) == 1
@@ -361,7 +377,7 @@ async def test_a_body_that_comes_slowly_and_steadily_is_read_to_its_end(hot):
             front.look(LATER + number)
             writer.write(bytes(step))
             await writer.drain()
-            await asyncio.sleep(0.01)
+            await until(lambda number=number: front.seen or front.came() == step * (number + 1))
         front.look(LATER + PATIENCE.stalled_seconds + 14)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
 
@@ -371,9 +387,7 @@ async def test_the_rest_of_a_refused_body_is_not_waited_for_either():
         writer.write(POST + b"content-length: %d\r\n\r\n" % (LIMIT + 1))
         assert b" 413 " in await reader.readuntil(b"}}")
         writer.write(b"a few bytes")  # which end the time that the server gives idle connections
-        async with asyncio.timeout(5):
-            while next(iter(front.server.server_state.connections)).timeout_keep_alive_task is not None:
-                await asyncio.sleep(0.001)
+        await until(lambda: front.connection().timeout_keep_alive_task is None)
         front.look(LATER)
         front.look(LATER + PATIENCE.head_seconds + 1)
         assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -382,8 +396,7 @@ async def test_the_rest_of_a_refused_body_is_not_waited_for_either():
 async def test_nobody_is_cut_who_waits_for_us():
     async with Front() as front, connected(front) as (reader, writer):
         writer.write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]) + POST)  # and a part of the next one
-        while not front.seen:
-            await asyncio.sleep(0.001)
+        await until(lambda: front.seen)
         for number in range(3):
             front.look(LATER * (1 + number))
         front.go.set()
@@ -454,9 +467,7 @@ async def test_what_is_no_request_does_not_stand_in_the_answer_to_the_one_before
             writer.write(request(LINES[0], [], FRAMED[0]))
             await reader.readuntil(b"one\r\n")
             writer.write(b"no request\r\n\r\n")
-            connection = next(iter(front.server.server_state.connections))
-            while not connection._deaf:
-                await asyncio.sleep(0.001)
+            await until(lambda: front.connection()._deaf)
             front.go.set()
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"0\r\n\r\nHTTP/1.1 400 ")
 
@@ -466,8 +477,7 @@ async def test_an_end_answers_what_is_under_way_and_reads_the_body_that_is_comin
         waits, sends, idle = [await stack.enter_async_context(connected(front)) for _ in range(3)]
         waits[1].write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]))
         sends[1].write(POST + b"content-length: %d\r\n\r\n" % LIMIT + b"z" * 10)
-        while not (front.seen and front.held == LIMIT):
-            await asyncio.sleep(0.001)
+        await until(lambda: front.seen and front.held == LIMIT)
         await front.connected(3)
         front.server.should_exit = True
         assert await asyncio.wait_for(idle[0].read(), 5) == b""
@@ -486,8 +496,7 @@ async def test_a_client_that_resets_its_connection_within_a_body_leaves_nothing_
             front.held, front.left = 0, asyncio.Event()
             async with connected(front) as (_, writer):
                 writer.write(POST + body)
-                while not front.held:
-                    await asyncio.sleep(0.001)
+                await until(lambda: front.held)
                 linger = struct.pack("ii", 1, 0)
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             await asyncio.wait_for(front.left.wait(), 5)
@@ -536,7 +545,7 @@ async def test_a_client_that_takes_nothing_is_cut_and_one_that_takes_a_little_is
         with socket.create_connection((front.ip, PORT)) as made:
             made.sendall(request(LINES[0], [], FRAMED[0]))
             await front.connected(1)
-            connection = next(iter(front.server.server_state.connections))
+            connection = front.connection()
             now, before = LATER, -1
             async with asyncio.timeout(20):
                 while not connection.flow.write_paused or untaken(connection.transport) != before:
@@ -546,9 +555,7 @@ async def test_a_client_that_takes_nothing_is_cut_and_one_that_takes_a_little_is
                 front.look(now)
                 now += PATIENCE.taking_seconds - 1
                 made.recv(262_144)  # not enough for anything to be written
-                async with asyncio.timeout(5):
-                    while untaken(connection.transport) == before:
-                        await asyncio.sleep(0.001)
+                await until(lambda before=before: untaken(connection.transport) != before)
                 before = untaken(connection.transport)
             front.look(now)
             assert not endless.cut.is_set()
