@@ -21,7 +21,8 @@ from mmrouter_router.sentinels import Scope
 from mmrouter_router.usage import Usage
 
 Standing = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
-"""What a worker may be used for: with its overlap, without it, only where nobody else is (twice), or not at all."""
+"""What a worker may be used for: with its overlap, without it, only where nobody else is (``waiting`` for its gates,
+``pending`` its proof), or not at all."""
 
 WORKERS = frozenset({"worker"})
 """The role of engines that serve a request whole; other roles are placed where a chain of engines asks for them."""
@@ -218,14 +219,13 @@ class Placer:
             size = self.block_size(worker)
             if size > 0:
                 group = rows.setdefault((size, worker.scope), [])
-                proved = standing in ("verified", "waiting") and worker.canary == "True"
+                proved = standing != "unsynced" and worker.canary == "True"
                 group += [(Target(worker, rank, size), proved) for rank in range(worker.ranks)]
         if not rows:
             found = ", ".join(f"{w.member.name} {s}" for w, s in (*usable, *pending, *others)) or "no worker is known"
             raise NoWorkerError(f"no worker can take the request ({found})")
-        return [Group.of(self._fleet, *shared, group) for shared, group in rows.items()], None if math.isinf(
-            until
-        ) else until
+        groups = [Group.of(self._fleet, *shared, group) for shared, group in rows.items()]
+        return groups, None if math.isinf(until) else until
 
 
 class Booking:

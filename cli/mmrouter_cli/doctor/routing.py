@@ -145,7 +145,11 @@ def _of_canary(worker: Worker) -> Finding | None:
 
 def _of_gates(name: str) -> Finding:
     seen = f"{name} is proved and serves only where nobody else can: its readiness gates are not open yet"
-    return warning("exactness", seen, f"The operator opens them. See which are closed: kubectl get pod {name} -o wide")
+    return warning(
+        "exactness",
+        seen,
+        f"The operator opens them. Why one is closed is in its conditions: kubectl describe pod {name}",
+    )
 
 
 def _ratios(states: list[State]) -> Iterator[Finding]:
