@@ -82,27 +82,43 @@ class Audit:
         return SUSPICIOUS if self._behind or failures else INTERVAL * random.uniform(0.8, 1.2)
 
     async def once(self) -> None:
-        """Compare every kind once. Raises ``ApiError``; :attr:`trouble` then names the kind."""
+        """Compare every kind once. Raises ``ApiError`` when one cannot be listed; :attr:`trouble` then names the kind.
+
+        The others are compared all the same: what is wrong with one kind may last, and says nothing of them.
+        """
         behind: dict[tuple[str, str], int] = {}
+        failures: list[ApiError] = []
         for kind in self._kinds:
-            # In this order: what was known before the listing and is not in it is gone.
-            known = self._cache.versions(kind)
-            listed: set[str] = set()
-            for namespace in self._namespaces:
-                try:
-                    found = await self._cluster.list(kind, namespace, "" if kind == RESOURCE else MANAGED_BY)
-                except ApiError as error:
-                    self.trouble = f"{kind} cannot be listed in {namespace or 'all namespaces'}: {error}"
-                    raise
-                listed |= {obj["metadata"]["uid"] for obj in found}
-            for uid in known.keys() - listed:
-                for key in self._cache.remove(kind, uid):
-                    log.info("%s was gone unnoticed", kind, extra={"namespace": key[0], "object": key[1]})
-                    self._changed(key)
-            for uid in listed - self._cache.versions(kind).keys():
-                behind[kind, uid] = self._behind.get((kind, uid), 0) + 1
+            try:
+                behind |= await self._compare(kind)
+            except ApiError as error:
+                failures.append(error)
+                # Nothing was learnt of it.
+                behind |= {unseen: times for unseen, times in self._behind.items() if unseen[0] == kind}
         self._behind = behind
+        if failures:
+            self.trouble = str(failures[0])
+            raise failures[0]
         waiting = sorted({kind for kind, _ in behind})
         self.trouble = f"the watches have not shown everything yet: {', '.join(waiting)}" if waiting else ""
         if not behind and not self.filled.is_set():
             self.filled.set()
+
+    async def _compare(self, kind: str) -> dict[tuple[str, str], int]:
+        """Return what the cache should know and does not: how often in a row. Raises ``ApiError``."""
+        # In this order: what was known before the listing and is not in it is gone.
+        known = self._cache.versions(kind)
+        listed: set[str] = set()
+        for namespace in self._namespaces:
+            try:
+                found = await self._cluster.list(kind, namespace, "" if kind == RESOURCE else MANAGED_BY)
+            except ApiError as error:
+                sentence = f"{kind} cannot be listed in {namespace or 'all namespaces'}: {error}"
+                raise ApiError(sentence, status=error.status) from error
+            listed |= {obj["metadata"]["uid"] for obj in found}
+        for uid in known.keys() - listed:
+            for key in self._cache.remove(kind, uid):
+                log.info("%s was gone unnoticed", kind, extra={"namespace": key[0], "object": key[1]})
+                self._changed(key)
+        unseen = listed - self._cache.versions(kind).keys()
+        return {(kind, uid): self._behind.get((kind, uid), 0) + 1 for uid in unseen}

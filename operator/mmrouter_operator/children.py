@@ -71,13 +71,17 @@ class _Applied:
 
 @dataclass(slots=True)
 class Written:
-    """What came of it. ``again_in``: seconds until something that was put off is due."""
+    """What came of it. ``again_in``: seconds until something that was put off is due.
+
+    ``progressed``: something is there now, or as it should be, that was not before, and not because somebody undid it.
+    """
 
     problems: list[Problem]
     repaired: list[Ref]
     created: list[Ref]
     again_in: float | None = None
     failures: list[tuple[Ref, ApiError]] = field(default_factory=list)
+    progressed: bool = False
 
     def lacks(self, kinds: Container[str]) -> bool:
         """Whether a child of one of these kinds could not be written. A contested one is there."""
@@ -196,8 +200,10 @@ class Children:
             done.repairs += 1
             done.repaired_at = now
             log.info("taken back", extra={"namespace": key[0], "object": key[1], "kind": ref.kind, "child": ref.name})
-        elif seen is None:
-            written.created.append(ref)
+        else:
+            written.progressed |= done.content != before
+            if seen is None:
+                written.created.append(ref)
         _tell_contested(ref, done, now, written)
         self._applied[key][place] = done
         self._cache.put(ref.kind, live)

@@ -28,10 +28,13 @@ class Lookup:
         now = boot_time()
         if len(self._known) > 10_000:
             self._known = {ref: known for ref, known in self._known.items() if _fresh(known, now)}
-        asked = [ref for ref, _ in named if not _fresh(self._known.get(ref), now)]
-        for ref, there in zip(asked, await asyncio.gather(*map(self._there, asked)), strict=True):
-            self._known[ref] = (there, now)
+        asked = {ref for ref, _ in named if not _fresh(self._known.get(ref), now)}
+        # Each answer is kept as it comes: one that fails does not have the others asked for again.
+        await asyncio.gather(*(self._look(ref, now) for ref in asked))
         return tuple(Missing(ref.kind, ref.name, path) for ref, path in named if not self._known[ref][0])
+
+    async def _look(self, ref: Ref, now: float) -> None:
+        self._known[ref] = (await self._there(ref), now)
 
     async def _there(self, ref: Ref) -> bool:
         try:

@@ -77,14 +77,14 @@ class KeyQueue:
         self._failures.pop(key, None)
         self.add(key, now, min(again_in if again_in is not None else float("inf"), resync(self._rng)))
 
-    def failed(self, key: Key, now: float, at_least: float = 0.0, *, edited: bool = False) -> float:
+    def failed(self, key: Key, now: float, at_least: float = 0.0, *, anew: bool = False) -> float:
         """A run failed. Returns the seconds until the next; what was added meanwhile waits as long.
 
-        A run that fails changes things before it does, and must not wake itself up by that. ``edited``: what it worked
-        at was changed by somebody else while it ran, so its failures say nothing of the next run.
+        A run that fails changes things before it does, and must not wake itself up by that. ``anew``: the next run has
+        something else before it, so the failures until now say nothing of it.
         """
         self._end(key)
-        self._failures[key] = 1 if edited else self._failures.get(key, 0) + 1
+        self._failures[key] = 1 if anew else self._failures.get(key, 0) + 1
         delay = max(at_least, backoff(self._failures[key], self._rng))
         self._due.pop(key, None)
         self.add(key, now, delay)
@@ -151,11 +151,16 @@ class Gone(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class Retry(Exception):  # noqa: N818 - an outcome, not an error
-    """The run failed in a way that is expected and already told; ``after`` is the least pause, in seconds."""
+    """The run failed in a way that is expected and already told; ``after`` is the least pause, in seconds.
 
-    def __init__(self, message: str, after: float = 0.0) -> None:
+    ``anew``: the failures until now say nothing of the next run, because this one did a part of the work for good.
+    Where one call of ten fails, pauses that double would let no deployment of twenty objects become complete.
+    """
+
+    def __init__(self, message: str, after: float = 0.0, *, anew: bool = False) -> None:
         super().__init__(message)
         self.after = after
+        self.anew = anew
 
 
 class Hooks(Protocol):
@@ -250,7 +255,7 @@ class Workers:
     async def _one(self, key: Key, waited: float) -> None:
         self._hooks.started(waited)
         started = _now()
-        result, again_in, pause = "error", None, 0.0
+        result, again_in, pause, anew = "error", None, 0.0, False
         version = self._version(key)
         try:
             async with asyncio.timeout(self._deadline):
@@ -259,7 +264,7 @@ class Workers:
         except Gone:
             result = "gone"
         except Retry as retry:
-            result, pause = "retry", retry.after
+            result, pause, anew = "retry", retry.after, retry.anew
             log.warning("will be tried again: %s", retry, extra={"namespace": key[0], "object": key[1]})
         except TimeoutError:
             result = "timeout"
@@ -275,7 +280,8 @@ class Workers:
         elif result == "gone":
             self._queue.gone(key)
         else:
-            self._queue.failed(key, _now(), pause, edited=self._version(key) != version)
+            edited = self._version(key) != version
+            self._queue.failed(key, _now(), pause, anew=anew or edited)
         self._hooks.finished(result, _now() - started)
 
 

@@ -70,12 +70,10 @@ class Reconciler:
         try:
             return await self._reconcile(key, resource)
         except Deposed as error:
-            raise Retry(str(error)) from error
-        except NotFound as error:
-            # The resource or its namespace went away under our hands; the watch tells.
-            raise Retry(f"not there any more: {error}") from error
+            # Nothing was wrong with the deployment.
+            raise Retry(str(error), anew=True) from error
         except ApiError as error:
-            raise Retry(f"{type(error).__name__}: {error}", error.retry_after or 0.0) from error
+            raise _retry(error) from error
 
     def retire(self) -> None:
         """Another replica leads: follow nobody, show no conditions."""
@@ -93,7 +91,7 @@ class Reconciler:
             return await self._invalid(key, resource, error)
         try:
             return await self._valid(key, resource, dep)
-        except (ApiError, Deposed):
+        except (ApiError, Deposed, Retry):
             raise
         except Exception as error:
             # Tried again all the same: what it failed at may be among the pods. The queue logs the traceback.
@@ -139,8 +137,14 @@ class Reconciler:
         return await self._statuses.write(key, resource, error, snapshot, None, Written([], [], []))
 
     async def _valid(self, key: Key, resource: Object, dep: MMRouterDeployment) -> float | None:
-        missing = await self._lookup.missing(references(dep))
         written = Written([], [], [])
+        try:
+            return await self._carry_out(key, resource, dep, written)
+        except ApiError as error:
+            raise _retry(error, anew=written.progressed) from error
+
+    async def _carry_out(self, key: Key, resource: Object, dep: MMRouterDeployment, written: Written) -> float | None:
+        missing = await self._lookup.missing(references(dep))
         secrets = await self._secrets(key, dep, written)
         self._follow(key, dep, secrets)
         snapshot = self._snapshot(key, resource, secrets, missing)
@@ -190,6 +194,7 @@ class Reconciler:
         written.problems += did.problems
         written.repaired += did.repaired
         written.created += did.created
+        written.progressed |= did.progressed
         if did.again_in is not None:
             written.later(did.again_in)
         written.failures += did.failures
@@ -310,3 +315,9 @@ class Reconciler:
         self._metrics.ignored(key, ())
         self._children.forget(key)
         self._statuses.forget(key)
+
+
+def _retry(error: ApiError, *, anew: bool = False) -> Retry:
+    # What is not there: the resource or its namespace went away under our hands, and the watch tells.
+    said = "not there any more" if isinstance(error, NotFound) else type(error).__name__
+    return Retry(f"{said}: {error}", error.retry_after or 0.0, anew=anew)

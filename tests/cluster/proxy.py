@@ -124,11 +124,15 @@ class Proxy:
         response = web.StreamResponse(status=answer.status, headers=headers)
         watch = "watch" in request.query
         await response.prepare(request)
+        rest = b""
         with suppress(ConnectionResetError):
             try:
                 async with asyncio.timeout(self.watch_seconds if watch else None):
                     async for chunk in answer.content.iter_any():
-                        await response.write(chunk)
+                        # Whole lines only: no server tells that a watch expired in the middle of an event.
+                        lines, end, rest = (rest + chunk).rpartition(b"\n") if watch else (b"", chunk, b"")
+                        await response.write(lines + end)
+                    await response.write(rest)
             except TimeoutError:
                 self.expired += 1
                 gone = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "code": 410}

@@ -8,7 +8,7 @@ from unit.operator.table import KEY, OWNER, Table, manifest
 
 from mmrouter_operator import audit as audit_module
 from mmrouter_operator import children as module
-from mmrouter_operator.apply import Refused, Unavailable
+from mmrouter_operator.apply import ApiError, Refused, Unavailable
 from mmrouter_operator.audit import TOLERATED, Audit
 from mmrouter_operator.cache import Cache
 from mmrouter_operator.children import Children, Written
@@ -247,6 +247,28 @@ async def test_what_went_away_unnoticed_is_found(table: Table, cache: Cache) -> 
     await audit.once()
     assert woken == [KEY]
     assert cache.children(KEY) == {}
+
+
+async def test_kinds_that_cannot_be_listed_keep_nobody_from_finding_what_went_away_of_the_others(
+    table: Table, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table.edit(SERVICE)
+    woken: list[Key] = []
+    cluster: Any = table
+    audit = Audit(cluster, cache, ["Role", "Service", "Pod"], [""], woken.append)
+    await audit.once()
+    listing = table.list
+
+    async def broken(kind: str, namespace: str, selector: str) -> list[Any]:
+        if kind != "Service":
+            raise Unavailable(f"no {kind} today", status=500)
+        return await listing(kind, namespace, selector)
+
+    monkeypatch.setattr(table, "list", broken)
+    table.objects.clear()
+    with pytest.raises(ApiError, match="Role cannot be listed in all namespaces: no Role today"):
+        await audit.once()
+    assert woken == [KEY]
 
 
 async def test_a_kind_that_may_not_be_listed_is_named_and_told_once_with_growing_pauses(

@@ -86,9 +86,9 @@ def test_an_edit_during_a_run_that_fails_does_not_wait_for_the_backoff_of_what_i
     q.add(A, 0.0)
     q.pop(0.0)
     q.add(A, 0.5)
-    assert q.failed(A, 1.0, edited=True) <= 2 * FIRST_BACKOFF
+    assert q.failed(A, 1.0, anew=True) <= 2 * FIRST_BACKOFF
     q.pop(2.0)
-    assert q.failed(A, 2.0, at_least=9.0, edited=True) >= 9.0, "a server that asks for a pause gets it all the same"
+    assert q.failed(A, 2.0, at_least=9.0, anew=True) >= 9.0, "a server that asks for a pause gets it all the same"
 
 
 def test_what_is_added_after_a_failure_runs_at_once() -> None:
@@ -317,6 +317,27 @@ async def test_a_resource_that_is_edited_while_its_run_fails_is_tried_again_at_o
     async with asyncio.timeout(30.0):
         await done.wait()
     task.cancel()
+
+
+async def test_runs_that_fail_and_get_further_each_time_do_not_wait_ever_longer() -> None:
+    left = 12
+    done = asyncio.Event()
+
+    async def work(_: Key) -> None:
+        nonlocal left
+        left -= 1
+        if left:
+            raise Retry("one call failed", anew=True)
+        done.set()
+
+    workers = Workers(work, Seen())
+    workers.add(A)
+    task = asyncio.create_task(workers.run())
+    # With pauses that double, the last of them alone would last minutes.
+    async with asyncio.timeout(30.0):
+        await done.wait()
+    task.cancel()
+    assert workers.failures(A) == 0
 
 
 async def test_a_run_may_ask_to_be_called_again() -> None:

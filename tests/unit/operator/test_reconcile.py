@@ -239,6 +239,28 @@ def pod(name: str, **status: Any) -> Object:
     }
 
 
+async def test_a_run_that_fails_begins_the_pauses_anew_exactly_when_it_got_further(team: Team) -> None:
+    team.want()
+    team.table.fail["vl-frontend"] = Unavailable("down")
+    with pytest.raises(Retry) as first:
+        await team.run()
+    assert first.value.anew, "children that come before the frontend's Service are there now"
+    with pytest.raises(Retry) as second:
+        await team.run()
+    assert not second.value.anew
+    service = Ref("v1", "Service", "team", "vl")
+    team.cache.remove("Service", team.table.objects.pop(service)["metadata"]["uid"])
+    with pytest.raises(Retry) as third:
+        await team.run()
+    assert service in team.table.objects, "what somebody deleted is back"
+    assert not third.value.anew, "two who undo each other's work get nowhere"
+    team.table.fail.clear()
+    team.table.fail["vl-worker"] = Unavailable("down")
+    with pytest.raises(Retry) as fourth:
+        await team.run()
+    assert fourth.value.anew
+
+
 async def test_a_restarted_engine_with_open_gates_is_looked_at_when_its_time_to_be_proved_is_over(team: Team) -> None:
     team.want(verification={"timeoutSeconds": 30})
     await team.run()
