@@ -11,12 +11,16 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 
+from mmrouter_router.listener import Listener
 from mmrouter_router.patience import PATIENCE, Clock
 from mmrouter_router.tap import Tapped
 
@@ -96,6 +100,17 @@ class Server(uvicorn.Server):
         """Leave the signals alone."""
         yield
 
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen, by a listener of our own."""
+        await super().startup(sockets=[])
+        made = partial(Tapped, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        try:
+            listener = Listener(made, self.config.host, self.config.port, self.config.backlog)
+        except OSError as error:
+            log.error("cannot listen on %s, port %d: %s", self.config.host, self.config.port, error)
+            sys.exit(STARTUP_FAILURE)
+        self.servers = [listener]  # type: ignore[list-item] # what uvicorn asks of a server it has
+
     async def on_tick(self, counter: int) -> bool:
         """See whether a client keeps us waiting for too long. Returns whether the server should end."""
         if counter % LOOK_TICKS == 0:
@@ -109,6 +124,7 @@ class Server(uvicorn.Server):
         """Stop listening, let idle connections bring what is on its way, then drain as uvicorn does."""
         for server in self.servers:
             server.close()
+            await server.wait_closed()
         for _ in range(round(self.linger / STEP_SECONDS)):
             if not self.server_state.connections:
                 break
