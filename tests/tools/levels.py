@@ -4,8 +4,8 @@
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
 of a level run two or three at a time where there is memory for it; each one's output is shown when it ends. What the
-others need runs before them, and what is timed after them. The end is a table of the levels, with the reason of
-everything that was not run, and one line ``N passed, N failed, N skipped`` over all of them.
+others need runs before them, and what is timed after them. The end is what failed once more, shortened, then a table of
+the levels, with the reason of everything that was not run, and one line ``N passed, N failed, N skipped`` over all.
 
 A level was not run when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
 engine (``making.py`` says which tests do). Exit status 1 when anything failed; 3 when the one level that was asked for
@@ -22,20 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Literal
-from xml.etree import ElementTree
 
 import psutil
+from outcomes import Outcome, add_report, summary, told_again
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 NO_TESTS = 5  # pytest's exit status
-NEEDS = "needs"  # making.py
 NOT_RUN = 3
 RUNNING: set["subprocess.Popen[bytes]"] = set()
 
@@ -67,41 +65,6 @@ class Level:
     limit_s: float  # for each step: a hang is a failure that names the step
     lanes: int = 1  # with one lane the output is shown as it comes
     lane_gb: float = 0.0  # memory that a lane needs: where there is less, the steps run one after the other
-
-
-@dataclass
-class Outcome:
-    """What one level came to. ``failures`` names failed commands and tests, ``skips`` counts tests per reason.
-
-    ``needing`` counts the tests that need what the level is about, ``served`` those of them that passed.
-    """
-
-    passed: int = 0
-    failed: int = 0
-    needing: int = 0
-    served: int = 0
-    seconds: float = 0.0
-    failures: list[str] = field(default_factory=list)
-    skips: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: "Outcome") -> None:
-        self.passed += other.passed
-        self.failed += other.failed
-        self.needing += other.needing
-        self.served += other.served
-        self.failures += other.failures
-        self.skips += other.skips
-
-    @property
-    def skipped(self) -> int:
-        return self.skips.total()
-
-    @property
-    def verdict(self) -> str:
-        if self.failed:
-            return "failed"
-        counts = self.served if self.needing else self.passed
-        return "passed" if counts or not self.skipped else "not run"
 
 
 def program(name: str, *arguments: str) -> Step:
@@ -294,21 +257,6 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
     return outcome
 
 
-def add_report(report: Path, outcome: Outcome) -> None:
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        skip = case.find("skipped")
-        needing = case.find(f"properties/property[@name='{NEEDS}']") is not None
-        outcome.needing += needing
-        if case.find("failure") is not None or case.find("error") is not None:
-            outcome.failed += 1
-            outcome.failures.append(f"{case.get('classname')}.{case.get('name')}")
-        elif skip is not None:
-            outcome.skips[skip.get("message", "").removeprefix("Skipped: ") or "no reason given"] += 1
-        else:
-            outcome.passed += 1
-            outcome.served += needing
-
-
 def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str]) -> int:
     """Return the exit status of a command; its whole process group is ended when it outlives the limit."""
     stderr = None if out is None else subprocess.STDOUT
@@ -345,21 +293,6 @@ def ended(status: int) -> str:
     return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-def summary(outcomes: dict[str, Outcome]) -> str:
-    row = "{:<12} {:<8} {:>7} {:>7} {:>8} {:>8}"
-    lines = [row.format("level", "result", "passed", "failed", "skipped", "seconds")]
-    for name, outcome in outcomes.items():
-        counts = (outcome.passed, outcome.failed, outcome.skipped)
-        lines.append(row.format(name, outcome.verdict, *counts, f"{outcome.seconds:.1f}"))
-        lines += [f"    failed: {text}" for text in outcome.failures]
-        for reason, count in sorted(outcome.skips.items()):
-            text = reason if reason.startswith("not run: ") else f"not run: {reason}"
-            lines.append(f"    {text} ({count} test{'s' if count > 1 else ''})")
-    every = outcomes.values()
-    totals = (sum(o.passed for o in every), sum(o.failed for o in every), sum(o.skipped for o in every))
-    return "\n".join([*lines, "", "{} passed, {} failed, {} skipped".format(*totals)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run test levels and say what ran.")
     parser.add_argument("levels", nargs="+", choices=list(LEVELS))
@@ -374,6 +307,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", flush=True)
         return 130
+    if again := told_again(outcomes):
+        print(f"\n{again}", flush=True)
     print(f"\n{summary(outcomes)}", flush=True)
     return exit_status(outcomes)
 

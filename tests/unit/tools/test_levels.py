@@ -8,8 +8,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from outcomes import TOLD_LINES, Outcome, summary, told_again
 from tools import levels
-from tools.levels import Level, Outcome, Step, run_level, summary
+from tools.levels import Level, Step, run_level
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,18 @@ def test_tests_are_counted_by_what_they_came_to(tmp_path: Path) -> None:
     assert (outcome.passed, outcome.failed, outcome.skips) == (1, 2, Counter({"not run: no engine": 1}))
     assert [text.rpartition(".")[2] for text in outcome.failures] == ["test_bad", "test_broken"]
     assert outcome.verdict == "failed"
+
+
+def test_what_failed_is_told_once_more_by_its_last_lines(tmp_path: Path) -> None:
+    body = "    1 + 1\n" * 3 * TOLD_LINES
+    code = f"def test_long():\n{body}    assert 'this' == 'that'\ndef test_good(): pass\n"
+    outcome = run_level(Level((over(tmp_path / "long", code),), limit_s=60), tmp_path)
+    lines = told_again({"check": outcome, "local": Outcome(passed=1)}).splitlines()
+    assert lines[0].endswith(".test_long")
+    assert lines[1].endswith("lines more above")
+    assert len(lines) == 2 + TOLD_LINES
+    assert any("'this' == 'that'" in line for line in lines)
+    assert told_again({"local": Outcome(passed=1)}) == ""
 
 
 def test_a_level_of_skips_only_did_not_run(tmp_path: Path) -> None:
@@ -192,8 +205,8 @@ def test_a_cancelled_run_ends_what_it_started(tmp_path: Path) -> None:
     )
     mark = tmp_path / "mark"
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(levels.__file__).parents[1])!r})\n"
-        "from tools import levels\n"
+        f"import sys; sys.path.insert(0, {str(Path(levels.__file__).parent)!r})\n"
+        "import levels\n"
         f"step = levels.Step('hang', (sys.executable, '-c', {child!r}, {str(mark)!r}))\n"
         "levels.LEVELS = {'check': levels.Level((step,), limit_s=60)}\n"
         "sys.argv = ['levels', 'check']\nsys.exit(levels.main())\n"

@@ -1,0 +1,92 @@
+"""What came of the test levels, and how it is told."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+NEEDS = "needs"  # making.py
+TOLD_LINES = 40
+"""Lines of a failed test's report, its last ones, that are shown once more at the end."""
+
+
+@dataclass
+class Outcome:
+    """What one level came to. ``failures`` names failed commands and tests, ``skips`` counts tests per reason.
+
+    ``reports``: of failed tests, what pytest said of each.
+
+    ``needing`` counts the tests that need what the level is about, ``served`` those of them that passed.
+    """
+
+    passed: int = 0
+    failed: int = 0
+    needing: int = 0
+    served: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    reports: dict[str, str] = field(default_factory=dict)
+    skips: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Outcome") -> None:
+        self.passed += other.passed
+        self.failed += other.failed
+        self.needing += other.needing
+        self.served += other.served
+        self.failures += other.failures
+        self.reports |= other.reports
+        self.skips += other.skips
+
+    @property
+    def skipped(self) -> int:
+        return self.skips.total()
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return "failed"
+        counts = self.served if self.needing else self.passed
+        return "passed" if counts or not self.skipped else "not run"
+
+
+def add_report(report: Path, outcome: Outcome) -> None:
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        skip = case.find("skipped")
+        needing = case.find(f"properties/property[@name='{NEEDS}']") is not None
+        outcome.needing += needing
+        failure = next((found for tag in ("failure", "error") if (found := case.find(tag)) is not None), None)
+        if failure is not None:
+            name = f"{case.get('classname')}.{case.get('name')}"
+            outcome.failed += 1
+            outcome.failures.append(name)
+            outcome.reports[name] = (failure.text or failure.get("message") or "").strip()
+        elif skip is not None:
+            outcome.skips[skip.get("message", "").removeprefix("Skipped: ") or "no reason given"] += 1
+        else:
+            outcome.passed += 1
+            outcome.served += needing
+
+
+def told_again(outcomes: dict[str, Outcome]) -> str:
+    """Return what pytest said of each failed test: of an hour's output, nobody finds it far above."""
+    parts = []
+    for name, report in ((n, r) for outcome in outcomes.values() for n, r in outcome.reports.items()):
+        lines = report.splitlines()
+        left_out = [f"... {len(lines) - TOLD_LINES} lines more above"] if len(lines) > TOLD_LINES else []
+        parts.append("\n".join([f"== failed: {name}", *left_out, *lines[-TOLD_LINES:]]))
+    return "\n\n".join(parts)
+
+
+def summary(outcomes: dict[str, Outcome]) -> str:
+    row = "{:<12} {:<8} {:>7} {:>7} {:>8} {:>8}"
+    lines = [row.format("level", "result", "passed", "failed", "skipped", "seconds")]
+    for name, outcome in outcomes.items():
+        counts = (outcome.passed, outcome.failed, outcome.skipped)
+        lines.append(row.format(name, outcome.verdict, *counts, f"{outcome.seconds:.1f}"))
+        lines += [f"    failed: {text}" for text in outcome.failures]
+        for reason, count in sorted(outcome.skips.items()):
+            text = reason if reason.startswith("not run: ") else f"not run: {reason}"
+            lines.append(f"    {text} ({count} test{'s' if count > 1 else ''})")
+    every = outcomes.values()
+    totals = (sum(o.passed for o in every), sum(o.failed for o in every), sum(o.skipped for o in every))
+    return "\n".join([*lines, "", "{} passed, {} failed, {} skipped".format(*totals)])
