@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 PUBLISHED_AFTER = 4
 """Reconciles in a row, a few seconds by their pauses, that wait for the schema of a definition which has just come."""
+GATES_AGAIN = 1.0
+"""Seconds until a pod that did not take its gates is looked at again; one that is gone is not there then."""
 TOLD_AFTER = 3
 """Reconciles in a row with the same failing child after which the status says so."""
 
@@ -289,8 +291,10 @@ class Reconciler:
             if any(pod.gates.get(gate, False) != value for gate, (value, _, _) in wanted.items()):
                 try:
                     await self._cluster.apply_gates(pod, wanted)
-                except (NotFound, Conflict):
-                    log.info("the pod is gone", extra={"namespace": pod.namespace, "child": pod.name})
+                except (NotFound, Conflict) as error:
+                    log.info("gates not set: %s", error, extra={"namespace": pod.namespace, "child": pod.name})
+                    # Another pod of its name, or one that others write all the time: no news may come of the second.
+                    written.later(GATES_AGAIN)
         self._wait_for_verification(dep, snapshot, written)
 
     def _wait_for_verification(self, dep: MMRouterDeployment, snapshot: Snapshot, written: Written) -> None:

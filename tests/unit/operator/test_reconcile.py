@@ -13,13 +13,13 @@ from unit.operator.table import Table
 from mmrouter.api.crd import definition
 from mmrouter_operator import reconcile as module
 from mmrouter_operator import statuses
-from mmrouter_operator.apply import Object, Refused, Unavailable
+from mmrouter_operator.apply import Conflict, Object, Refused, Unavailable
 from mmrouter_operator.cache import Cache
 from mmrouter_operator.config import OperatorConfig
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.observe import Key
+from mmrouter_operator.observe import ROUTABLE, VERIFIED, Key
 from mmrouter_operator.queue import Retry
-from mmrouter_operator.reconcile import Reconciler
+from mmrouter_operator.reconcile import GATES_AGAIN, Reconciler
 from mmrouter_operator.ref import MANAGED_BY, RESOURCE, Ref
 from mmrouter_operator.streams import Streams
 
@@ -224,7 +224,7 @@ async def test_renderings_do_not_pile_up_while_a_child_is_refused(team: Team) ->
 def pod(name: str, **status: Any) -> Object:
     labels = {"mmrouter.io/deployment": "vl", "mmrouter.io/pool": "worker", "mmrouter.io/role": "worker"}
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    gates = ("mmrouter.io/routable", "mmrouter.io/exact-routing-verified")
+    gates = (ROUTABLE, VERIFIED)
     conditions = [
         {"type": "ContainersReady", "status": "True", "lastTransitionTime": since},
         {"type": "Ready", "status": "True", "lastTransitionTime": since},
@@ -268,6 +268,25 @@ async def test_a_restarted_engine_with_open_gates_is_looked_at_when_its_time_to_
     again = await team.reconciler.reconcile(KEY)
     assert again is not None
     assert again <= 31.0
+
+
+async def test_a_pod_that_did_not_take_its_gates_is_looked_at_again_soon(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def busy(*_: Any) -> None:
+        raise Conflict("the object has been modified")
+
+    monkeypatch.setattr(team.table, "apply_gates", busy, raising=False)
+    team.want(verification={"onFailure": "Degrade"})
+    await team.run()
+    late = pod("vl-worker-1")
+    for condition in late["status"]["conditions"]:
+        ours = condition["type"].startswith("mmrouter.io/")
+        condition |= {"lastTransitionTime": "2026-01-01T00:00:00Z", "status": "False" if ours else "True"}
+    team.table.edit(late)
+    again = await team.reconciler.reconcile(KEY)
+    assert again is not None
+    assert again <= GATES_AGAIN
 
 
 def newer(team: Team, **fields: Any) -> None:
