@@ -11,6 +11,7 @@ import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mmrouter import __version__
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
@@ -79,8 +80,11 @@ def up(
     )
     try:
         shown = asyncio.run(run)
-    except (LocalError, foreground.NotReadyError, foreground.DemoError) as error:
-        console.print(f"[red]mmrouter:[/red] {error}", highlight=False)
+    except LocalError as error:
+        leave(str(error))
+    except (foreground.NotReadyError, foreground.DemoError) as error:
+        # Whole, for the terminal to wrap: names and paths are copied from here.
+        console.print(Text.assemble(("mmrouter:", "red"), f" {error}"), soft_wrap=True, highlight=False)
         raise typer.Exit(FAILED) from error
     except SpecError as error:
         _refuse(file, error)
@@ -109,7 +113,7 @@ def crd(
     try:
         current = definition.is_current(check)
     except OSError as error:
-        leave(str(error))
+        leave(f"cannot read {check}: {error.strerror}")
     if not current:
         typer.echo(f"mmrouter: {check} differs from the models: write it with `mmrouter crd > {check}`", err=True)
         raise typer.Exit(FAILED)
@@ -175,7 +179,7 @@ def verify(
     else:
         table = Table(title=f"gate of {url}")
         for heading in ("check", "result", "seen"):
-            table.add_column(heading)
+            table.add_column(heading, overflow="fold")
         for check in checks:
             table.add_row(check.name, "[green]PASS" if check.passed else "[red]FAIL", check.message.replace("[", "\\["))
         console = Console()
@@ -216,8 +220,10 @@ def explain(
                 answer = client.post(f"{base}/control/explain", content=dry_run.read_bytes(), headers=headers)
             else:
                 answer = client.get(f"{base}/control/decisions/{request_id}", params={"parity": parity})
-        except (OSError, httpx.HTTPError) as error:
-            leave(str(error))
+        except OSError as error:
+            leave(f"cannot read {dry_run}: {error.strerror}")
+        except httpx.HTTPError as error:
+            leave(f"{base} does not answer: {error}")
     if answer.status_code != 200:
         leave(explained.error_text(answer))
     if as_json:

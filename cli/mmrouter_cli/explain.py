@@ -55,7 +55,7 @@ def _chain(console: Console, trace: dict[str, Any]) -> None:
         console.print(f"served without: {', '.join(trace['degraded'])}", highlight=False, markup=False)
     table = Table(title=f"stages, of the form {trace['form']}")
     for heading in ("stage", "outcome", "engines", "ms", "of it"):
-        table.add_column(heading, justify="right" if heading == "ms" else "left")
+        table.add_column(heading, justify="right" if heading == "ms" else "left", overflow="fold")
     for note in trace["chain"]:
         part = ""
         if "images" in note:
@@ -96,7 +96,7 @@ def _sides(title: str, place: dict[str, Any], other: str) -> Table:
     """One place of a prompt as we predicted it and as the other side has it."""
     table = Table(title=title)
     for heading in ("", "predicted", other):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     sides = (place["predicted"], place[other])
     table.add_row("text", *(Text(side["text"]) for side in sides))
     table.add_row("tokens", *(Text(" ".join(map(str, side["tokens"]))) for side in sides))
@@ -113,16 +113,23 @@ def error_text(answer: httpx.Response) -> str:
         return f"the control API answered {answer.status_code}: {answer.text[:300]}"
     error = body.get("error")
     if isinstance(error, dict):
-        return f"{error.get('message')} (param {error.get('param')})"
+        param = error.get("param")
+        return f"{param}: {error.get('message')}" if param else str(error.get("message"))
     return f"{answer.status_code}: {body.get('detail', body)}"
 
 
 def _candidates(trace: dict[str, Any]) -> Table:
-    terms = sorted({term for candidate in trace["candidates"] for term in candidate["terms"]})
-    table = Table(title="candidates, best first")
-    for heading in ("worker", "overlap", "in cache", *terms, "cost"):
-        table.add_column(heading, justify="left" if heading == "worker" else "right")
-    for candidate in trace["candidates"]:
+    """Every candidate's score. A term that is 0 for all is named below instead: a terminal has 80 columns."""
+    candidates = trace["candidates"]
+    every = sorted({term for candidate in candidates for term in candidate["terms"]})
+    terms = [term for term in every if any(candidate["terms"].get(term) for candidate in candidates)]
+    left_out = [term for term in every if term not in terms]
+    caption = Text(f"0 for all: {', '.join(left_out)}") if left_out else None
+    table = Table(title="candidates, best first", caption=caption, caption_justify="left")
+    table.add_column("worker", overflow="fold")
+    for heading in ("overlap", "in cache", *terms, "cost"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for candidate in candidates:
         name = candidate["worker"] if candidate["scored"] else f"{candidate['worker']} (not verified)"
         values = [f"{candidate['terms'].get(term, 0):g}" for term in terms]
         overlap = str(candidate["overlap"]) if trace.get("predicted", "before") == "before" else "-"
@@ -133,7 +140,7 @@ def _candidates(trace: dict[str, Any]) -> Table:
 def _images(trace: dict[str, Any]) -> Table:
     table = Table(title=f"images, named by {trace['identity']['provider']} ({trace['identity']['why']})")
     for heading in ("part", "size", "tokens", "first token", "identity"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for image in trace["images"]:
         size = f"{image['width']}x{image['height']}"
         identity = image["identity"][:19] + "..."
@@ -145,7 +152,7 @@ def _travelled(trace: dict[str, Any]) -> Table:
     """By which way each image reached each engine, and why not by another."""
     table = Table(title="how images travelled")
     for heading in ("identity", "to", "how", "bytes", "ms", "instead of"):
-        table.add_column(heading, justify="right" if heading in ("bytes", "ms") else "left")
+        table.add_column(heading, justify="right" if heading in ("bytes", "ms") else "left", overflow="fold")
     for one in trace["travelled"]:
         others = ", ".join(f"{other['how']} ({other['reason']})" for other in one["instead_of"])
         shown = (one["identity"][:19] + "...", one["engine"], one["how"], str(one["bytes"]))
@@ -157,7 +164,7 @@ def _blocks(trace: dict[str, Any]) -> Table:
     """Runs of blocks with the same holders; a long prompt stays a short table."""
     table = Table(title="blocks and who holds them now")
     for heading in ("blocks", "first key", "held by", "images"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     size = trace["block_size"]
     rows = list(enumerate(zip(trace["keys"], trace["holders_now"], strict=True)))
     for holders, group in groupby(rows, key=lambda row: row[1][1]):

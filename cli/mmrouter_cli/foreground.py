@@ -12,6 +12,7 @@ from mmrouter.api import MMRouterDeployment
 from mmrouter_cli import demo as tour
 from mmrouter_cli import local
 from mmrouter_cli.demo import DemoError, Shown
+from mmrouter_cli.local.pod import VainError
 from mmrouter_cli.reach import Reach
 from mmrouter_cli.standing import NotReadyError, wait_verified
 
@@ -63,7 +64,7 @@ async def _work(
     """Wait until every worker is verified on every frontend; then the demo, where asked."""
     try:
         await cluster.wait_ready(wait_seconds)
-    except TimeoutError as error:
+    except (TimeoutError, VainError) as error:
         raise NotReadyError(str(error)) from error
     reach = Reach(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
     await wait_verified(reach, deployment, console, wait_seconds)

@@ -10,7 +10,7 @@ from kubernetes.aio import config
 
 from mmrouter_cli.states import Unread
 from mmrouter_operator.apply import ApiError, KubernetesCluster
-from mmrouter_operator.connect import ConnectError, load, own_namespace
+from mmrouter_operator.connect import NO_KUBECONFIG, ConnectError, load, own_namespace
 
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -69,13 +69,18 @@ async def attempt(work: Awaitable[T]) -> T | Unread:
 
 
 def namespace_of(kubeconfig: Path | None) -> str:
-    """Return the namespace that kubectl would take: the current context's, in a pod without one its own."""
+    """Return the namespace that kubectl would take: the current context's, in a pod without one its own.
+
+    What is wrong with a kubeconfig is told by :func:`reading`.
+    """
+    if kubeconfig is not None and not kubeconfig.is_file():
+        return "default"
     if kubeconfig is None and not _default_files():
         return own_namespace()
     path = str(kubeconfig) if kubeconfig is not None else None
     try:
         _, active = config.list_kube_config_contexts(path)  # type: ignore[no-untyped-call]
-    except (config.ConfigException, OSError):
+    except (config.ConfigException, OSError, *NO_KUBECONFIG):
         return "default"
     return str(active.get("context", {}).get("namespace") or "default")
 

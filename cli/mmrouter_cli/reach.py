@@ -8,6 +8,7 @@ does any in a frontend's own pod, which has a control port and its token. Elsewh
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -49,10 +50,21 @@ def reach(url: str, control: str | None, token: str | None) -> Reach:
     own = _from_own_pod(url, os.environ)
     if own is not None:
         return own
+    if control:
+        raise UnreachableError("--control wants --token too, or the environment's MMROUTER_CONTROL_TOKEN")
     raise UnreachableError(
-        f"{url} is not an endpoint of a running `mmrouter up`: name its control API with --control and --token, "
-        "or ask in a frontend's pod, with kubectl exec deploy/NAME-frontend -- mmrouter ..."
+        f"{url} is not an endpoint of a running `mmrouter up`{_running()}: name its control API with --control and "
+        "--token, or ask in a frontend's pod, with kubectl exec deploy/NAME-frontend -- mmrouter ..."
     )
+
+
+def _running() -> str:
+    """Say where the deployments are that do run here, for who has mistyped one or forgotten its http://."""
+    found = []
+    for path in sorted(run_root().glob("*/run.json")):
+        with suppress(OSError, ValueError, KeyError):  # that run is ending at this moment
+            found.append(str(json.loads(path.read_text())["endpoint"]))
+    return f" (there is {', '.join(found)})" if found else " (none runs here)"
 
 
 def _from_own_pod(url: str, env: Mapping[str, str]) -> Reach | None:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 CONTROL_PORT = 8001
+NOT_RUNNING = "its pod does not run"
 ANSWER_SECONDS = 3.0
 FORWARD_SECONDS = 8.0
 
@@ -80,8 +81,9 @@ async def reached(pods: Sequence[Mapping[str, Any]], kubeconfig: Path | None) ->
 
 async def _way(pod: Mapping[str, Any], kubeconfig: Path | None, ends: list[asyncio.subprocess.Process]) -> Frontend:
     name, ip = pod["metadata"]["name"], (pod.get("status") or {}).get("podIP", "")
-    if not ip:
-        return Frontend(name, Unread("its pod does not run"))
+    # A pod whose init container fails has an address, and nobody who listens there.
+    if not ip or (pod.get("status") or {}).get("phase") != "Running":
+        return Frontend(name, Unread(NOT_RUNNING))
     if "KUBERNETES_SERVICE_HOST" in os.environ or ipaddress.ip_address(ip).is_loopback:
         host = f"[{ip}]" if ":" in ip else ip
         return Frontend(name, f"http://{host}:{CONTROL_PORT}")

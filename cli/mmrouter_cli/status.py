@@ -305,7 +305,7 @@ def _parts(view: View) -> list[RenderableType]:
 def _pool_table(pools: Sequence[PoolRow]) -> Table:
     table = Table(title="pools", title_justify="left")
     for heading in ("pool", "role", "ready", "routable", "verified"):
-        table.add_column(heading, justify="left" if heading in ("pool", "role") else "right")
+        table.add_column(heading, justify="left" if heading in ("pool", "role") else "right", overflow="fold")
     for pool in pools:
         of = "" if pool.desired is None else f"/{pool.desired}"
         table.add_row(pool.name, pool.role, f"{pool.ready}{of}", f"{pool.routable}{of}", f"{pool.verified}{of}")
@@ -317,7 +317,8 @@ def _worker_table(workers: Sequence[WorkerRow]) -> Table:
     table = Table(title="workers", title_justify="left")
     more = ("blocks", "in flight", "heard") if live else ("node",)
     for heading in ("worker", "pool", "routable", "exact", *more):
-        table.add_column(heading, justify="right" if heading in ("blocks", "in flight", "heard") else "left")
+        numbers = heading in ("blocks", "in flight", "heard")
+        table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
     for worker in workers:
         exact = Text(worker.exact, style="green" if worker.exact == "True" else "yellow")
         last = worker.heard_seconds_ago
@@ -330,7 +331,7 @@ def _worker_table(workers: Sequence[WorkerRow]) -> Table:
 def _condition_table(conditions: Sequence[Mapping[str, str]]) -> Table:
     table = Table(title="conditions", title_justify="left")
     for heading in ("condition", "status", "reason", "message"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for item in conditions:
         table.add_row(item["type"], item["status"], item["reason"], Text(item["message"]))
     return table

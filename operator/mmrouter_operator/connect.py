@@ -4,10 +4,14 @@ import os
 from pathlib import Path
 
 import kopf
+import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client.configuration import Configuration
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+NO_KUBECONFIG = (yaml.YAMLError, TypeError, ValueError, KeyError, AttributeError)
+"""What the client library raises for a file that is no kubeconfig at all: it takes for granted that it is one."""
 
 
 class ConnectError(Exception):
@@ -30,6 +34,11 @@ async def load(kubeconfig: Path | None) -> Configuration:
             await config.load_kube_config(path, client_configuration=configuration)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise ConnectError(f"no way to the cluster: {error}") from error
+    except NO_KUBECONFIG as error:
+        which = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+        raise ConnectError(
+            f"no way to the cluster: {which} is no kubeconfig: {' '.join(str(error).split())}"
+        ) from error
     return configuration
 
 

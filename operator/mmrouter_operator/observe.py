@@ -183,7 +183,8 @@ class Snapshot:
 
 CRASH_LOOP = "CrashLoopBackOff"
 RESTARTS = 2
-"""Restarts from which a container that is not ready counts as one that ends again and again, also while it runs."""
+"""Restarts from which a container that is not ready counts as one that ends again and again, also while it runs and
+in the minute for which the kubelet shows its end before it tells of the back-off."""
 
 BAD_WAITING = frozenset(
     {
@@ -322,15 +323,16 @@ def _waiting(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def _starts_again(container: Mapping[str, Any]) -> bool:
-    """Whether a container that runs now has ended so often that this start is no news: it is no sign of recovery."""
-    runs = "running" in (container.get("state") or {})
-    return (
-        runs and not container.get("ready") and container.get("restartCount", 0) >= RESTARTS and _ended(container) != ""
-    )
+    """Whether a container that runs now, or has just failed, has ended so often that a start is no sign of recovery."""
+    state = container.get("state") or {}
+    between = "running" in state or bool((state.get("terminated") or {}).get("exitCode"))
+    often = container.get("restartCount", 0) >= RESTARTS
+    return between and often and not container.get("ready") and _ended(container) != ""
 
 
 def _ended(container: Mapping[str, Any]) -> str:
-    last = (container.get("lastState") or {}).get("terminated") or {}
+    state, before = container.get("state") or {}, container.get("lastState") or {}
+    last = state.get("terminated") or before.get("terminated") or {}
     if not last:
         return ""
     # Without the container's message, which may be a whole log; `kubectl logs --previous` has it.

@@ -39,9 +39,13 @@ def pod_check(facts: DeploymentFacts) -> Iterator[Finding]:
     ready = sum(view.ready for view in views)
     if ready == len(views):
         yield ok(check, f"all {ready} pods are Ready{_slowest(facts.pods)}" if views else "there are none")
-    elif not told:
+        return
+    # Of a pool that was told of nothing more is said; another one may wait for something else.
+    pools = {pool for pool, _, _ in told}
+    unready = [view for view in views if not view.ready and view.pool not in pools]
+    if unready:
         pods = {pod["metadata"]["name"]: pod for pod in facts.pods}
-        waiting = [f"{view.name} ({waits_for(pods[view.name])})" for view in views if not view.ready]
+        waiting = [f"{view.name} ({waits_for(pods[view.name])})" for view in unready]
         shown = ", ".join(waiting[:4]) + (f" and {len(waiting) - 4} more" if len(waiting) > 4 else "")
         do = "Wait; an engine takes minutes to load its weights. Its log: kubectl logs POD -c engine"
         yield warning(check, f"{ready} of {len(views)} pods are Ready; not: {shown}", do)

@@ -6,7 +6,7 @@ from typing import Any
 from mmrouter_cli.doctor.advice import CAUSES
 from mmrouter_cli.doctor.facts import RoutingFacts
 from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
-from mmrouter_cli.states import State, Unread
+from mmrouter_cli.states import NOT_RUNNING, State, Unread
 
 STALE_SECONDS = 2.0
 """A heartbeat older than this is missing: sidecars send several in that time."""
@@ -28,7 +28,8 @@ def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
     check = "frontends"
     for frontend in facts.frontends:
         if isinstance(frontend.first, Unread):
-            yield warning(check, f"{frontend.name} cannot be asked: {frontend.first.why}", facts.reach)
+            do = "See pods." if frontend.first.why == NOT_RUNNING else facts.reach
+            yield warning(check, f"{frontend.name} cannot be asked: {frontend.first.why}", do)
         elif not frontend.first.get("ready", True):
             yield warning(check, f"{frontend.name} is not ready: it waits for its engines", "Wait, then see events.")
     answers = answered(facts)
@@ -52,7 +53,7 @@ def event_check(facts: RoutingFacts) -> Iterator[Finding]:
     """Whether every engine's events arrive: heartbeats, snapshot, sequence numbers."""
     check = "events"
     told = []
-    bad = False
+    bad: set[Finding] = set()  # what is said of an engine without a frontend's name is said once
     for frontend, (first, second) in answered(facts).items():
         before = {worker["uid"]: worker for worker in first["workers"]}
         for worker in second["workers"]:
@@ -60,8 +61,9 @@ def event_check(facts: RoutingFacts) -> Iterator[Finding]:
                 continue
             found = _of_events(frontend, before.get(worker["uid"], worker), worker, facts.seconds)
             if found is not None:
-                bad = True
-                yield found
+                if found not in bad:
+                    yield found
+                bad.add(found)
             else:
                 told.append(f"{worker['name']} at {worker['seq']}")
     if told and not bad:

@@ -36,6 +36,8 @@ def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     for diagnosis in diagnoses:
         console.print(Text(diagnosis.subject, style="bold"))
         table = Table.grid(padding=(0, 2, 0, 0))
+        for _ in ("level", "check", "said"):
+            table.add_column(overflow="fold")  # the end of a URL or of a pod's name is what tells it from others
         for item in diagnosis.findings:
             mark, style = _MARKS[item.level]
             said = Text(item.seen)

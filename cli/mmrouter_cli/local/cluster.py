@@ -22,7 +22,7 @@ from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
 from mmrouter_cli.local.logs import LogSink, console_sink
 from mmrouter_cli.local.making import PodMaker
 from mmrouter_cli.local.plan import Plan, ServicePlan, ServicePort, make_plan
-from mmrouter_cli.local.pod import LocalPod, tell_failure
+from mmrouter_cli.local.pod import LocalPod, VainError, tell_failure
 from mmrouter_cli.local.process import Guard
 from mmrouter_cli.local.roster import is_frontend, roster, write_atomically
 from mmrouter_cli.local.service import Forwarder
@@ -90,8 +90,17 @@ class LocalCluster:
         raise KeyError(name)
 
     async def wait_ready(self, timeout: float) -> None:
-        """Wait until every pod is Ready. Raises ``TimeoutError`` that says which are not, and why."""
-        await self.wait_until(lambda: all(pod.ready for pod in self.pods), timeout)
+        """Wait until every pod is Ready. Raises ``TimeoutError`` that says which are not, and why, and
+        :class:`VainError` where waiting longer would not help.
+        """
+
+        def settled() -> bool:
+            for pod in self.pods:
+                if found := pod.hopeless():
+                    raise VainError(found)
+            return all(pod.ready for pod in self.pods)
+
+        await self.wait_until(settled, timeout)
 
     async def wait_until(self, condition: Callable[[], bool], timeout: float) -> None:
         """Wait until something holds that depends on the pods' readiness. Raises ``TimeoutError``."""

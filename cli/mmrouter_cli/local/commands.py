@@ -54,7 +54,8 @@ class Commands:
         found = shutil.which(command, path=search)
         if found is None:
             hint = self.hint if command in ENGINE_COMMANDS else ""
-            raise LocalError(f"there is no command {command} in {search}{hint}")
+            where = "on PATH" if hint else f"in {search}"
+            raise LocalError(f"there is no command {command} {where}{hint}")
         return [found]
 
 

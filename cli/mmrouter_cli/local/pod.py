@@ -17,6 +17,9 @@ LAST_BACKOFF = 5.0
 STEADY_SECONDS = 10.0
 """A process that ran for so long begins again at the first backoff."""
 
+VAIN_STARTS = 5
+"""A container that has ended so often by itself, and never came up, is not going to."""
+
 STARTING_STEP = 0.1
 """Seconds between probes of what is not ready yet, where the probe's own period is longer: people are waiting."""
 
@@ -26,6 +29,10 @@ MEMORY_SECONDS = 2.0
 
 TURN_SECONDS = 120.0
 """How long one pod may keep the others from starting."""
+
+
+class VainError(Exception):
+    """A container ends again and again and never came up; the message says which, and its last words."""
 
 
 def tell_failure(say: Callable[[str], None]) -> Callable[["asyncio.Task[None]"], None]:
@@ -54,6 +61,10 @@ class Container:
     changed: Callable[[], None]
     child: Child | None = None
     restarts: int = 0
+    vain: int = 0
+    """How often it has ended with a status other than 0 before it ever came up."""
+    last_words: str = ""
+    came_up: bool = False
     started: asyncio.Event = field(default_factory=asyncio.Event)
     ready: bool = False
     waiting_for: str = "not started"
@@ -67,6 +78,14 @@ class Container:
     @property
     def pid(self) -> int | None:
         return self.child.pid if self.child is not None else None
+
+    @property
+    def trouble(self) -> str:
+        """Say how its starts end, empty for one that came up or has not ended yet."""
+        if not self.vain:
+            return ""
+        times = "once" if self.vain == 1 else f"{self.vain} times"
+        return f"has ended {times} before it was up, its last words: {self.last_words or 'none'}"
 
     def start(self) -> None:
         """Run the container until :meth:`stop`."""
@@ -107,6 +126,8 @@ class Container:
                 return
             if time.monotonic() - began >= STEADY_SECONDS:
                 backoff = FIRST_BACKOFF
+            if code > 0 and not self.came_up:
+                self.vain += 1
             how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
             self.waiting_for = f"{how}, restarts in {backoff:g} s"
             self.log(self.waiting_for)
@@ -118,9 +139,9 @@ class Container:
     async def _run(self) -> int:
         """Start the process and wait for its end. A command that cannot be started ends with 127, as in a shell."""
         try:
-            self.child = await spawn(self.argv, env=self.env, folder=self.folder, guard=self.guard, line=self.log)
+            self.child = await spawn(self.argv, env=self.env, folder=self.folder, guard=self.guard, line=self._hear)
         except OSError as error:
-            self.log(f"cannot be started: {error}")
+            self._hear(f"cannot be started: {error}")
             return 127
         if self.stopping:  # asked to stop while it was being born
             self.child.terminate()
@@ -135,11 +156,18 @@ class Container:
             self.started.clear()
             self._set_ready(False, "not running")
 
+    def _hear(self, line: str) -> None:
+        if line.strip():
+            self.last_words = line.strip()
+        self.log(line)
+
     async def _watch(self, child: Child) -> None:
         startup, readiness = self.plan.startup, self.plan.readiness
         if startup is not None and not await self._start_up(startup, child):
             return
         self.started.set()
+        if startup is not None:
+            self._has_come_up()
         if readiness is None:
             self._set_ready(True, "")
             return
@@ -175,8 +203,13 @@ class Container:
         if self.private_memory:
             child.look_at_memory(every=every)
 
+    def _has_come_up(self) -> None:
+        self.came_up, self.vain = True, 0
+
     def _set_ready(self, ready: bool, waiting_for: str) -> None:
         self.waiting_for = waiting_for
+        if ready and self.plan.readiness is not None:
+            self._has_come_up()
         if ready != self.ready:
             self.ready = ready
             self.changed()
@@ -243,7 +276,11 @@ class LocalPod:
 
     def waiting_for(self) -> str:
         """Say in words what keeps the pod from being Ready."""
-        return "; ".join(f"{c.name}: {c.waiting_for}" for c in self._staying if not c.ready)
+        return "; ".join(f"{c.name}: {c.trouble or c.waiting_for}" for c in self._staying if not c.ready)
+
+    def hopeless(self) -> str:
+        """Say which container ends again and again, and never came up; empty where none does."""
+        return "; ".join(f"{self.name}/{c.name} {c.trouble}" for c in self._staying if c.vain >= VAIN_STARTS)
 
     async def run(self, turn: AbstractAsyncContextManager[object]) -> None:
         """Bring the pod up. Its containers start while it has its ``turn``, which it keeps until they have started."""

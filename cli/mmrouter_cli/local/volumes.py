@@ -49,7 +49,8 @@ def _host_path(source: Mapping[str, Any], base_dir: Path, tmpfs: Path, where: st
             path = tmpfs.parent / "node" / path.relative_to(SHM)
         path.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        raise LocalError(f"{where}: hostPath {path} does not exist")
+        hint = ": correct spec.model.volume, which is relative to its file" if where.endswith("volume model") else ""
+        raise LocalError(f"{where}: hostPath {path} does not exist{hint}")
     return path.resolve()
 
 

@@ -18,7 +18,7 @@ from mmrouter_cli.doctor.facts import FrontendFacts, RoutingFacts
 from mmrouter_cli.doctor.pods import memory_check, pod_check
 from mmrouter_cli.doctor.resource import condition_check, network_check, reference_check, security_check, spec_check
 from mmrouter_cli.doctor.routing import STALE_SECONDS, event_check, exactness_check, frontend_check
-from mmrouter_cli.states import Unread
+from mmrouter_cli.states import NOT_RUNNING, Unread, reached
 from mmrouter_operator.conditions import ABNORMAL, PROGRESSING, REASONS
 from mmrouter_operator.ref import KINDS, Ref
 from mmrouter_router import feeds
@@ -289,6 +289,35 @@ def test_a_pod_without_a_node_is_told_in_the_schedulers_words() -> None:
 def test_pods_that_are_starting_are_a_warning_with_their_names() -> None:
     pods = (d.pod("a"), d.pod("b", ready=False))
     assert "1 of 2 pods are Ready; not: b" in d.the(pod_check(d.deployed(pods=pods)), "warning").seen
+
+
+def test_what_one_pool_waits_for_does_not_hide_the_pods_of_another() -> None:
+    pods = (d.pod("a", ready=False, **d.waiting("ImagePullBackOff")), d.pod("f", "", ready=False), d.pod("b", "other"))
+    found = list(pod_check(d.deployed(pods=pods)))
+    assert d.the(found, "problem").seen.startswith("a: ")
+    assert "1 of 3 pods are Ready; not: f" in d.the(found, "warning").seen
+
+
+async def test_a_frontend_whose_pod_does_not_run_is_not_to_be_forwarded_to() -> None:
+    failing = d.pod("f", "", ready=False, phase="Pending", podIP="10.1.2.3")
+    async with reached([failing], None) as (frontend,):
+        assert frontend.url == Unread(NOT_RUNNING)
+    silent = Unread(NOT_RUNNING)
+    facts = RoutingFacts((FrontendFacts("f", silent, silent),), 0.0, "forward a port")
+    assert d.the(frontend_check(facts), "warning").do == "See pods."
+
+
+def test_what_every_frontend_says_of_an_engine_is_said_once() -> None:
+    starting = d.state(d.worker(engine_state="starting"))
+    one = d.heard(starting).frontends[0]
+    facts = replace(d.heard(starting), frontends=(one, replace(one, name="another")))
+    assert d.levels(event_check(facts)) == ["warning"]
+
+
+def test_a_name_that_is_longer_than_a_line_is_shown_whole() -> None:
+    file, name = io.StringIO(), "registry.example/" + "a" * 90
+    show.show(Console(file=file, width=60), [Diagnosis("x", (Finding("problem", "pods", name, "look"),))])
+    assert name in "".join(line.strip() for line in file.getvalue().splitlines()).replace("PROBLEM  pods  ", "")
 
 
 # -- shared memory -------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 import io
 
+import httpx
 from rich.console import Console
 
-from mmrouter_cli.explain import show
+from mmrouter_cli.explain import error_text, show
 
 TRACE = {
     "request_id": "r-1",
@@ -26,9 +27,9 @@ TRACE = {
 }
 
 
-def printed(**fields) -> str:
+def printed(width: int = 160, **fields) -> str:
     file = io.StringIO()
-    show(Console(file=file, width=160), TRACE | fields)
+    show(Console(file=file, width=width), TRACE | fields)
     return file.getvalue()
 
 
@@ -56,3 +57,26 @@ def test_a_block_that_differs_is_shown_as_both_sides_have_it():
     parity = {"result": "False", "cause": "count", "blocks": 3, "message": "said", "block": block}
     out = printed(parity=parity)
     assert all(said in out for said in ("parity: False (count): said", "block 2, from token 32", "published"))
+
+
+def candidate(worker: str, **terms: float) -> dict:
+    return {"worker": worker, "scored": True, "overlap": 0, "held": 16, "terms": terms, "cost": sum(terms.values())}
+
+
+def test_a_terminal_of_80_columns_shows_a_pods_whole_name_and_no_column_of_nothing_but_zeros():
+    names = [f"demo-worker-7f68747fc5-lh5f{number}" for number in range(2)]
+    terms = [{"compute": 6, "decode": 0, "queue": 0}, {"compute": 6, "decode": 0, "queue": 12}]
+    out = printed(80, candidates=[candidate(name, **one) for name, one in zip(names, terms, strict=True)])
+    assert all(f"│ {name} │" in out for name in names)
+    head = next(line for line in out.splitlines() if "worker" in line and "┃" in line)
+    assert "queue" in head
+    assert "decode" not in head
+    assert "0 for all: decode" in out
+
+
+def test_a_refusal_is_told_with_its_field_where_it_has_one():
+    def refusal(param: str | None) -> httpx.Response:
+        return httpx.Response(400, json={"error": {"message": "No.", "param": param}})
+
+    assert error_text(refusal("messages")) == "messages: No."
+    assert error_text(refusal(None)) == "No."

@@ -36,3 +36,22 @@ def test_elsewhere_the_error_says_what_to_give(pod: Path) -> None:
     (pod / "secrets" / "control.token").unlink()
     with pytest.raises(UnreachableError, match="--control and --token"):
         reach(URL, None, None)
+    with pytest.raises(UnreachableError, match="--control wants --token too"):
+        reach(URL, "http://10.9.9.9:8001", None)
+
+
+def test_elsewhere_the_error_names_what_runs_on_this_machine(
+    pod: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pod / "secrets" / "control.token").unlink()
+    monkeypatch.setattr("mmrouter_cli.reach.run_root", lambda: tmp_path / "runs")
+    with pytest.raises(UnreachableError, match="none runs here"):
+        reach("127.1.0.1:8000", None, None)
+    (tmp_path / "runs" / "ending").mkdir(parents=True)
+    (tmp_path / "runs" / "ending" / "run.json").write_text("{")
+    (tmp_path / "runs" / "demo").mkdir()
+    (tmp_path / "runs" / "demo" / "run.json").write_text(
+        '{"endpoint": "http://127.1.0.1:8000", "frontends": [], "control_token": "/nowhere"}'
+    )
+    with pytest.raises(UnreachableError, match=r"\(there is http://127\.1\.0\.1:8000\)"):
+        reach("127.1.0.1:8000", None, None)

@@ -26,6 +26,11 @@ def answer(host: str, port: int) -> None:
 match sys.argv[1:]:
     case ["sleep"]:
         time.sleep(600)
+    case ["answer-once", host, port]:
+        with socket.create_server((host, int(port))) as listener, listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        sys.exit(1)
     case ["exit", code]:
         sys.exit(int(code))
     case ["write", path, text]:

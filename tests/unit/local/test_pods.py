@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.pod import VAIN_STARTS, VainError
 
 
 async def ask(url: str) -> dict[str, Any]:
@@ -146,6 +147,25 @@ async def test_the_pause_before_a_restart_doubles(run: Any, kit: Any, log: Any) 
             "ended with status 3, restarts in 0.2 s",
             "ended with status 3, restarts in 0.4 s",
         ]
+
+
+async def test_what_ends_again_and_again_and_never_came_up_is_not_waited_for(run: Any, kit: Any, log: Any) -> None:
+    web = kit.server()
+    web["args"] = ["exit", "3"]
+    async with run(kit.deployment("web", web), kit.deployment("fine", kit.server()), ready=False) as cluster:
+        said = rf"^web-0/web has ended {VAIN_STARTS} times before it was up, its last words: none$"
+        with pytest.raises(VainError, match=said):
+            await cluster.wait_ready(60)
+        assert len(log.of("web-0/web")) == VAIN_STARTS
+
+
+async def test_what_came_up_once_may_end_as_often_as_it_likes(run: Any, kit: Any) -> None:
+    web = kit.server()
+    web["args"] = ["answer-once", *web["args"]]
+    async with run(kit.deployment("web", web), ready=False) as cluster:
+        container = cluster.pods[0].container("web")
+        await cluster.wait_until(lambda: container.restarts >= 3, 30)
+        assert container.trouble == ""
 
 
 async def test_readiness_follows_the_probe_both_ways(run: Any, kit: Any, tmp_path: Path) -> None:

@@ -214,6 +214,17 @@ def test_a_container_that_ends_again_and_again_is_told_alike_between_two_ends() 
     assert pod_view(pod(containerStatuses=[crashed("running", restarts=1)])).waiting is None
 
 
+def test_the_end_that_the_kubelet_shows_before_its_back_off_is_told_with_its_own_status() -> None:
+    ended = crashed("terminated") | {"state": {"terminated": {"exitCode": 2, "reason": "Error"}}}
+    assert pod_view(pod(initContainerStatuses=[ended])).waiting == (
+        "engine",
+        "CrashLoopBackOff",
+        "restarted 3 times, last: exit 2",
+    )
+    done = crashed("terminated") | {"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
+    assert pod_view(pod(initContainerStatuses=[done])).waiting is None
+
+
 def test_digits_that_are_no_number_are_no_target() -> None:
     obj = {
         "kind": "Deployment",
