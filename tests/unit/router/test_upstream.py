@@ -52,7 +52,7 @@ async def engine():
 
 @pytest_asyncio.fixture
 async def upstream():
-    upstream = Upstream(connect_seconds=1)
+    upstream = Upstream(connect_seconds=10)
     yield upstream
     upstream.close()
 
@@ -157,7 +157,7 @@ async def test_closing_an_unread_answer_disconnects_the_engine(engine, upstream)
     answer = await ask(upstream, engine)
     await anext(answer.body())
     answer.close()
-    await asyncio.wait_for(engine.closed.wait(), 2)
+    await asyncio.wait_for(engine.closed.wait(), 20)
 
 
 async def test_a_slow_reader_holds_a_bounded_amount(engine, upstream):
@@ -217,7 +217,9 @@ async def test_what_an_engine_says_behind_its_answer_is_no_part_of_another_one(e
         answer = await ask(upstream, engine, asked)
         assert (answer.status, answer.headers, await answer.read(100)) == (200, [(b"content-length", b"2")], b"{}")
         answer.close()
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(20):
+            while upstream._idle:  # until it has heard what it did not ask for
+                await asyncio.sleep(0.001)
         engine.answer = engine._json
         answer = await ask(upstream, engine)
         assert (answer.status, await answer.read(100)) == (200, b"{}")
@@ -246,7 +248,7 @@ async def test_an_engine_may_answer_before_it_has_read_the_request_and_then_is_a
     server = await asyncio.start_server(refuses, "127.0.0.1", 0, limit=1000)
     port = server.sockets[0].getsockname()[1]
     for _ in range(2):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):  # half of what the engine waits, and time enough for 32 MB on a busy machine
             answer = await upstream.request("127.0.0.1", port, "POST", "/", {}, bytes(32 << 20))
             assert (answer.status, await answer.read(10)) == (413, b"no")
         answer.close()
