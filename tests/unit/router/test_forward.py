@@ -66,7 +66,7 @@ class Rig:
     def __init__(self) -> None:
         self.metrics = Metrics()
         self.fleet = Fleet(self.metrics)
-        self.upstream = Upstream(connect_seconds=1)
+        self.upstream = Upstream(connect_seconds=10)
         self.engines: list[Engine] = []
         spec = {
             "model": {"id": "m"},

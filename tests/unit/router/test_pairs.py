@@ -44,6 +44,8 @@ OK = answer(200, b"ok")
 WRONG = answer(400, b'{"object":"error","message":"The prompt is empty.","code":400}')
 STREAMED = answer(200, b'data: {"error": {"message": "KVTransferError", "code": 500}}\n\n')
 HANGS, DIES, MEETS = b"hangs", b"dies", b"meets"
+SOON = 0.4
+"""Seconds after which what hangs is given up; whoever does not hang must answer within them on a busy machine, too."""
 
 
 class Engine:
@@ -103,7 +105,7 @@ class Rig:
         self.metrics, self.engines = Metrics(), {}
         self.rooms: set[str] = set()
         self.fleet = Fleet(self.metrics)
-        self.upstream = Upstream(connect_seconds=1)
+        self.upstream = Upstream(connect_seconds=10)
         pools = [{"name": role, "role": role, "replicas": 2, "accelerator": {"kind": "cpu"}} for role in roles]
         engine = {"type": "sglang", "image": "i", "blockSize": BLOCK, "kvConnector": {"transferBackend": "nixl"}}
         spec |= {"model": {"id": "m"}, "engine": engine, "routing": {"policy": policy}, "pools": pools}
@@ -257,7 +259,7 @@ async def test_a_prefill_that_fails_ends_the_decoders_request_and_another_pair_i
 
 
 async def test_a_prefill_that_hangs_is_given_up_in_time_and_another_pair_is_tried(make):
-    rig = make(prefill_seconds=0.05)
+    rig = make(prefill_seconds=SOON)
     hangs = await rig.engine("p1", HANGS)
     await rig.engine("p2")
     decode = await rig.engine("d1", MEETS)
@@ -272,7 +274,7 @@ async def test_a_prefill_that_hangs_is_given_up_in_time_and_another_pair_is_trie
 
 
 async def test_a_decoder_that_hangs_under_two_pairs_is_not_asked_a_third_time(make):
-    rig = make(prefill_seconds=0.05)
+    rig = make(prefill_seconds=SOON)
     prefills = [await rig.engine(name, HANGS) for name in ("p1", "p2", "p3")]
     decodes = [await rig.engine(name, HANGS) for name in ("d1", "d2")]
     with pytest.raises(RequestError) as refused:
@@ -284,13 +286,13 @@ async def test_a_decoder_that_hangs_under_two_pairs_is_not_asked_a_third_time(ma
 
 
 async def test_an_answer_that_has_begun_is_never_given_up_however_long_its_prefill_takes(make):
-    rig = make(prefill_seconds=0.05)
+    rig = make(prefill_seconds=SOON)
     prefill = await rig.engine("p1", HANGS)
     await rig.engine("p2")
     await rig.engine("d1")
     reply = await rig.send()
     assert (reply.answer.status, reply.first) == (200, b"ok")
-    await asyncio.sleep(0.1)  # longer than a prefill may take; nothing is there to wait for
+    await asyncio.sleep(SOON + 0.1)  # longer than a prefill may take; nothing is there to wait for
     assert (len(prefill.asked), prefill.left, rig.engines["p2"].asked) == (1, 0, [])
     assert outcomes(reply) == [("d1", "answered 200")]
     reply.close()
@@ -528,8 +530,8 @@ async def test_a_decode_engine_is_proved_by_its_half_of_an_answer(make):
 async def test_an_engine_that_hangs_keeps_nobody_waiting_for_its_proof(make):
     rig = make()
     engines = [await rig.engine("p1", MEETS), await rig.engine("d1", HANGS)]
-    with pytest.raises(OwnRequestError, match=r"p1 and d1 gave no answer within 0\.05 s"):
-        await rig.prove("d1", seconds=0.05)
+    with pytest.raises(OwnRequestError, match=r"p1 and d1 gave no answer within 0\.4 s"):
+        await rig.prove("d1", seconds=SOON)
     for engine in engines:
         await asyncio.wait_for(engine.gone.wait(), 5)
 

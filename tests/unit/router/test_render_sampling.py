@@ -38,7 +38,7 @@ def simulated():
 
 class Rig:
     def __init__(self) -> None:
-        self.metrics, self.upstream = Metrics(), Upstream(connect_seconds=1)
+        self.metrics, self.upstream = Metrics(), Upstream(connect_seconds=10)
         self.metrics.parity.describe("vllm", "qwen2_vl")
         self.renderer = Renderer(self.upstream, "k", "t", self.metrics)
         self.tasks: list[asyncio.Task] = []

@@ -67,7 +67,7 @@ class Server:
 
 class Rig:
     def __init__(self, **options) -> None:
-        self.upstream = Upstream(connect_seconds=1)
+        self.upstream = Upstream(connect_seconds=10)
         self.metrics = Metrics()
         self.renderer = Renderer(self.upstream, "secret", "m", self.metrics, **options)
         self.running: asyncio.Task | None = None

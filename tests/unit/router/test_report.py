@@ -24,7 +24,7 @@ class Reports(Rig):
 
     def __init__(self, engine: str = "vllm", **verification) -> None:
         super().__init__(**verification)
-        self.upstream = Upstream(connect_seconds=1)
+        self.upstream = Upstream(connect_seconds=10)
         self.probes = Probes(self.fleet, self.upstream, engine, "secret", "m")
         self.renderer = Renderer(self.upstream, "secret", "m", Metrics())
         self.counts, self.possible, self.ready = Counts(), True, True
