@@ -118,10 +118,9 @@ class Soak:
 
         Anything else is an error: a payload that is wrong, or a refusal that nobody caused.
         """
-        life = self.writer.lives
+        life, began = self.writer.lives, time.monotonic()  # no lease begins before
         try:
             written = self.writer.ask(after.get(self.writer), number=number)
-            began = time.monotonic()
             if "failed" in written:
                 assert written["failed"] == "full"
                 return FELL_BACK
