@@ -1,6 +1,5 @@
 """SGLang engines behind the product: identities computed or learned, repeats exact, and the engine says the same."""
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ metadata: {{name: sgl}}
 spec:
   model: {{id: mmrouter/tiny-qwen2-vl, volume: {{hostPath: {{path: {model}}}}}}}
   engine: {{type: sglang, image: "example.invalid/sglang:0.5.23", blockSize: {block}, args: {args}}}
-  frontend: {{replicas: 2, service: {{port: {port}}}}}
+  frontend: {{replicas: 2, service: {{port: 8000}}}}
   pools:
   - {{name: worker, role: worker, replicas: 2, accelerator: {{kind: cpu}}}}
 """
@@ -97,16 +96,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     args = '["--mm-preprocess-cache-size-mb", "0"]' if request.param == "learned" else "[]"
     file: Path = tmp_path_factory.mktemp("sglang") / "resource.yaml"
     model = ROOT / "examples" / "models" / "tiny-qwen2-vl"
-    file.write_text(RESOURCE.format(model=model, block=BLOCK, args=args, port=_free_port()))
+    file.write_text(RESOURCE.format(model=model, block=BLOCK, args=args))
     with running(file) as deployment:
         wait_for(deployment.settled, 60, "verified engines")
         yield Served(request.param, deployment)
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def text(words: str) -> dict[str, Any]:
