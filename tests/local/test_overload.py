@@ -10,10 +10,12 @@ import yaml
 from local.rig import ROOT, running
 
 SLOTS, QUEUED = 4, 12
-TOKENS, STEP_MS = 16, 6
-PATIENCE_SECONDS = 0.6
-"""Clients go after that. The last of a full queue is answered in 0.3 s, if the machine has nothing else to do."""
-PEAK_SECONDS, OVERLOAD_SECONDS = 1.5, 3.0
+TOKENS, STEP_MS = 4, 50
+"""Few long steps: by how much a busy machine is late with each is little of them, at the peak as above it."""
+PATIENCE_SECONDS = 3.0
+"""Clients go after that. The last of a full queue is answered in 0.8 s, if the machine has nothing else to do; without
+a bound on the queue, the last of the overload would be answered after 12 s."""
+PEAK_SECONDS, OVERLOAD_SECONDS = 3.0, 6.0
 
 
 @pytest.fixture(scope="module")
