@@ -261,6 +261,8 @@ class Tapped(HttpToolsProtocol):
         if self._direct is not None:
             self._direct.lost()
         self._tell()
+        # They know this connection: without them it goes at once, and not when a collector looks at everything.
+        self._direct = self._taking = self.cycle = None  # type: ignore[assignment]
 
     def _tell(self) -> None:
         if self.on_room is not None:

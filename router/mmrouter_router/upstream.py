@@ -8,10 +8,10 @@ A consumer takes pieces, or has them poured into a client's connection in the mo
 """
 
 import asyncio
-import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from functools import partial
 from typing import Protocol, cast
 
 import httptools
@@ -52,7 +52,8 @@ class UpstreamError(ConnectionError):
 class _Connection(asyncio.Protocol):
     """One connection; parses one answer at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self.transport: asyncio.Transport | None = None
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -74,9 +75,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:  # bytes that nobody asked for: the connection cannot be trusted any more
@@ -97,6 +95,7 @@ class _Connection(asyncio.Protocol):
         self.closed = True
         if exc is None and not self.complete and self._headers_done and self._ends_with_close():
             self.complete = True
+        self._parser = None  # which knows this connection: without it both go at once
         if self.on_lost is not None:
             self.on_lost()
             self.on_lost = None
@@ -225,7 +224,7 @@ class _Connection(asyncio.Protocol):
         return b"content-length" not in names and b"transfer-encoding" not in names
 
     async def _wait(self) -> None:
-        self._wake = asyncio.get_running_loop().create_future()
+        self._wake = self._loop.create_future()
         try:
             await self._wake
         finally:
@@ -355,7 +354,7 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
-                _, connection = await loop.create_connection(_Connection, *address)
+                _, connection = await loop.create_connection(partial(_Connection, loop), *address)
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=False) from error
         connection.on_lost = lambda: self._lost(address, connection)

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import pytest_asyncio
+import uvloop
 
 from mmrouter_router.upstream import HIGH_WATER, Upstream, UpstreamError
 
@@ -301,3 +302,19 @@ async def test_nothing_is_kept_of_an_engine_that_is_gone(engine, upstream):
 async def test_a_header_with_a_line_break_never_leaves(engine, upstream):
     with pytest.raises(ValueError, match="line break"):
         await upstream.request("127.0.0.1", engine.port, "POST", "/", {"x": "a\r\nevil: 1"}, b"")
+
+
+def test_a_small_request_is_not_held_back_until_the_engine_has_taken_the_one_before():
+    async def run() -> None:
+        server = await asyncio.start_server(Engine(), "127.0.0.1", 0)
+        upstream = Upstream()
+        reply = await upstream.request("127.0.0.1", server.sockets[0].getsockname()[1], "POST", "/", {})
+        taken = reply._connection.transport.get_extra_info("socket")
+        assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        reply.close()
+        upstream.close()
+        server.close()
+
+    for loop in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(run())
