@@ -30,7 +30,7 @@ class ImageRewrite:
     uuid: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rewritten:
     """The body for the engine and the names of what a client had set and may not (a bounded set, fit for a label)."""
 

@@ -99,7 +99,7 @@ class Chat:
         path = client.path
         request_id = self._ids()
         received = time.perf_counter()
-        self._metrics.in_flight.inc()
+        self._metrics.in_flight += 1
         span = self._tracing.request(client.method, path, client.headers)
         enter(span)
         code = "499"
@@ -128,7 +128,7 @@ class Chat:
             raise
         finally:
             held.release()
-            self._metrics.in_flight.dec()
+            self._metrics.in_flight -= 1
             _child(self._answers, self._metrics.requests, path, code).inc()
             if span:
                 told, failure = outcome(code)

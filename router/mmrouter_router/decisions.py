@@ -23,7 +23,7 @@ KEPT_BYTES = 256 * 1024
 """A body that nobody looked at is kept, for whoever asks for its decision, where it is no longer than this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Unseen:
     """What a request is kept as whose prompt nobody has predicted; its images' bytes are not kept."""
 

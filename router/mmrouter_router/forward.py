@@ -24,7 +24,7 @@ from mmrouter_router.tracing import Span, failure_of, scheduled, stage
 from mmrouter_router.upstream import Answer, Body, UpstreamError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """One request that is to be answered, whoever does it."""
 
@@ -35,7 +35,7 @@ class Call:
     policy: Policy | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
     """Who serves one attempt. ``computes``: the engine that prefills beside the one that answers, of a pair."""
 

@@ -134,7 +134,11 @@ class Metrics:
             "mmrouter_stripped_fields_total", "Request fields that clients may not set, removed", ["field"], registry=r
         )
         self.disconnects = Counter("mmrouter_client_disconnects_total", "Clients that left before the end", registry=r)
-        self.in_flight = Gauge("mmrouter_requests_in_flight", "Requests that are being answered", registry=r)
+        self.in_flight = 0
+        """Requests that are being answered; a plain number, as every request changes it twice."""
+        Gauge("mmrouter_requests_in_flight", "Requests that are being answered", registry=r).set_function(
+            lambda: self.in_flight
+        )
         self.workers = Gauge("mmrouter_workers", "Workers by standing", ["standing"], registry=r)
         self.discovery_errors = Counter(
             "mmrouter_discovery_errors_total", "Failed lists and watches of pods, by reason", ["reason"], registry=r

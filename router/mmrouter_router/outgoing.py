@@ -53,7 +53,7 @@ class OutgoingImage:
         return ImageRewrite(self.message, self.part, url, self.uuid)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outgoing:
     """A body for ``path``, in which nothing stands yet for its images. ``images``: in the order of the prompt."""
 

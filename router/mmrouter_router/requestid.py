@@ -5,9 +5,10 @@ import time
 from typing import Final
 
 ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-_PAIRS: Final = [first + second for first in ALPHABET for second in ALPHABET]
-_SHIFTS: Final = range(120, -1, -10)
-_BYTES: Final = 10
+_LETTERS: Final = (ALPHABET * 8).encode()
+"""A letter for each byte: of random bytes, every letter is as likely as any other."""
+_TIME, _RANDOM = 10, 16
+"""Letters of a name."""
 _AT_ONCE: Final = 256
 """Names that one question to the system's source of randomness is for: a question each costs more than all the rest."""
 
@@ -17,14 +18,20 @@ class RequestIds:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._random = b""
+        self._random = ""
         self._used = 0
+        self._milliseconds = -1
+        self._begin = ""  # of all names of that millisecond
 
     def __call__(self) -> str:
         """Return a new one."""
         start = self._used
         if start == len(self._random):
-            self._random, start = os.urandom(_BYTES * _AT_ONCE), 0
-        self._used = start + _BYTES
-        value = time.time_ns() // 1_000_000 << 80 | int.from_bytes(self._random[start : self._used])
-        return self._prefix + "".join([_PAIRS[value >> shift & 1023] for shift in _SHIFTS])
+            self._random, start = os.urandom(_RANDOM * _AT_ONCE).translate(_LETTERS).decode(), 0
+        end = self._used = start + _RANDOM
+        now = time.time_ns() // 1_000_000
+        if now != self._milliseconds:
+            self._milliseconds = now
+            letters = [ALPHABET[now >> shift & 31] for shift in range(5 * (_TIME - 1), -1, -5)]
+            self._begin = self._prefix + "".join(letters)
+        return self._begin + self._random[start:end]

@@ -70,7 +70,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     encode: float = 0.0  # what encoding the prompt's images there costs, in blocks of its prompt
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made per decision, and freezing costs more than the decision
 class Table(Sequence[Candidate]):
     """Candidates as columns of equal length, named as in :class:`Candidate`. A row is made when it is looked at.
 
@@ -198,9 +198,9 @@ class Score:
     tie: int  # rendezvous hash, lower wins
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, as above
 class Choice:
-    """The winner, and everything that the choice was made from."""
+    """The winner, and everything that the choice was made from. Nobody changes it."""
 
     winner: Candidate
     place: int  # of the winner among the candidates

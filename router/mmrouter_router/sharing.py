@@ -51,6 +51,8 @@ class Sharing:
 
     def changed(self, worker: Worker, rank: int) -> None:
         """Note that this router's requests on a rank are not what they were."""
+        if not self._peers():  # who joins later is told of what there is by then
+            return
         self._changed.add((worker.member.uid, rank))
         self._news.set()
 

@@ -49,7 +49,7 @@ class Said:
         """Its connection was given back when it had been read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parcel:
     """What one engine is to be sent: a request, and its fields with what other engines said of it."""
 

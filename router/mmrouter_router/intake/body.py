@@ -23,6 +23,9 @@ _NEVER_HUGE = 2 * 1024**2
 _FEW_QUOTES = 8192
 _LONGEST_RUN = 64
 
+_SHORT = 64 * 1024
+"""Bytes of a body in which opening brackets are counted sooner than its objects are walked."""
+
 _CONTAINERS = frozenset({dict, list})
 
 _LEXEMES = re.compile(rb'"[^"]*+"?|[\[{,]')
@@ -43,7 +46,8 @@ def parse_object(raw: Raw, max_bytes: int) -> dict[str, Any]:
         raise RequestError.invalid_json(str(error)) from error
     if not isinstance(body, dict):
         raise RequestError.invalid("The body must be a JSON object.", code="invalid_type")
-    if depth(body) > MAX_DEPTH:
+    few = len(raw) <= _SHORT and raw.count(b"{") + raw.count(b"[") <= MAX_DEPTH
+    if not few and depth(body) > MAX_DEPTH:
         raise RequestError.invalid_json(f"it is nested more than {MAX_DEPTH} levels deep")
     return body
 

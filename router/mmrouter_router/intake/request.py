@@ -56,9 +56,10 @@ class MediaPart:
         self.holder[self.key] = data_uri
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one per request, and freezing it costs ten times what making it does
 class ChatRequest:
-    """A checked request. ``body`` is the parsed object, normalised; ``inexact`` is empty where the prompt is modelled.
+    """A checked request, which nobody changes. ``body`` is the parsed object, normalised; ``inexact`` is empty where
+    the prompt is modelled.
 
     ``removed`` names what intake took out because clients may not set it. A forwarded request (completions, responses)
     has no ``images`` and always a reason; its ``messages`` hold the beginning of its prompt as one user message, for

@@ -186,6 +186,7 @@ async def test_many_changes_are_one_frame_for_each_engine_and_none_when_nothing_
 async def test_a_router_without_peers_tells_nobody(routers: list[Router], sidecars: Sidecars) -> None:
     routers[0].alone = True
     routers[0].send(1)
+    assert not routers[0].sharing._news.is_set(), "nor does it wake up to find that out"
     await routers[0].sharing.tell()
     assert sidecars.frames == []
 
