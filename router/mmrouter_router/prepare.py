@@ -245,9 +245,8 @@ class Preparer:
         """Refuse what could end the engine: images out of order, also where the prompt itself is not predicted."""
         unseen = [part for part in request.media if part.kind == "image"]
         if len(unseen) > 1:  # of a forwarded path, which renders prompts by rules of its own
-            raise RequestError.invalid(
-                "this model takes several images only in chat completions", param=unseen[1].param
-            )
+            message = "This model takes several images only in chat completions."
+            raise RequestError.invalid(message, param=unseen[1].param, code="too_many_images")
         try:
             self._predict(request, images)
         except RequestError as error:
@@ -272,7 +271,10 @@ class Preparer:
                 text, [image.in_prompt() for image in images], add_special_tokens=request.add_special_tokens
             )
         except (TemplateError, PlaceholderError) as error:
-            raise RequestError.invalid(str(error), param="messages") from error
+            message = str(error)
+            raise RequestError.invalid(
+                f"{message[0].upper()}{message[1:]}.", param="messages", code="invalid_value"
+            ) from error
         return expanded.ids, expanded.spans
 
     async def _resolve(self, request: ChatRequest, tenant: str) -> tuple[ResolvedImage, ...]:
@@ -318,7 +320,9 @@ class Preparer:
                 size = probe(data, max_pixels=self._max_pixels, exif=exif)
             return size.width, size.height, family.count(size.width, size.height) if family is not None else 0, sure
         except (ImageHeaderError, TooManyPixels, ImageSizeError) as error:
-            raise RequestError.invalid(str(error), param=param) from error
+            raise RequestError.invalid(
+                f"The image cannot be used: {error}.", param=param, code="invalid_image"
+            ) from error
 
     @staticmethod
     def _fingerprint(request: ChatRequest, images: tuple[ResolvedImage, ...]) -> int:

@@ -77,6 +77,7 @@ def assert_error(answer, status, param):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert error["type"]
+    assert error["code"], "clients tell errors apart by their code"
     if param is not None:
         assert error["param"].startswith(param), error
     assert answer.headers["content-type"] == "application/json"

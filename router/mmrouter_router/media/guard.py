@@ -21,6 +21,7 @@ from mmrouter_router.media.types import MediaError
 MAX_URL = 8192
 """Characters of an http(s) URL."""
 
+_INSTEAD = " here; send the media as a data: URI."
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f\\]")
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.(?!-)[a-z0-9_-]{1,63})*")
@@ -69,7 +70,7 @@ class Guard:
             raise MediaError("fetch_disabled", "Media URLs are not fetched here; send the media as a data: URI.")
         target = parse(text)
         if self.fetch == "allowList" and not self._named(target.host):
-            raise MediaError("host", f"Media is not fetched from host '{target.host}'.")
+            raise MediaError("host", f"Media is not fetched from host '{target.host}'{_INSTEAD}")
         return target
 
     def judge(self, target: Target, addresses: Sequence[Address]) -> None:
@@ -81,10 +82,10 @@ class Guard:
             raise MediaError("unreachable", f"The host '{target.host}' has no address.")
         if any(refusal(address, self.cidrs) for address in addresses):
             # Which address it was would map our network for the client.
-            raise MediaError("address", f"Media is not fetched from the address of host '{target.host}'.")
+            raise MediaError("address", f"Media is not fetched from the address of host '{target.host}'{_INSTEAD}")
         usual = target.port == _DEFAULT_PORTS[target.url.scheme] or self._named(target.host)
         if not usual and not all(covered(address, self.cidrs) for address in addresses):
-            raise MediaError("port", f"Media is not fetched from port {target.port} of host '{target.host}'.")
+            raise MediaError("port", f"Media is not fetched from port {target.port} of host '{target.host}'{_INSTEAD}")
 
     def _named(self, host: str) -> bool:
         return host in self.hosts or host.endswith(self.suffixes)
