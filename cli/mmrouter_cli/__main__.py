@@ -39,8 +39,14 @@ def main() -> None:
         from mmrouter_operator.__main__ import main as run_operator
 
         sys.exit(run_operator())
+    # Who stops the command while it is still imported needs no trace of what it was importing. (A shell's job in the
+    # background ignores the signal, and goes on to do so.)
+    interrupted = signal.getsignal(signal.SIGINT)
+    if interrupted is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
     from mmrouter_cli.app import app
 
+    signal.signal(signal.SIGINT, interrupted)
     app(prog_name="mmrouter")
 
 

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from mmrouter_cli.options import FAILED, Control, Token, leave
+from mmrouter_cli.options import FAILED, USAGE, Control, Token, leave
 
 if TYPE_CHECKING:
     from mmrouter_cli.benching.run import Asked
@@ -21,6 +21,7 @@ DEFAULT_CONCURRENCY = 8
 MOST_REQUESTS = 100_000
 LONGEST_TOKENS = 2**20
 MOST_PIXELS = 8192
+MOST_RUNS = 2
 WIDTH = 140
 """Columns of a table that nobody looks at on a terminal."""
 
@@ -62,6 +63,7 @@ def bench(
     against_policy: Annotated[str | None, typer.Option(help="The same for --against.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds until an answer must be whole.")] = 120.0,
     api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
+    against_api_key: Annotated[str | None, typer.Option(help="The same for --against. Default: --api-key.")] = None,
     control: Control = None,
     token: Token = None,
     json_file: Annotated[
@@ -79,8 +81,9 @@ def bench(
 
     if rate is not None and concurrency is not None:
         leave("--rate and --concurrency are two ways to send: give one of them")
-    if against is None and against_policy is not None:
-        leave("--against-policy goes with --against")
+    for option, value in (("--against-policy", against_policy), ("--against-api-key", against_api_key)):
+        if against is None and value is not None:
+            leave(f"{option} goes with --against")
     _ready_to_write(json_file, html)
     width, height = _size(image_size)
     load = Load(
@@ -104,34 +107,52 @@ def bench(
     console = Console(stderr=str(json_file) == "-")
     if not console.is_terminal:
         console.width = WIDTH
-    sides = [(url, policy)] + ([(against, against_policy)] if against else [])
+
+    def side(place: str, by: str | None, key: str | None) -> "Asked | list[Result]":
+        """Return whom to ask, or the runs of a file: what is wrong with either is said before anything is sent."""
+        if not place.startswith(("http://", "https://")):
+            return _read(Path(place))
+        return Asked(
+            url=_base(place),
+            salt=salt or secrets.token_hex(4),
+            timeout=timeout,
+            model=model,
+            policy=by,
+            api_key=key,
+            control=control,
+            token=token,
+        )
+
+    sides = [side(url, policy, api_key)]
+    if against is not None:
+        sides.append(side(against, against_policy, against_api_key or api_key))
+    count = sum(1 if isinstance(each, Asked) else len(each) for each in sides)
+    if count > MOST_RUNS:
+        leave(f"two runs are compared, and these are {count}")
     results: list[Result] = []
+    plan: _Plan | None = None
+    ended: tuple[str, int] | None = None
     try:
-        plan = _planned(load, trace) if any(not _is_file(side) for side, _ in sides) else None
-        for side, by in sides:
-            if _is_file(side) or plan is None:
-                found = _read(Path(side))
+        for each in sides:
+            if isinstance(each, Asked):
+                plan = plan or _planned(load, trace)
+                found = [_run(each, plan)]
             else:
-                asked = Asked(
-                    url=_base(side),
-                    salt=salt or secrets.token_hex(4),
-                    timeout=timeout,
-                    model=model,
-                    policy=by,
-                    api_key=api_key,
-                    control=control,
-                    token=token,
-                )
-                found = [_run(asked, plan)]
+                found = each
             for result in found:
                 report.show(console, result)
             results += found
-            if not _is_file(side) and found[0].interrupted:
+            if isinstance(each, Asked) and found[0].interrupted:
                 break
     except BenchError as error:
-        leave(str(error))
-    if len(results) > 2:
-        leave(f"two runs are compared, and these are {len(results)}")
+        ended = str(error), USAGE
+    except KeyboardInterrupt:
+        ended = "interrupted before a request was sent", FAILED
+    if ended is not None:
+        # A first run may have taken an hour: that there is no second one is no reason to lose it.
+        _write(results, json_file, html)
+        typer.echo(f"mmrouter: {ended[0]}", err=True)
+        raise typer.Exit(ended[1])
     objections = compare.objections(*results) if len(results) == 2 else []
     if len(results) == 2 and not objections:
         report.show_comparison(console, *results)
@@ -172,10 +193,6 @@ def _run(asked: "Asked", plan: _Plan) -> "Result":
 
     screen = Screen(Console(stderr=True))
     return asyncio.run(run(asked, plan.load, plan.conversations, plan.left_out, screen))
-
-
-def _is_file(side: str) -> bool:
-    return not side.startswith(("http://", "https://"))
 
 
 def _base(url: str) -> str:
@@ -223,6 +240,8 @@ def _ready_to_write(json_file: Path | None, html: Path | None) -> None:
 
 
 def _write(results: "list[Result]", json_file: Path | None, html: Path | None) -> None:
+    if not results:
+        return
     try:
         if json_file is not None:
             raw = msgspec.json.encode(results[0] if len(results) == 1 else results)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -83,33 +85,37 @@ async def ask(
     body: bytes,
     *,
     started: float,
-    late: float,
+    late: float | None,
     gap: Callable[[float], None],
 ) -> Answer:
-    """Send a request and read its answer. ``gap`` is told of the seconds between two tokens.
+    """Send a request and read its answer. ``gap`` is told of the seconds between two tokens of a whole one.
 
     Raises nothing for what the endpoint does: that is the answer's ``error``.
     """
     answer = Answer(started, late)
+    gaps = array("d")
     began = clock()
     try:
         async with client.post(f"{url}/v1/chat/completions", headers=headers, data=body) as reply:
             _note_routing(answer, reply.headers)
             if reply.status != 200:
-                _fail(answer, f"status {reply.status}", (await reply.content.read(64 * 1024)).decode(errors="replace"))
+                _fail(answer, f"status {reply.status}", meant(await reply.content.read(64 * 1024)))
             elif reply.content_type != "text/event-stream":
                 _fail(answer, "no stream", f"content-type is {reply.content_type}")
             else:
-                await _read(answer, reply.content, began, gap)
+                await _read(answer, reply.content, began, gaps.append)
     except TimeoutError:
         _fail(answer, "timeout", f"no whole answer in {client.timeout.total:g} s")
     except aiohttp.ClientConnectorError as error:
-        _fail(answer, "connect", str(error))
+        _fail(answer, "connect", unconnected(error))
     except (aiohttp.ClientError, OSError) as error:
         _fail(answer, "broken off" if answer.first else "no answer", str(error) or type(error).__name__)
     except (msgspec.DecodeError, HttpProcessingError, ValueError) as error:
         _fail(answer, "unreadable", str(error))
     answer.total = answer.total or clock() - began
+    if not answer.error:
+        for seconds in gaps:
+            gap(seconds)
     return answer
 
 
@@ -129,7 +135,7 @@ async def _read(answer: Answer, lines: aiohttp.StreamReader, began: float, gap: 
             break
         chunk = _decoder.decode(data)
         if chunk.error is not None:
-            _fail(answer, "error event", msgspec.json.encode(chunk.error).decode())
+            _fail(answer, "error event", meant(data))
             return
         for choice in chunk.choices:
             finished = finished or choice.finish_reason is not None
@@ -180,15 +186,36 @@ def _fail(answer: Answer, kind: str, message: str) -> None:
     answer.error, answer.message = kind, " ".join(message.split())[:SAID]
 
 
+def meant(raw: bytes) -> str:
+    """Return what an error says: its message, or all of it where it has none."""
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        value = None
+    if isinstance(value, dict):
+        error = value.get("error", value)
+        message = error.get("message") if isinstance(error, dict) else error
+        if isinstance(message, str) and message:
+            return message
+    return raw.decode(errors="replace")
+
+
+def unconnected(error: aiohttp.ClientConnectorError) -> str:
+    """Return why there is no connection, as the system says it."""
+    number = error.os_error.errno
+    # Names that are not found have negative numbers, which are no number of the system's.
+    return os.strerror(number) if number is not None and number > 0 else error.os_error.strerror or str(error)
+
+
 async def whole(client: aiohttp.ClientSession, method: str, url: str, **options: Any) -> tuple[int, Any, str, str]:
-    """Return status, JSON (``None`` where it is none), text and mmrouter request id of a short answer."""
+    """Return status, JSON (``None`` where it is none), what an error says, and mmrouter's request id."""
     async with client.request(method, url, **options) as reply:
         raw = await reply.content.read(2**20)
         try:
             value = msgspec.json.decode(raw)
         except msgspec.DecodeError:
             value = None
-        return reply.status, value, raw[:SAID].decode(errors="replace"), reply.headers.get("x-mmrouter-request-id", "")
+        return reply.status, value, meant(raw)[:SAID], reply.headers.get("x-mmrouter-request-id", "")
 
 
 async def lag(note: Callable[[float], None], every: float = 0.05) -> None:

@@ -40,6 +40,8 @@ def objections(first: Result, second: Result) -> list[str]:
         found.append("the loads differ: " + (differ[0] if first.load.kind != second.load.kind else ", ".join(differ)))
     if first.left_out != second.left_out:
         found.append(f"the loads differ: {first.left_out} and {second.left_out} requests were left out")
+    if (first.url, first.salt) == (second.url, second.salt) and first != second:
+        found.append(f"both sent the same words to {first.url} (salt {first.salt}): the later one found them in caches")
     if not found:
         for what, of in (("prompts", "prompt_tokens"), ("answers", "completion_tokens")):
             means = [getattr(result, of) / result.answered for result in (first, second)]
@@ -62,7 +64,8 @@ def _of_one(name: str, result: Result) -> Iterator[str]:
         state = "were off" if result.routing.events == "off" else "may have been off"
         yield f"{name}'s events {state}: {result.routing.why}"
     if result.late_share > FEW_LATE:
-        yield f"{name} is not the load that was asked for: {result.late_share:.1%} of its requests went out late"
+        share = f"{result.late_share:.1%} of its requests by the clock"
+        yield f"{name} is not the load that was asked for: {share} went out late"
 
 
 def lines(first: Result, second: Result) -> list[Line]:
@@ -89,7 +92,8 @@ SPREADS = {
 
 
 def _of(spread: Spread | None, point: str) -> float | None:
-    return 1000 * float(getattr(spread, point)) if spread is not None else None
+    seconds = getattr(spread, point, None)
+    return None if seconds is None else 1000 * float(seconds)
 
 
 def _percent(ratio: float | None) -> float | None:
@@ -99,7 +103,7 @@ def _percent(ratio: float | None) -> float | None:
 def described(load: Load) -> str:
     """Return a load in words."""
     if load.concurrency is not None:
-        when = f"{load.concurrency} conversations at a time"
+        when = f"{load.concurrency} conversation{'s' * (load.concurrency > 1)} at a time"
     else:
         when = f"{load.rate:g} requests per second" if load.rate else "when they were recorded"
     if load.kind == "mooncake":

@@ -7,7 +7,7 @@ import aiohttp
 import httpx
 
 from mmrouter_cli import states
-from mmrouter_cli.benching.asking import whole
+from mmrouter_cli.benching.asking import unconnected, whole
 from mmrouter_cli.benching.drawing import VOCABULARY
 from mmrouter_cli.benching.values import BenchError, Events
 from mmrouter_cli.reach import Reach, UnreachableError, reach
@@ -46,6 +46,8 @@ async def find(
         model = model or await _model(client, url, headers)
         few, _ = await _prompt_tokens(client, url, headers, model, salt, FEW)
         many, request_id = await _prompt_tokens(client, url, headers, model, salt, MANY)
+    except aiohttp.ClientConnectorError as error:
+        raise BenchError(f"{url} does not answer: {unconnected(error)}") from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise BenchError(f"{url} does not answer: {error or type(error).__name__}") from error
     found = Endpoint(url, model, max(0.25, (many - few) / (MANY - FEW)) if many > few else 1.0, bool(request_id), None)
@@ -81,6 +83,12 @@ async def events(way: Reach) -> tuple[Events, str, dict[str, str]]:
     return "on", "", epochs
 
 
+def _refusal(url: str, status: int, said: str, headers: Mapping[str, str]) -> str:
+    wrong = "another key" if "authorization" in headers else "a key"
+    hint = f" (it wants {wrong}: --api-key, or OPENAI_API_KEY)" if status in (401, 403) else ""
+    return f"{url} answered {status}: {said}{hint}"
+
+
 async def _knows(asking: httpx.AsyncClient, control: str, request_id: str) -> bool:
     try:
         return (await asking.get(f"{control}/control/decisions/{request_id}")).status_code == 200
@@ -91,7 +99,7 @@ async def _knows(asking: httpx.AsyncClient, control: str, request_id: str) -> bo
 async def _model(client: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> str:
     status, value, said, _ = await whole(client, "GET", f"{url}/v1/models", headers=headers)
     if status != 200:
-        raise BenchError(f"{url}/v1/models answered {status}: {said}")
+        raise BenchError(_refusal(f"{url}/v1/models", status, said, headers))
     try:
         return str(value["data"][0]["id"])
     except (TypeError, KeyError, IndexError) as error:
@@ -108,7 +116,7 @@ async def _prompt_tokens(
         client, "POST", f"{url}/v1/chat/completions", headers=headers, json=body
     )
     if status != 200:
-        raise BenchError(f"{url} answered {status}: {said}")
+        raise BenchError(_refusal(url, status, said, headers))
     usage = value.get("usage") if isinstance(value, dict) else None
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
     return (count if isinstance(count, int) else 0), request_id

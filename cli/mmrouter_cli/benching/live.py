@@ -29,7 +29,7 @@ class Screen:
         if not self._console.is_terminal:
             while True:
                 await asyncio.sleep(TOLD_SECONDS)
-                self._console.print(line(run, url))
+                self._console.print(line(run, url), soft_wrap=True)
         with Live(console=self._console, auto_refresh=False) as screen:
             try:
                 while True:
@@ -45,7 +45,7 @@ def line(run: "Run", url: str) -> Text:
     failed = sum(bool(answer.error) for answer in run.answers[-RECENT:])
     seconds = max(1e-9, clock() - run.began)
     said = (
-        f"{len(run.answers)} of {run.planned} at {url}, {run.in_flight} under way, {len(run.answers) / seconds:.1f}/s"
+        f"{len(run.answers)} of {run.planned} at {url}, {run.in_flight} under way, {len(run.answers) / seconds:.3g}/s"
     )
     if recent:
         said += f"; first token {statistics.median(answer.first for answer in recent) * 1000:.0f} ms"

@@ -14,6 +14,8 @@ ROWS = 5_000
 LATE_SECONDS = 0.1
 """A request that goes out so much later than it was due is not the load that was asked for."""
 HUNDREDTHS = 100
+NEEDED = {90: 10, 95: 20, 99: 100}
+"""Values that a percentile takes: so many that at least one lies above it. With fewer it would be drawn out of two."""
 
 
 class Sample:
@@ -50,7 +52,8 @@ def spread(values: Sequence[float], count: int | None = None) -> Spread | None:
     if not values:
         return None
     at = quantiles(values)
-    return Spread(count or len(values), statistics.fmean(values), at[50], at[90], at[95], at[99], at[100])
+    p90, p95, p99 = (at[point] if len(values) >= needed else None for point, needed in NEEDED.items())
+    return Spread(count or len(values), statistics.fmean(values), at[50], p90, p95, p99, at[100])
 
 
 def whole(answers: Iterable[Answer]) -> list[Answer]:
@@ -100,9 +103,10 @@ def overlap(answers: Sequence[Answer]) -> float | None:
     return sum(answer.overlap or 0 for answer in known) / total if total and len(known) == len(answers) else None
 
 
-def late_share(answers: Sequence[Answer]) -> float:
-    """Return the share of requests that went out late."""
-    return sum(answer.late > LATE_SECONDS for answer in answers) / len(answers) if answers else 0.0
+def lateness(answers: Iterable[Answer]) -> tuple[float, float]:
+    """Return which share of the requests that were due at a time went out late, and the most seconds of any."""
+    late = [answer.late for answer in answers if answer.late is not None]
+    return (sum(each > LATE_SECONDS for each in late) / len(late), max(late)) if late else (0.0, 0.0)
 
 
 def rows(answers: Sequence[Answer], most: int = ROWS) -> list[Row]:

@@ -8,9 +8,9 @@ import jinja2
 import leather
 from leather import theme
 
-from mmrouter_cli.benching.compare import SPREADS, lines, objections
+from mmrouter_cli.benching.compare import lines, objections
 from mmrouter_cli.benching.measure import quantiles
-from mmrouter_cli.benching.report import POINTS, doubts, facts, title
+from mmrouter_cli.benching.report import POINTS, doubts, facts, figures, headings, title
 from mmrouter_cli.benching.values import Result
 
 WIDTH, HEIGHT = 560, 360
@@ -37,19 +37,15 @@ def page(results: Sequence[Result]) -> str:
         results=[_shown(result) for result in results],
         objections=refused,
         comparison=_comparison(*results) if refused == [] else [],
+        headings=headings(*results) if len(results) == 2 else [],
         plots=[plot for plot in _plots(results) if plot],
     )
 
 
 def _shown(result: Result) -> dict[str, Any]:
-    rows = []
-    for field, name in SPREADS.items():
-        spread = getattr(result, field)
-        if spread is not None:
-            rows.append([name, *(f"{1000 * getattr(spread, point):,.1f}" for point in POINTS), f"{spread.count:,}"])
     return {
         "title": title(result),
-        "rows": rows,
+        "rows": figures(result),
         "facts": facts(result),
         "doubts": doubts(result),
         "failures": [(kind, failure.count, failure.first) for kind, failure in result.failures.items()],
@@ -77,20 +73,28 @@ def _comparison(first: Result, second: Result) -> list[dict[str, str]]:
 
 
 def _plots(results: Sequence[Result]) -> list[str]:
+    names = headings(*results) if len(results) == 2 else [None]
     return [
         _plot(
             "first token by percentile",
             ("percentile", "ms"),
             [_by_percentile(quantiles([row.first for row in result.rows])) for result in results],
+            names,
         ),
-        _plot("time between tokens by percentile", ("percentile", "ms"), [_by_percentile(r.gaps) for r in results]),
+        _plot(
+            "time between tokens by percentile",
+            ("percentile", "ms"),
+            [_by_percentile(result.gaps) for result in results],
+            names,
+        ),
         _plot(
             "first token over time",
             ("seconds from the start", "ms"),
             [[(row.started, 1000 * row.first) for row in result.rows] for result in results],
+            names,
             dots=True,
         ),
-        _plot("hits over time", ("seconds from the start", "% of prompt tokens"), [_hits(r) for r in results]),
+        _plot("hits over time", ("seconds from the start", "% of prompt tokens"), [_hits(r) for r in results], names),
     ]
 
 
@@ -110,7 +114,9 @@ def _hits(result: Result) -> Points:
     return found
 
 
-def _plot(name: str, axes: tuple[str, str], series: Sequence[Points], *, dots: bool = False) -> str:
+def _plot(
+    name: str, axes: tuple[str, str], series: Sequence[Points], names: Sequence[str | None], *, dots: bool = False
+) -> str:
     """Return a plot, from 0 on both axes; empty where there is nothing to draw."""
     drawn = [points for points in series if points]
     if not drawn:
@@ -120,14 +126,13 @@ def _plot(name: str, axes: tuple[str, str], series: Sequence[Points], *, dots: b
         (chart.add_y_scale if axis else chart.add_x_scale)(0, max(values) or 1)
     chart.add_x_axis(name=axes[0], tick_formatter=_tick)
     chart.add_y_axis(name=axes[1], tick_formatter=_tick)
-    for number, points in enumerate(series):
+    for points, label, colour in zip(series, names, COLOURS, strict=False):
         if not points:
             continue
-        label = ("first", "second")[number] if len(series) > 1 else None
         if dots:
-            chart.add_dots(points, name=label, fill_color=COLOURS[number], radius=2)
+            chart.add_dots(points, name=label, fill_color=colour, radius=2)
         else:
-            chart.add_line(points, name=label, stroke_color=COLOURS[number])
+            chart.add_line(points, name=label, stroke_color=colour)
     return str(chart.to_svg(width=WIDTH, height=HEIGHT))  # XML, every text in it escaped
 
 

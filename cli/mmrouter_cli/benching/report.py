@@ -5,32 +5,53 @@ from rich.table import Table
 from rich.text import Text
 
 from mmrouter_cli.benching.compare import SPREADS, described, lines
+from mmrouter_cli.benching.measure import NEEDED
 from mmrouter_cli.benching.values import Result
 
 POINTS = ("mean", "p50", "p90", "p95", "p99", "max")
+TOO_FEW = "- stands for a percentile of too few values: " + ", ".join(
+    f"p{point} takes {count}" for point, count in NEEDED.items()
+)
 SLOW_CLIENT = 0.1
 """Share of the first token's median that the client's own timers may be late before it is said."""
 
 
 def show(console: Console, result: Result) -> None:
     """Print one run."""
-    table = Table(title=Text(title(result)))
-    table.add_column("milliseconds")
-    for point in POINTS:
-        table.add_column(point, justify="right")
-    table.add_column("values", justify="right")
+    if rows := figures(result):
+        table = Table(title=Text(title(result)))
+        table.add_column("milliseconds")
+        for heading in (*POINTS, "values"):
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        console.print(Text(title(result), style="bold"))
+    for said in facts(result):
+        _say(console, said)
+    for kind, failure in result.failures.items():
+        _say(console, f"{failure.count} failed: {kind}: {failure.first}", "red")
+    for said in doubts(result):
+        _say(console, said, "yellow")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def figures(result: Result) -> list[list[str]]:
+    """Return a row for everything that was timed: its name, its points in milliseconds, and how many values it has."""
+    found = []
     for field, name in SPREADS.items():
         spread = getattr(result, field)
         if spread is not None:
-            values = [f"{1000 * getattr(spread, point):,.1f}" for point in POINTS]
-            table.add_row(name, *values, f"{spread.count:,}")
-    console.print(table)
-    for said in facts(result):
-        console.print(Text(said))
-    for kind, failure in result.failures.items():
-        console.print(Text(f"{failure.count} failed: {kind}: {failure.first}", style="red"))
-    for said in doubts(result):
-        console.print(Text(said, style="yellow"))
+            found.append([name, *(_milliseconds(getattr(spread, point)) for point in POINTS), f"{spread.count:,}"])
+    return found
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:,.1f}"
 
 
 def title(result: Result) -> str:
@@ -42,7 +63,8 @@ def title(result: Result) -> str:
 def facts(result: Result) -> list[str]:
     """Return what holds of a run as a whole."""
     seconds = result.seconds
-    found = [described(result.load) + (f"; {result.left_out} longer ones left out" if result.left_out else "")]
+    found = [TOO_FEW] if any("-" in row for row in figures(result)) else []
+    found += [described(result.load) + (f"; {result.left_out} longer ones left out" if result.left_out else "")]
     rates = [total / seconds for total in (result.answered, result.prompt_tokens, result.completion_tokens)]
     found.append(
         f"{result.answered} answered and {result.failed} failed in {seconds:.1f} s: {rates[0]:.2f} requests/s, "
@@ -62,7 +84,7 @@ def facts(result: Result) -> list[str]:
         if routing.overlap is not None:
             said += f"; {routing.overlap:.1%} of the prompt tokens found cached before sending"
         if routing.workers:
-            said += f"; {len(routing.workers)} engines, the busiest with "
+            said += f"; {len(routing.workers)} engine{'s' * (len(routing.workers) > 1)}, the busiest with "
             said += f"{max(routing.workers.values()) / sum(routing.workers.values()):.0%} of the requests"
         found.append(said)
     return found
@@ -74,7 +96,10 @@ def doubts(result: Result) -> list[str]:
     if result.interrupted:
         found.append(f"interrupted: {result.unanswered} requests were under way, and not all were sent")
     if result.late_share:
-        found.append(f"{result.late_share:.1%} of the requests went out more than 100 ms after they were due")
+        found.append(
+            f"{result.late_share:.1%} of the requests by the clock went out more than 100 ms after they were due, "
+            f"the latest {result.latest:.1f} s"
+        )
     if result.first_token is not None and result.lag > SLOW_CLIENT * result.first_token.p50:
         found.append(f"this client's own timers were {1000 * result.lag:.1f} ms late (p99): its machine is busy")
     return found
@@ -84,7 +109,7 @@ def show_comparison(console: Console, first: Result, second: Result) -> None:
     """Print two runs side by side."""
     table = Table(title="second against first")
     table.add_column("figure")
-    for heading in ("first", "second", "ratio"):
+    for heading in (*headings(first, second), "ratio"):
         table.add_column(heading, justify="right")
     for line in lines(first, second):
         change = line.change
@@ -95,6 +120,12 @@ def show_comparison(console: Console, first: Result, second: Result) -> None:
             f"{line.name} ({line.unit})", _value(line.first), _value(line.second), Text(_ratio(change), style)
         )
     console.print(table)
+
+
+def headings(first: Result, second: Result) -> list[str]:
+    """Return what the columns of two runs are called: with their policies, where those were asked for."""
+    named = zip(("first", "second"), (first.policy, second.policy), strict=True)
+    return [name + (f", {policy}" if policy else "") for name, policy in named]
 
 
 def _value(value: float | None) -> str:

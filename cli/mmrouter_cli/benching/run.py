@@ -18,6 +18,8 @@ from mmrouter_cli.benching.endpoint import Endpoint
 from mmrouter_cli.benching.live import Screen
 from mmrouter_cli.benching.values import Answer, BenchError, Conversation, Events, Load, Result, Routing
 
+SHORTEST = 1e-3
+"""Seconds of a run that was stopped before its first request was due."""
 MOST_WORKERS = 1_000
 """Names of engines that are counted each by itself."""
 
@@ -82,9 +84,10 @@ async def run(asked: Asked, load: Load, plan: Sequence[Conversation], left_out: 
         started = datetime.datetime.now(datetime.UTC)
         with _stopping() as stop:
             interrupted = await _sent(client, asked, found, load, plan, state, stop, screen)
-        seconds = clock() - state.began
+        seconds = max(clock() - state.began, SHORTEST)
         after = await _events(found)
     answers = measure.whole(state.answers)
+    late_share, latest = measure.lateness(state.answers)
     ratio, unknown = measure.hit_ratio(answers)
     return Result(
         url=asked.url,
@@ -109,7 +112,8 @@ async def run(asked: Asked, load: Load, plan: Sequence[Conversation], left_out: 
         between_tokens=measure.spread(state.gaps.values, state.gaps.seen),
         per_token=measure.spread(measure.per_token(answers)),
         end_to_end=measure.spread([answer.total for answer in answers]),
-        late_share=measure.late_share(state.answers),
+        late_share=late_share,
+        latest=latest,
         lag=(measure.quantiles(state.lags.values) or [0.0] * 101)[99],
         routing=_routing(found, answers, before, after) if found.routed else None,
         rows=measure.rows(answers),
@@ -141,7 +145,7 @@ async def _sent(
                 due = clock() + turn.pause if turn.pause else None
             # Drawing takes milliseconds, in which answers that come would be taken for late ones.
             body = await asyncio.to_thread(writer.body, conversation, number)
-            late = 0.0
+            late = None
             if due is not None:
                 await asyncio.sleep(max(0.0, due - clock()))
                 late = max(0.0, clock() - due)

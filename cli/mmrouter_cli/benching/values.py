@@ -81,14 +81,15 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Answer(msgspec.Struct, gc=False):
     """What one request came to; times in seconds, ``started`` since the run began.
 
-    ``late``: after it was due. ``first``, ``last``, ``total``: until the first token, the last one, and the end.
+    ``late``: after it was due, ``None`` where it was due at no time of its own.
+    ``first``, ``last``, ``total``: until the first token, the last one, and the end.
     ``error``: its kind, empty for a whole answer. ``cached``: prompt tokens from the engine's cache, ``None`` where the
     endpoint does not say.
     ``overlap``: tokens that an mmrouter found cached before it sent the request, ``None`` where it does not say.
     """
 
     started: float
-    late: float = 0.0
+    late: float | None = None
     first: float = 0.0
     last: float = 0.0
     total: float = 0.0
@@ -105,14 +106,14 @@ class Answer(msgspec.Struct, gc=False):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """How values lie; seconds."""
+    """How values lie; seconds. ``None``: a percentile that needs more values than there are."""
 
     count: int
     mean: float
     p50: float
-    p90: float
-    p95: float
-    p99: float
+    p90: float | None
+    p95: float | None
+    p99: float | None
     max: float
 
 
@@ -147,7 +148,8 @@ class Result(msgspec.Struct, frozen=True):
     """One run. Times are seconds; ``None``: could not be measured.
 
     ``hit_ratio``: prompt tokens from caches over prompt tokens, ratio of sums; without one ``hit_unknown`` says why.
-    ``late_share``: requests that went out late by the client's fault. ``lag``: how late the client's own timers were,
+    ``late_share``: of the requests that were due at a time, those that went out late; ``latest``: by how much at most.
+    ``lag``: how late the client's own timers were,
     p99. ``routing``: only of an mmrouter. ``unanswered``: under way when the run was interrupted.
     """
 
@@ -180,6 +182,7 @@ class Result(msgspec.Struct, frozen=True):
     gaps: list[float]
     """Quantiles of the time between tokens: 101, from the least to the largest; empty without any."""
     version: Literal[1] = 1
+    latest: float = 0.0
 
     @property
     def failed(self) -> int:

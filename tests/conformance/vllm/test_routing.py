@@ -4,10 +4,15 @@ The engines' caches are small, so blocks are evicted and stored again while the 
 index must equal what an independent reader makes of the engines' own event history, copies counted.
 """
 
+import asyncio
 import json
+import re
 import threading
+from collections import Counter
 from pathlib import Path
 
+import httpx
+import msgspec
 import openai
 import pytest
 import yaml
@@ -18,6 +23,10 @@ from conformance.rig import engine_args, require_memory
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
 from local.rig import Deployment, running, wait_for
+
+from mmrouter.engines.launching import HTTP_PORT
+from mmrouter_cli.benching import asking, endpoint
+from mmrouter_cli.benching.values import Result
 
 CACHE_BLOCKS = 290  # the longest context and little more
 REPOSITORIES = {"Qwen/Qwen2-VL-2B-Instruct": 2, "Qwen/Qwen3-VL-2B-Instruct": 1}
@@ -63,6 +72,45 @@ def deployment(request, vllm_env, shrunk, tmp_path_factory):
     with running(file, *options, start_seconds=650) as deployment:
         deployment.name, deployment.repository = name, repository
         yield deployment
+
+
+COUNTED = re.compile(r"^vllm:prefix_cache_(queries|hits)_total(?:{.*})? (\S+)$", re.MULTILINE)
+"""Prompt tokens that an engine looked for in its cache, and those that it found there."""
+MIX = (
+    *("--requests", "36", "--concurrency", "2", "--turns", "4", "--system-prompts", "2", "--system-tokens", "200"),
+    *("--text-tokens", "40", "--output-tokens", "4", "--image-share", "1", "--image-reuse", "1"),
+    *("--image-size", "224x224", "--ignore-eos"),
+)
+
+
+def counted(deployment: Deployment) -> Counter[str]:
+    """Return ``queries`` and ``hits`` of all engines until now."""
+    found = Counter[str]()
+    for worker in deployment.state()["workers"]:
+        text = httpx.get(f"http://{worker['ip']}:{HTTP_PORT}/metrics", timeout=10, trust_env=False).text
+        found.update({name: int(float(value)) for name, value in COUNTED.findall(text)})
+    return found
+
+
+def questions(deployment: Deployment, salt: str) -> Counter[str]:
+    """Return what engines count of the two questions that bench asks before it sends its load, once they are cached."""
+
+    async def ask() -> None:
+        async with asking.session(60, 1) as client:
+            await endpoint.find(client, deployment.url, {}, model=None, salt=salt, control=None, token=None)
+
+    def again() -> Counter[str]:
+        before = counted(deployment)
+        asyncio.run(ask())
+        return counted(deployment) - before
+
+    def warm() -> Counter[str]:
+        counts = again()
+        # All but the last token may come from the cache, so one block of each prompt is computed in any case.
+        return counts if counts["queries"] - counts["hits"] <= 2 * BLOCK else Counter()
+
+    found: Counter[str] = wait_for(warm, 10, "both questions are whole hits")
+    return found
 
 
 class Seen:
@@ -212,3 +260,27 @@ def test_concurrent_identical_requests_eviction_and_restore_leave_index_and_engi
     record(f"routing {deployment.name}: keys held at the end, removals seen", (compared, evicted))
     assert evicted > 50
     assert copies > len(deployment.state()["workers"])  # some block had two physical copies at once
+
+
+def test_bench_reports_the_hits_that_the_engines_count_and_kv_has_more_of_them(deployment, tmp_path, record):
+    policies = ("roundRobin", "kv") if len(deployment.state()["workers"]) > 1 else ("kv",)
+    ratios = {}
+    for policy in policies:
+        asked, file = questions(deployment, policy), tmp_path / f"{policy}.json"
+        before = counted(deployment)
+        options = ("--policy", policy, "--salt", policy, *MIX, "--json", str(file))
+        done = deployment.mmrouter("bench", deployment.url, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        result = msgspec.json.decode(file.read_bytes(), type=Result)
+        assert (result.answered, result.routing.events, result.routing.decisions) == (36, "on", {"exact": 36})
+        counts = counted(deployment) - before - asked
+        assert (result.prompt_tokens, sum(row.cached for row in result.rows)) == (counts["queries"], counts["hits"])
+        assert result.hit_ratio == counts["hits"] / counts["queries"] > 0
+        ratios[policy] = result.hit_ratio
+    record(f"bench {deployment.name}: hit ratio, equal to the engines' counters", ratios)
+    if len(policies) > 1:
+        assert ratios["kv"] >= ratios["roundRobin"]
+        files = (str(tmp_path / f"{policy}.json") for policy in policies)
+        compared = deployment.mmrouter("bench", next(files), "--against", next(files))
+        assert compared.returncode == 0, compared.stderr
+        assert "second against first" in compared.stdout

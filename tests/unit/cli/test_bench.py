@@ -187,8 +187,16 @@ def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
     np.testing.assert_allclose(found, np.percentile(values, range(101)), rtol=1e-9, atol=1e-6)
     spread = measure.spread(values)
     assert spread is not None
-    assert (spread.p95, spread.max, spread.count) == (found[95], max(values), len(values))
+    assert (spread.p50, spread.max, spread.count) == (found[50], max(values), len(values))
     assert spread.mean == pytest.approx(statistics.fmean(values))
+
+
+@pytest.mark.parametrize(("point", "needed"), [("p90", 10), ("p95", 20), ("p99", 100)])
+def test_no_percentile_is_of_fewer_values_than_it_takes_to_have_one_above_it(point: str, needed: int) -> None:
+    values = [float(n) for n in range(needed)]
+    enough, few = measure.spread(values), measure.spread(values[1:])
+    assert (getattr(few, point), few.p50 if few else None) == (None, statistics.median(values[1:]))
+    assert values[-2] <= getattr(enough, point) < values[-1]
 
 
 def test_a_sample_is_bounded_and_every_value_has_the_same_chance() -> None:
@@ -229,6 +237,16 @@ def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
     assert measure.per_token([answer(completion=1)]) == []
 
 
+def test_only_requests_that_were_due_at_a_time_can_be_late() -> None:
+    paced = [answer(late=late) for late in (0.0, 0.05, 0.3, None, None, None)]
+    assert measure.lateness(paced) == (pytest.approx(1 / 3), 0.3)
+    assert measure.lateness([answer()]) == (0.0, 0.0)
+    said = report.doubts(result(late_share=1 / 3, latest=0.3))
+    assert said == [
+        "33.3% of the requests by the clock went out more than 100 ms after they were due, the latest 0.3 s"
+    ]
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -251,7 +269,7 @@ ON = Routing("on", "", {"exact": 200}, 0.5, {"w": 200})
 
 @pytest.mark.parametrize("routing", [None, ON])
 def test_two_whole_runs_of_one_load_are_compared(routing: Routing | None) -> None:
-    slower = result(routing=routing, first_token=Spread(200, 0.2, 0.2, 0.3, 0.4, 0.6, 0.8), hit_ratio=0.25)
+    slower = result(salt="t", routing=routing, first_token=Spread(200, 0.2, 0.2, 0.3, 0.4, 0.6, 0.8), hit_ratio=0.25)
     assert compare.objections(result(routing=routing), slower) == []
     changes = {line.name: line.change for line in compare.lines(result(), slower)}
     assert (changes["first token, p50"], changes["hit ratio"], changes["failed"]) == (2.0, 0.5, None)
@@ -271,12 +289,14 @@ def test_two_whole_runs_of_one_load_are_compared(routing: Routing | None) -> Non
         ({"failures": {"timeout": Failure(10, "")}, "answered": 190}, "0.0% and 5.0% of the requests failed"),
         ({"interrupted": True, "answered": 20}, "was interrupted after 20 of 200 requests"),
         ({"answered": 0}, "has no answer"),
-        ({"late_share": 0.2}, "20.0% of its requests went out late"),
+        ({"late_share": 0.2}, "20.0% of its requests by the clock went out late"),
+        ({"salt": "s", "seconds": 21.0}, "both sent the same words"),
     ],
 )
 def test_a_comparison_is_refused_with_the_reason(other: dict[str, Any], said: str) -> None:
-    assert any(said in objection for objection in compare.objections(result(), result(**other)))
-    assert compare.objections(result(**other), result())
+    second = result(**{"salt": "t", **other})
+    assert any(said in objection for objection in compare.objections(result(), second))
+    assert compare.objections(second, result())
 
 
 # -- how it is shown -------------------------------------------------------------------------------------------------
@@ -333,6 +353,18 @@ def test_a_page_of_two_runs_has_their_comparison_or_why_there_is_none() -> None:
     refused = Parsed(page([result(), result(hit_ratio=None, hit_unknown="nobody says")]))
     assert "comparison" not in refused.ids
     assert "nobody says" in refused.text
+
+
+def test_two_runs_are_named_by_their_policies_and_a_percentile_that_nobody_has_is_a_dash() -> None:
+    few = Spread(12, 0.1, 0.1, 0.15, None, None, 0.4)
+    first, second = result(policy="kv", first_token=few), result(policy="roundRobin", salt="t")
+    text = Parsed(page([first, second])).text
+    for said in ("first, kv", "second, roundRobin", "p95 takes 20"):
+        assert said in text
+    assert report.figures(first)[0] == ["first token", "100.0", "100.0", "150.0", "-", "-", "400.0", "12"]
+    assert report.TOO_FEW not in report.facts(second)
+    changes = {line.name: line.change for line in compare.lines(first, second)}
+    assert (changes["first token, p50"], changes["first token, p95"]) == (1.0, None)
 
 
 def test_a_run_without_any_answer_is_shown_without_plots() -> None:

@@ -2,70 +2,18 @@
 
 import asyncio
 import io
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import os
+import signal
 
 import pytest
 from aiohttp import web
 from rich.console import Console
+from unit.cli.answering import DONE, GOOD, Engine, Handler, event, said, serving, streamed
 
-from mmrouter_cli.benching import asking, workload
+from mmrouter_cli.benching import asking, report, workload
 from mmrouter_cli.benching.live import Screen
 from mmrouter_cli.benching.run import Asked, run
 from mmrouter_cli.benching.values import Answer, BenchError, Load, Result
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    """A server for chats and models; yields its URL."""
-
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m"}]})
-
-    async def chat(request: web.Request) -> web.StreamResponse:
-        return await handler(request)
-
-    app = web.Application(client_max_size=2**26)
-    app.router.add_post("/v1/chat/completions", chat)
-    app.router.add_get("/v1/models", models)
-    runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield str(site.name)
-    finally:
-        await runner.cleanup()
-
-
-def event(**values: object) -> bytes:
-    return b"data: " + json.dumps(values).encode() + b"\n\n"
-
-
-def said(text: str, finish: str | None = None) -> bytes:
-    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish}])
-
-
-def usage(prompt: int, completion: int, cached: int | None) -> bytes:
-    details = None if cached is None else {"cached_tokens": cached}
-    counted = {"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details}
-    return event(choices=[], usage=counted)
-
-
-DONE = b"data: [DONE]\n\n"
-GOOD = (said(""), said("a"), b": a comment\n\n", said("b"), said("c", "stop"), usage(40, 3, 16), DONE)
-
-
-async def streamed(request: web.Request, *pieces: bytes, pause: float = 0.0) -> web.StreamResponse:
-    reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await reply.prepare(request)
-    for piece in pieces:
-        await reply.write(piece)
-        await asyncio.sleep(pause)
-    return reply
 
 
 async def asked(handler: Handler, timeout: float = 5.0) -> tuple[Answer, list[float]]:
@@ -115,16 +63,33 @@ BROKEN = event(error={"message": "cannot schedule new futures after shutdown", "
         (unasked, "no stream", "application/json"),
         (hang, "timeout", "0.3 s"),
         (cut_off, "broken off", ""),
-        (lambda request: streamed(request, said("a")), "broken off", "ended before the answer"),
-        (lambda request: streamed(request, said("a"), BROKEN, DONE), "error event", "cannot schedule"),
+        (lambda request: streamed(request, said("a"), said("b")), "broken off", "ended before the answer"),
+        (lambda request: streamed(request, said("a"), said("b"), BROKEN, DONE), "error event", "cannot schedule"),
         (lambda request: streamed(request, b"data: {no\n\n"), "unreadable", ""),
         (lambda request: streamed(request, b"data: " + b"x" * 2**20), "unreadable", ""),
     ],
 )
 async def test_whatever_goes_wrong_is_an_error_of_its_own_kind(handler: Handler, kind: str, message: str) -> None:
-    answer, _ = await asked(handler, timeout=0.3 if kind == "timeout" else 5.0)
+    answer, gaps = await asked(handler, timeout=0.3 if kind == "timeout" else 5.0)
     assert answer.error == kind, answer.message
     assert message in answer.message
+    assert gaps == []  # an answer that failed is no fast one
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"error": {"message": "no room", "code": 503}}', "no room"),
+        (b'{"error": "Unauthorized"}', "Unauthorized"),
+        (b'{"object": "error", "message": "too long"}', "too long"),
+        (b'{"detail": "Not Found"}', '{"detail": "Not Found"}'),
+        (b'{"error": {"message": ""}}', '{"error": {"message": ""}}'),
+        (b"<h1>Bad Gateway</h1>", "<h1>Bad Gateway</h1>"),
+        (b"\xff", "\ufffd"),
+    ],
+)
+def test_an_error_is_told_by_its_message_and_as_it_is_where_it_has_none(raw: bytes, message: str) -> None:
+    assert asking.meant(raw) == message
 
 
 async def test_nobody_there_is_an_error_and_no_run() -> None:
@@ -132,8 +97,8 @@ async def test_nobody_there_is_an_error_and_no_run() -> None:
         pass
     async with asking.session(5, 1) as client:
         answer = await asking.ask(client, gone, {}, b"{}", started=0.0, late=0.0, gap=list[float]().append)
-    assert answer.error == "connect"
-    with pytest.raises(BenchError, match="does not answer"):
+    assert (answer.error, answer.message) == ("connect", "Connection refused")
+    with pytest.raises(BenchError, match="does not answer: Connection refused"):
         await whole(gone, Load(concurrency=1))
     async with serving(full) as url:
         with pytest.raises(BenchError, match=r"answered 503: .*no room"):
@@ -144,33 +109,6 @@ async def whole(url: str, load: Load, **options: str) -> Result:
     plan, left_out = workload.planned(workload.synthetic(load), load)
     screen = Screen(Console(file=io.StringIO()))
     return await run(Asked(url, "salt", 10.0, **options), load, plan, left_out, screen)
-
-
-class Engine:
-    """Answers as an engine with a tokenizer of three tokens per word, and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-        self.most = self.under_way = 0
-        self.connections: set[object] = set()
-
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        texts = [m["content"] if isinstance(m["content"], str) else m["content"][-1]["text"] for m in body["messages"]]
-        prompt = 10 + 3 * sum(len(text.split()) for text in texts)
-        if not body.get("stream"):
-            return web.json_response({"usage": {"prompt_tokens": prompt}})
-        self.asked.append(prompt)
-        assert request.transport is not None
-        self.connections.add(request.transport.get_extra_info("peername"))
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        try:
-            return await streamed(
-                request, said("a"), said("b", "length"), usage(prompt, 2, prompt // 2), DONE, pause=0.01
-            )
-        finally:
-            self.under_way -= 1
 
 
 async def test_any_endpoint_is_measured_with_prompts_as_long_as_its_tokenizer_makes_them() -> None:
@@ -205,3 +143,30 @@ async def test_a_policy_is_refused_where_it_would_be_ignored() -> None:
     async with serving(Engine()) as url:
         with pytest.raises(BenchError, match="no mmrouter"):
             await whole(url, Load(concurrency=1), policy="roundRobin")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [({}, "it wants a key: --api-key"), ({"api_key": "k"}, "it wants another key")]
+)
+async def test_who_is_not_let_in_is_told_what_to_give(key: dict[str, str], said: str) -> None:
+    async def unauthorized(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
+    async with serving(unauthorized) as url:
+        with pytest.raises(BenchError, match=f"answered 401: Unauthorized .{said}"):
+            await whole(url, Load(concurrency=1), **key)
+
+
+async def test_a_run_that_is_stopped_before_its_first_request_is_due_can_be_shown() -> None:
+    load = Load(requests=2, rate=0.001, turns=1, image_share=0.0, system_tokens=10)
+    ends = signal.getsignal(signal.SIGINT)
+    async with serving(Engine()) as url:
+        running = asyncio.create_task(whole(url, load))
+        async with asyncio.timeout(20):
+            while signal.getsignal(signal.SIGINT) is ends:
+                await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        result = await running
+    assert (result.interrupted, result.sent, result.answered) == (True, 0, 0)
+    assert 0 < result.seconds < 20
+    assert report.facts(result)[1].startswith("0 answered and 0 failed in 0.0 s: 0.00 requests/s")

@@ -38,6 +38,23 @@ def test_a_container_that_is_still_starting_ends_at_sigterm(first: tuple[str, ..
         process.wait()
 
 
+def test_a_command_that_is_stopped_while_it_is_imported_leaves_no_trace_of_that(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "typer.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()\n")
+    # As a shell starts it in the foreground, also where these tests run in the background.
+    argv = ["env", "--default-signal=INT", sys.executable, "-m", "mmrouter_cli", "bench"]
+    process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(tmp_path)}, stderr=subprocess.PIPE)
+    try:
+        writer = wait_for(lambda: opened(tmp_path / "fifo"), 30, "the command is imported")
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=10)
+        os.close(writer)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, shown) == (128 + signal.SIGINT, b"")
+
+
 def opened(fifo: Path) -> int | None:
     """Open a FIFO for writing, once somebody reads it."""
     try:
