@@ -12,7 +12,7 @@ import yaml
 from cluster.commands import diagnosed, mmrouter
 from cluster.controlplane import ControlPlane, wait_for
 from cluster.hollow import Hollow
-from cluster.operators import Replica, holder, operator
+from cluster.operators import BRIEF, Replica, holder, operator
 from cluster.resources import apply, condition, resource
 from cluster.test_pod_security import refused
 from unit.render.test_children import load
@@ -51,9 +51,9 @@ def test_an_operator_that_ended_is_a_problem(crd: ControlPlane) -> None:
 
 
 def test_a_paused_operator_is_seen_by_its_lease(crd: ControlPlane) -> None:
-    with operator(crd, "asleep") as replica:
+    with operator(crd, "asleep", options=BRIEF) as replica:
         replica.pause()
-        # Its Lease lasts 3 s, and 5 more are granted to clocks.
+        # Its Lease lasts 6 s, and 5 more are granted to clocks.
         wait_for(lambda: diagnosed(crd, "-n", "default").seen("operator"), SECONDS, "the old Lease is seen", every=1)
 
 
@@ -242,7 +242,10 @@ def test_where_no_port_can_be_forwarded_kubectls_own_words_are_told(
     monkeypatch.setenv("PATH", str(plane.bin), prepend=":")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     # An address as pods have it, and no kubelet behind it.
-    frontend = {"metadata": {"name": "absent", "namespace": namespace}, "status": {"podIP": "10.0.0.9"}}
+    frontend = {
+        "metadata": {"name": "absent", "namespace": namespace},
+        "status": {"phase": "Running", "podIP": "10.0.0.9"},
+    }
 
     async def way() -> str | Unread:
         async with reached([frontend], plane.kubeconfig) as frontends:

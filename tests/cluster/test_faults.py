@@ -25,8 +25,6 @@ from mmrouter_operator.ref import RESOURCE
 SETTLE_SECONDS = 60
 """A deadline: pauses between tries grow, and of four writes one fails."""
 BAD_REQUEST, NOT_FOUND = Fault(400, "BadRequest"), Fault(404, "NotFound")
-LASTING: tuple[str, ...] = ()
-"""Options for the Lease of the chart, where faults are not about it: one of 3 s is lost on a busy machine."""
 POLL = 0.2
 """Seconds between looks that cost the server some dozen requests."""
 
@@ -57,7 +55,7 @@ def test_answers_of_a_server_in_trouble_are_survived(
 
     between.faults = sometimes
     body = resource()
-    with operator(crd, server=between.url, options=LASTING) as replica:
+    with operator(crd, server=between.url) as replica:
         apply(crd, namespace, body)
         wait_for(lambda: settled(crd, namespace, body), SETTLE_SECONDS, "all children are there")
         assert between.injected > 1
@@ -70,7 +68,7 @@ def test_watches_that_expire_lose_nothing(crd: ControlPlane, between: Proxy, nam
     dice = random.Random(410)
     between.watch_seconds = 0.5
     body = resource()
-    with operator(crd, server=between.url, options=LASTING):
+    with operator(crd, server=between.url):
         # What they begin again with fails sometimes, too.
         between.faults = lambda method, path: BROKEN if method == "GET" and dice.random() < 0.2 else None
         apply(crd, namespace, body)

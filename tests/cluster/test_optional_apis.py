@@ -132,9 +132,7 @@ def test_pod_monitors_and_scaled_objects_are_made_where_they_are_served(
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"prometheusAddress": PROMETHEUS}))
     plane = optional_apis
-    with operator(
-        plane, options=("--lease-duration=3", "--renew-deadline=2", "--retry-period=0.4", f"--config={config}")
-    ):
+    with operator(plane, options=[f"--config={config}"]):
         deployed = Deployed(plane, namespace)
         deployed.apply(scaled("vl"))
         deployed.await_condition("vl", MONITORING, "True")

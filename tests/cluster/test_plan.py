@@ -10,7 +10,7 @@ import yaml
 from cluster.controlplane import ControlPlane, wait_for
 from cluster.deployed import Deployed
 from cluster.hollow import Hollow
-from cluster.operators import operator
+from cluster.operators import BRIEF, operator
 
 SECONDS = 90.0
 
@@ -60,7 +60,7 @@ def test_a_set_switches_as_foretold_and_a_pair_always_serves_although_the_operat
     deployed = Deployed(crd, namespace)
     new = foretold(crd, tmp_path, namespace, pair(128))
     assert {step["action"] for steps in new["rounds"] for step in steps} == {"create"}
-    with operator(crd) as replica:
+    with operator(crd, options=BRIEF) as replica:
         deployed.apply(pair(128))
         wait_for(lambda: _ready(deployed), SECONDS, "the first revision is ready")
         assert foretold(crd, tmp_path, namespace, pair(128))["rounds"] == []
