@@ -142,7 +142,7 @@ def bench(
             for result in found:
                 report.show(console, result)
             results += found
-            if isinstance(each, Asked) and found[0].interrupted:
+            if isinstance(each, Asked) and (found[0].interrupted or not found[0].answered):
                 break
     except BenchError as error:
         ended = str(error), USAGE
@@ -157,6 +157,8 @@ def bench(
     if len(results) == 2 and not objections:
         report.show_comparison(console, *results)
     _write(results, json_file, html)
+    if len(results) < count:
+        objections = ["there is no second run"]
     for said in objections:
         typer.echo(f"mmrouter: not compared: {said}", err=True)
     wrong = objections or any(result.interrupted or not result.answered for result in results)

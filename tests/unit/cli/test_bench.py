@@ -237,6 +237,16 @@ def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
     assert measure.per_token([answer(completion=1)]) == []
 
 
+@pytest.mark.parametrize(
+    ("lag", "first", "token", "told"),
+    [(0.011, 0.1, 0.05, True), (0.009, 0.1, 0.05, False), (0.009, 0.1, 0.008, True), (0.009, 0.1, None, False)],
+)
+def test_a_client_that_is_late_itself_says_so(lag: float, first: float, token: float | None, told: bool) -> None:
+    one, other = (value and Spread(200, 9, value, 9, 9, 9, 9) for value in (first, token))
+    said = report.doubts(result(lag=lag, first_token=one, per_token=other))
+    assert (said == [f"this client's own timers were {1000 * lag:.1f} ms late (p99): its machine is busy"]) is told
+
+
 def test_only_requests_that_were_due_at_a_time_can_be_late() -> None:
     paced = [answer(late=late) for late in (0.0, 0.05, 0.3, None, None, None)]
     assert measure.lateness(paced) == (pytest.approx(1 / 3), 0.3)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+from aiohttp import web
 from unit.cli.answering import Engine, serving
 
 from mmrouter_cli.benching.values import Result
@@ -37,6 +38,22 @@ async def test_what_cannot_be_compared_is_said_before_anything_is_sent_and_a_fir
             status, _, shown = await bench(url, "--against", other, *SMALL)
             assert (status, said in shown) == (2, True), shown
     assert len(engine.asked) == 6
+
+
+async def test_without_an_answer_to_the_first_run_there_is_no_second_one() -> None:
+    class Full(Engine):
+        async def __call__(self, request: web.Request) -> web.StreamResponse:
+            if (await request.json()).get("stream"):
+                self.asked.append(0)
+                return web.json_response({"error": {"message": "no room"}}, status=503)
+            return await super().__call__(request)
+
+    engine = Full()
+    async with serving(engine) as url:
+        status, out, shown = await bench(url, "--against", url, *SMALL)
+    assert (status, len(engine.asked)) == (1, 6)
+    assert "6 failed: status 503: no room" in out
+    assert shown.splitlines()[-1] == "mmrouter: not compared: there is no second run"
 
 
 async def test_each_of_two_endpoints_gets_its_own_key() -> None:
