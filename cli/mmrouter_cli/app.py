@@ -94,7 +94,8 @@ def up(
     if as_json:
         typer.echo(json.dumps(shown.as_json()))
     else:
-        shown.print(Console(width=max(Console().width, 140)))
+        console = Console()
+        shown.print(console if console.is_terminal else Console(width=140))
     raise typer.Exit(0 if shown.passed else FAILED)
 
 

@@ -21,6 +21,8 @@ from mmrouter_cli.pictures import data_uri, picture
 from mmrouter_cli.reach import Reach
 
 SETTLE_SECONDS = 5.0
+WIDE = 120
+"""Columns from which the table has room for why."""
 STORY = (
     "The two pictures were taken on one morning from the same window. Please read the question first, look at every "
     "part of what is shown, and answer in one short sentence that names the colours you see from left to right."
@@ -242,12 +244,14 @@ def _computed(rows: Sequence[Row]) -> int:
 
 def show(console: Console, rows: Sequence[Row], baseline: Sequence[Row]) -> None:
     """Print the table and the round-robin figure beside it."""
-    table = Table(title="one workload, policy kv")
+    wide = console.width >= WIDE
+    legend = "overlap: blocks that mmrouter predicted to be there; cached_tokens: what the engine then says it found"
+    table = Table(title="one workload, policy kv", caption=legend, caption_justify="left")
     for heading, justify in (
         ("request", "left"), ("worker", "left"), ("blocks", "right"), ("overlap", "right"),
-        ("cached_tokens", "right"), ("exactness", "left"), ("why", "left"),
+        ("cached_tokens", "right"), ("exactness", "left"), *((("why", "left"),) if wide else ()),
     ):  # fmt: skip
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+        table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
         style = "red" if row.failure else None
         why = f"{row.why} [FAIL: {row.failure}]" if row.failure else row.why
@@ -259,10 +263,15 @@ def show(console: Console, rows: Sequence[Row], baseline: Sequence[Row]) -> None
             str(row.overlap),
             cached,
             row.exactness,
-            why.replace("[", "\\["),
+            *((why.replace("[", "\\["),) if wide else ()),
         )
         table.add_row(*cells, style=style)
     console.print(table)
+    if not wide:
+        for row in rows:
+            if row.failure:
+                console.print(f"{row.name}: {row.failure}", style="red", markup=False)
+        console.print(f"a terminal of {WIDE} columns shows why each went where it went, as `mmrouter explain` does")
     ours, theirs = hit_ratio(rows), hit_ratio(baseline)
     console.print(
         f"prompt tokens served from cache: [bold]{ours:.1%}[/bold] by kv, {theirs:.1%} by round robin "

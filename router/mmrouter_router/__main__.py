@@ -21,7 +21,8 @@ tenth of all CPU, and everything stands still for milliseconds, to find nothing.
 
 def main() -> int:
     """Run the router until a signal ends it. Returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # three servers tell of every step, and we of the whole
     try:
         settings = load()
     except (SettingsError, SpecError) as error:

@@ -81,7 +81,8 @@ class Canary:
         )
         self._metrics.parity.labels(result.result, result.cause).inc()
         await feeder.question(lambda n: feed.CanaryResult(n, result))
-        log.info("%s: canary %s, %d blocks %s", worker.member.name, result.result, compared, result.message)
+        said = f": {result.message}" if result.message else ""
+        log.info("%s: canary %s, %d blocks%s", worker.member.name, result.result, compared, said)
         return result
 
     async def learn(self, worker: Worker, rank: int, feeder: Feed, block_size: int, picture: Picture) -> bool:

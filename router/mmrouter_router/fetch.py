@@ -53,7 +53,7 @@ def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
 
 def main() -> int:
     """Return the exit status: 0 done, 1 try again, 2 the configuration is wrong; the last line says why."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     folder = Path(os.environ.get("MMROUTER_MODEL_DIR", MODEL_DIR))
     try:
         deployment = load_deployment(Path(os.environ.get("MMROUTER_CONFIG", CONFIG_DIR)) / "deployment.json")

@@ -81,6 +81,7 @@ async def serve(engine: Engine) -> None:
 def run(settings: Settings) -> int:
     """Run an engine's ``serve`` and return its exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         folder = model.find_folder(settings.model, settings.revision)
         loaded = model.load(settings.model, folder, chat_template=settings.chat_template, processor=settings.processor)

@@ -1,6 +1,11 @@
 """The demo's figures and what it calls a failure."""
 
-from mmrouter_cli.demo import Row, Step, _failure, hit_ratio, workload
+import io
+
+import pytest
+from rich.console import Console
+
+from mmrouter_cli.demo import Row, Step, _failure, hit_ratio, show, workload
 
 
 def row(**values):
@@ -11,6 +16,17 @@ def row(**values):
 def test_the_hit_ratio_is_a_ratio_of_sums_and_absent_counts_as_none():
     assert hit_ratio([row(), row(prompt_tokens=300, cached_tokens=-1)]) == 96 / 400
     assert hit_ratio([]) == 0
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_is_whole_on_any_terminal_and_names_a_failure(width):
+    file = io.StringIO()
+    rows = [row(worker="demo-worker-0", why="cost 0 against 36", failure="expected a hit"), row(worker="demo-worker-1")]
+    show(Console(file=file, width=width), rows, rows)
+    out = file.getvalue()
+    assert all(len(line) <= width for line in out.splitlines())
+    assert all(said in out for said in ("demo-worker-0", "demo-worker-1", "expected a hit", "96.0%"))
+    assert ("cost 0 against 36" in out) == (width == 140)
 
 
 def test_a_repeat_must_be_an_exact_whole_hit_that_the_engine_confirms():
