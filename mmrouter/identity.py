@@ -3,7 +3,7 @@
 An identity is a 256-bit BLAKE3 hash, keyed per deployment, of the encoded bytes *and* of every option that changes the
 pixels the engine makes of them. The same bytes by http, by ``data:`` URI or behind two signed URLs are one identity;
 other bytes behind the same URL are another. It travels to vLLM as ``uuid`` and comes back verbatim in the engine's own
-events (docs/exactness.md, facts on vLLM 3.2), so a predicted and a published block carry the same 32 bytes.
+events (docs/exactness.md), so a predicted and a published block carry the same 32 bytes.
 """
 
 import re

@@ -83,8 +83,8 @@ def proved() -> dict[int, set[str]]:
 
 
 def table() -> dict[int, str]:
-    """Case -> what docs/exactness.md says of it."""
-    text = (ROOT / "docs" / "exactness.md").read_text().partition("## The 68 cases")[2]
+    """Case -> what docs/cases.md says of it."""
+    text = (ROOT / "docs" / "cases.md").read_text()
     rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
     return {int(number): says.strip() for number, says in rows}
 
