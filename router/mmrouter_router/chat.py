@@ -242,8 +242,10 @@ class Chat:
         With another one it is answered as without any, and counted.
         """
         given = [value for name, value in headers if name == CONTROL]
+        if not given:
+            return False
         trusted = any(hmac.compare_digest(value, self._control_token) for value in given)
-        if given and not trusted:
+        if not trusted:
             self._metrics.control_refusals.labels("header").inc()
         return trusted
 

@@ -94,7 +94,8 @@ def enter(span: Span) -> None:
 
 def stage(name: str, *, client: bool = False) -> Span:
     """Begin a part of the request that the current task works for."""
-    return _current.get().part(name, client=client)
+    span = _current.get()
+    return span if span is NOBODY else span.part(name, client=client)
 
 
 def passed_on(headers: Headers) -> dict[str, str]:
