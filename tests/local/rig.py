@@ -139,7 +139,7 @@ def running(file: Path, *options: str, start_seconds: float = START_SECONDS) -> 
         if process.poll() is None:
             os.kill(process.pid, signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

@@ -96,7 +96,7 @@ def assert_replicas_agree(deployment) -> None:
         views = [{uid: deployment.keys(uid, n) for uid in uids} for n in range(2)]
         return views[0] == views[1]
 
-    wait_for(same, 5, "both frontends hold the same index")
+    wait_for(same, 20, "both frontends hold the same index")
 
 
 def whole_hit(deployment, messages) -> dict:
@@ -151,7 +151,7 @@ def test_a_killed_sidecar_continues_its_epoch_from_journal_and_replay(settled):
     assert (after[victim]["epoch"], after[victim]["id"]) == (before[victim]["epoch"], before[victim]["id"])
     assert_replicas_agree(settled)
     idle = lambda: not any(worker["waiting"] for n in range(2) for worker in settled.state(n)["workers"])  # noqa: E731
-    wait_for(idle, 5, "the engines' queues are seen to be empty")
+    wait_for(idle, 20, "the engines' queues are seen to be empty")
     again = whole_hit(settled, QUESTION)
     assert again["overlap"] == again["blocks"]
     assert again["cached"] == (again["tokens"] - 1) // again["size"] * again["size"]
@@ -174,7 +174,7 @@ def test_a_killed_frontend_costs_no_request_and_its_successor_is_exact_within_tw
     assert exact < 2
     uids = [worker["uid"] for worker in settled.state(other)["workers"]]
     wait_for(
-        lambda: all(settled.keys(u, number)["keys"] == settled.keys(u, other)["keys"] for u in uids), 5, "equal index"
+        lambda: all(settled.keys(u, number)["keys"] == settled.keys(u, other)["keys"] for u in uids), 20, "equal index"
     )
 
 
@@ -195,13 +195,13 @@ def test_a_client_that_leaves_aborts_the_request_in_the_engine(settled):
     stream = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "Tell a very long story about the sea, please, and do not stop. " * 3}],
-        max_tokens=2000,
+        max_tokens=12_000,  # 24 seconds of them
         stream=True,
         extra_body={"ignore_eos": True},
     )
     events = iter(stream)  # kept: dropping it would close the stream
     next(events)
     busy = lambda: sum(worker["in_flight"] for n in range(2) for worker in settled.state(n)["workers"])  # noqa: E731
-    wait_for(lambda: busy() == 1, 5, "the request is in flight")
+    wait_for(lambda: busy() == 1, 10, "the request is in flight")
     stream.close()
-    wait_for(lambda: busy() == 0, 5, "the request has ended in the router")
+    wait_for(lambda: busy() == 0, 10, "the request has ended in the router, and not by its last token")

@@ -161,7 +161,7 @@ def test_an_operator_that_listens_does_not_keep_a_frontend_from_ending(settled):
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         said += [json.loads(line[6:]) for line in lines]
-    process.wait(5)
-    assert time.monotonic() - began < 5
+    process.wait(20)
+    assert time.monotonic() - began < 20  # of the minutes that an answer has
     assert [report["ready"] for report in said][:: len(said) - 1] == [True, False]
     wait_for(settled.settled, 30, "it is back")

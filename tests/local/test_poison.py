@@ -71,7 +71,7 @@ def test_case_39_one_unresolved_image_of_three_in_a_whole_deployment(demo):
                 dry = control.post("/control/explain", json=body).json()
                 return max(candidate["overlap"] for candidate in dry["candidates"]) == sure
 
-            wait_for(known, 5, "the blocks before the unresolved image are known")
+            wait_for(known, 20, "the blocks before the unresolved image are known")
     again = create(**body)
     assert again.headers["x-mmrouter-worker"] == first.headers["x-mmrouter-worker"]
     assert int(again.headers["x-mmrouter-overlap-blocks"]) == sure

@@ -5,8 +5,8 @@ from typing import Any
 import httpx
 from local.rig import Deployment, wait_for
 
-TOKENS = 4000
-"""More than come while anybody looks."""
+TOKENS = 12_000
+"""24 seconds of them: more than come while anybody looks."""
 
 
 def under_way(demo: Deployment, number: int) -> dict[str, tuple[int, int]]:
@@ -29,6 +29,6 @@ def test_a_frontend_counts_what_the_other_one_has_under_way_and_that_it_has_ende
         assert next(lines)
         (here,) = [number for number in (0, 1) if any(own for own, _ in under_way(demo, number).values())]
         (engine,) = [name for name, (own, _) in under_way(demo, here).items() if own]
-        wait_for(lambda: under_way(demo, 1 - here)[engine] == (0, 1), 5, "the other frontend knows of it")
+        wait_for(lambda: under_way(demo, 1 - here)[engine] == (0, 1), 10, "the other frontend knows of it")
         assert under_way(demo, here)[engine] == (1, 0), "nobody is told of his own"
-    wait_for(lambda: not any(under_way(demo, 1 - here)[engine]), 5, "and that it has ended")
+    wait_for(lambda: not any(under_way(demo, 1 - here)[engine]), 10, "and that it has ended")
