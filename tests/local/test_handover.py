@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,10 +84,7 @@ def leased(root: Path) -> list[tuple[str, str, int]]:
 
 
 def nothing_left(root: Path) -> None:
-    deadline = time.monotonic() + 5
-    while (left := leased(root)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    wait_for(lambda: not leased(root), 20, f"nothing is left in {root}")
 
 
 def ask(chat: Chat, name: str) -> tuple[int, dict[str, Any]]:
