@@ -15,6 +15,7 @@ from rich.text import Text
 
 from mmrouter import __version__
 from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter.api.deployment import KIND, NO_SUCH_FIELD
 from mmrouter_cli import bench_command, init_command, looking
 from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, leave, reach_or_leave
 
@@ -275,6 +276,10 @@ def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
     deployments = [d for d in documents if d not in companions]
     if len(deployments) != 1:
         leave(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
+    kind = deployments[0].get("kind") if isinstance(deployments[0], dict) else None
+    if kind != KIND:
+        what = f"its kind is {str(kind)[:80]!r}" if kind is not None else "it has no field kind"
+        leave(f"{file} is no {KIND}: {what}")
     try:
         return parse_deployment(deployments[0]), companions
     except SpecError as error:
@@ -283,5 +288,20 @@ def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
 
 def _refuse(file: Path, error: SpecError) -> NoReturn:
     for path, sentence in error.errors:
-        typer.echo(f"{file}: {path}: {sentence}", err=True)
+        meant = f"; did you mean {close}?" if sentence == NO_SUCH_FIELD and (close := _close_field(path)) else ""
+        typer.echo(f"{file}: {path}: {sentence}{meant}", err=True)
     raise typer.Exit(USAGE) from error
+
+
+def _close_field(path: str) -> str:
+    """Return the field of the resource that a misspelt one is close to, empty where none is."""
+    from difflib import get_close_matches
+
+    from mmrouter.api.crd import definition
+
+    schema = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    *parents, name = path.replace("[]", "").split(".")
+    for parent in parents:
+        schema = schema.get("properties", {}).get(parent.partition("[")[0], {})
+        schema = schema.get("items", schema)
+    return next(iter(get_close_matches(name, schema.get("properties", {}), n=1)), "")

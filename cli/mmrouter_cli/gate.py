@@ -184,7 +184,7 @@ class Gate:
             f"{self._reach.url}/v1/chat/completions", headers=self._headers, json=self._body(text, images)
         )
         if answer.status_code != 200:
-            raise GateError(f"the endpoint answered {answer.status_code}: {answer.text[:300]}")
+            raise GateError(f"the endpoint answered {answer.status_code}: {_said(answer)}")
         headers, usage = answer.headers, answer.json().get("usage") or {}
         if "x-mmrouter-exactness" not in headers:
             raise GateError("the endpoint does not show its decisions: the control token is wrong")
@@ -220,7 +220,7 @@ class Gate:
     def _served_model(self) -> str:
         answer = self._client.get(f"{self._reach.url}/v1/models", headers=self._headers)
         if answer.status_code != 200:
-            raise GateError(f"/v1/models answered {answer.status_code}: {answer.text[:300]}")
+            raise GateError(f"/v1/models answered {answer.status_code}: {_said(answer)}")
         return str(answer.json()["data"][0]["id"])
 
     def _control(self, control: str, path: str) -> Any:
@@ -228,6 +228,15 @@ class Gate:
         if answer.status_code != 200:
             raise GateError(f"{control}{path} answered {answer.status_code}")
         return answer.json()
+
+
+def _said(answer: httpx.Response) -> str:
+    """Return the sentence of a refusal, and what to give where it is for want of a key."""
+    try:
+        text = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = answer.text[:300]
+    return f"{text} (it wants a client's key: --api-key, or OPENAI_API_KEY)" if answer.status_code == 401 else text
 
 
 def _not_allowed(seen: Seen, *, strict: bool) -> str | None:

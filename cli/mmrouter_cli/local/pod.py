@@ -95,7 +95,9 @@ class Container:
     async def once(self) -> None:
         """Run an init container until it succeeds."""
         backoff = FIRST_BACKOFF
-        while await self._run() != 0 and not self.stopping:
+        while (code := await self._run()) != 0 and not self.stopping:
+            self.vain += code > 0
+            self.changed()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
 
@@ -280,7 +282,8 @@ class LocalPod:
 
     def hopeless(self) -> str:
         """Say which container ends again and again, and never came up; empty where none does."""
-        return "; ".join(f"{self.name}/{c.name} {c.trouble}" for c in self._staying if c.vain >= VAIN_STARTS)
+        vain = (c for c in self.init + self.containers if c.vain >= VAIN_STARTS)
+        return "; ".join(f"{self.name}/{c.name} {c.trouble}" for c in vain)
 
     async def run(self, turn: AbstractAsyncContextManager[object]) -> None:
         """Bring the pod up. Its containers start while it has its ``turn``, which it keeps until they have started."""

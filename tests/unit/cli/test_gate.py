@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 
-from mmrouter_cli.gate import Gate, Seen, _agree, _repeats, as_json
+from mmrouter_cli.gate import Gate, Seen, _agree, _repeats, _said, as_json
 from mmrouter_cli.reach import Reach
 
 GOOD = Seen("r-1", "a", "exact", overlap=6, blocks=6, block_size=16, prompt_tokens=100, engine_tokens=100, cached=96)
@@ -185,3 +185,19 @@ def test_without_strict_a_deployment_that_predicts_up_to_the_image_passes_and_sa
     checks = gate(Deployment(exactness="partial"), strict=False).run(rounds=1)
     failed = {check.name for check in checks if not check.passed}
     assert failed == set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            httpx.Response(401, json={"error": {"message": "No API key provided."}}),
+            "provided. (it wants a client's key",
+        ),
+        (httpx.Response(429, json={"error": {"message": "All queues are full."}}), "All queues are full."),
+        (httpx.Response(502, text="<html>"), "<html>"),
+    ],
+)
+def test_a_refusal_is_told_by_its_sentence(answer, says):
+    assert says in _said(answer)
+    assert "{" not in _said(answer)

@@ -167,3 +167,30 @@ def test_planning_changes_nothing_it_was_given() -> None:
     before = copy.deepcopy((chosen, revision, world.snapshot()))
     rehearse(chosen, world.snapshot(), revision)
     assert (chosen, revision, world.snapshot()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: demo", "is no MMRouterDeployment: it has no field kind"),
+        ("kind: Deployment", "is no MMRouterDeployment: its kind is 'Deployment'"),
+        ("- a list", "is no MMRouterDeployment: it has no field kind"),
+        ("", "holds 0 deployments"),
+    ],
+)
+def test_a_file_of_something_else_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "x.yaml")])
+    assert result.exit_code == 2
+    assert says in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_misspelt_field_is_told_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    spec = whole()
+    spec["pools"][0]["acelerator"] = spec["pools"][0].pop("accelerator")
+    spec["frontend"]["zzz"] = 1
+    result = CliRunner().invoke(app, ["plan", write(tmp_path, "x.yaml", spec)])
+    assert result.exit_code == 2
+    assert "spec.pools[0].acelerator: no such field; did you mean accelerator?" in result.output
+    assert "spec.frontend.zzz: no such field\n" in result.output

@@ -159,6 +159,13 @@ async def test_what_ends_again_and_again_and_never_came_up_is_not_waited_for(run
         assert len(log.of("web-0/web")) == VAIN_STARTS
 
 
+async def test_an_init_container_that_fails_again_and_again_is_not_waited_for(run: Any, kit: Any) -> None:
+    pod = kit.deployment("web", kit.server(), initContainers=[kit.container("prepare", "exit", "3")])
+    async with run(pod, ready=False) as cluster:
+        with pytest.raises(VainError, match=rf"^web-0/prepare has ended {VAIN_STARTS} times"):
+            await cluster.wait_ready(60)
+
+
 async def test_what_came_up_once_may_end_as_often_as_it_likes(run: Any, kit: Any) -> None:
     web = kit.server()
     web["args"] = ["answer-once", *web["args"]]
@@ -205,7 +212,7 @@ async def test_commands_and_sockets_can_be_probes(run: Any, kit: Any, tmp_path: 
     async with run(pod, ready=False) as cluster:
         with pytest.raises(TimeoutError):
             await cluster.wait_ready(0.6)
-        assert "ended with 1" in cluster.pods[0].waiting_for()
+        await _until(lambda: "ended with 1" in cluster.pods[0].waiting_for())
         flag.touch()
         await cluster.wait_ready(5)
 
