@@ -8,6 +8,9 @@ import signal
 import sys
 from types import FrameType
 
+WITHOUT_OPTIONS = ("router", "sidecar", "fetch-metadata")
+CONFIGURED_BY = "its environment and /etc/mmrouter configure it (docs/architecture.md, Wiring)"
+
 
 def main() -> None:
     """Run a deployable, or the command line tool."""
@@ -15,6 +18,9 @@ def main() -> None:
     # still imports and loads would stand there until its grace period is over. Deployables put their own in its place.
     signal.signal(signal.SIGTERM, end)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in WITHOUT_OPTIONS and sys.argv[2:]:
+        sys.stderr.write(f"mmrouter {command} is what a pod runs, and takes no options: {CONFIGURED_BY}\n")
+        sys.exit(0 if sys.argv[2] in ("-h", "--help") else 2)
     if command == "router":
         from mmrouter_router.__main__ import main as run_router
 
