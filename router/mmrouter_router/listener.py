@@ -13,8 +13,10 @@ from typing import Final
 
 log = logging.getLogger("mmrouter.listener")
 
-TOGETHER: Final = 128
-"""Connections that are taken in one turn: those who are there already wait for no longer than that takes."""
+TOGETHER: Final = 8
+"""Connections that are taken in one turn. With all of a crowd in one turn everybody would wait for everybody: engines
+would have nothing to do until the last one is taken, and then all at once.
+"""
 RETRY_SECONDS: Final = 1.0
 """Until the next try where there is no file left for a connection: it waits in the system's queue meanwhile."""
 _FULL: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
