@@ -54,7 +54,7 @@ def ec(serve, unused_port, monkeypatch):
 
 
 async def listening(host, port):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, port)
@@ -76,7 +76,7 @@ def held(client):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -144,8 +144,9 @@ async def test_a_transfer_that_does_not_come_fails_or_is_computed_as_the_flags_s
 
 async def test_a_request_that_is_given_up_holds_no_blocks(nixl):
     first = await nixl("--sim-prefill-rate", "0.1")
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(prefilled(first, text(LONG)), 0.2)
+    computing = asyncio.create_task(prefilled(first, text(LONG)))
+    await until(lambda: not first.engine.runners[0].scheduler.idle)
+    computing.cancel()
     await until(lambda: first.engine.runners[0].scheduler.idle)
     assert (held(first), first.engine.runners[0].scheduler.pool.used) == (0, 0)
 
