@@ -227,7 +227,7 @@ class Seen:
         self.results[result] += 1
 
 
-async def until(condition, seconds: float = 5.0) -> None:
+async def until(condition, seconds: float = 15.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

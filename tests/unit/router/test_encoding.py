@@ -64,7 +64,7 @@ async def encoding(pool):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not condition():
             await asyncio.sleep(0)
 

@@ -347,7 +347,7 @@ async def test_case_65_of_the_field_a_client_that_leaves_while_its_file_is_writt
     await asyncio.sleep(0)  # the thread has it now
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while rig.left():
             await asyncio.sleep(0.001)
     assert rig.got == []

@@ -115,7 +115,7 @@ class Front:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -134,18 +134,18 @@ class Rig:
 
     async def send(self, fields=(), path: str = "/v1/chat/completions", fingerprint: bytes = b"f"):
         prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             return await self.forwarder.send("r-1", prepared, Outgoing(path, dict(fields)), fingerprint, {})
 
     async def prove(self, name: str, rank: int = 0, seconds: float = 60) -> bytes:
         """Ask a question of the router's own."""
         own = OwnRequests("sglang", None, self.upstream, "secret", "m", b"", self.placer.partner, seconds)
         question = Question(b'{"model": "m"}', IDS, Span(0, 1, b""))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             return await own.send(self.fleet.workers[name], rank, question)
 
     async def nothing_is_booked(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while any((u.requests, u.prefill, u.active) != (0, 0, 0) for w in self.fleet for u in w.usage.values()):
                 await asyncio.sleep(0.005)
 
@@ -252,7 +252,7 @@ async def test_a_prefill_that_fails_ends_the_decoders_request_and_another_pair_i
     assert stages(reply) == [("prefill", cause, "p1"), ("prefill", "done", "p2"), ("answer", "first_byte", "d1")]
     assert rig.metrics.retries.labels(cause)._value.get() == 1
     reply.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while decode.left < len(decode.asked) - 1:
             await decode.gone.wait()
     await rig.nothing_is_booked()
@@ -359,7 +359,7 @@ async def test_a_client_that_leaves_ends_both(make):
     rig = make()
     prefill, decode = await rig.engine("p1", HANGS), await rig.engine("d1", HANGS)
     work = asyncio.create_task(rig.send())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         await asyncio.gather(prefill.came.wait(), decode.came.wait())
         # The prompt weighs on the engine that computes it, the answer on the other one.
         computing, answering = (rig.fleet.workers[name].usage[0] for name in ("p1", "d1"))

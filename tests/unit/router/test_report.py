@@ -97,7 +97,7 @@ def test_both_engines_of_a_pair_wait_for_their_canary():
     assert rig.row(rig.of_role("decode", "e")) == (True, "True", "")
 
 
-async def probing(rig, condition, seconds: float = 5.0) -> None:
+async def probing(rig, condition, seconds: float = 15.0) -> None:
     """Let the probes run until something holds."""
     running = asyncio.create_task(rig.probes.run())
     try:

@@ -213,7 +213,7 @@ async def test_what_does_not_change_is_told_again_and_again(
     engine, _ = one.send(1)
     running = asyncio.create_task(one.sharing.run())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             await sidecars.told.wait()
             while len(sidecars.frames) < 3:  # nothing changed since the first one
                 clock.now += AGAIN_SECONDS

@@ -26,7 +26,7 @@ class Listener:
                 assert piece.endswith(b"\n\n")
                 self.told.append(json.loads(piece[6:]))
 
-    async def until(self, condition, seconds: float = 5.0) -> None:
+    async def until(self, condition, seconds: float = 15.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.005)

@@ -294,7 +294,7 @@ async def test_nothing_is_kept_of_an_engine_that_is_gone(engine, upstream):
     assert len(transports) == 3
     for transport in transports:
         transport.abort()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while upstream._idle:
             await asyncio.sleep(0.001)
 

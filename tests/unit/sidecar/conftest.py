@@ -138,8 +138,8 @@ class FakeRouter:
                 self.frames.append(frame)
                 self._news.notify_all()
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 5.0) -> Any:
-        """Wait until a condition over the frames holds; returns its value."""
+    async def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> Any:
+        """Wait until a condition over the frames holds; returns its value. ``seconds`` end a hang, no more."""
         async with asyncio.timeout(seconds), self._news:
             while not (value := condition()):
                 await self._news.wait()
@@ -162,7 +162,7 @@ class FakeRouter:
     async def ask_raw(self, payload: bytes) -> list[Any]:
         await self._dealer.send_multipart([b"", payload])
         parts: list[Any] = []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(15):
             while not parts or not parts[-1].last:
                 parts.append(feed.decode_reply((await self._dealer.recv_multipart())[-1]))
         return parts

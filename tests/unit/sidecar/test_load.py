@@ -26,7 +26,7 @@ def gauges(load: EngineLoad) -> dict[str, float]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not condition():
             await asyncio.sleep(0.002)
 

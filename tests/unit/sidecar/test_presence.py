@@ -53,7 +53,7 @@ async def watched(engine: Engine) -> AsyncIterator[list[int]]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -21,7 +21,7 @@ def context():
 
 
 async def receive(socket):
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(15):
         return await socket.recv_multipart()
 
 
