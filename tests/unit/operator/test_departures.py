@@ -194,7 +194,7 @@ def test_whatever_pools_appear_vanish_and_change_their_names_somebody_always_ser
 
 def held_to_the_floor(world: World, what: str, number: int) -> Any:
     """Let one thing happen. No engine's replicas that may not be missed are lost by it, and never all that serve."""
-    before, served = ready_by_role(world), pairs_and_workers(world)
+    before, served = wanted_by_role(world), pairs_and_workers(world)
     outcome = None
     name = sorted(world.children)[number % len(world.children)]
     if what == "plan":
@@ -217,6 +217,16 @@ def held_to_the_floor(world: World, what: str, number: int) -> Any:
 
 def ready_by_role(world: World) -> Counter[str]:
     return Counter(pod.role for pod in world.pods() if pod.ready)
+
+
+def wanted_by_role(world: World) -> Counter[str]:
+    """Ready pods by role, without those that are more than their pool's replicas: whoever asks for fewer gets fewer."""
+    replicas = {pool.name: pool.replicas for pool in world.dep.spec.pools}
+    ready = Counter((pod.role, pod.pool) for pod in world.pods() if pod.ready)
+    found: Counter[str] = Counter()
+    for (role, name), count in ready.items():
+        found[role] += min(count, replicas.get(name, count))
+    return found
 
 
 def pairs_and_workers(world: World) -> int:
