@@ -185,6 +185,8 @@ CRASH_LOOP = "CrashLoopBackOff"
 RESTARTS = 2
 """Restarts from which a container that is not ready counts as one that ends again and again, also while it runs and
 in the minute for which the kubelet shows its end before it tells of the back-off."""
+LONGEST_WORDS = 200
+"""Characters of what a container said last."""
 
 BAD_WAITING = frozenset(
     {
@@ -335,9 +337,15 @@ def _ended(container: Mapping[str, Any]) -> str:
     last = state.get("terminated") or before.get("terminated") or {}
     if not last:
         return ""
-    # Without the container's message, which may be a whole log; `kubectl logs --previous` has it.
     reason = f" {last['reason']}" if last.get("reason") not in (None, "", "Error") else ""
-    return f"restarted {container.get('restartCount', 0)} times, last: exit {last.get('exitCode', 0)}{reason}"
+    words = _last_words(last.get("message") or "")
+    return f"restarted {container.get('restartCount', 0)} times, last: exit {last.get('exitCode', 0)}{reason}{words}"
+
+
+def _last_words(message: str) -> str:
+    """Return the last line of a message that may be the end of a log; `kubectl logs --previous` has more."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return f": {lines[-1][:LONGEST_WORDS]}" if lines else ""
 
 
 def _seconds(timestamp: str | None) -> float | None:

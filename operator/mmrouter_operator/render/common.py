@@ -195,6 +195,11 @@ def probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5)
     }
 
 
+def last_words() -> dict[str, str]:
+    """Return what has the kubelet keep the end of a failed container's log: the pod's status then says what of."""
+    return {"terminationMessagePolicy": "FallbackToLogsOnError"}
+
+
 def container_security() -> dict[str, Any]:
     """Return a container's part of the Pod Security level `restricted`, and a read-only root besides."""
     return {

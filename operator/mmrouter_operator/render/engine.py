@@ -38,6 +38,7 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
         **probes.engine_probes(launch, startup_seconds(pool)),
         "lifecycle": probes.announce_by_sidecar() if followed else probes.announce_by_waiting(),
         "resources": _resources(pool),
+        **common.last_words(),
         "securityContext": common.container_security(),
         "volumeMounts": mounts,
     }

@@ -116,6 +116,7 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         **probes.our_probes(readiness_period=2),
         "lifecycle": probes.announce_by_waiting(),
         "resources": common.resources(dep.spec.frontend.resources),
+        **common.last_words(),
         "securityContext": common.container_security(),
         "volumeMounts": [*mounts, common.mount("tmp", "/tmp")],  # noqa: S108 - a path in the pod
     }
@@ -156,6 +157,7 @@ def _model_metadata(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str
             *common.hub_env(dep, config.hub_endpoint),
         ],
         "resources": common.resources(dep.spec.frontend.resources),
+        **common.last_words(),
         "securityContext": common.container_security(),
         "volumeMounts": [
             common.mount("config", CONFIG_DIR, read_only=True),

@@ -44,6 +44,7 @@ def deliver(config: OperatorConfig) -> dict[str, Any]:
         "image": config.image,
         "command": ["mmrouter", "plugin", PLUGIN_DIR],
         "env": [],
+        **common.last_words(),
         "securityContext": common.container_security(),
         "volumeMounts": [common.mount(_VOLUME, PLUGIN_DIR)],
     }

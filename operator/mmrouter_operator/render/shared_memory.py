@@ -85,6 +85,7 @@ def prepare(config: OperatorConfig) -> dict[str, Any]:
         "image": config.image,
         "command": ["mmrouter", "shared-memory", SHARED_DIR, str(SHARED_GROUP)],
         "env": [],
+        **common.last_words(),
         "securityContext": security,
         "volumeMounts": [shared_mount()],
     }

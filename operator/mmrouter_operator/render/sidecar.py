@@ -35,6 +35,7 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
         ],
         **our_probes(readiness_period=5),
         "resources": common.resources(dep.spec.sidecar.resources),
+        **common.last_words(),
         "securityContext": common.container_security(),
         "volumeMounts": [
             common.mount("config", CONFIG_DIR, read_only=True),

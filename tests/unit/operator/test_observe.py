@@ -225,6 +225,20 @@ def test_the_end_that_the_kubelet_shows_before_its_back_off_is_told_with_its_own
     assert pod_view(pod(initContainerStatuses=[done])).waiting is None
 
 
+def test_what_a_container_said_last_is_told_by_its_last_line() -> None:
+    def told(message: str) -> str:
+        ended = crashed("waiting")
+        ended["lastState"]["terminated"] = {"exitCode": 1, "reason": "Error", "message": message}
+        waiting = pod_view(pod(containerStatuses=[ended])).waiting
+        assert waiting is not None
+        return waiting[2]
+
+    log = "loading weights\n  RuntimeError: CUDA error: out of memory  \n\n"
+    assert told(log) == "restarted 3 times, last: exit 1: RuntimeError: CUDA error: out of memory"
+    assert told(" \n") == told("") == "restarted 3 times, last: exit 1"
+    assert len(told("x" * 10_000)) < 300
+
+
 def test_digits_that_are_no_number_are_no_target() -> None:
     obj = {
         "kind": "Deployment",

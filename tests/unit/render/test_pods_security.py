@@ -94,6 +94,14 @@ def test_every_container_of_ours_meets_the_restricted_level_and_has_a_read_only_
                 }
 
 
+@pytest.mark.parametrize("name", GOLDENS)
+def test_what_a_container_of_ours_said_last_stays_in_its_pods_status(name: str, secrets: SecretData) -> None:
+    found = [one for obj in deployments(render(load(name), secrets=secrets)) for one in containers(obj)]
+    ours = [one for one in found if one["name"] in {*OURS, "shared-memory"}]
+    assert ours
+    assert {one["terminationMessagePolicy"] for one in ours} == {"FallbackToLogsOnError"}
+
+
 @pytest.mark.parametrize("name", [name for name in GOLDENS if name not in ("node", "whole")])
 def test_a_deployment_without_exceptions_names_none(name: str) -> None:
     assert exceptions(load(name)) == ()
