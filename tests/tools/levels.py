@@ -94,6 +94,8 @@ STAGED, LASTING = (
     )
 )
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
+# What people ask of a cluster, and who may write to it: what is left of the level takes about as long.
+ASKED = tuple(f"tests/cluster/test_{name}.py" for name in ("doctor", "plan", "leadership", "operator_restart"))
 # Engines that are real, which start slowly, and a cluster that is made as the README says; deployments that change
 # while they are asked, and chains of pods. What is left of the level takes about as long.
 OWN, CHANGING = (
@@ -146,11 +148,12 @@ LEVELS = {
             Step(
                 "tests on a real control plane",
                 tests="tests/cluster",
-                without=("tests/cluster/running", FAULTS, SCALE, SPEED),
+                without=("tests/cluster/running", *ASKED, FAULTS, SCALE, SPEED),
             ),
+            Step("tests on a real control plane, faults", tests=FAULTS),
+            Step("tests on a real control plane, what is asked", tests=ASKED),
             Step("tests on a real control plane, size", tests=SCALE),
             Step("tests on a real control plane with running pods", tests="tests/cluster/running"),
-            Step("tests on a real control plane, faults", tests=FAULTS),
             Step("tests of the chart", tests="tests/chart"),
             Step("tests on a real control plane, speed", tests=SPEED, when="after"),
         ),
@@ -170,8 +173,8 @@ LEVELS = {
                 limit_s=2700,
             ),
             Step("tests on a node with real pods", tests="tests/e2e", without=(*OWN, *CHANGING)),
-            Step("tests on a node with real pods that change", tests=CHANGING, nice=5),
-            Step("tests on nodes of their own", tests=OWN, nice=5),
+            Step("tests on a node with real pods that change", tests=CHANGING, nice=10),
+            Step("tests on nodes of their own", tests=OWN, nice=10),
         ),
         limit_s=1500,
         # Another cluster is one, which they would share.
