@@ -174,7 +174,7 @@ LEVELS = {
             ),
             Step("tests on a node with real pods", tests="tests/e2e", without=(*OWN, *CHANGING)),
             Step("tests on a node with real pods that change", tests=CHANGING, nice=10),
-            Step("tests on nodes of their own", tests=OWN, nice=10),
+            Step("tests on nodes of their own", tests=OWN, nice=8),
         ),
         limit_s=1500,
         # Another cluster is one, which they would share.
