@@ -143,8 +143,7 @@ def operator(
             wait_for(replica.ready, 30, f"{identity} has filled its caches")
             wait_for(replica.leads, 30, f"{identity} leads")
         yield replica
-    except BaseException:
-        # Shown with the failed test only; the file goes with the control plane.
+    except Exception:  # whatever failed, also in the test: what the operator wrote goes with the control plane
         print(f"the operator {identity}, exit status {replica.process.poll()}, wrote at last:\n{replica.log()[-6000:]}")
         raise
     finally:

@@ -320,14 +320,12 @@ async def test_a_resource_that_is_edited_while_its_run_fails_is_tried_again_at_o
 
 
 async def test_runs_that_fail_and_get_further_each_time_do_not_wait_ever_longer() -> None:
-    left = 12
+    failures = [Retry("one call failed", anew=True) for _ in range(11)]
     done = asyncio.Event()
 
     async def work(_: Key) -> None:
-        nonlocal left
-        left -= 1
-        if left:
-            raise Retry("one call failed", anew=True)
+        if failures:
+            raise failures.pop()
         done.set()
 
     workers = Workers(work, Seen())

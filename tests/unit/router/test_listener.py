@@ -143,16 +143,18 @@ def test_it_can_close_while_connections_wait_for_a_file():
 
 
 def test_it_listens_on_an_address_of_ipv6():
-    async def run() -> None:
+    try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
             port = probe.getsockname()[1]
+    except OSError as error:  # compiled in, and switched off in many a container
+        pytest.skip(f"not run: no loopback of IPv6: {error}")
+
+    async def run() -> None:
         rig = Rig("::1", port)
         with closing(rig.connect()) as client:
             assert await rig.heard(client) == b"hello"
         rig.listener.close()
 
-    if not socket.has_ipv6:
-        pytest.skip("this system has no IPv6")
     uvloop.run(run())
 
 
