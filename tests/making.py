@@ -45,6 +45,18 @@ def made_by(script: str, *arguments: str, **env: str) -> str:
         pytest.fail(f"{script} failed:\n{error}", pytrace=False)
 
 
+def status_of(making: Callable[[], None]) -> int:
+    """Return the exit status of a script that makes what tests need: 1 when something that was tried failed.
+
+    What this machine cannot make is no failure: the tests say of themselves that they are not run, and why.
+    """
+    try:
+        making()
+    except NotMadeError as error:
+        return 0 if error.status == CANNOT else 1
+    return 0
+
+
 def build_images(folder: Path, make: Callable[..., str]) -> list[Path]:
     """Build the project's images from this checkout into a folder and return their archives.
 

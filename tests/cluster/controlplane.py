@@ -34,6 +34,9 @@ START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 TOKEN_SECONDS = 86_400
 APPLY = "application/apply-patch+yaml"
+SPARING = {"GOGC": "400"}
+"""Has Go's programs look for garbage when their memory has grown fivefold, not twofold: a fifth less to compute for the
+API server, which keeps little here."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,9 @@ class ControlPlane(Access):
 
         Raises :class:`StartError`.
         """
-        commands = self.commands()
+        commands, env = self.commands(), {**os.environ, **SPARING}
         for name in names:
-            self._running[name] = self.spawn(name, commands[name])
+            self._running[name] = self.spawn(name, commands[name], env)
         for name in names:
             self._wait_until_up(name)
 

@@ -2,8 +2,7 @@
 
     python tests/e2e/prepare.py
 
-Exit status 1 when something that was tried failed. What this machine cannot make is no failure: the tests say of
-themselves that they are not run, and why.
+Exit status 1 when something that was tried failed (:func:`making.status_of`).
 """
 
 import os
@@ -16,8 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from making import NotMadeError, build_images, made, prepared
-from tools.vllm_env import CANNOT
+from making import build_images, made, prepared, status_of
 
 make = partial(made, live=True)
 
@@ -40,14 +38,5 @@ def prepare() -> None:
     part.rename(kept)  # all of them, or none
 
 
-def main() -> int:
-    """The command line; returns the exit status."""
-    try:
-        prepare()
-    except NotMadeError as error:
-        return 0 if error.status == CANNOT else 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(prepare))

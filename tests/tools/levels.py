@@ -146,6 +146,12 @@ LEVELS = {
     "cluster": Level(
         (
             Step(
+                "what a control plane needs",
+                (sys.executable, "tests/cluster/prepare.py"),
+                when="before",
+                limit_s=2700,
+            ),
+            Step(
                 "tests on a real control plane",
                 tests="tests/cluster",
                 without=("tests/cluster/running", *ASKED, FAULTS, SCALE, SPEED),

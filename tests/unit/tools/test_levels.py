@@ -123,10 +123,11 @@ def test_a_step_has_its_own_limit_where_it_names_one(tmp_path: Path) -> None:
     assert outcome.failures == ["short: ended by SIGKILL"]
 
 
-def test_what_is_built_first_is_no_part_of_the_time_of_the_tests_with_real_pods() -> None:
-    first, *then = levels.LEVELS["e2e"].steps
+@pytest.mark.parametrize("name", ["cluster", "e2e"])
+def test_what_is_built_first_is_no_part_of_the_time_of_the_tests_that_need_a_cluster(name: str) -> None:
+    first, *then = levels.LEVELS[name].steps
     assert first.when == "before"
-    assert first.command == (sys.executable, "tests/e2e/prepare.py")
+    assert first.command == (sys.executable, f"tests/{name}/prepare.py")
     assert (levels.ROOT / first.command[1]).is_file()
     assert first.limit_s is not None
     assert {step.limit_s for step in then} == {None}

@@ -118,14 +118,14 @@ def test_pip_is_asked_whether_it_reaches_its_index(programs: Path) -> None:
     assert ran(programs, code, False).stdout == "pip reaches no index\n"
 
 
-@pytest.mark.parametrize(("script", "status"), [("stand.py", 3), ("prepare.py", 0)])
+@pytest.mark.parametrize(("script", "status"), [("e2e/stand.py", 3), ("e2e/prepare.py", 0), ("cluster/prepare.py", 0)])
 def test_where_nothing_can_be_made_a_cluster_says_so_and_what_comes_before_the_tests_is_no_failure(
     tmp_path: Path, script: str, status: int
 ) -> None:
     cache = tmp_path / "file"
     cache.touch()
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MMROUTER_")}
-    command = [sys.executable, str(TOOLS.parent / "e2e" / script)]
+    command = [sys.executable, str(TOOLS.parent / script)]
     done = subprocess.run(command, capture_output=True, text=True, env={**kept, "MMROUTER_CACHE": str(cache)})
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.splitlines()[-1].startswith(("cannot write ", "a node of a cluster needs "))
