@@ -16,7 +16,7 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv demo check test test-local test-cluster e2e cluster images conformance bench bench-quick soak lock clean
+.PHONY: help venv native demo check test test-local test-cluster e2e cluster images conformance bench bench-quick soak lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PIP) --require-hashes --requirement requirements.lock
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
+
+native: venv ## compile two hot loops and install them into .venv; needs Rust, and everything runs without it
+	@$(PY) tests/tools/native_env.py --install
 
 demo: venv ## show exact image routing in under a minute; ENGINE=vllm takes two real engines
 ifeq ($(ENGINE),vllm)
@@ -81,8 +84,12 @@ lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upg
 	build/lock/bin/pip-compile --quiet --extra dev --build-deps-for editable --generate-hashes --allow-unsafe \
 		--strip-extras --no-header --no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
 		$(ARGS) --output-file requirements.lock pyproject.toml
-	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock || { echo "make: requirements.lock names a host" >&2; exit 1; }
+	build/lock/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header \
+		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
+		$(ARGS) --output-file native/build.lock native/build.in
+	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock native/build.lock || \
+		{ echo "make: a lock names a host" >&2; exit 1; }
 
 clean: ## remove what was made in the checkout, .venv too; the cache outside it stays
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist native/target .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 from xxhash import xxh3_64_intdigest
 
+from mmrouter import native
+
 Key = int
 """A block key: unsigned 64 bit."""
 
@@ -90,6 +92,13 @@ def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, byt
     """
     if blocks * block_size > len(ids):
         raise ValueError(f"{len(ids)} ids do not hold {blocks} blocks of {block_size}")
+    if native.chain is not None and (keys := native.chain(ids, block_size, blocks, extras, parent)) is not None:
+        return array("Q", keys)
+    return _chain(ids, block_size, blocks, extras, parent)
+
+
+def _chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key) -> "array[int]":
+    """The same in Python: what :mod:`mmrouter.native` is compared with, and where that is not installed."""
     if blocks == 1 and not extras:  # what engines announce while they decode
         return array("Q", (xxh3_64_intdigest(ids if len(ids) == block_size else ids[:block_size], parent),))
     # One call cuts the buffer into all its blocks: a slice per block costs as much as its hash (docs/performance.md).

@@ -9,12 +9,12 @@ copies of a block in several tiers are told apart by the medium. An event that w
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
-from mmrouter.engines.wire import Wire, WireBatch
+from mmrouter.engines.wire import Wire, WireBatch, count_ids
 
 IGNORED_REASONS = frozenset(
     {
@@ -26,13 +26,18 @@ IGNORED_REASONS = frozenset(
     }
 )
 
+_TYPECODE, _ID_BYTES = "Q", 8
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
-class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+Ids = TypeVar("Ids", list[Any], bytes)
+"""Token ids as they came, or as bytes of 8 each (:mod:`mmrouter.engines.wire`)."""
+
+
+class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):
     block_hashes: list[int]
     parent_block_hash: int | None
-    token_ids: list[Any]
+    token_ids: Ids
     block_size: int
     lora_id: Any = None
     medium: str | None = None
@@ -50,7 +55,7 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
     pass
 
 
-_WireEvent = _Stored | _Removed | _Cleared
+_WireEvent = _Stored[Any] | _Removed | _Cleared
 
 
 def decode_batch(payload: bytes) -> Batch:
@@ -74,18 +79,18 @@ def _event(event: _WireEvent | Ignored) -> Event:
     return event
 
 
-def _stored(event: _Stored) -> Event:
+def _stored(event: _Stored[Any]) -> Event:
     size, blocks, tokens = event.block_size, len(event.block_hashes), event.token_ids
     if size < 1:
         raise EventError(f"block size {size}")
     if not blocks:
         return Ignored("empty_store")
-    if blocks * size != len(tokens):
+    if blocks * size != count_ids(tokens, _ID_BYTES):
         return Ignored("ragged_store")
-    if not isinstance(tokens[0], int):
+    if not isinstance(tokens[0], int):  # never of bytes: what is no number is not made bytes of
         return Ignored("bigram_tokens")
     try:
-        ids = array("Q", tokens)
+        ids = array(_TYPECODE, tokens)
     except (OverflowError, TypeError) as error:
         raise EventError(f"token id: {error}") from error
     lora = event.lora_name
@@ -112,4 +117,10 @@ def _hashes(values: list[int]) -> tuple[int, ...]:
     return tuple([value & _U64 for value in values])
 
 
-_wire: Wire[_WireEvent] = Wire(msgspec.msgpack.Decoder(WireBatch[_WireEvent]), (_Stored, _Removed, _Cleared), _events)
+_wire: Wire[_WireEvent] = Wire(
+    msgspec.msgpack.Decoder(WireBatch[_Stored[list[Any]] | _Removed | _Cleared]),
+    msgspec.msgpack.Decoder(WireBatch[_Stored[bytes] | _Removed | _Cleared]),
+    (_Stored[list[Any]], _Removed, _Cleared),
+    _events,
+    _ID_BYTES,
+)

@@ -9,13 +9,13 @@ fields are skipped; an event that we cannot use becomes :class:`~mmrouter.engine
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from mmrouter.blocks import span_extra
 from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
-from mmrouter.engines.wire import Wire, WireBatch
+from mmrouter.engines.wire import Wire, WireBatch, count_ids
 from mmrouter.identity import foreign_identity, from_wire
 
 INDEXED_KINDS = frozenset(
@@ -42,14 +42,19 @@ IGNORED_REASONS = frozenset(
     }
 )
 
+_TYPECODE, _ID_BYTES = "I", 4
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _EMBEDS_TAG = b"prompt embeddings of this block:"
 
 
-class _Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+Ids = TypeVar("Ids", list[int], bytes)
+"""Token ids as they came, or as bytes of 4 each (:mod:`mmrouter.engines.wire`)."""
+
+
+class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
-    token_ids: list[int]
+    token_ids: Ids
     block_size: int
     lora_id: Any = None
     medium: str | None = None
@@ -72,7 +77,7 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
     pass
 
 
-_WireEvent = _Stored | _Removed | _Cleared
+_WireEvent = _Stored[Any] | _Removed | _Cleared
 
 
 def decode_batch(payload: bytes) -> Batch:
@@ -111,19 +116,19 @@ def _event(event: _Removed | _Cleared | Ignored) -> Event:
     return event
 
 
-def _stored(event: _Stored) -> Event:
+def _stored(event: _Stored[Any]) -> Event:
     kind, group = event.kv_cache_spec_kind, event.group_idx or 0
     if kind not in INDEXED_KINDS:
         return Ignored(f"spec_{kind}" if kind in OTHER_KINDS else "spec_other", group)
     if event.locality == "REMOTE":
         return Ignored("remote")
-    size, blocks, tokens = event.block_size, len(event.block_hashes), len(event.token_ids)
+    size, blocks, tokens = event.block_size, len(event.block_hashes), count_ids(event.token_ids, _ID_BYTES)
     if size < 1:
         raise EventError(f"block size {size}")
     if not blocks and tokens < size:
         return Ignored("empty_store")
     try:
-        ids = array("I", event.token_ids)
+        ids = array(_TYPECODE, event.token_ids)
     except OverflowError as error:
         raise EventError(f"token id: {error}") from error
     lora = event.lora_name
@@ -220,4 +225,10 @@ def _narrow(value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big")
 
 
-_wire: Wire[_WireEvent] = Wire(msgspec.msgpack.Decoder(WireBatch[_WireEvent]), (_Stored, _Removed, _Cleared), _events)
+_wire: Wire[_WireEvent] = Wire(
+    msgspec.msgpack.Decoder(WireBatch[_Stored[list[int]] | _Removed | _Cleared]),
+    msgspec.msgpack.Decoder(WireBatch[_Stored[bytes] | _Removed | _Cleared]),
+    (_Stored[list[int]], _Removed, _Cleared),
+    _events,
+    _ID_BYTES,
+)

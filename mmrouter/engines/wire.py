@@ -2,13 +2,18 @@
 
 Today's releases send each event as a map that names its type; older ones send positional arrays in the same order of
 fields. Unknown fields are skipped.
+
+Token ids are most of a payload, and a number of msgpack each. Where the compiled form is there
+(:mod:`mmrouter.native`), it makes bytes of them first, so that no Python object is made per token. What it leaves
+alone, and whatever is wrong with a payload, is read as if it were not there.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_origin
 
 import msgspec
 
+from mmrouter import native
 from mmrouter.engines.events import Batch, Event, EventError, Ignored
 
 E = TypeVar("E", bound=msgspec.Struct)
@@ -34,21 +39,40 @@ class _AnyBatch(msgspec.Struct, array_like=True):
 _untyped = msgspec.msgpack.Decoder(_AnyBatch)
 
 
+def count_ids(ids: list[Any] | bytes, id_bytes: int) -> int:
+    """Return how many token ids an event has, in either form."""
+    return len(ids) // id_bytes if type(ids) is bytes else len(ids)
+
+
 class Wire(Generic[E]):
     """Reads one engine's messages."""
 
     def __init__(
         self,
         typed: msgspec.msgpack.Decoder[WireBatch[E]],
+        packed: msgspec.msgpack.Decoder[WireBatch[E]],
         shapes: Sequence[type[E]],
         translate: Callable[[Sequence[E | Ignored]], tuple[Event, ...]],
+        id_bytes: int,
     ) -> None:
-        """``typed`` reads events of all ``shapes``, which are tagged by their types; ``translate`` makes them ours."""
-        self._read, self._translate = typed.decode, translate
-        self._shapes = {shape.__struct_config__.tag: shape for shape in shapes}
+        """``typed`` reads events of all ``shapes``, which are tagged by their types; ``translate`` makes them ours.
+
+        ``packed`` does so where token ids are bytes, ``id_bytes`` of each.
+        """
+        self._read, self._read_packed, self._translate = typed.decode, packed.decode, translate
+        self._shapes = {(get_origin(shape) or shape).__struct_config__.tag: shape for shape in shapes}
+        self._id_bytes = id_bytes
 
     def decode(self, payload: bytes) -> Batch:
         """Read one message. Raises :class:`EventError`."""
+        pack = native.pack_token_ids
+        if pack is not None and (packed := pack(payload, self._id_bytes)) is not None:
+            try:
+                wire = self._read_packed(packed)
+            except _UNREADABLE:
+                pass  # what is wrong is told of the payload as it came
+            else:
+                return Batch(wire.ts, wire.rank or 0, self._translate(wire.events))
         try:
             wire = self._read(payload)
         except msgspec.ValidationError:
@@ -86,5 +110,5 @@ class Wire(Generic[E]):
             return Ignored("unknown_event")
         if isinstance(raw, list):
             # Fields were only ever appended, so the order of today's map is the order of the older arrays.
-            raw = dict(zip(shape.__struct_fields__, raw[1:], strict=False))
+            raw = dict(zip((get_origin(shape) or shape).__struct_fields__, raw[1:], strict=False))
         return msgspec.convert(raw | {"type": kind}, shape)

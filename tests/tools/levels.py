@@ -110,9 +110,12 @@ ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing"
 # Engines that serve a request together; images that reach one otherwise than inside a request.
 TOGETHER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("encoders", "disaggregated"))
 HANDED_OVER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("handover", "transfer", "nixl_reads"))
+NATIVE = (sys.executable, "tests/tools/native_env.py", "--optional")
 LEVELS = {
     "check": Level(
         (
+            # Where there is no Rust, only the form in Python is tested, and the tests that compare say so.
+            Step("the compiled form, beside this interpreter", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
             Step("unit tests of the router's connections", tests=WAITING),
             Step("unit tests of the other rooms", tests="tests/unit", without=(*LARGE_ROOMS, *ASIDE)),
@@ -138,6 +141,7 @@ LEVELS = {
             Step("tests on local processes, in stages", tests=STAGED),
             Step("tests on local processes that take long", tests=LASTING),
             Step("tests of the benchmarks and of what runs tests", tests=ASIDE),
+            Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),
         limit_s=1200,
         lanes=3,

@@ -11,6 +11,8 @@ from mmrouter.engines.events import Cleared, EventError, Ignored, Removed, Store
 from mmrouter.engines.sglang import IGNORED_REASONS, decode_batch
 from mmrouter.engines.sglang_identity import page_digest, page_hashes
 
+pytestmark = pytest.mark.usefixtures("form")
+
 U64 = (1 << 64) - 1
 ORDER = {
     "BlockStored": (

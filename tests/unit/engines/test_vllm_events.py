@@ -14,6 +14,8 @@ from mmrouter.engines.events import Batch, Cleared, Ignored, Ragged, Removed, St
 from mmrouter.engines.vllm import IGNORED_REASONS, EventError, decode_batch
 from mmrouter.identity import foreign_identity, to_wire
 
+pytestmark = pytest.mark.usefixtures("form")
+
 KEY = bytes(range(32))
 BLOCKS = {  # blocks of each capture that the facts rebuilt by the engine's own hash
     "llava15-real.jsonl": 128,

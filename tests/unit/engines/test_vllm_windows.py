@@ -10,6 +10,8 @@ from mmrouter.feed import Group, deciding
 from mmrouter_router.index import Index, window_blocks
 from mmrouter_sidecar.ledger import Ledger
 
+pytestmark = pytest.mark.usefixtures("form")
+
 KEY = bytes(range(32))
 SIZE = 32
 

@@ -17,6 +17,8 @@ from mmrouter.blocks import (
     unpack_keys,
 )
 
+pytestmark = pytest.mark.usefixtures("form")
+
 KEY = bytes(range(32))
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=80).map(lambda v: array("I", v))
 A, B = b"a" * 32, b"b" * 32

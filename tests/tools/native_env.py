@@ -1,0 +1,258 @@
+"""Build the wheel of ``native/``, the compiled form of two loops (docs/native.md). Prints its path.
+
+    python tests/tools/native_env.py              # builds it, or finds it ready
+    python tests/tools/native_env.py --where      # prints the folder only, builds nothing
+    python tests/tools/native_env.py --install    # builds it and installs it beside this interpreter
+    python tests/tools/native_env.py --lint       # rustfmt and clippy, unless they had nothing to say of these sources
+    python tests/tools/native_env.py --install --optional   # what cannot be here is no failure
+
+The wheel lies outside the checkout, in ``native/DIGEST`` of the cache (``vllm_env.py`` says where that is). The digest
+is of the sources and of the compiler, so what did not change is not built again. It is built under a lock, in about 30
+seconds on 2 cores, by the maturin of ``native/build.lock`` in an environment of its own. The bytes of the wheel depend
+neither on the checkout's place nor on the time. Rust is used where it is found, and never installed.
+
+Runs on the standard library. Exit status as of ``vllm_env.py``; with ``--optional`` what this machine lacks is said as
+``not run: <reason>``, and the status is 0.
+"""
+
+import argparse
+import importlib.metadata
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from vllm_env import (
+    ROOT,
+    CannotMakeError,
+    FailedError,
+    cache_dir,
+    digest,
+    failed,
+    is_stamped,
+    last_line,
+    locked,
+    note,
+    quiet_env,
+    run,
+    status_of,
+    unreached,
+)
+
+SOURCES = ROOT / "native"
+NAME = "mmrouter-native"
+RUST = (1, 85)
+FREE_GB = 1
+EPOCH = "315532800"  # 1980, where the time of a wheel's files begins
+NO_REGISTRY = ("Unable to update", "failed to download", "failed to query", "failed to get", "network failure")
+"""What cargo says where it reaches no registry, and not where something is wrong with what it asks for."""
+
+
+def env_dir() -> Path:
+    """Return the folder of the wheel, for the compiler of this machine. Raises :class:`CannotMakeError`."""
+    return cache_dir() / "native" / recipe(find_rust())[:16]
+
+
+def find_rust() -> dict[str, str]:
+    """Return the environment in which cargo runs. Raises :class:`CannotMakeError` where there is none that will do."""
+    home = Path(os.environ.get("CARGO_HOME") or Path.home() / ".cargo")
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), str(home / "bin")))
+    for command in ("cargo", "rustc", "cc"):
+        if shutil.which(command, path=path) is None:
+            raise CannotMakeError(f"there is no {command}, which builds {NAME}")
+    env = {
+        **quiet_env(),
+        "PATH": path,
+        "CARGO_HOME": str(home),
+        "CARGO_TARGET_DIR": str(cache_dir() / "native" / "target"),
+    }
+    # No panic and no symbol names a folder of this machine.
+    env["RUSTFLAGS"] = f"--remap-path-prefix={home}=/cargo --remap-path-prefix={ROOT}=/mmrouter"
+    said = version_of(env)
+    found = re.search(r"rustc (\d+)\.(\d+)", said)
+    if found is None or (int(found[1]), int(found[2])) < RUST:
+        raise CannotMakeError(f"{NAME} is built with Rust {RUST[0]}.{RUST[1]} or newer, not with {last_line(said)!r}")
+    return env
+
+
+def version_of(env: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["rustc", "-vV"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+        executable=shutil.which("rustc", path=env["PATH"]),
+    )
+    return done.stdout or done.stderr
+
+
+def recipe(env: dict[str, str]) -> str:
+    """Return a digest of everything that decides what the wheel holds."""
+    patterns = ("*.toml", "*.lock", "*.pyi", "src/**/*.rs")
+    files = sorted(path for pattern in patterns for path in SOURCES.glob(pattern))
+    parts = [text for path in files for text in (str(path.relative_to(SOURCES)), path.read_text())]
+    return digest(*parts, version_of(env), inspect.getsource(build), EPOCH)
+
+
+def make(folder: Path) -> None:
+    """Build the wheel unless it is there. Raises :class:`CannotMakeError`, :class:`FailedError`."""
+    env = find_rust()
+    stamp = folder / "mmrouter-recipe"
+    if is_stamped(stamp, recipe(env)):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent / "lock"):
+        if is_stamped(stamp, recipe(env)):
+            return
+        free = shutil.disk_usage(folder.parent).free / 1e9
+        if free < FREE_GB:
+            raise CannotMakeError(f"{folder.parent} has {free:.1f} GB free, the build of {NAME} needs {FREE_GB}")
+        note(f"building {NAME} into {folder} (once, about 30 seconds)")
+        fetch(env)
+        shutil.rmtree(folder, ignore_errors=True)
+        build(env, builder(folder.parent), folder)
+        stamp.write_text(recipe(env))
+
+
+def fetch(env: dict[str, str]) -> None:
+    """Fetch the crates of ``Cargo.lock``. Raises :class:`CannotMakeError` where there is no registry for it."""
+    done = subprocess.run(
+        [
+            shutil.which("cargo", path=env["PATH"]) or "cargo",
+            "fetch",
+            "--locked",
+            f"--manifest-path={SOURCES / 'Cargo.toml'}",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+    )
+    if done.returncode != 0:
+        error = failed("cargo fetch", done)
+        if any(word in done.stderr for word in NO_REGISTRY):
+            raise CannotMakeError(f"cargo reaches no registry: {error}")
+        raise error
+
+
+def builder(folder: Path) -> Path:
+    """Make the environment of maturin, or find it ready. Raises :class:`CannotMakeError`, :class:`FailedError`."""
+    lock = SOURCES / "build.lock"
+    env, wanted = folder / "maturin", digest(lock.read_text(), sys.executable)
+    if not is_stamped(env / "mmrouter-recipe", wanted):
+        shutil.rmtree(env, ignore_errors=True)
+        try:
+            run([sys.executable, "-m", "venv", str(env)], "python -m venv")
+        except FailedError as error:
+            raise CannotMakeError(str(error)) from error
+        pip = [str(env / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        try:
+            run([*pip, "--require-hashes", f"--requirement={lock}"], "pip install of maturin")
+        except FailedError as error:
+            if why := unreached(str(env / "bin" / "python")):
+                raise CannotMakeError(f"{why}: {error}") from error
+            raise
+        (env / "mmrouter-recipe").write_text(wanted)
+    return env / "bin" / "maturin"
+
+
+def build(env: dict[str, str], maturin: Path, folder: Path) -> None:
+    """Put the wheel into a folder. Raises :class:`FailedError`."""
+    command = [str(maturin), "build", "--release", "--locked", "--offline", f"--interpreter={sys.executable}"]
+    done = subprocess.run(
+        [*command, f"--manifest-path={SOURCES / 'Cargo.toml'}", f"--out={folder}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**env, "SOURCE_DATE_EPOCH": EPOCH},
+    )
+    if done.returncode != 0:
+        raise failed("the build of the native wheel", done)
+    wheel_in(folder)
+
+
+def wheel_in(folder: Path) -> Path:
+    """Return the wheel in a folder. Raises :class:`FailedError`."""
+    found = sorted(folder.glob("*.whl"))
+    if len(found) != 1:
+        raise FailedError(f"the build left {len(found)} wheels in {folder}")
+    return found[0]
+
+
+def install(folder: Path) -> None:
+    """Build the wheel and install it beside this interpreter, unless it is there. Raises as :func:`make`."""
+    make(folder)
+    stamp = Path(sys.prefix) / NAME
+    try:
+        importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        stamp.unlink(missing_ok=True)
+    if is_stamped(stamp, folder.name):
+        return
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
+    run([*pip, "--force-reinstall", str(wheel_in(folder))], "pip install of the native wheel")
+    stamp.write_text(folder.name)
+
+
+def lint(folder: Path) -> None:
+    """Have rustfmt and clippy look at the sources. Raises :class:`CannotMakeError`, :class:`FailedError`."""
+    env = find_rust()
+    cargo = shutil.which("cargo", path=env["PATH"]) or "cargo"
+    for tool in ("fmt", "clippy"):
+        done = subprocess.run([cargo, tool, "--version"], capture_output=True, text=True, check=False, env=env)
+        if done.returncode != 0:
+            raise CannotMakeError(f"there is no cargo {tool}: {last_line(done.stderr)}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    stamp = folder.parent / "linted"
+    with locked(folder.parent / "lock"):
+        if is_stamped(stamp, folder.name):
+            return
+        fetch(env)
+        manifest = f"--manifest-path={SOURCES / 'Cargo.toml'}"
+        for command in (["fmt", manifest, "--check"], ["clippy", manifest, "--locked", "--", "--deny=warnings"]):
+            done = subprocess.run([cargo, *command], capture_output=True, text=True, check=False, env=env)
+            if done.returncode != 0:
+                note(done.stdout)
+                raise failed(f"cargo {command[0]}", done)
+        stamp.write_text(folder.name)
+
+
+def act(*, where: bool, installs: bool, lints: bool, optional: bool) -> None:
+    """Do what was asked for and print where it is. Raises as :func:`make`."""
+    try:
+        folder = env_dir()
+        if where:
+            print(folder)
+            return
+        if lints:
+            lint(folder)
+            return
+        (install if installs else make)(folder)
+    except CannotMakeError as error:
+        if not optional:
+            raise
+        note(f"{NAME}: not run: {error}")
+        return
+    print(wheel_in(folder))
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=f"Build the wheel of {NAME} and print its path.")
+    parser.add_argument("--where", action="store_true", help="print the folder and build nothing")
+    parser.add_argument("--install", action="store_true", help="install it beside this interpreter")
+    parser.add_argument("--lint", action="store_true", help="check the sources with rustfmt and clippy")
+    parser.add_argument("--optional", action="store_true", help="what cannot be on this machine is no failure")
+    chosen = parser.parse_args()
+    return status_of(
+        partial(act, where=chosen.where, installs=chosen.install, lints=chosen.lint, optional=chosen.optional)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The compiled form: used only where it fits, and its keys are those of the Python form."""
+
+import logging
+import sys
+from array import array
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrouter import blocks, native
+
+U64 = (1 << 64) - 1
+FAKE = "mmrouter_native_fake"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that fits; what this process has is taken again afterwards."""
+    module = ModuleType(FAKE)
+    module.REVISION, module.chain, module.pack_token_ids = native.REVISION, len, repr  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, FAKE, module)
+    yield module
+    native.load()
+
+
+def loaded(environment: dict[str, str] | None = None, module: str = FAKE) -> tuple[object, object, str, str]:
+    native.load(environment or {}, module)
+    return native.chain, native.pack_token_ids, native.form, native.why
+
+
+def test_a_module_of_this_revision_is_used(fake: Any) -> None:
+    assert loaded() == (fake.chain, fake.pack_token_ids, "native", "")
+
+
+def test_the_switch_leaves_it_unused(fake: Any) -> None:
+    assert loaded({native.SWITCH: "0"}) == (None, None, "python", "MMROUTER_NATIVE is 0")
+    assert loaded({native.SWITCH: "1"})[2] == "native"
+
+
+@pytest.mark.parametrize("revision", [native.REVISION - 1, native.REVISION + 1, None, "1"])
+def test_a_module_of_another_revision_is_left_alone_and_said_once(
+    fake: Any, revision: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    if revision is None:
+        del fake.REVISION
+    else:
+        fake.REVISION = revision
+    with caplog.at_level(logging.INFO):
+        assert loaded()[:3] == (None, None, "python")
+    assert str(revision) in native.why
+    assert [native.why in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_module_that_is_not_there_is_nothing_to_speak_of(fake: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert loaded(module="mmrouter_native_missing")[:3] == (None, None, "python")
+    assert native.why == "mmrouter_native_missing is not installed"
+    assert caplog.records == []
+
+
+def test_a_module_that_does_not_load_is_said(
+    fake: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mmrouter_native_broken.py").write_text("raise ImportError('of another processor')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert loaded(module="mmrouter_native_broken")[:3] == (None, None, "python")
+    assert [record.getMessage() for record in caplog.records] == [f"{native.why}; the Python form does the work"]
+
+
+@given(st.data(), st.sampled_from("IQ"), st.integers(1, 70), st.integers(0, 12), st.integers(0, U64))
+def test_keys_are_those_of_the_python_form(
+    compiled: None, data: st.DataObject, typecode: str, size: int, count: int, seed: int
+) -> None:
+    item = array(typecode).itemsize
+    tail = data.draw(st.integers(0, size))
+    # Bytes instead of numbers: all of them are ids of either width, and long inputs are drawn quickly.
+    ids = array(typecode, data.draw(st.binary(min_size=(n := item * (count * size + tail)), max_size=n)))
+    numbers = st.integers(0, max(0, count - 1))
+    extras = data.draw(st.dictionaries(numbers, st.binary(max_size=400)) if count else st.just({}))
+    expected = blocks._chain(ids, size, count, extras, seed)
+    assert blocks.chain(ids, size, count, extras, seed) == expected
+    assert native.chain is not None
+    raw = native.chain(ids, size, count, extras, seed)
+    assert raw == (expected.tobytes() if count else None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90), st.binary(min_size=32, max_size=32)), max_size=5))
+def test_keys_of_prompts_with_images_are_those_of_the_python_form(
+    compiled: None, spans: list[tuple[int, int, bytes]]
+) -> None:
+    ids, at = array("I", range(1, 301)), [blocks.Span(*span) for span in spans]
+    for size in (1, 16, 32):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "chain", None)
+            expected = blocks.block_keys(ids, size, at, 7)
+        assert blocks.block_keys(ids, size, at, 7) == expected
+
+
+@pytest.mark.parametrize(
+    ("block_size", "count", "extras"),
+    [
+        (2, 3, {}),  # more than there is
+        (0, 3, {}),
+        (-1, 3, {}),
+        (2, -1, {}),
+        (sys.maxsize, 2, {}),
+        (2, 2, {2: b"x"}),
+        (2, 2, {-1: b"x"}),
+        (2, 2, {U64: b"x"}),
+        (2, 2, {"0": b"x"}),
+        (2, 2, {0: "x"}),
+    ],
+)
+def test_what_are_no_blocks_is_left_to_the_python_form(
+    compiled: None, block_size: int, count: int, extras: Any
+) -> None:
+    assert native.chain is not None
+    assert native.chain(array("I", range(5)), block_size, count, extras, 1) is None
+
+
+def test_a_buffer_with_gaps_is_left_to_the_python_form(compiled: None) -> None:
+    assert native.chain is not None
+    gaps: Any = memoryview(array("I", range(8)))[::2]
+    assert native.chain(gaps, 2, 2, {}, 1) is None
