@@ -19,12 +19,12 @@ import pytest
 import yaml
 from cluster.access import Access
 from cluster.resources import condition
-from conformance.rig import EAGER, ONE_PROCESS
+from conformance.rig import EAGER, KEPT, ONE_PROCESS
 from e2e.conftest import Record
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
 from e2e.plane import Node
 from e2e.reach import Reached, reached
-from e2e.vllm_image import IMAGE, CannotMakeError, mount_path, packages_of, write_vllm_image
+from e2e.vllm_image import IMAGE, CannotMakeError, kept_by, mount_path, packages_of, write_vllm_image
 from e2e.web import PodWeb, pod_web
 from making import TOOLS, made_by
 from scenarios import SCENARIOS, Chat, Scenario, title
@@ -71,8 +71,9 @@ def engines(
     cluster = request.getfixturevalue("operated")
     assert isinstance(cluster, Node)
     archive = tmp_path_factory.mktemp("vllm") / "vllm.tar"
+    kept = kept_by(env, {"VLLM_TARGET_DEVICE": "cpu", **KEPT})
     try:
-        write_vllm_image(archive, Path(made_by("base_image.py"), "base.tar"), env)
+        write_vllm_image(archive, Path(made_by("base_image.py"), "base.tar"), env, kept)
     except CannotMakeError as error:
         pytest.skip(f"not run: {error}")
     cluster.load(archive)

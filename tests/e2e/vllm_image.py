@@ -4,22 +4,31 @@ It is the base of the project's own images on a machine without a registry (``ba
 the libraries of the system that PyTorch and vLLM load, and a virtual environment around the image's own Python, because
 the machine's environment names an interpreter that no pod has. The environment's packages are mounted where that one
 looks for its own. They were made for one minor version of Python, so the image must have the same.
+
+An engine looks at the class of its model in a process of its own, which loads all of vLLM for it, and keeps what it
+finds. The image has that already: it computes as long as the rest of a start, and a pod's folder for it is empty.
 """
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tools.archives import write_image
 
 IMAGE = "localhost/mmrouter-vllm:1"
 VENV = "/opt/vllm"
 PATH = f"{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+KEPT = f"{VENV}/kept"
+"""What ``VLLM_CACHE_ROOT`` is in the image."""
+CLASS = "Qwen2VLForConditionalGeneration"
+LOOK = f"from vllm.model_executor.models import ModelRegistry as all; all.models[{CLASS!r}].inspect_model_cls()"
 LIBRARIES = ("libgomp.so.1", "libnuma.so.1")
 COMMAND = f"""\
 #!{VENV}/bin/python3
@@ -45,18 +54,34 @@ def mount_path(env: Path) -> str:
     return f"{VENV}/{packages_of(env).relative_to(env)}"
 
 
-def write_vllm_image(archive: Path, base: Path, env: Path) -> None:
+def kept_by(env: Path, variables: Mapping[str, str]) -> Path:
+    """Return what engines keep of the model's class: a file below their ``VLLM_CACHE_ROOT``, made where there is none.
+
+    ``variables``: those of engines on this machine. An engine does not believe a file of another release.
+    """
+    folder, name = Path(variables["VLLM_CACHE_ROOT"]), f"modelinfos/*-{CLASS}.json"
+    if not any(folder.glob(name)):
+        subprocess.run([env / "bin" / "python", "-c", LOOK], check=True, env={**os.environ, **variables})
+    return next(folder.glob(name))
+
+
+def write_vllm_image(archive: Path, base: Path, env: Path, kept: Path) -> None:
     """Write the image :data:`IMAGE` for an environment over the one image of the archive ``base``.
 
-    Raises :class:`CannotMakeError` where the base has another Python, or this machine lacks a library.
+    ``kept``: the file of :func:`kept_by`. Raises :class:`CannotMakeError` where the base has another Python, or this
+    machine lacks a library.
     """
     layer = archive.with_suffix(".layer")
     try:
         _unpack_layer(base, layer)
-        _add(layer, packages_of(env).parent.name)
-        write_image(archive, layer, IMAGE, {"Env": [f"PATH={PATH}", "PYTHONDONTWRITEBYTECODE=1"], "WorkingDir": "/tmp"})
+        _add(layer, packages_of(env).parent.name, kept)
+        write_image(archive, layer, IMAGE, _config())
     finally:
         layer.unlink(missing_ok=True)
+
+
+def _config() -> dict[str, Any]:
+    return {"Env": [f"PATH={PATH}", f"VLLM_CACHE_ROOT={KEPT}", "PYTHONDONTWRITEBYTECODE=1"], "WorkingDir": "/tmp"}
 
 
 def _unpack_layer(base: Path, layer: Path) -> None:
@@ -70,7 +95,7 @@ def _unpack_layer(base: Path, layer: Path) -> None:
             shutil.copyfileobj(content, out)
 
 
-def _add(layer: Path, python: str) -> None:
+def _add(layer: Path, python: str, kept: Path) -> None:
     libraries = system_libraries()
     with tarfile.open(layer, "a") as out:
         if f"usr/bin/{python}" not in {name.removeprefix("./") for name in out.getnames()}:
@@ -82,6 +107,7 @@ def _add(layer: Path, python: str) -> None:
             link.type, link.linkname = tarfile.SYMTYPE, f"/usr/bin/{python}"
             out.addfile(link)
         file(out, f"{VENV}/bin/vllm", COMMAND.encode(), 0o755)
+        file(out, f"{KEPT}/{kept.parent.name}/{kept.name}", kept.read_bytes())
         file(out, f"{VENV}/pyvenv.cfg", b"home = /usr/bin\ninclude-system-site-packages = false\n")
         packages = tarfile.TarInfo(f"{VENV}/lib/{python}/site-packages".lstrip("/"))
         packages.type, packages.mode = tarfile.DIRTYPE, 0o755
