@@ -25,6 +25,8 @@ RUN --mount=type=secret,id=pip --mount=type=secret,id=ca docker/packages.sh /opt
 
 FROM tools AS wheel
 COPY docker/project.sh docker/
+# The compiled form, where the machine that builds the image could make it: no image has a compiler.
+COPY native/wheel native
 COPY mmrouter mmrouter
 COPY operator operator
 COPY sidecar sidecar

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.rows import Row, markdown
+from mmrouter import native
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by python -m bench --write -->"
@@ -24,8 +25,13 @@ def machine() -> str:
     load = os.getloadavg()[0]
     return (
         f"{_processor()}, {cpus} CPUs, {platform.system()} {platform.machine()}, "
-        f"Python {platform.python_version()}, load average {load:.1f} before the run."
+        f"Python {platform.python_version()}, {_form()}, load average {load:.1f} before the run."
     )
+
+
+def _form() -> str:
+    """Return which form of the hot loops runs (docs/native.md), here and in the processes that are started."""
+    return "with the compiled form" if native.form == "native" else f"without the compiled form ({native.why})"
 
 
 def _processor() -> str:

@@ -1,12 +1,19 @@
 #!/bin/sh
 # Installs the project's wheel into a virtual environment, and puts its files below /build/own for a layer of their own.
 #   project.sh VENV
+# Beside it, where it is there and for this base: the compiled form (docs/native.md). Without it everything runs, too.
 set -eu
 umask 022
 venv=$1
 cd /build
 touch began
 tools/bin/pip --python "$venv/bin/python3" install --quiet --no-compile --no-deps --no-index dist/*.whl
+for wheel in native/*.whl; do
+  if [ -e "$wheel" ]; then
+    tools/bin/pip --python "$venv/bin/python3" install --quiet --no-compile --no-deps --no-index "$wheel" ||
+      echo "the compiled form is not for this base: the image runs the form in Python" >&2
+  fi
+done
 for package in "$venv"/lib/python*/site-packages/mmrouter*/; do
   "$venv/bin/python3" -m compileall -q --invalidation-mode unchecked-hash "$package"
 done

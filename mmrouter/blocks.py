@@ -116,8 +116,9 @@ def _chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, by
 
 def pack_keys(keys: Iterable[Key]) -> bytes:
     """Return keys as 8 little-endian bytes each: the form that travels in the feed."""
-    packed = array("Q", keys)
+    packed = keys if isinstance(keys, array) and keys.typecode == "Q" else array("Q", keys)
     if sys.byteorder == "big":
+        packed = array("Q", packed)
         packed.byteswap()
     return packed.tobytes()
 

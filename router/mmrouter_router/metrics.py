@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from mmrouter import native
+
 _LATENCY = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -55,6 +57,9 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
+        Gauge(
+            "mmrouter_native", "1 where the compiled form does the work, 0 where the one in Python does", registry=r
+        ).set(native.form == "native")
         self.requests = Counter(
             "mmrouter_requests_total", "Client requests by path and status", ["path", "code"], registry=r
         )

@@ -1,9 +1,10 @@
 """The blocks of one place (rank, group, medium): engine hash -> block key, with copies counted. Pure; no I/O."""
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from mmrouter.blocks import Key
 
@@ -53,19 +54,16 @@ class Cache:
             blocks[number] = key
             self.stored.append(key)
             return 0
-        # Nearly always everything is new; then a few passes in C do it.
-        if (
-            not shareable
-            and blocks.keys().isdisjoint(hashes)
-            and (not self.aside or self.aside.keys().isdisjoint(hashes))
-        ):
+        # Nearly always everything is new; then one pass in C does it, which looks for each block once.
+        if not shareable and (not self.aside or self.aside.keys().isdisjoint(hashes)):
             before = len(blocks)
-            blocks.update(zip(hashes, keys, strict=True))
-            if len(blocks) - before == len(keys):
+            deque(map(blocks.setdefault, hashes, keys.tolist()), maxlen=0)
+            new = len(blocks) - before
+            if new == len(keys):
                 self.stored.extend(keys)
                 return 0
-            for number in hashes:  # a block named twice: one by one after all
-                blocks.pop(number, None)
+            for number in list(islice(reversed(blocks), new)):  # some were known: one by one after all
+                del blocks[number]
         return sum(self._add_one(number, key, shareable) for number, key in zip(hashes, keys, strict=True))
 
     def _add_one(self, number: int, key: Key, shareable: bool) -> bool:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mmrouter import native
 from mmrouter_sidecar.load import EngineLoad
 
 PREFIX = "mmrouter_sidecar"
@@ -49,6 +50,9 @@ class Metrics:
         self.journal_bytes = gauge("journal_bytes", "Size of the journal.")
         self.lag = gauge("lag_seconds", "Age of the last event batch when it was applied.")
         self.up = gauge("engine_up", "1 while the engine answers.")
+        gauge("native", "1 where the compiled form does the work, 0 where the one in Python does.").set(
+            native.form == "native"
+        )
         self.encodes = counter(
             "encodes", "Images passed to encoders for the engine, by what became of them.", "outcome"
         )

@@ -1,6 +1,7 @@
 """The process that serves: from settings to SIGTERM."""
 
 import asyncio
+import gc
 import logging
 import signal
 
@@ -12,11 +13,17 @@ from mmrouter_sidecar.settings import Settings, SettingsError, from_json
 WRONG = 2  # exit status: the configuration is wrong
 
 
+YOUNG = 10_000
+"""Objects made and not gone again after which the collector looks for cycles, of which an engine's events make none."""
+
+
 async def _serve(settings: Settings) -> None:
     sidecar = Sidecar(settings)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, sidecar.stop)
+    gc.freeze()  # what lives from here on lives for good: no collection needs to look at it again
+    gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
     await sidecar.run()
 
 

@@ -9,6 +9,7 @@ buildah in a folder of its own. What decides the build, beside the sources:
 - ``MMROUTER_BASE_IMAGE``: the base, a name or the path of an archive as of ``docker save`` (``base_image.py`` makes
   one). By default the one that the Dockerfile names, from its registry.
 - ``MMROUTER_BUILDER``: the builder; by default the first that works.
+- Rust on this machine: where the compiled form can be built (``native_env.py``), its wheel goes into ``mmrouter``.
 - ``SOURCE_DATE_EPOCH``: the time that the layers carry, in seconds since 1970; by default that of the last commit to
   ``requirements.lock``, so that the large layer stays what it is until its content changes.
 
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import native_env
 from vllm_env import ROOT, CannotMakeError, FailedError, failed, last_line, note, status_of, unreached
 
 IMAGES = ("mmrouter", "sim")
@@ -255,6 +257,20 @@ def version() -> str:
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
 
 
+def take_native() -> None:
+    """Put the wheel of the compiled form where the Dockerfile looks for it, or none. Raises :class:`FailedError`."""
+    folder = ROOT / "native" / "wheel"
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    try:
+        native_env.make(made := native_env.env_dir())
+    except CannotMakeError as error:
+        note(f"the image runs the form in Python: {error}")
+        return
+    wheel = native_env.wheel_in(made)
+    shutil.copyfile(wheel, folder / wheel.name)
+
+
 def build_all(images: Sequence[str], export: Path | None, storage: Path | None) -> None:
     """Build images and print their names. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     program = builder(storage)
@@ -262,6 +278,7 @@ def build_all(images: Sequence[str], export: Path | None, storage: Path | None) 
     if base := os.environ.get("MMROUTER_BASE_IMAGE"):
         arguments["MMROUTER_BASE_IMAGE"] = program.load(Path(base)) if Path(base).is_file() else base
     epoch = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct", "--", "requirements.lock") or "0"
+    take_native()
     with secrets() as files:
         for image in images:
             tag = f"{REGISTRY}/mmrouter/{image}:{version()}"

@@ -60,16 +60,10 @@ def env_dir() -> Path:
 def find_rust() -> dict[str, str]:
     """Return the environment in which cargo runs. Raises :class:`CannotMakeError` where there is none that will do."""
     home = Path(os.environ.get("CARGO_HOME") or Path.home() / ".cargo")
-    path = os.pathsep.join((os.environ.get("PATH", os.defpath), str(home / "bin")))
     for command in ("cargo", "rustc", "cc"):
-        if shutil.which(command, path=path) is None:
+        if shutil.which(command) is None:
             raise CannotMakeError(f"there is no {command}, which builds {NAME}")
-    env = {
-        **quiet_env(),
-        "PATH": path,
-        "CARGO_HOME": str(home),
-        "CARGO_TARGET_DIR": str(cache_dir() / "native" / "target"),
-    }
+    env = {**quiet_env(), "CARGO_TARGET_DIR": str(cache_dir() / "native" / "target")}
     # No panic and no symbol names a folder of this machine.
     env["RUSTFLAGS"] = f"--remap-path-prefix={home}=/cargo --remap-path-prefix={ROOT}=/mmrouter"
     said = version_of(env)
@@ -80,14 +74,7 @@ def find_rust() -> dict[str, str]:
 
 
 def version_of(env: dict[str, str]) -> str:
-    done = subprocess.run(
-        ["rustc", "-vV"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=env,
-        executable=shutil.which("rustc", path=env["PATH"]),
-    )
+    done = subprocess.run(["rustc", "-vV"], capture_output=True, text=True, check=False, env=env)
     return done.stdout or done.stderr
 
 
@@ -96,7 +83,7 @@ def recipe(env: dict[str, str]) -> str:
     patterns = ("*.toml", "*.lock", "*.pyi", "src/**/*.rs")
     files = sorted(path for pattern in patterns for path in SOURCES.glob(pattern))
     parts = [text for path in files for text in (str(path.relative_to(SOURCES)), path.read_text())]
-    return digest(*parts, version_of(env), inspect.getsource(build), EPOCH)
+    return digest(*parts, version_of(env), inspect.getsource(find_rust), inspect.getsource(build), EPOCH)
 
 
 def make(folder: Path) -> None:
@@ -123,7 +110,7 @@ def fetch(env: dict[str, str]) -> None:
     """Fetch the crates of ``Cargo.lock``. Raises :class:`CannotMakeError` where there is no registry for it."""
     done = subprocess.run(
         [
-            shutil.which("cargo", path=env["PATH"]) or "cargo",
+            "cargo",
             "fetch",
             "--locked",
             f"--manifest-path={SOURCES / 'Cargo.toml'}",
@@ -202,7 +189,7 @@ def install(folder: Path) -> None:
 def lint(folder: Path) -> None:
     """Have rustfmt and clippy look at the sources. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     env = find_rust()
-    cargo = shutil.which("cargo", path=env["PATH"]) or "cargo"
+    cargo = "cargo"
     for tool in ("fmt", "clippy"):
         done = subprocess.run([cargo, tool, "--version"], capture_output=True, text=True, check=False, env=env)
         if done.returncode != 0:

@@ -30,6 +30,14 @@ case "$*" in
 esac
 """
 """A buildah that works, on a Dockerfile that does not."""
+CARGO = """\
+#!/bin/sh
+[ $UNREACHED -eq 0 ] || why="failed to download "
+printf "one\\nerror: ${why}two\\n" >&2
+exit 101
+"""
+"""A cargo that reaches its registry, or does not, and fetches nothing."""
+RUSTC = "#!/bin/sh\necho 'rustc 1.99.0'\n"
 PYTHON = """\
 #!/bin/sh
 case "$*" in
@@ -44,6 +52,7 @@ RUN = {
     "kube_env": "import kube_env as it",
     "helm_env": "import helm_env as it",
     "workflow_env": "import workflow_env as it",
+    "native_env": "import native_env as it",
     "node_env": "import machine; machine.cni_folder = lambda: '/'\nimport node_env as it",
     "base_image": "import base_image as it; it.release = lambda: 'any'; it.sources = lambda: [it.Path('/dev/null')]",
     "vllm_env": "import vllm_env as it; it.make = it.partial(it.make, recipe='', build=it.build)",
@@ -60,6 +69,7 @@ def programs(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     texts = {"go": GO, "mmdebstrap": MMDEBSTRAP, "apt-get": APT, "buildah": BUILDAH, "python3.11": PYTHON}
+    texts |= {"cargo": CARGO, "rustc": RUSTC, "cc": "#!/bin/sh\n"}
     for name, text in {**dict.fromkeys(PROGRAMS, "#!/bin/sh\n"), **texts}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -103,6 +113,7 @@ def test_a_build_that_was_tried_has_failed_unless_nothing_could_be_fetched(
 def test_a_dockerfile_that_does_not_build_is_a_failure_unless_pip_reaches_no_index(
     programs: Path, reached: bool, status: int
 ) -> None:
+    (programs / "cargo").unlink()  # nor is the compiled form built
     told = f"import sys, images; images.unreached = lambda python: {'' if reached else 'pip reaches no index'!r}\n"
     done = ran(programs, f"{told}sys.argv = ['images']\nsys.exit(images.main())", reached, MMROUTER_BUILDER="buildah")
     assert done.returncode == status, done.stderr
