@@ -289,9 +289,15 @@ def engine_args(context: int = CONTEXT) -> list[str]:
 
 RENDERS = "--enable-scale-out"
 """Has a serving vLLM tell what it makes of a request, as ``vllm launch render`` does."""
-ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+ONE_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+}
 """With these vLLM keeps to ``uni`` on a CPU too, as it does on one GPU: scheduler and model in one process. That is
-less to compute at a start, and 0.8 GB less memory. The API server has a process of its own as ever."""
+less to compute at a start, and 0.8 GB less memory. The API server has a process of its own as ever; the engine's is
+forked from it, as vLLM does unless it is started by its command, so that vLLM is loaded once and not twice."""
 KEPT = {"VLLM_CACHE_ROOT": str(cache_dir() / "engines" / "kept-vllm")}
 """Has a vLLM keep what it learns of a model's class, for which it starts a process that loads all of vLLM: once per
 machine. A pod's own folder for it is empty at every start."""
@@ -311,6 +317,7 @@ def sglang_args(context: int = CONTEXT) -> list[str]:
         "--disable-cuda-graph",
         "--disable-overlap-schedule",
         "--skip-server-warmup",
+        "--sleep-on-idle",  # or its scheduler keeps a CPU busy from its start to its end
         *("--mem-fraction-static", "0.1"),
         *("--max-total-tokens", "131072"),
         *("--context-length", str(context)),

@@ -4,9 +4,9 @@
     python tests/tools/sglang_env.py --where    # prints the path only, makes nothing
 
 It lies beside vLLM's (``vllm_env.py``, which says where that is and where the CPU build of PyTorch comes from) and is
-made in the same way. The wheel is the published one, unmodified. Of its requirements those are left out that exist for
-CUDA only; in place of the compiled CPU kernels, which no package index has, stands ``sglang_stubs``. Exit status as
-of ``vllm_env.py``.
+made in the same way. The wheel is the published one, but for how its processes start. Of its requirements those are
+left out that exist for CUDA only; in place of the compiled CPU kernels, which no package index has, stands
+``sglang_stubs``. Exit status as of ``vllm_env.py``.
 """
 
 import inspect
@@ -18,13 +18,16 @@ from functools import partial
 from pathlib import Path
 
 from vllm_env import (
+    SELDOM,
     SITE_FILE,
     TORCH,
     CannotMakeError,
     cache_dir,
+    collect_seldom,
     digest,
     main,
     make,
+    mend,
     run,
     wheel_folders,
 )
@@ -47,6 +50,10 @@ WITHOUT_THEIR_REQUIREMENTS = (
     *("torchvision", "timm==1.0.25", "compressed-tensors==0.18.0", "torch_memory_saver", "xgrammar==0.2.7"),
     f"sglang=={SGLANG}",
 )
+STARTS = r'mp\.set_start_method\("(?:spawn|fork)", force=True\)'
+FORKS = 'mp.set_start_method("fork", force=True)'
+"""An engine is three processes, of which two load again what the first one has loaded: two thirds of all that a start
+computes. The first one has a single thread by then, so its copies are whole."""
 
 
 def env_dir() -> Path:
@@ -81,5 +88,21 @@ def build(env: Path) -> None:
         raise CannotMakeError(f"the environment holds SGLang {version!r}, not {SGLANG}")
 
 
+def additions() -> str:
+    """Return a digest of what is put into an environment that is there."""
+    return digest(STARTS, FORKS, SELDOM, *(inspect.getsource(each) for each in (add, collect_seldom, mend)))
+
+
+def add(env: Path) -> None:
+    """Have an engine's processes start with what the first one has loaded, and look for garbage less often."""
+    python = str(env / "bin" / "python")
+    site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
+    engine = site / "sglang" / "srt" / "entrypoints" / "engine.py"
+    mend(engine, STARTS, FORKS, "how SGLang starts its processes")
+    run([python, "-m", "compileall", "-q", str(engine)], "compileall")
+    collect_seldom(site)
+
+
 if __name__ == "__main__":
-    sys.exit(main("the environment of the real SGLang", env_dir(), partial(make, recipe=recipe(), build=build)))
+    maker = partial(make, recipe=recipe(), build=build, more=(additions(), add))
+    sys.exit(main("the environment of the real SGLang", env_dir(), maker))

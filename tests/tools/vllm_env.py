@@ -50,6 +50,22 @@ POOL_OF_ITS_OWN = "            return maybe_make_thread_pool, (og_tokenizer, cop
 POOL_IS_SHARED = "\n        def __deepcopy__(self, memo):\n            return self\n"
 """Transformers deep-copies the arguments that vLLM loads its processor with, again and again, and among them a pool of
 tokenizers that is safe to share: a third of all that an engine computes until it serves. Here the pool is passed on."""
+COPY_OF_IT = "            return get_cached_tokenizer, (tokenizer,)\n"
+COPY_AMONG_ARGUMENTS = """
+        def __deepcopy__(self, memo):
+            if memo:
+                return self
+            return get_cached_tokenizer(copy.deepcopy(tokenizer, memo))
+"""
+"""The same of a tokenizer that is no pool: among arguments it is passed on, by itself it is copied as ever."""
+FORCED = (
+    r'os\.environ(?:\["VLLM_WORKER_MULTIPROC_METHOD"\] = |\.setdefault\("VLLM_WORKER_MULTIPROC_METHOD", )"spawn"\)?'
+)
+ASKED = 'os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")'
+"""vLLM has a variable for how it starts its engine's process, which its platform for CPUs overrules. Here it holds."""
+SELDOM = "import atexit, gc; gc.set_threshold(100_000, 10, 10); atexit.register(gc.freeze)\n"
+"""Thousands of modules make hundreds of thousands of objects that stay. Python looks through them for garbage again and
+again while they are loaded, a fifth of all that an import computes, and once more when it ends."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 FAILED, CANNOT = 1, 3
 LAST_LINES = 20
@@ -101,7 +117,8 @@ def digest(*parts: str) -> str:
 
 def additions() -> str:
     """Return the same of what is put into an environment that is there."""
-    return digest(*NIXL, str(REST_US), POOL_OF_ITS_OWN, POOL_IS_SHARED, inspect.getsource(add), inspect.getsource(mend))
+    texts = (POOL_OF_ITS_OWN, POOL_IS_SHARED, COPY_OF_IT, COPY_AMONG_ARGUMENTS, FORCED, ASKED, SELDOM)
+    return digest(*NIXL, str(REST_US), *texts, *(inspect.getsource(each) for each in (add, collect_seldom, mend)))
 
 
 Build = Callable[[Path], None]
@@ -251,7 +268,8 @@ def add(env: Path) -> None:
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     run([*pip, *NIXL], "pip install of NIXL")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
-    mended = (site / "nixl_cu12" / "_api.py", site / "vllm" / "tokenizers" / "hf.py")
+    vllm = site / "vllm"
+    mended = (site / "nixl_cu12" / "_api.py", vllm / "tokenizers" / "hf.py", vllm / "platforms" / "cpu.py")
     mend(
         mended[0],
         r"agent_config\.pthrDelay = \d+\n",
@@ -264,9 +282,21 @@ def add(env: Path) -> None:
         POOL_OF_ITS_OWN + POOL_IS_SHARED,
         "what a copy of vLLM's pool of tokenizers is",
     )
+    mend(
+        mended[1],
+        f"{re.escape(COPY_OF_IT)}(?:{re.escape(COPY_AMONG_ARGUMENTS)})?",
+        COPY_OF_IT + COPY_AMONG_ARGUMENTS,
+        "what a copy of a tokenizer is",
+    )
+    mend(mended[2], FORCED, ASKED, "how vLLM starts its engine's process on a CPU")
+    collect_seldom(site)
     # Whoever starts an engine may forbid it to keep what it compiles.
     run([python, "-m", "compileall", "-q", *map(str, mended)], "compileall")
     run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
+
+
+def collect_seldom(site: Path) -> None:
+    (site / "mmrouter_garbage.pth").write_text(SELDOM)
 
 
 def mend(file: Path, pattern: str, replacement: str, what: str) -> None:
