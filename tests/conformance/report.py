@@ -188,7 +188,8 @@ pass in each mode of `routing.transfer`, with a real renderer and our plugin in 
 vLLM is as published, but for a few lines by which tokenizers are passed on where they would be copied again and again,
 and one that keeps its platform for CPUs from overruling how the engine's process is started: it is forked from the API
 server, as vLLM does where it is not started by its command. NIXL, which looks at its transfers without a pause, rests
-in between (all in `tests/tools/vllm_env.py`). None of it decides anything of an answer. No engine compiles with PyTorch.
+in between (all in `tests/tools/vllm_env.py`). None of it decides anything of an answer. No engine compiles with
+PyTorch.
 SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
 (`tests/tools/sglang_stubs`) in which everything raises that is called and not written out. Its processes are forked
 from the first one, too (`tests/tools/sglang_env.py`), and its scheduler sleeps while it has nothing to do.
