@@ -182,7 +182,8 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
         for seen in (first, again):
             if seen.predicted_tokens != seen.tokens or seen.cached != seen.expected_cached:
                 mismatches.append((case.name, vars(seen)))
-        if (again.overlap, again.worker) != (again.blocks, first.worker):
+        # A prompt shorter than a block is in nobody's cache: whoever has less to do, or holds less, takes it.
+        if again.overlap != again.blocks or (again.blocks and again.worker != first.worker):
             mismatches.append((case.name, "repeat", vars(again)))
         blocks += first.blocks
         requests += 2
