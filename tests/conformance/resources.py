@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from conformance.rig import EAGER, KEPT, ONE_PROCESS, engine_args
+from conformance.rig import EAGER, FORKED, KEPT, ONE_PROCESS, engine_args
 
 BLOCK = 32  # the CPU attention of vLLM takes multiples of 32 only
 REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     **ONE_PROCESS,
+    **FORKED,
     **KEPT,
     **EAGER,
     "HF_HUB_OFFLINE": "1",

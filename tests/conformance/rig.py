@@ -289,15 +289,13 @@ def engine_args(context: int = CONTEXT) -> list[str]:
 
 RENDERS = "--enable-scale-out"
 """Has a serving vLLM tell what it makes of a request, as ``vllm launch render`` does."""
-ONE_PROCESS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-}
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """With these vLLM keeps to ``uni`` on a CPU too, as it does on one GPU: scheduler and model in one process. That is
-less to compute at a start, and 0.8 GB less memory. The API server has a process of its own as ever; the engine's is
-forked from it, as vLLM does unless it is started by its command, so that vLLM is loaded once and not twice."""
+less to compute at a start, and 0.8 GB less memory. The API server has a process of its own as ever."""
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""Has vLLM fork the engine's process from the API server, as it does unless it is started by its command, so that vLLM
+is loaded once and not twice. Engines in pods (``tests/e2e/test_vllm.py``) do without, and start as vLLM's command has
+it."""
 KEPT = {"VLLM_CACHE_ROOT": str(cache_dir() / "engines" / "kept-vllm")}
 """Has a vLLM keep what it learns of a model's class, for which it starts a process that loads all of vLLM: once per
 machine. A pod's own folder for it is empty at every start."""
@@ -339,6 +337,7 @@ def environment(env: Path, ip: str, scratch: Path) -> dict[str, str]:
         "HF_MODULES_CACHE": str(scratch / "hf" / "modules"),  # a model folder's own modules are copied there
         "VLLM_CPU_KVCACHE_SPACE": "1",
         **ONE_PROCESS,
+        **FORKED,
         **KEPT,
         **EAGER,
     }

@@ -97,12 +97,12 @@ FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "
 # What people ask of a cluster, and who may write to it: what is left of the level takes about as long.
 ASKED = tuple(f"tests/cluster/test_{name}.py" for name in ("doctor", "plan", "leadership", "operator_restart"))
 # Engines that are real, which start slowly, and a cluster that is made as the README says; deployments that change
-# while they are asked, and chains of pods. What is left of the level takes about as long.
+# while they are asked, and a chain of pods. What is left of the level takes about as long.
 OWN, CHANGING = (
     tuple(f"tests/e2e/test_{name}.py" for name in names)
     for names in (
         ("vllm", "tour", "tracing", "upgrade", "plugin"),
-        ("rollout", "scaling", "disaggregated", "disaggregated_sglang"),
+        ("rollout", "scaling", "disaggregated"),
     )
 )
 REAL = "tests/conformance"
