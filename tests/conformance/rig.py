@@ -294,8 +294,9 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND
 less to compute at a start, and 0.8 GB less memory. The API server has a process of its own as ever."""
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 """Has vLLM fork the engine's process from the API server, as it does unless it is started by its command, so that vLLM
-is loaded once and not twice. Engines in pods (``tests/e2e/test_vllm.py``) do without, and start as vLLM's command has
-it."""
+is loaded once and not twice."""
+SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+"""As vLLM's command has it: one engine of this level starts so (``vllm/test_fields.py``)."""
 KEPT = {"VLLM_CACHE_ROOT": str(cache_dir() / "engines" / "kept-vllm")}
 """Has a vLLM keep what it learns of a model's class, for which it starts a process that loads all of vLLM: once per
 machine. A pod's own folder for it is empty at every start."""

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from cluster.access import Access
 from cluster.resources import condition
-from conformance.rig import EAGER, KEPT, ONE_PROCESS
+from conformance.rig import EAGER, FORKED, KEPT, ONE_PROCESS
 from e2e.conftest import Record
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
 from e2e.plane import Node
@@ -33,7 +33,7 @@ REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
 FREE_BYTES = 8 << 30  # two engines of 3 GB, and everything else
 START_SECONDS = 400  # they start side by side, on few CPUs
 MODEL, PACKAGES = "model", "packages"
-SOONER = {**ONE_PROCESS, **EAGER}
+SOONER = {**ONE_PROCESS, **FORKED, **EAGER}
 """What has an engine be ready sooner on few CPUs."""
 
 

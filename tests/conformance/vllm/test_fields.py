@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conformance.pictures import image_part, picture, text_part
 from conformance.rendering import Renderer, renderer
-from conformance.rig import BLOCK_SIZE, RENDERS, Engine, engine
+from conformance.rig import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine
 from conformance.workload import STORY, WEATHER
 from prometheus_client import CollectorRegistry
 
@@ -222,7 +222,7 @@ def alone(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFacto
     """As the product starts an engine, with the parser that tool choices need. Nobody else fills its cache."""
     log = tmp_path_factory.mktemp("fields") / "engine.log"
     parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with engine(vllm_env, router.folder, log, RENDERS, *parser) as running:
+    with engine(vllm_env, router.folder, log, RENDERS, *parser, variables=SPAWNED) as running:
         yield running
 
 
