@@ -59,7 +59,7 @@ class Cache:
             before = len(blocks)
             deque(map(blocks.setdefault, hashes, keys.tolist()), maxlen=0)
             new = len(blocks) - before
-            if new == len(keys):
+            if new == len(keys) == len(hashes):
                 self.stored.extend(keys)
                 return 0
             for number in list(islice(reversed(blocks), new)):  # some were known: one by one after all

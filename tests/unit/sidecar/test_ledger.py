@@ -5,6 +5,7 @@ from array import array
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from mmrouter.blocks import Span, block_keys, namespace_seed
 from mmrouter.engines.vllm import decode_batch
 from mmrouter.feed import Group
 from mmrouter.identity import to_wire
+from mmrouter_sidecar.cache import Cache
 from mmrouter_sidecar.ledger import Ledger, Place
 
 KEY = bytes(32)
@@ -368,3 +370,9 @@ def test_each_medium_is_a_place_of_its_own(kit: Any) -> None:
     }
     apply(ledger, kit, kit.stored([9], medium="REMOTE-TIER", locality="REMOTE"))
     assert ledger.counts["ignored_remote"] == 1
+
+
+@pytest.mark.parametrize("keys", [(5, 6), (5, 6, 7, 8)])
+def test_blocks_and_keys_of_other_numbers_are_never_taken_for_each_others(keys: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        Cache().add((1, 2, 3), array("Q", keys))
