@@ -1,4 +1,4 @@
-# Two images, made by `make images` (tests/tools/images.py): `mmrouter`, which is operator, router and sidecar behind one
+# Two images, made by `make images` (hack/images.py): `mmrouter`, which is operator, router and sidecar behind one
 # command, and `sim`, the simulated engines. Both run as user 65532 and write nothing to their root.
 #
 # The base is pinned by the digest of its index, which has every architecture: a tag names other bytes next month.
@@ -31,8 +31,7 @@ COPY mmrouter mmrouter
 COPY operator operator
 COPY sidecar sidecar
 COPY router router
-COPY transfer transfer
-COPY plugin plugin
+COPY handover handover
 COPY sim sim
 COPY cli cli
 RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist . && \

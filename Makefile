@@ -34,39 +34,39 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 native: venv ## compile two hot loops and install them into .venv; needs Rust, and everything runs without it
-	@$(PY) tests/tools/native_env.py --install
+	@$(PY) hack/native_env.py --install
 
 demo: venv ## show exact image routing in under a minute; ENGINE=vllm takes two real engines
 ifeq ($(ENGINE),vllm)
-	@env="$$($(PY) tests/tools/vllm_env.py)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
+	@env="$$($(PY) hack/vllm_env.py)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
 		exec $(VENV)/bin/mmrouter up examples/demo-vllm.yaml --demo --engines path --engine-env "$$env" $(ARGS)
 else
 	@exec $(VENV)/bin/mmrouter up examples/demo.yaml --demo $(ARGS)
 endif
 
 check: venv ## the inner loop: format, lint, types, import rules, unit tests
-	@$(PY) tests/tools/levels.py check
+	@$(PY) hack/levels.py check
 
 test: venv ## every level that this machine can run, with a summary
-	@$(PY) tests/tools/levels.py check local cluster e2e conformance
+	@$(PY) hack/levels.py check local cluster e2e conformance
 
 test-local: venv ## only the level on local processes
-	@$(PY) tests/tools/levels.py local
+	@$(PY) hack/levels.py local
 
 test-cluster: venv ## only the level on a real control plane, which is built once where Go and etcd are there
-	@$(PY) tests/tools/levels.py cluster
+	@$(PY) hack/levels.py cluster
 
 e2e: venv ## only the level with real pods: on a one-node cluster of its own, or on the one of MMROUTER_KUBECONFIG
-	@$(PY) tests/tools/levels.py e2e
+	@$(PY) hack/levels.py e2e
 
 cluster: venv ## a one-node cluster with the images in the foreground; another terminal takes it by `source build/cluster.sh`
-	@exec $(PY) tests/e2e/stand.py $(ARGS)
+	@exec $(PY) tests/e2e/one_node_cluster.py $(ARGS)
 
 images: venv ## build the images with docker, podman or buildah; ARGS="--export DIR" writes archives
-	@$(PY) tests/tools/images.py $(ARGS)
+	@$(PY) hack/images.py $(ARGS)
 
 conformance: venv ## only the level with real engines; WRITE=1 writes its table, docs/conformance.md
-	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) tests/tools/levels.py conformance
+	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) hack/levels.py conformance
 
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)
@@ -75,7 +75,7 @@ bench-quick: venv ## fail where something became slower by a quarter; ARGS=--wri
 	@$(PY) -m bench.quick $(ARGS)
 
 soak: venv ## hand-overs between processes that are killed a thousand times; MMROUTER_SOAK takes another number of kills
-	@MMROUTER_SOAK=$${MMROUTER_SOAK:-1000} $(PY) -m pytest -q tests/unit/transfer/test_soak.py $(ARGS)
+	@MMROUTER_SOAK=$${MMROUTER_SOAK:-1000} $(PY) -m pytest -q tests/unit/shm/test_soak.py $(ARGS)
 
 # pip-tools stays out of the development environment: it is needed here only, and brings its own pins.
 lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upgrade takes newer versions

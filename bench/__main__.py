@@ -11,7 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import cluster, clustersweep, report, rows
+from bench import report, rows
+from bench.cluster import cluster
+from bench.cluster import weight_sweep as clustersweep
 from bench.peers.environment import MODE, MODES
 
 NAMES = (

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench.rows import Row, markdown
-from mmrouter import native
+from mmrouter_lib import native
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 BEGIN = "<!-- figures: written by python -m bench --write -->"

@@ -1,7 +1,7 @@
 """Make a base image for ``make images`` on a machine that reaches no registry: this Debian's own packages. Prints it.
 
-    python tests/tools/base_image.py            # makes it, or finds it ready; prints the folder with base.tar
-    python tests/tools/base_image.py --where    # prints the path only, makes nothing
+    python hack/base_image.py            # makes it, or finds it ready; prints the folder with base.tar
+    python hack/base_image.py --where    # prints the path only, makes nothing
 
 It holds a minimal Debian of the machine's own release with its Python, from the mirror that apt is set up with, as an
 archive that docker, podman and buildah load. It lies in ``images/base`` of the cache (``vllm_env.py`` says where that

@@ -1,7 +1,7 @@
 """Make the helm of the chart tests, from its Go module. Prints the folder with the command.
 
-    python tests/tools/helm_env.py            # makes it, or finds it ready; prints the folder
-    python tests/tools/helm_env.py --where    # prints the path only, makes nothing
+    python hack/helm_env.py            # makes it, or finds it ready; prints the folder
+    python hack/helm_env.py --where    # prints the path only, makes nothing
 
 The command lies outside the checkout, in ``helm/VERSION`` of the cache (``vllm_env.py`` says where that is), and is
 built under a lock, once: about 80 seconds on 2 cores, 0.1 GB. Go is used where it is found (``kube_env.py``), and never

@@ -1,6 +1,6 @@
 """Build the images ``mmrouter/mmrouter`` and ``mmrouter/sim`` with docker, podman or buildah, whichever works here.
 
-    python tests/tools/images.py [--export DIR] [--storage DIR] [mmrouter] [sim]
+    python hack/images.py [--export DIR] [--storage DIR] [mmrouter] [sim]
 
 Prints one line per image: its name and, with ``--export``, the archive (as of ``docker save``), which
 ``ctr -n k8s.io images import`` and ``kind load image-archive`` take. ``--storage`` keeps the layers of podman and

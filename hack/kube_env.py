@@ -1,7 +1,7 @@
 """Make the control plane of the cluster tests: Kubernetes' own commands, from its Go modules. Prints their folder.
 
-    python tests/tools/kube_env.py            # makes it, or finds it ready; prints the folder with the commands
-    python tests/tools/kube_env.py --where    # prints the path only, makes nothing
+    python hack/kube_env.py            # makes it, or finds it ready; prints the folder with the commands
+    python hack/kube_env.py --where    # prints the path only, makes nothing
 
 The commands lie outside the checkout, in ``cluster`` of the cache (``vllm_env.py`` says where that is), and are built
 under a lock, once: about 4 minutes on 2 cores, 15 seconds with Go's build cache, 0.35 GB. The version is that of

@@ -1,6 +1,6 @@
 """Run the test levels of this repository and say what ran.
 
-    .venv/bin/python tests/tools/levels.py check [local] [cluster] [e2e] [conformance]
+    .venv/bin/python hack/levels.py check [local] [cluster] [e2e] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
 of a level run two or three at a time where there is memory for it; each one's output is shown when it ends. What the
@@ -31,7 +31,7 @@ from typing import IO, Literal
 import psutil
 from outcomes import Outcome, add_report, summary, told_again
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 NO_TESTS = 5  # pytest's exit status
 NOT_RUN = 3
@@ -77,20 +77,20 @@ WAITING = (
     "tests/unit/router/media",
     *(
         f"tests/unit/router/test_{name}.py"
-        for name in ("serving", "stream", "podwatch", "fetch", "app", "process", "tap")
+        for name in ("server", "control_stream", "pod_watch", "fetch_metadata", "app", "process", "connection")
     ),
 )
 # Not the product, and they start processes: not for who waits.
-ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "tools"))
+ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "hack"))
 # Deployments of their own, which they wait for and break; the other files share one.
-BREAKS = ("breaks", "failures", "frontend_restart", "handover", "renderer")
+BREAKS = ("broken_routing", "failures", "frontend_restart", "handover", "renderer")
 BREAKING = tuple(f"tests/local/test_{name}.py" for name in BREAKS)
 # Deployments whose engines share the work, and those of the other engine; what lasts for other reasons.
 STAGED, LASTING = (
     tuple(f"tests/local/test_{name}.py" for name in names)
     for names in (
         ("disaggregated", "disaggregated_sglang", "encoders_sglang", "expired", "sglang"),
-        ("janitor", "poison", "tracing"),
+        ("janitor", "unresolved_images", "tracing"),
     )
 )
 FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
@@ -110,7 +110,7 @@ ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing"
 # Engines that serve a request together; images that reach one otherwise than inside a request.
 TOGETHER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("encoders", "disaggregated"))
 HANDED_OVER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("handover", "transfer", "nixl_reads"))
-NATIVE = (sys.executable, "tests/tools/native_env.py", "--optional")
+NATIVE = (sys.executable, "hack/native_env.py", "--optional")
 LEVELS = {
     "check": Level(
         (
@@ -126,9 +126,9 @@ LEVELS = {
             program("ruff", "format", "--check", "."),
             program("ruff", "check", "."),
             program("mypy"),
-            Step("mypy tests/tools", (str(BIN / "mypy"), "tests/tools")),
+            Step("mypy hack", (str(BIN / "mypy"), "hack")),
             # Engines have other Pythons than we do.
-            Step("mypy for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "transfer", "plugin")),
+            Step("mypy for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "handover")),
             program("lint-imports"),
         ),
         limit_s=300,

@@ -1,7 +1,7 @@
 """The tables of metrics in docs/observability.md, made from the registries of router, sidecar and operator.
 
-python tests/tools/metrics_page.py            # exit status 1 when the page is not current
-python tests/tools/metrics_page.py --write    # brings it up to date
+python hack/metrics_page.py            # exit status 1 when the page is not current
+python hack/metrics_page.py --write    # brings it up to date
 """
 
 import argparse
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from mmrouter.engines.vllm_metrics import Load
+from mmrouter_lib.engines.vllm.metrics import Load
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_router.media.types import MediaMetrics
-from mmrouter_router.metrics import Metrics as RouterMetrics
+from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.metrics import Counted
 from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "observability.md"
 UNITS = ("seconds", "bytes", "ratio")
 Row = tuple[str, str, str, str, str]
 """Name, type, labels, unit, meaning."""
@@ -79,7 +79,7 @@ def main() -> int:
     if parser.parse_args().write:
         PAGE.write_text(wanted)
     elif PAGE.read_text() != wanted:
-        print(f"{PAGE.name} is not current: python tests/tools/metrics_page.py --write", file=sys.stderr)
+        print(f"{PAGE.name} is not current: python hack/metrics_page.py --write", file=sys.stderr)
         return 1
     return 0
 

@@ -1,10 +1,10 @@
 """Build the wheel of ``native/``, the compiled form of two loops (docs/native.md). Prints its path.
 
-    python tests/tools/native_env.py              # builds it, or finds it ready
-    python tests/tools/native_env.py --where      # prints the folder only, builds nothing
-    python tests/tools/native_env.py --install    # builds it and installs it beside this interpreter
-    python tests/tools/native_env.py --lint       # rustfmt and clippy, unless they had nothing to say of these sources
-    python tests/tools/native_env.py --install --optional   # what cannot be here is no failure
+    python hack/native_env.py              # builds it, or finds it ready
+    python hack/native_env.py --where      # prints the folder only, builds nothing
+    python hack/native_env.py --install    # builds it and installs it beside this interpreter
+    python hack/native_env.py --lint       # rustfmt and clippy, unless they had nothing to say of these sources
+    python hack/native_env.py --install --optional   # what cannot be here is no failure
 
 The wheel lies outside the checkout, in ``native/DIGEST`` of the cache (``vllm_env.py`` says where that is). The digest
 is of the sources and of the compiler, so what did not change is not built again. It is built under a lock, in about 30

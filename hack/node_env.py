@@ -1,7 +1,7 @@
 """Make what a one-node cluster needs beside its control plane: kubelet, kube-proxy and CoreDNS, from their Go modules.
 
-    python tests/tools/node_env.py            # makes it, or finds it ready; prints the folder with the commands
-    python tests/tools/node_env.py --where    # prints the path only, makes nothing
+    python hack/node_env.py            # makes it, or finds it ready; prints the folder with the commands
+    python hack/node_env.py --where    # prints the path only, makes nothing
 
 The commands lie outside the checkout, in ``node`` of the cache (``vllm_env.py`` says where that is), and are built
 under a lock, once: about 2 minutes on 2 cores, 0.25 GB. Kubernetes is of the version of ``kube/go.mod``, which is the

@@ -1,6 +1,6 @@
 """Record a short capture from a real vLLM on CPU, for `mmrouter replay`: requests, answers and every event frame.
 
-    .venv/bin/python tests/tools/record_capture.py ENGINE_ENV OUT_DIR
+    .venv/bin/python hack/record_capture.py ENGINE_ENV OUT_DIR
 
 Run it from the repository's root: the engine is given the model by its relative path, which is part of the names that
 it makes of images. Writes ``OUT_DIR/tiny-qwen2-vl.jsonl`` and the pictures in ``OUT_DIR/images``.
@@ -18,10 +18,10 @@ from typing import Any
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conformance import rig
+from conformance import engine_process as rig
 
-from mmrouter.identity import media_identity, to_wire
-from mmrouter_cli.pictures import data_uri
+from mmrouter_cli.test_images import data_uri
+from mmrouter_lib.media_identity import media_identity, to_wire
 
 MODEL = Path("examples/models/tiny-qwen2-vl")
 KEY = bytes(range(32))

@@ -1,7 +1,7 @@
 """Make the virtual environment of the real SGLang: 0.5.23 with a CPU build of PyTorch. Prints its path.
 
-    python tests/tools/sglang_env.py            # makes it, or finds it ready; prints the path
-    python tests/tools/sglang_env.py --where    # prints the path only, makes nothing
+    python hack/sglang_env.py            # makes it, or finds it ready; prints the path
+    python hack/sglang_env.py --where    # prints the path only, makes nothing
 
 It lies beside vLLM's (``vllm_env.py``, which says where that is and where the CPU build of PyTorch comes from) and is
 made in the same way. The wheel is the published one, but for how its processes start. Of its requirements those are

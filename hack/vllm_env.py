@@ -1,7 +1,7 @@
 """Make the virtual environment of the real engine: vLLM 0.32.0, CPU build. Prints its path.
 
-    python tests/tools/vllm_env.py            # makes it, or finds it ready; prints the path
-    python tests/tools/vllm_env.py --where    # prints the path only, makes nothing
+    python hack/vllm_env.py            # makes it, or finds it ready; prints the path
+    python hack/vllm_env.py --where    # prints the path only, makes nothing
 
 The environment lies outside the checkout, in ``$MMROUTER_CACHE/engines`` (default ``$XDG_CACHE_HOME/mmrouter`` or
 ``~/.cache/mmrouter``), is made under a lock, and is made anew when this recipe changes. It needs about 3 GB of disk.
@@ -71,7 +71,7 @@ FAILED, CANNOT = 1, 3
 LAST_LINES = 20
 NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR}
 """Where the cache cannot be written."""
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SITE_FILE = Path(__file__).with_name("vllm_site.py")
 
 

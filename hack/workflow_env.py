@@ -1,7 +1,7 @@
 """Make what reads the workflow of continuous integration: actionlint and kind, from Go modules. Prints their folder.
 
-    python tests/tools/workflow_env.py            # makes it, or finds it ready; prints the folder with the commands
-    python tests/tools/workflow_env.py --where    # prints the path only, makes nothing
+    python hack/workflow_env.py            # makes it, or finds it ready; prints the folder with the commands
+    python hack/workflow_env.py --where    # prints the path only, makes nothing
 
 The commands lie outside the checkout, in ``workflow`` of the cache (``vllm_env.py`` says where that is), and are built
 under a lock, once: about 20 seconds on 2 cores, 20 MB. Go is used where it is found (``kube_env.py``), and never

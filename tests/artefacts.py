@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import pytest
-from tools.vllm_env import CANNOT, LAST_LINES
 
-TOOLS = Path(__file__).resolve().parent / "tools"
+from hack.vllm_env import CANNOT, LAST_LINES
+
+TOOLS = Path(__file__).resolve().parents[1] / "hack"
 NEEDS = "needs"
 """Property of a test in a report: what the level is about, which the test cannot do without."""
 

@@ -12,14 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from bench.clusterengine import Machine
-from bench.clusterload import Load, mooncake, servegen
-from bench.clusterpolicies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
-from bench.clustersim import simulate
+from bench.cluster.engine import Machine
+from bench.cluster.load import Load, mooncake, servegen
+from bench.cluster.policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
+from bench.cluster.simulation import simulate
 from bench.rows import Row, not_run, percentile, row
-from mmrouter_router.schedule import WEIGHTS, Weights
+from mmrouter_router.scheduling.scoring import WEIGHTS, Weights
 
-TRACES: Final = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[2] / "shared" / "traces"))
+TRACES: Final = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[3] / "shared" / "traces"))
 LARGE: Final = Machine(
     prefill_rate=25_000.0,
     encode_seconds=16e-6,

@@ -1,7 +1,7 @@
 """What a cluster is asked: requests of a real trace, and requests drawn from statistics of a real service.
 
 Mooncake's traces name each prompt's blocks of 512 tokens (equal id = equal beginning); they are read from a folder and
-are no part of this repository. The other requests are drawn from ``servegen_images.json`` (``bench.encoderload``): a
+are no part of this repository. The other requests are drawn from ``servegen_images.json`` (``bench.encoders.load``): a
 client's instructions, images and texts, in sessions that come back to what they showed.
 """
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.clusterengine import Machine
-from bench.encoderload import Client
-from bench.encoderload import load as clients
-from bench.workload import tokens
-from mmrouter.blocks import Span, block_keys, pack_keys
+from bench.cluster.engine import Machine
+from bench.encoders.load import Client
+from bench.encoders.load import load as clients
+from bench.placing.workload import tokens
+from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_sim.core.hashing import Media
 
 TRACE_BLOCK: Final = 512

@@ -11,13 +11,13 @@ from typing import Final, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from bench import fleet as bench_fleet
-from bench.clusterload import Ask
-from mmrouter import feed
-from mmrouter_router.index import Index
-from mmrouter_router.place import Booking, Placer
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.schedule import Weights
+from bench.cluster.load import Ask
+from bench.placing import router_objects as bench_fleet
+from mmrouter_lib import feed
+from mmrouter_router.fleet.index import Index
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.placer import Booking, Placer
+from mmrouter_router.scheduling.scoring import Weights
 
 MATCH: Final = 0.3
 IMBALANCE: Final = (64, 1.5)

@@ -13,11 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from bench import cluster
-from bench.cluster import Case, Outcome, mean
-from bench.clusterload import Ask, Load
-from bench.clusterpolicies import Ours
-from bench.clustersim import simulate
+from bench.cluster import cluster
+from bench.cluster.cluster import Case, Outcome, mean
+from bench.cluster.load import Ask, Load
+from bench.cluster.policies import Ours
+from bench.cluster.simulation import simulate
 from bench.rows import Row, not_run, percentile, row
 
 ROUTERS: Final = (1, 2, 4)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from bench.clusterengine import NEVER, Engine, Machine, Running
-from bench.clusterload import Load
-from bench.clusterpolicies import Policy
+from bench.cluster.engine import NEVER, Engine, Machine, Running
+from bench.cluster.load import Load
+from bench.cluster.policies import Policy
 
 FEED: Final = 0.005
 """Seconds that a sidecar collects changes for before it sends them."""

@@ -7,9 +7,9 @@ from typing import Final
 
 from msgspec.structs import asdict, replace
 
-from bench.cluster import ORACLE, OURS, TRACES, Case, Outcome, mean, outcome
+from bench.cluster.cluster import ORACLE, OURS, TRACES, Case, Outcome, mean, outcome
 from bench.rows import Row, row
-from mmrouter_router.schedule import WEIGHTS, Weights
+from mmrouter_router.scheduling.scoring import WEIGHTS, Weights
 
 TRIED: Final[dict[str, tuple[float, ...]]] = {
     "compute": (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0),

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bench import encodersim as sim
-from bench.encoderload import BURSTY_CV, Arrival, Device, arrivals, load, pictures
+from bench.encoders import simulation as sim
+from bench.encoders.load import BURSTY_CV, Arrival, Device, arrivals, load, pictures
 from bench.rows import Row, percentile, row
 
 SEED: Final = 7

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import cycle, product
 from typing import Final, Literal
 
-from bench.encoderload import Arrival, Device, shared
-from mmrouter_router.encode import Encoder, Encoders, Image, Mode, Outcome
-from mmrouter_router.encode.rates import Line
+from bench.encoders.load import Arrival, Device, shared
+from mmrouter_router.core.linear_cost import Line
+from mmrouter_router.encoding import Encoder, Encoders, Image, Mode, Outcome
 
 UNBOUNDED: Final = 10**9
 

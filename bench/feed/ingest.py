@@ -11,16 +11,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench import fleet as bench_fleet
-from bench import sidecar
-from bench.child import Child
-from bench.feedends import Curve, FeedEnds, address
+from bench.command_child import Child
+from bench.feed import sidecar
+from bench.feed.sidecar_ends import Curve, FeedEnds, address
 from bench.peers.dynamo import Dynamo, EngineSockets
 from bench.peers.environment import DYNAMO, PeerMissingError
+from bench.placing import router_objects as bench_fleet
+from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, Event, Workload, build, split, steps, vllm_payload
 from bench.rows import Row, not_run, row
-from bench.workload import BLOCK_SIZE, STEP, STEPS, Event, Workload, build, split, steps, vllm_payload
-from mmrouter import feed
-from mmrouter.blocks import pack_keys
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import pack_keys
 
 WORKERS = 64
 ROUNDS = 3
@@ -111,7 +111,7 @@ def receive(case: Case, deltas: Sequence[tuple[int, bytes]]) -> float:
     ips = [address(number) for number in range(case.load.workers)]
     with (
         FeedEnds(case.load.workers, curve) as ends,
-        Child("receiver", [sys.executable, "-m", "bench.receiver"]) as receiver,
+        Child("receiver", [sys.executable, "-m", "bench.feed.receiver"]) as receiver,
     ):
         receiver.call(
             "follow",

@@ -9,16 +9,16 @@ import sys
 
 import psutil
 
-from bench import fleet as bench_fleet
-from bench.child import Child
-from bench.feedends import Curve, FeedEnds, address
-from bench.ingest import SLICE
+from bench.command_child import Child
+from bench.feed.ingest import SLICE
+from bench.feed.sidecar_ends import Curve, FeedEnds, address
 from bench.peers.dynamo import Dynamo, EngineSockets
 from bench.peers.environment import DYNAMO, PeerMissingError
+from bench.placing import router_objects as bench_fleet
+from bench.placing.workload import BLOCK_SIZE, Workload, build, vllm_payload
 from bench.rows import Row, not_run, row
-from bench.workload import BLOCK_SIZE, Workload, build, vllm_payload
-from mmrouter import feed
-from mmrouter.blocks import pack_keys
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import pack_keys
 
 WORKERS = 64
 BLOCKS = 16_000
@@ -50,7 +50,7 @@ def ours(load: Workload) -> int:
     curve = Curve.fresh()
     with (
         FeedEnds(load.workers, curve) as ends,
-        Child("receiver", [sys.executable, "-m", "bench.receiver"]) as receiver,
+        Child("receiver", [sys.executable, "-m", "bench.feed.receiver"]) as receiver,
     ):
         receiver.call(
             "follow",

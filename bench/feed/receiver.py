@@ -13,10 +13,10 @@ from typing import Any
 import uvloop
 import zmq.asyncio
 
-from mmrouter_router.feeds import Feed
-from mmrouter_router.fleet import Fleet, Member, Worker
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.settings import CurveKeys
+from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.fleet.feed_client import Feed
+from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.telemetry.metrics import Metrics
 
 SETTLE_SECONDS = 60.0
 POLL_SECONDS = 0.02

@@ -12,11 +12,11 @@ import urllib.error
 import urllib.request
 from array import array
 
-from bench.feedends import FRONTEND, Curve, FeedEnds, address
-from bench.routers import CONTROL_TOKEN, Ours
+from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
+from bench.placing.workload import build
 from bench.rows import Row, row
-from bench.workload import build
-from mmrouter.blocks import pack_keys
+from bench.serving.router_processes import CONTROL_TOKEN, Ours
+from mmrouter_lib.block_keys import pack_keys
 
 WORKERS = 64
 BLOCKS = 16_384

@@ -25,15 +25,15 @@ import msgspec
 import psutil
 import zmq
 
-from bench.feedends import Curve
+from bench.feed.sidecar_ends import Curve
+from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
 from bench.rows import Row, percentile, row, to_json
-from bench.workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
-from mmrouter import feed
-from mmrouter.blocks import block_keys, unpack_keys
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import block_keys, unpack_keys
+from mmrouter_sidecar.engine.event_order import Ready, Stream
+from mmrouter_sidecar.feed.relay import Relay
 from mmrouter_sidecar.metrics import Metrics
-from mmrouter_sidecar.relay import Relay
 from mmrouter_sidecar.settings import CurveKeys, Ports, Settings
-from mmrouter_sidecar.stream import Ready, Stream
 
 UNIT = "CPU s per M blocks"
 PACED_RATE = 200_000

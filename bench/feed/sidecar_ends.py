@@ -10,9 +10,9 @@ from typing import Self
 
 import zmq
 
-from bench.fleet import heartbeat, snapshot
-from mmrouter import feed
-from mmrouter_router.feeds import PUB_PORT, ROUTER_PORT
+from bench.placing.router_objects import heartbeat, snapshot
+from mmrouter_lib import feed
+from mmrouter_router.fleet.feed_client import PUB_PORT, ROUTER_PORT
 
 BEAT_SECONDS = 0.5
 POLL_MS = 20

@@ -1,6 +1,7 @@
 """Handing 4 and 16 MB from process to process: against a plain copy, and against a fresh segment per payload.
 
-``ratio_to_memcpy`` is the time of writing and reading by ``mmrouter_transfer`` over the time of one copy of the same
+``ratio_to_memcpy`` is the time of writing and reading by ``mmrouter_handover.shm`` over the time of one copy of the
+same
 bytes into memory that is there already, which no way of handing over by copy can beat. Eight payloads are in flight, as
 of eight requests; with one, everything lies in the CPU's cache, and what does not depend on the size shows most.
 """
@@ -16,10 +17,10 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench import handoverpeer
-from bench.child import Child
+from bench.command_child import Child
+from bench.handover import peer as handoverpeer
 from bench.rows import Row, not_run, row, to_json
-from mmrouter_transfer import Pool
+from mmrouter_handover.shm import Pool
 
 MB = 1 << 20
 SIZES = (4 * MB, 16 * MB)
@@ -93,7 +94,7 @@ def measure(size: int, in_flight: int, rounds: int) -> Times:
     with (
         tempfile.TemporaryDirectory(prefix="mmrouter-bench-", dir=TMPFS) as root,
         Pool(root, "bench", limit_bytes=limit) as pool,
-        Child("reader", [sys.executable, "-m", "bench.handoverreader", root]) as reader,
+        Child("reader", [sys.executable, "-m", "bench.handover.reader", root]) as reader,
     ):
         gc.collect()
         gc.disable()

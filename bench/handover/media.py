@@ -26,17 +26,17 @@ import orjson
 from PIL import Image
 
 from bench.rows import Row, not_run, row
-from mmrouter.api import parse_deployment
-from mmrouter_router.fleet import Fleet, Member
+from mmrouter_lib.api import parse_deployment
+from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.handover import ByBytes, Delivery, HandOver, Parcel, Said
 from mmrouter_router.handover.files import Folder
+from mmrouter_router.http.upstream import Body, Upstream, UpstreamError
 from mmrouter_router.media import Media
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import Outgoing, OutgoingImage
-from mmrouter_router.upstream import Body, Upstream, UpstreamError
+from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
+from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_sim import install
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 TMPFS = Path("/dev/shm")
 PATH = "/v1/chat/completions/render"
@@ -60,7 +60,7 @@ def run() -> list[Row]:
     if (real / "bin" / "vllm").is_file():
         found += asyncio.run(_measure(real / "bin", "vLLM's front end"))
     else:
-        found.append(not_run("vLLM's front end", "ms", f"no environment in {real}: python tests/tools/vllm_env.py"))
+        found.append(not_run("vLLM's front end", "ms", f"no environment in {real}: python hack/vllm_env.py"))
     with tempfile.TemporaryDirectory() as folder:
         install(Path(folder))
         return found + asyncio.run(_measure(Path(folder), "simulator"))

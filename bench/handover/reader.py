@@ -1,4 +1,5 @@
-"""The reading process of ``bench/handover.py``: JSON lines on standard input say what to read, and by which way.
+"""The reading process of ``bench/handover/handover.py``: JSON lines on standard input say what to read, and by which
+way.
 
 A payload is named by what the writer would send: our handle, or the peer's segment and its size. The time covers all
 that a reader does from there until it could use the payload, and letting it go again; ``summed`` asks for a CRC-32 of
@@ -13,8 +14,8 @@ import zlib
 from multiprocessing import resource_tracker, shared_memory
 from typing import Any
 
-from bench import handoverpeer
-from mmrouter_transfer import Reader, read_handle
+from bench.handover import peer as handoverpeer
+from mmrouter_handover.shm import Reader, read_handle
 
 
 def ours(reader: Reader, sent: dict[str, Any], summed: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from bench.child import Child, ChildError
+from bench.command_child import Child, ChildError
 from bench.peers.environment import DYNAMO, ensure
 
 SCRIPT = Path(__file__).with_name("dynamo_child.py")

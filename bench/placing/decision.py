@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
-from bench import fleet as bench_fleet
 from bench.peers.dynamo import Dynamo, EngineSockets
 from bench.peers.environment import PeerMissingError
+from bench.placing import router_objects as bench_fleet
+from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
 from bench.rows import Row, not_run, percentile, row
-from bench.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
-from mmrouter.blocks import Span, block_keys, pack_keys
-from mmrouter_router.index import mask_of
-from mmrouter_router.roster import taking
-from mmrouter_router.schedule import Table, choose
+from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_router.fleet.index import mask_of
+from mmrouter_router.scheduling.candidates import taking
+from mmrouter_router.scheduling.scoring import Table, choose
 
 SIZES = (64, 256)
 QUERIES = 1000

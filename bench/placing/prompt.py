@@ -11,11 +11,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from bench.rows import Row, not_run, percentile, row
-from mmrouter.families.folder import find_json
-from mmrouter.prompt.segments import SegmentCache
-from mmrouter.prompt.tokens import load_tokenizer
+from mmrouter_lib.families.folder import find_json
+from mmrouter_lib.prompt.segment_cache import SegmentCache
+from mmrouter_lib.prompt.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 REAL = Path(os.environ.get("MMROUTER_MODELS") or ROOT.parent / "shared" / "models") / "Qwen--Qwen2.5-VL-7B-Instruct"
 PROMPT_TOKENS = 8192

@@ -2,14 +2,14 @@
 
 from array import array
 
-from bench.workload import BLOCK_SIZE, SEED
-from mmrouter import feed
-from mmrouter.api import MMRouterDeployment, parse_deployment
-from mmrouter_router.fleet import Fleet, Member, Worker
+from bench.placing.workload import BLOCK_SIZE, SEED
+from mmrouter_lib import feed
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.intake import Limits, parse_chat
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.place import Placer
-from mmrouter_router.prepare import Prepared
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.placer import Placer
+from mmrouter_router.telemetry.metrics import Metrics
 
 EPOCH = 1
 REQUEST = parse_chat(b'{"model": "bench", "messages": [{"role": "user", "content": "in the ids"}]}', Limits(), "bench")

@@ -26,15 +26,15 @@ import orjson
 import zmq
 from PIL import Image
 
-from bench import fleet as bench_fleet
-from bench.prompt import REAL, TINY, WORDS
+from bench.placing import router_objects as bench_fleet
+from bench.placing.prompt import REAL, TINY, WORDS
+from bench.placing.workload import BLOCK_SIZE
 from bench.rows import Row, not_run, percentile, row
-from bench.workload import BLOCK_SIZE
-from mmrouter.blocks import pack_keys
+from mmrouter_lib.block_keys import pack_keys
 from mmrouter_router.app import Router
-from mmrouter_router.outgoing import CHAT
-from mmrouter_router.settings import CurveKeys, Settings
-from mmrouter_router.tenants import DEFAULT
+from mmrouter_router.core.settings import CurveKeys, Settings
+from mmrouter_router.intake.tenants import DEFAULT
+from mmrouter_router.request.engine_request import CHAT
 
 WORKERS = 64
 PROMPT_TOKENS = 8192

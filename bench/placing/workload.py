@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from mmrouter.blocks import block_keys
+from mmrouter_lib.block_keys import block_keys
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 8192

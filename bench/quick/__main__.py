@@ -11,7 +11,7 @@ from typing import Final
 from bench.quick import counts, figures, proxy
 from bench.quick.figures import Figure
 from bench.quick.scenarios import scenarios
-from mmrouter import native
+from mmrouter_lib import native
 
 ATTEMPTS: Final = 3
 """Times that are worse are taken so often before they count."""

@@ -12,11 +12,11 @@ from typing import Final
 
 import psutil
 
-from bench.child import Child
-from bench.feedends import FRONTEND, Curve, FeedEnds, address
+from bench.command_child import Child
+from bench.feed.sidecar import cpu_of
+from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
 from bench.quick.figures import Figure
-from bench.routers import Ours, Process
-from bench.sidecar import cpu_of
+from bench.serving.router_processes import Ours, Process
 
 ENGINE_PORT: Final = 8000
 TRACED: Final = address(901)
@@ -40,12 +40,12 @@ def measure() -> list[Figure]:
     """Return all figures of routers with policy kv."""
     curve = Curve.fresh()
     with ExitStack() as stack:
-        command = [sys.executable, "-m", "bench.engine", address(0), str(ENGINE_PORT)]
+        command = [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)]
         engine = stack.enter_context(Process("engine", command, address(0), ENGINE_PORT))
         engine.wait()
         stack.enter_context(FeedEnds(1, curve))
         router = stack.enter_context(Ours(FRONTEND, [address(0)], curve, policy="kv"))
-        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"]))
+        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.serving.load_client"]))
         router.wait()
         return [*times(load, router, engine), *system_calls(load, curve)]
 

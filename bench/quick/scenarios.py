@@ -19,17 +19,18 @@ import msgspec
 import pybase64
 from xxhash import xxh3_64_intdigest
 
-from bench import decision, routing, sidecar
-from bench import fleet as bench_fleet
-from bench.prompt import TINY, WORDS, conversation
-from bench.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, split, vllm_payload
-from mmrouter import feed
-from mmrouter.blocks import block_keys, pack_keys
-from mmrouter.families.folder import find_json
-from mmrouter.identity import media_identity
-from mmrouter.imagesize import probe
-from mmrouter.prompt.segments import SegmentCache
-from mmrouter.prompt.tokens import load_tokenizer
+from bench.feed import sidecar
+from bench.placing import decision, routing
+from bench.placing import router_objects as bench_fleet
+from bench.placing.prompt import TINY, WORDS, conversation
+from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, split, vllm_payload
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import block_keys, pack_keys
+from mmrouter_lib.families.folder import find_json
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.media_identity import media_identity
+from mmrouter_lib.prompt.segment_cache import SegmentCache
+from mmrouter_lib.prompt.tokenizer import load_tokenizer
 from mmrouter_router.media.datauri import decode
 
 WORKERS = 64

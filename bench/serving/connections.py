@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bench.child import Child, ChildError
-from bench.feedends import FRONTEND, Curve, FeedEnds, address
+from bench.command_child import Child, ChildError
+from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
 from bench.peers.environment import SGLANG_ROUTER, SMG, PeerMissingError
-from bench.routers import Ours, Process, rust
 from bench.rows import Row, not_run, row
+from bench.serving.router_processes import Ours, Process, rust
 
 IDLE, ACTIVE = 2000, 500
 PAUSE_MS = 50
@@ -43,7 +43,10 @@ def run() -> list[Row]:
     missing: list[str] = []
     with ExitStack() as stack:
         engine = Process(
-            "engine", [sys.executable, "-m", "bench.engine", address(0), str(ENGINE_PORT)], address(0), 8000
+            "engine",
+            [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)],
+            address(0),
+            8000,
         )
         stack.enter_context(engine).wait()
         with FeedEnds(1, curve):
@@ -61,7 +64,8 @@ def measure(target: Process) -> Seen:
     with target, ExitStack() as stack:
         target.wait()
         waits, asks = (
-            stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"])) for _ in "ab"
+            stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.serving.load_client"]))
+            for _ in "ab"
         )
         most, done = [0.0], threading.Event()
 

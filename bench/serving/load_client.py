@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import uvloop
 
-from bench.engine import TOKENS
+from bench.serving.plain_engine import TOKENS
 
 PROMPT = "Say what is in the picture, in one sentence that a child understands. " * 6
 

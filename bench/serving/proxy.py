@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from bench.child import Child
-from bench.feedends import FRONTEND, Curve, FeedEnds, address
+from bench.command_child import Child
+from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
 from bench.peers.environment import SGLANG_ROUTER, SMG, PeerMissingError
-from bench.routers import Ours, Process, rust
 from bench.rows import Row, not_run, percentile, row
+from bench.serving.router_processes import Ours, Process, rust
 
 ROUNDS = 4
 PLAIN = 250
@@ -61,7 +61,7 @@ def run() -> list[Row]:
                 targets.append(_start(stack, rust(peer, [f"http://{address(0)}:{ENGINE_PORT}"])))
             except PeerMissingError as error:
                 missing.append(str(error))
-        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"]))
+        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.serving.load_client"]))
         seen = measure(load, targets)
     return rows(seen, missing)
 
@@ -132,4 +132,4 @@ def _start(stack: ExitStack, process: Process) -> Process:
 
 
 def _engine(host: str) -> list[str]:
-    return [sys.executable, "-m", "bench.engine", host, str(ENGINE_PORT)]
+    return [sys.executable, "-m", "bench.serving.plain_engine", host, str(ENGINE_PORT)]

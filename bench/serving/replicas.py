@@ -2,18 +2,18 @@
 
 The two are those of two frontend pods: each follows every feed, and tells the other one what it has under way. The same
 clients ask a third one, which has no peer, or both, half of them each; both ways take turns. What routers lose because
-they know of each other's work late or never is simulated (:mod:`bench.clusterrouters`).
+they know of each other's work late or never is simulated (:mod:`bench.cluster.routers`).
 """
 
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bench import clusterrouters
-from bench.child import Child
-from bench.feedends import FRONTEND, Curve, FeedEnds, address
-from bench.routers import Ours, Process
+from bench.cluster import routers as clusterrouters
+from bench.command_child import Child
+from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
 from bench.rows import Row, row
+from bench.serving.router_processes import Ours, Process
 
 ROUNDS = 6
 CONNECTIONS = 32
@@ -46,14 +46,17 @@ def processes() -> list[Row]:
     """Start two routers before one engine and ask them."""
     curve = Curve.fresh()
     with ExitStack() as stack:
-        command = [sys.executable, "-m", "bench.engine", address(0), str(ENGINE_PORT)]
+        command = [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)]
         stack.enter_context(Process("engine", command, address(0), ENGINE_PORT)).wait()
         stack.enter_context(FeedEnds(1, curve))
         alone = stack.enter_context(Ours(address(901), [address(0)], curve, policy="kv"))
         pair: list[Process] = [
             stack.enter_context(Ours(host, [address(0)], curve, policy="kv", peers=PAIR)) for host in PAIR
         ]
-        loads = [stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"])) for _ in pair]
+        loads = [
+            stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.serving.load_client"]))
+            for _ in pair
+        ]
         for router in (alone, *pair):
             router.wait()
         return rows(*measure(loads, alone, pair))

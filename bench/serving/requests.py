@@ -1,6 +1,7 @@
 """What other requests than a short text cost a router process: long prompts, many clients at once, a picture.
 
-As in :mod:`bench.proxy`, with a second process of ours whose policy is kv. All targets take turns in every round.
+As in :mod:`bench.serving.proxy`, with a second process of ours whose policy is kv. All targets take turns in every
+round.
 """
 
 import base64
@@ -11,12 +12,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from bench.child import Child
-from bench.feedends import FRONTEND, Curve, FeedEnds, address
+from bench.command_child import Child
+from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
 from bench.peers.environment import SGLANG_ROUTER, SMG, PeerMissingError
-from bench.proxy import CONNECTIONS, DIRECT, ENGINE_PORT, OURS, PAUSE_MS, compare
-from bench.routers import Ours, Process, rust
 from bench.rows import Row, not_run, percentile, row
+from bench.serving.proxy import CONNECTIONS, DIRECT, ENGINE_PORT, OURS, PAUSE_MS, compare
+from bench.serving.router_processes import Ours, Process, rust
 
 ROUNDS = 4
 STREAMS = 4
@@ -47,7 +48,7 @@ def run() -> list[Row]:
     curve = Curve.fresh()
     missing: list[str] = []
     with ExitStack() as stack:
-        command = [sys.executable, "-m", "bench.engine", address(0), str(ENGINE_PORT)]
+        command = [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)]
         targets = {DIRECT: Process("engine", command, address(0), ENGINE_PORT)}
         stack.enter_context(FeedEnds(1, curve))
         targets[OURS] = Ours(FRONTEND, [address(0)], curve, policy="roundRobin")
@@ -59,7 +60,7 @@ def run() -> list[Row]:
                 missing.append(str(error))
         for target in targets.values():
             stack.enter_context(target).wait()
-        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"]))
+        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.serving.load_client"]))
         return rows(measure(load, targets), missing)
 
 

@@ -16,14 +16,14 @@ from typing import Self
 
 import psutil
 
-from bench.feedends import Curve
-from bench.fleet import resource
-from bench.loadgen import request, split
+from bench.feed.sidecar_ends import Curve
 from bench.peers.environment import Peer, ensure
+from bench.placing.router_objects import resource
+from bench.serving.load_client import request, split
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.1
-MODEL = Path(__file__).resolve().parent.parent / "examples" / "models" / "tiny-qwen2-vl"
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen2-vl"
 FRONTEND_PORT = 8000
 CONTROL_TOKEN = "bench-control-token"
 

@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from bench.child import Child
-from bench.feedends import Curve, FeedEnds, address
-from bench.routers import Ours, Process
+from bench.command_child import Child
+from bench.feed.sidecar_ends import Curve, FeedEnds, address
 from bench.rows import Row, row
+from bench.serving.router_processes import Ours, Process
 
 ROUNDS = 6
 PLAIN = 400
@@ -45,7 +45,10 @@ def run() -> list[Row]:
     curve = Curve.fresh()
     with ExitStack() as stack:
         engine = Process(
-            "engine", [sys.executable, "-m", "bench.engine", address(0), str(ENGINE_PORT)], address(0), 8000
+            "engine",
+            [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)],
+            address(0),
+            8000,
         )
         stack.enter_context(engine).wait()
         stack.enter_context(FeedEnds(1, curve))
@@ -56,7 +59,7 @@ def run() -> list[Row]:
             stack.enter_context(made)
             made.wait()
             routers[name] = made
-        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.loadgen"]))
+        load = stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.serving.load_client"]))
         seen = measure(load, routers)
     if sum(spans) < ROUNDS * PLAIN:
         raise RuntimeError(f"the collector got {sum(spans)} spans of {ROUNDS * PLAIN} requests")

@@ -30,15 +30,15 @@ def main() -> None:
 
         sys.exit(run_sidecar())
     if command == "shared-memory":
-        from mmrouter_sidecar.shared import main as open_shared_memory
+        from mmrouter_sidecar.shared_memory.shared_folder import main as open_shared_memory
 
         sys.exit(open_shared_memory(sys.argv[2:]))
     if command == "fetch-metadata":
-        from mmrouter_router.fetch import main as fetch_metadata
+        from mmrouter_router.fetch_metadata import main as fetch_metadata
 
         sys.exit(fetch_metadata())
     if command == "plugin":
-        from mmrouter_plugin.install import main as install_plugin
+        from mmrouter_handover.plugin.install import main as install_plugin
 
         sys.exit(install_plugin(sys.argv[2:]))
     if command == "operator":

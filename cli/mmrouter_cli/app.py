@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mmrouter import __version__
-from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter.api.deployment import KIND, NO_SUCH_FIELD
-from mmrouter_cli import bench_command, init_command, looking
+from mmrouter_cli.bench import command as bench_command
+from mmrouter_cli.init import command as init_command
 from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, leave, reach_or_leave
+from mmrouter_cli.status import commands as looking
+from mmrouter_lib import __version__
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
@@ -64,8 +66,7 @@ def up(
     wait: Annotated[float, typer.Option(help="Seconds until everything must be ready.")] = 600.0,
 ) -> None:
     """Run a deployment's pods as local processes, in the foreground, until ctrl-C."""
-    from mmrouter_cli import foreground
-    from mmrouter_cli.local import LocalError
+    from mmrouter_cli.local import LocalError, foreground
 
     deployment, objects = _read(file)
     console = Console(stderr=True)
@@ -136,7 +137,7 @@ def plan(
     Exit status 0, whether there is something to do or not; 2 when it cannot be told.
     """
     from mmrouter_cli import plan as planning
-    from mmrouter_operator.config import ConfigError, load_config
+    from mmrouter_operator.model.config import ConfigError, load_config
 
     deployment, _ = _read(file)
     try:
@@ -170,7 +171,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove that routing is exact, end to end; exit status 1 if it is not."""
-    from mmrouter_cli import gate
+    from mmrouter_cli import verify as gate
 
     with httpx.Client(timeout=60) as client:
         asked = gate.Gate(reach_or_leave(url, control, token), api_key=api_key, client=client, strict=strict)
@@ -297,7 +298,7 @@ def _close_field(path: str) -> str:
     """Return the field of the resource that a misspelt one is close to, empty where none is."""
     from difflib import get_close_matches
 
-    from mmrouter.api.crd import definition
+    from mmrouter_lib.api.crd import definition
 
     schema = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     *parents, name = path.replace("[]", "").split(".")

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from kubernetes.aio import config
 
-from mmrouter_cli.states import Unread
-from mmrouter_operator.apply import ApiError, KubernetesCluster
-from mmrouter_operator.connect import NO_KUBECONFIG, ConnectError, load, own_namespace
+from mmrouter_cli.status.frontend_state import Unread
+from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
+from mmrouter_operator.cluster.connection import NO_KUBECONFIG, ConnectError, load, own_namespace
 
 Object = dict[str, Any]
 T = TypeVar("T")

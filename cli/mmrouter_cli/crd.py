@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from mmrouter.api import crd
+from mmrouter_lib.api import crd
 
 _HEADER = "# Made from the models in mmrouter/api by `mmrouter crd`: change those, not this file.\n"
 

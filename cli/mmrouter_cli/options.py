@@ -5,7 +5,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mmrouter_cli.reach import Reach, UnreachableError, reach
+from mmrouter_cli.status.control_endpoint import Reach, UnreachableError, reach
 
 FAILED, USAGE = 1, 2
 

@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.observe import Snapshot, child_view, pod_view, revision_view
-from mmrouter_operator.plan import Blocked, Progress, Step
-from mmrouter_operator.ref import CHILDREN, MANAGED_BY, OPTIONAL_CHILDREN, RESOURCE, Ref
-from mmrouter_operator.rehearse import Rehearsal, rehearse
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.credentials import SecretError, new_secret_data, read_secret
+from mmrouter_operator.model.refs import CHILDREN, MANAGED_BY, OPTIONAL_CHILDREN, RESOURCE, Ref
+from mmrouter_operator.model.snapshot import Snapshot, child_view, pod_view, revision_view
+from mmrouter_operator.planning.planner import Blocked, Progress, Step
+from mmrouter_operator.planning.rollout import pool_of
+from mmrouter_operator.planning.rollout_simulation import Rehearsal, rehearse
+from mmrouter_operator.planning.template_revisions import adopts, choose_templates, difference
 from mmrouter_operator.render import render
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, secret_name
-from mmrouter_operator.render.layouts import unequal
+from mmrouter_operator.render.kv_layouts import unequal
 from mmrouter_operator.render.secret import SecretData
-from mmrouter_operator.revisions import adopts, choose_templates, difference
-from mmrouter_operator.rollout import pool_of
-from mmrouter_operator.secrets import SecretError, new_secret_data, read_secret
 
 _NO_RESTART = ("replicas", "autoscaling", "weight")
 _OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator", "sharedMemory")
@@ -100,8 +100,8 @@ def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: Operator
 async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config: OperatorConfig) -> Report:
     """Return the way from what the cluster runs now. Raises :class:`PlanError` and ``SpecError``."""
     # The cluster's client takes a second to import, and two files are compared without one.
-    from mmrouter_operator.apply import ApiError, KubernetesCluster
-    from mmrouter_operator.connect import ConnectError, load
+    from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
+    from mmrouter_operator.cluster.connection import ConnectError, load
 
     try:
         cluster = KubernetesCluster(await load(kubeconfig), user_agent="mmrouter-plan", identity="")

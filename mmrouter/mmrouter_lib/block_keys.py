@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 from xxhash import xxh3_64_intdigest
 
-from mmrouter import native
+from mmrouter_lib import native
 
 Key = int
 """A block key: unsigned 64 bit."""
@@ -98,7 +98,7 @@ def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, byt
 
 
 def _chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key) -> "array[int]":
-    """The same in Python: what :mod:`mmrouter.native` is compared with, and where that is not installed."""
+    """The same in Python: what :mod:`mmrouter_lib.native` is compared with, and where that is not installed."""
     if blocks == 1 and not extras:  # what engines announce while they decode
         return array("Q", (xxh3_64_intdigest(ids if len(ids) == block_size else ids[:block_size], parent),))
     # One call cuts the buffer into all its blocks: a slice per block costs as much as its hash (docs/performance.md).

@@ -32,7 +32,7 @@ class FeedError(ValueError):
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta", gc=False):
     """Net change of one engine rank's cache since the last delta: keys that became present and keys that became absent.
 
-    ``stored`` and ``removed`` are packed keys (``mmrouter.blocks.pack_keys``) and disjoint. ``cleared`` empties
+    ``stored`` and ``removed`` are packed keys (``mmrouter_lib.block_keys.pack_keys``) and disjoint. ``cleared`` empties
     everything the rank held (all groups and media) before ``stored`` applies.
     """
 

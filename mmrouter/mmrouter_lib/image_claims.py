@@ -7,7 +7,7 @@ of these formats are therefore served and never predicted.
 
 import struct
 
-from mmrouter.imagesize import ImageHeaderError, ImageSize, TooManyPixels
+from mmrouter_lib.image_size import ImageHeaderError, ImageSize, TooManyPixels
 
 _AVIF_BRANDS = (b"avif", b"avis")
 _JP2_SIGNATURE = b"\x00\x00\x00\x0cjP  \r\n\x87\n"
@@ -22,8 +22,8 @@ def claimed_size(data: bytes, *, max_pixels: int) -> ImageSize | None:
     """Return the size that the header of an AVIF or JPEG 2000 image claims, ``None`` for bytes of any other format.
 
     Of several sizes (an AVIF has one for each of its items: colour, alpha, tiles, thumbnail) the largest counts.
-    Raises :class:`~mmrouter.imagesize.ImageHeaderError` for a header without a size,
-    :class:`~mmrouter.imagesize.TooManyPixels` when width times height is above ``max_pixels``.
+    Raises :class:`~mmrouter_lib.image_size.ImageHeaderError` for a header without a size,
+    :class:`~mmrouter_lib.image_size.TooManyPixels` when width times height is above ``max_pixels``.
     """
     head = data[:_HEADER_BYTES]
     if head[4:8] == b"ftyp" and head[8:12] in _AVIF_BRANDS:

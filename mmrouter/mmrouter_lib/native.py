@@ -22,7 +22,7 @@ SWITCH = "MMROUTER_NATIVE"
 """``0`` leaves a compiled form that is installed unused."""
 
 Chain = Callable[["array[int]", int, int, Mapping[int, bytes], int], bytes | None]
-"""(ids, block size, blocks, extras, parent) -> packed keys, as of ``mmrouter.blocks.chain``."""
+"""(ids, block size, blocks, extras, parent) -> packed keys, as of ``mmrouter_lib.block_keys.chain``."""
 PackTokenIds = Callable[[bytes, int], bytes | None]
 """(an engine's payload, bytes per id) -> the payload with its token ids as bytes."""
 

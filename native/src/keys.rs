@@ -1,4 +1,4 @@
-//! The loop of `mmrouter.blocks.chain`: a key is XXH3-64 of a block's bytes and extras, seeded by the key before it.
+//! The loop of `mmrouter_lib.block_keys.chain`: a key is XXH3-64 of a block's bytes and extras, seeded by the key before it.
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;

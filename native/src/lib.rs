@@ -6,7 +6,7 @@ mod payload;
 
 use pyo3::prelude::*;
 
-/// What these functions take and return, as a number: `mmrouter/native.py` uses no module of another one.
+/// What these functions take and return, as a number: `mmrouter/mmrouter_lib/native.py` uses no module of another one.
 /// A change of what they do with the same arguments is a new number, too.
 const REVISION: u32 = 1;
 

@@ -8,10 +8,11 @@ import socket
 import sys
 from pathlib import Path
 
-from mmrouter_operator import connect, logs
-from mmrouter_operator.app import Operator, Options
-from mmrouter_operator.config import ConfigError, load_config
-from mmrouter_operator.leader import Timing
+from mmrouter_operator import logs
+from mmrouter_operator.cluster import connection as connect
+from mmrouter_operator.cluster.lease import Timing
+from mmrouter_operator.model.config import ConfigError, load_config
+from mmrouter_operator.runtime.operator import Operator, Options
 
 USAGE = 2
 

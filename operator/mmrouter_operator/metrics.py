@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-import mmrouter
-from mmrouter_operator.observe import Key
+import mmrouter_lib as mmrouter
+from mmrouter_operator.model.snapshot import Key
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 

@@ -7,10 +7,10 @@ from typing import Final
 
 import uvloop
 
-from mmrouter.api import SpecError
-from mmrouter.families import ModelFolderError
+from mmrouter_lib.api import SpecError
+from mmrouter_lib.families import ModelFolderError
 from mmrouter_router.app import Router
-from mmrouter_router.settings import SettingsError, load
+from mmrouter_router.core.settings import SettingsError, load
 
 YOUNG: Final = 10_000
 """Objects made and not gone again after which the collector looks for cycles. Requests that come together make as many

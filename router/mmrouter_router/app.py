@@ -10,45 +10,46 @@ from typing import Any, get_args
 import zmq.asyncio
 from fastapi import FastAPI
 
-from mmrouter.api import quantity_bytes
-from mmrouter_router import control, discovery
-from mmrouter_router.canary import Canary
-from mmrouter_router.chain import Worth, proves
-from mmrouter_router.chat import Chat
-from mmrouter_router.decisions import Decisions, Trace
-from mmrouter_router.encode import Encoders
-from mmrouter_router.encoderlist import EncoderList
-from mmrouter_router.encoders import EncoderPods
-from mmrouter_router.encoding import Encoding
-from mmrouter_router.exchange import Exchange
-from mmrouter_router.feeds import Feed, FeedSilentError
-from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.forward import Forwarder
+from mmrouter_lib.api import quantity_bytes
+from mmrouter_router.api import control
+from mmrouter_router.api.chat import Chat
+from mmrouter_router.api.operator_report import Reporter
+from mmrouter_router.api.routes import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
+from mmrouter_router.core.settings import Settings
+from mmrouter_router.dispatch.exchange import Exchange
+from mmrouter_router.dispatch.forwarder import Forwarder
+from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.encoding import Encoders
+from mmrouter_router.encoding.encoder_announcements import EncoderList
+from mmrouter_router.encoding.encoder_pods import EncoderPods
+from mmrouter_router.encoding.encoder_probes import Probes
+from mmrouter_router.encoding.sender import Encoding
+from mmrouter_router.explain.decisions import Decisions, Trace
+from mmrouter_router.fleet import discovery
+from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
+from mmrouter_router.fleet.load_gossip import Sharing
+from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.handover import ByBytes, Delivery, handover_of
+from mmrouter_router.http.body_budget import Room
+from mmrouter_router.http.server import OTHERS_SECONDS, Leaving, Server, serve
+from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.intake import Limits
-from mmrouter_router.learning import Learning
+from mmrouter_router.intake.tenants import Tenants
 from mmrouter_router.media import MediaResolver
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import Outgoing
-from mmrouter_router.own import OwnRequestError, OwnRequests, small_pictures
-from mmrouter_router.place import Decision, Placer, Standing
-from mmrouter_router.ports import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
-from mmrouter_router.prepare import Prepared, Preparer
-from mmrouter_router.probes import Probes
-from mmrouter_router.renderer import ROLE as RENDERER_ROLE
-from mmrouter_router.renderer import Renderer
-from mmrouter_router.report import Reporter
-from mmrouter_router.room import Room
-from mmrouter_router.sampling import RenderSampler, Sampler
-from mmrouter_router.schedule import BLIND
+from mmrouter_router.request.engine_request import Outgoing
+from mmrouter_router.request.prepare import Prepared, Preparer
+from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
+from mmrouter_router.request.renderer_client import Renderer
+from mmrouter_router.scheduling.pipeline_form import Worth, proves
+from mmrouter_router.scheduling.placer import Decision, Placer, Standing
+from mmrouter_router.scheduling.scoring import BLIND
 from mmrouter_router.sentinels import Sentinels
-from mmrouter_router.serving import OTHERS_SECONDS, Leaving, Server, serve
-from mmrouter_router.settings import Settings
-from mmrouter_router.sharing import Sharing
-from mmrouter_router.stages import Stages
-from mmrouter_router.tenants import Tenants
-from mmrouter_router.tracing import tracing_to
-from mmrouter_router.upstream import Upstream
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.tracing import tracing_to
+from mmrouter_router.verify.canary import Canary
+from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests, small_pictures
+from mmrouter_router.verify.sampling import RenderSampler, Sampler
+from mmrouter_router.verify.sentinel_learning import Learning
 
 log = logging.getLogger("mmrouter.router")
 
@@ -298,7 +299,7 @@ class Router:
             await discovery.watch_file(settings.config_dir / "workers.json", self.roster)
         else:
             # Here, because only this way pays for the cluster client.
-            from mmrouter_router.podwatch import watch_pods  # noqa: PLC0415
+            from mmrouter_router.fleet.pod_watch import watch_pods  # noqa: PLC0415
 
             name = settings.deployment.metadata.name
             await watch_pods(settings.api_server, name, settings.pod_uid, self.roster, self.metrics)

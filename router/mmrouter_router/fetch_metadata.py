@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from mmrouter.api import MMRouterDeployment, SpecError, load_deployment
-from mmrouter.api.paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.api import MMRouterDeployment, SpecError, load_deployment
+from mmrouter_lib.api.paths import CONFIG_DIR, MODEL_DIR
 
 PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 """What tokenizers, templates and processors are read from; a pattern's star matches folders too."""

@@ -1,7 +1,7 @@
 """``mmrouter sidecar``: one process beside one engine; configuration comes from files and environment only.
 
 It must be ready in a moment and stay small beside every engine, so another process reads its settings
-(:mod:`mmrouter_sidecar.reading`) while this one imports what it serves with.
+(:mod:`mmrouter_sidecar.settings_loader`) while this one imports what it serves with.
 """
 
 import subprocess
@@ -13,8 +13,8 @@ from mmrouter_sidecar.logs import log_to_stderr
 def main() -> int:
     """Run until SIGTERM. Exit status 2: the configuration is wrong, and the last line says what."""
     log_to_stderr()
-    with subprocess.Popen([sys.executable, "-m", "mmrouter_sidecar.reading"], stdout=subprocess.PIPE) as reader:
-        from mmrouter_sidecar.serving import serve  # noqa: PLC0415 - while the other process reads
+    with subprocess.Popen([sys.executable, "-m", "mmrouter_sidecar.settings_loader"], stdout=subprocess.PIPE) as reader:
+        from mmrouter_sidecar.process import serve  # noqa: PLC0415 - while the other process reads
 
         told, _ = reader.communicate()
     if reader.returncode:

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 
 import zmq.asyncio
 
-from mmrouter import feed
-from mmrouter.engines.sglang_encode import Encoder
-from mmrouter.feed import Shared
-from mmrouter_sidecar import http, presence
-from mmrouter_sidecar.encoders import Encoders
-from mmrouter_sidecar.engine import Engine
-from mmrouter_sidecar.janitor import Janitor
+from mmrouter_lib import feed
+from mmrouter_lib.engines.sglang.encoder_requests import Encoder
+from mmrouter_lib.feed import Shared
+from mmrouter_sidecar import http
+from mmrouter_sidecar.engine import presence
+from mmrouter_sidecar.engine.encoder_proxy import Encoders
+from mmrouter_sidecar.engine.engine_probe import UNSEEN, Probe
+from mmrouter_sidecar.engine.sockets import Engine
+from mmrouter_sidecar.feed.publisher import Publisher
+from mmrouter_sidecar.feed.relay import Relay
 from mmrouter_sidecar.metrics import Counted, Metrics
-from mmrouter_sidecar.probe import UNSEEN, Probe
-from mmrouter_sidecar.publisher import Publisher
-from mmrouter_sidecar.relay import Relay
 from mmrouter_sidecar.settings import Settings
+from mmrouter_sidecar.shared_memory.janitor import Janitor
 
 log = logging.getLogger("mmrouter.sidecar")
 

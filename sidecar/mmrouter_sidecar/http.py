@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from mmrouter.engines.sglang_encode import PATH
-from mmrouter_sidecar.encoders import LARGEST
+from mmrouter_lib.engines.sglang.encoder_requests import PATH
+from mmrouter_sidecar.engine.encoder_proxy import LARGEST
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
 

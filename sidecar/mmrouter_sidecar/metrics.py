@@ -6,8 +6,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mmrouter import native
-from mmrouter_sidecar.load import EngineLoad
+from mmrouter_lib import native
+from mmrouter_sidecar.engine.load_metrics import EngineLoad
 
 PREFIX = "mmrouter_sidecar"
 

@@ -28,7 +28,7 @@ async def _serve(settings: Settings) -> None:
 
 
 def serve(told: bytes) -> int:
-    """Run by the settings that :mod:`mmrouter_sidecar.reading` printed. Returns the exit status."""
+    """Run by the settings that :mod:`mmrouter_sidecar.settings_loader` printed. Returns the exit status."""
     try:
         uvloop.run(_serve(from_json(told)))
     except SettingsError as error:

@@ -1,4 +1,4 @@
-"""Everything the sidecar is told, as values; :mod:`mmrouter_sidecar.reading` makes them.
+"""Everything the sidecar is told, as values; :mod:`mmrouter_sidecar.settings_loader` makes them.
 
 Nothing here imports the resource's models: they take 12 MiB, and a sidecar needs them for a moment of its life.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from mmrouter.blocks import Key, namespace_seed
+from mmrouter_lib.block_keys import Key, namespace_seed
 
 
 class SettingsError(ValueError):

@@ -1,6 +1,6 @@
 """From the resource, secrets and downward-API values (docs/architecture.md) to settings.
 
-    python -m mmrouter_sidecar.reading    # prints the settings, for the sidecar that started it
+    python -m mmrouter_sidecar.settings_loader    # prints the settings, for the sidecar that started it
 
 A process of its own, because it imports the resource's models (:mod:`mmrouter_sidecar.settings`); it runs while the
 sidecar imports what it serves with.
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmrouter.api import MMRouterDeployment, Pool, SpecError, load_deployment
-from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
-from mmrouter.engines import adapter
-from mmrouter.engines.launching import LaunchError
-from mmrouter.identity import KEY_BYTES
+from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError, load_deployment
+from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.launch import LaunchError
+from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_sidecar.logs import log_to_stderr
 from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, to_json
 
@@ -24,7 +24,7 @@ WRONG = 2  # exit status: the configuration is wrong
 
 
 def load(env: Mapping[str, str] = os.environ) -> Settings:
-    """Read files and environment. Raises :class:`SettingsError` or ``mmrouter.api.SpecError``."""
+    """Read files and environment. Raises :class:`SettingsError` or ``mmrouter_lib.api.SpecError``."""
     config = Path(env.get("MMROUTER_CONFIG", CONFIG_DIR))
     secrets = config / "secrets"
     try:

@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         case ["vllm", *rest]:
             # Only what a command needs is loaded: a usage error should not wait for a web framework.
-            from mmrouter_sim.flags import parse  # noqa: PLC0415
+            from mmrouter_sim.vllm.flags import parse  # noqa: PLC0415
 
             settings = parse(rest)
             from mmrouter_sim.server import run  # noqa: PLC0415

@@ -5,9 +5,9 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
-from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.handover import EcTransfer, write_embedding
+from mmrouter_sim.core.step_cost import Cost
+from mmrouter_sim.vllm.connectors import EcTransfer, write_embedding
 
 ROOM = 65_536
 """Visual tokens that are kept unless the connector's flags say otherwise."""

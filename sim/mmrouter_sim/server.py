@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from mmrouter_sim import model
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import Settings
+from mmrouter_sim.vllm.flags import Settings
 
 log = logging.getLogger("mmrouter_sim")
 
@@ -44,7 +44,7 @@ def _application(engine: Engine) -> Starlette:
         from mmrouter_sim.sglang import app as sglang  # noqa: PLC0415
 
         return sglang.build(engine)
-    from mmrouter_sim.web import app as vllm  # noqa: PLC0415
+    from mmrouter_sim.vllm import app as vllm  # noqa: PLC0415
 
     return vllm.build(engine)
 

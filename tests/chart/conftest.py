@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from artefacts import made_by, name_needs
 from chart.helm import Helm
 from cluster.controlplane import ControlPlane, control_plane
-from making import made_by, name_needs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from chart.helm import CHART, Helm
-from tools.metrics_page import registries
 
+from hack.metrics_page import registries
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, ROLE_TARGET_LABEL
 
 DASHBOARD = json.loads((CHART / "dashboards" / "mmrouter.json").read_text())

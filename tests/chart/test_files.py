@@ -7,9 +7,9 @@ import pytest
 import yaml
 from chart.helm import CHART, ROOT, Helm
 
-import mmrouter
-from mmrouter.api import parse_deployment
-from mmrouter.api.crd import NAME, definition
+import mmrouter_lib as mmrouter
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.api.crd import NAME, definition
 
 META = yaml.safe_load((CHART / "Chart.yaml").read_text())
 

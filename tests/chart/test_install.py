@@ -15,8 +15,8 @@ from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.controlplane import ControlPlane, wait_for
 from cluster.resources import apply, get, resource
 
-from mmrouter.api.crd import HASH_ANNOTATION, NAME, definition
-from mmrouter_operator.ref import RESOURCE
+from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
+from mmrouter_operator.model.refs import RESOURCE
 
 CRD = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
 HERE = f"--namespace={NAMESPACE}"

@@ -8,12 +8,12 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+from artefacts import made_by
 from chart.helm import Helm
 from chart.test_install import forget_definition
 from cluster.controlplane import ControlPlane
 from cluster.resources import apply, resource
-from making import made_by
-from pages import CHART_PAGE, ROOT, commands
+from doc_commands import CHART_PAGE, ROOT, commands
 
 FOUND = [command for page, command in commands() if page == CHART_PAGE]
 TEAM = "team-a"

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from chart.cases import MINIMAL
 from chart.helm import CHART, Helm
-from tools import chart_readme
+
+from hack import chart_readme
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -137,7 +138,7 @@ def test_schema_and_values_have_the_same_keys() -> None:
 
 def test_the_readme_has_the_values_as_they_are() -> None:
     readme, values = ((CHART / name).read_text() for name in ("README.md", "values.yaml"))
-    assert chart_readme.current(readme, values) == readme, "python tests/tools/chart_readme.py --write"
+    assert chart_readme.current(readme, values) == readme, "python hack/chart_readme.py --write"
 
 
 def test_a_value_without_a_comment_is_found() -> None:

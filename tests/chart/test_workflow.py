@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from artefacts import made_by
 from chart.helm import ROOT
-from making import made_by
-from tools import levels
 
-from mmrouter_operator.render.accelerators import ACCELERATORS
+from hack import levels
+from mmrouter_operator.render.pod.accelerators import ACCELERATORS
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
 KIND_CONFIG = ROOT / ".github" / "kind-config.yaml"

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from artefacts import made_by, name_needs
 from cluster.controlplane import ControlPlane, control_plane, wait_for
-from cluster.hollow import Hollow, hollow
+from cluster.failure_report import describe
+from cluster.hollow_kubelet import Hollow, hollow
 from cluster.operators import Replica, operator
 from cluster.resources import apply, is_done, marked
 from cluster.runner import LocalRunner
-from cluster.telling import describe
-from making import made_by, name_needs
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"

@@ -6,7 +6,7 @@ from typing import Any
 from cluster.crd_cases import Object, good
 from hypothesis import strategies as st
 
-from mmrouter.api.crd import definition
+from mmrouter_lib.api.crd import definition
 
 SPEC: Object = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 

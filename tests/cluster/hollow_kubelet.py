@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import httpx
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.play import HOLD, ContainerState, failing, running, status_patch
+from cluster.kubelet_status import HOLD, ContainerState, failing, running, status_patch
 
 STRATEGIC = "application/strategic-merge-patch+json"
 RECONNECT_SECONDS = 0.2

@@ -2,7 +2,7 @@
 
     python tests/cluster/prepare.py
 
-Exit status 1 when something that was tried failed (:func:`making.status_of`).
+Exit status 1 when something that was tried failed (:func:`artefacts.status_of`).
 """
 
 import sys
@@ -11,11 +11,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from making import made, status_of
+from artefacts import made, status_of
 
 
 def prepare() -> None:
-    """Make everything, up to what cannot be made. Raises :class:`making.NotMadeError`."""
+    """Make everything, up to what cannot be made. Raises :class:`artefacts.NotMadeError`."""
     for script in ("kube_env.py", "helm_env.py"):
         made(script, live=True)
 

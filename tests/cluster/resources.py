@@ -8,10 +8,10 @@ from typing import Any
 from cluster.access import Access
 from cluster.controlplane import APPLY
 
-from mmrouter.api import parse_deployment
-from mmrouter_operator.ref import CHILDREN, KINDS, RESOURCE, Ref
+from mmrouter_lib.api import parse_deployment
+from mmrouter_operator.model.credentials import new_secret_data
+from mmrouter_operator.model.refs import CHILDREN, KINDS, RESOURCE, Ref
 from mmrouter_operator.render import render
-from mmrouter_operator.secrets import new_secret_data
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"

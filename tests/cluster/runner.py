@@ -17,15 +17,15 @@ from typing import Any
 import aiohttp
 import httpx
 from cluster.controlplane import API_PORT, ControlPlane
-from cluster.play import ContainerState
+from cluster.kubelet_status import ContainerState
 
 from mmrouter_cli.local.address import AddressBlock, take_block
 from mmrouter_cli.local.commands import engine_commands
 from mmrouter_cli.local.expand import PodFacts
 from mmrouter_cli.local.folders import make_folders
-from mmrouter_cli.local.making import PodMaker
-from mmrouter_cli.local.plan import Plan, make_plan
 from mmrouter_cli.local.pod import Container, LocalPod
+from mmrouter_cli.local.pod_builder import PodMaker
+from mmrouter_cli.local.run_plan import Plan, make_plan
 
 PORTS = {8000, 8001, 9090}
 ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -44,7 +44,7 @@ class Running:
 
 
 class LocalRunner:
-    """A :class:`cluster.hollow.Runner`. Relative host paths start at ``base_dir``."""
+    """A :class:`cluster.hollow_kubelet.Runner`. Relative host paths start at ``base_dir``."""
 
     def __init__(self, plane: ControlPlane, base_dir: Path) -> None:
         self._plane, self._base_dir = plane, base_dir
@@ -68,7 +68,7 @@ class LocalRunner:
         self._changed = changed
 
     async def start(self, pod: dict[str, Any]) -> str:
-        """See :class:`cluster.hollow.Runner`."""
+        """See :class:`cluster.hollow_kubelet.Runner`."""
         maker, client = await self._open()
         metadata = pod["metadata"]
         namespace, uid = metadata["namespace"], metadata["uid"]
@@ -98,14 +98,14 @@ class LocalRunner:
         return facts.ip
 
     def states(self, uid: str) -> dict[str, ContainerState] | None:
-        """See :class:`cluster.hollow.Runner`."""
+        """See :class:`cluster.hollow_kubelet.Runner`."""
         running = self._running.get(uid)
         if running is None:
             return None
         return {container.name: _state(container) for container in running.pod.init + running.pod.containers}
 
     async def stop(self, uid: str, grace: float) -> None:
-        """See :class:`cluster.hollow.Runner`."""
+        """See :class:`cluster.hollow_kubelet.Runner`."""
         running = self._running.pop(uid, None)
         if running is not None:
             # Whoever waits for it may be cancelled; the pod is ended all the same.

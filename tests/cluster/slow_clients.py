@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 from cluster.controlplane import ControlPlane
-from cluster.hollow import STRATEGIC
+from cluster.hollow_kubelet import STRATEGIC
 
 
 class Late(httpx.AsyncBaseTransport):

@@ -8,11 +8,11 @@ import yaml
 from cluster.controlplane import ControlPlane
 from cluster.resources import Object, apply, delete, path
 
-from mmrouter.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_operator.model.capabilities import POD_METRICS_APIS
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import Capabilities, render
-from mmrouter_operator.render.capabilities import POD_METRICS_APIS
-from mmrouter_operator.secrets import new_secret_data
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "render" / "golden"
 NAMES = ["shortest", "whole", "sglang"]

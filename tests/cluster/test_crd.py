@@ -9,9 +9,9 @@ import yaml
 from cluster.controlplane import APPLY, ControlPlane
 from cluster.crd_cases import PATH, Case, cases, create, good, put, replace
 
-from mmrouter.api import SpecError, parse_deployment, to_json
-from mmrouter.api.crd import HASH_ANNOTATION, NAME, definition
-from mmrouter.api.rules import VALIDATIONS
+from mmrouter_lib.api import SpecError, parse_deployment, to_json
+from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
+from mmrouter_lib.api.rules import VALIDATIONS
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
 

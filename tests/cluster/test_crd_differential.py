@@ -9,7 +9,7 @@ from cluster.crd_cases import Object, create, good, put
 from cluster.crd_mutations import ARGS, HOSTS, NUMBERS, QUANTITIES, RANGES, WORDS, documents
 from hypothesis import HealthCheck, given, settings
 
-from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment, to_json
 
 BEYOND_CEL = ("is not a label name", "is not yours to set here")
 """Sentences of Python's for what the server takes all the same: the syntax of label names in `nodeSelector`, as keys of

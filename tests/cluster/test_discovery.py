@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cluster.controlplane import API_PORT, ControlPlane, wait_for
 
-from mmrouter_router.discovery import Roster
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.podwatch import watch_pods
-from mmrouter_router.settings import ApiServer
+from mmrouter_router.core.settings import ApiServer
+from mmrouter_router.fleet.discovery import Roster
+from mmrouter_router.fleet.pod_watch import watch_pods
+from mmrouter_router.telemetry.metrics import Metrics
 
 ACCOUNT = "frontend"
 OWN = "demo-frontend-0"

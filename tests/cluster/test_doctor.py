@@ -11,16 +11,16 @@ import pytest
 import yaml
 from cluster.commands import diagnosed, mmrouter
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.hollow import Hollow
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import BRIEF, Replica, holder, operator
 from cluster.resources import apply, condition, resource
 from cluster.test_pod_security import refused
 from unit.render.test_children import load
 from unit.render.test_pods_security import CASES, broken_by
 
-from mmrouter.api.crd import HASH_ANNOTATION, NAME
 from mmrouter_cli.doctor.resource import violated
-from mmrouter_cli.states import Unread, reached
+from mmrouter_cli.status.frontend_state import Unread, reached
+from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME
 
 SECONDS = 30
 CRD_PATH = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"

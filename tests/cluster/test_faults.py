@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.hollow import Hollow
-from cluster.mortal import Zygote, alike, unlike
+from cluster.hollow_kubelet import Hollow
+from cluster.killable_operators import Zygote, alike, unlike
 from cluster.operators import holder, operator
 from cluster.proxy import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Proxy, proxy
 from cluster.resources import Object, apply, complete, condition, delete, get, resource, status
 from cluster.serving import pod_metrics
 
-from mmrouter_operator.app import EXIT
-from mmrouter_operator.ref import RESOURCE
+from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.runtime.operator import EXIT
 
 SETTLE_SECONDS = 60
 """A deadline: pauses between tries grow, and of four writes one fails."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from cluster.controlplane import APPLY, ControlPlane, wait_for
-from cluster.hollow import STRATEGIC, Hollow, hollow
-from cluster.late import Lost, Overtaken
-from cluster.play import running, status_patch
+from cluster.hollow_kubelet import STRATEGIC, Hollow, hollow
+from cluster.kubelet_status import running, status_patch
+from cluster.slow_clients import Lost, Overtaken
 
 GATE = "example.com/open"
 LABELS = {"app": "one"}

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from cluster.controlplane import ControlPlane
 
-from mmrouter_cli import init
-from mmrouter_operator.ref import KINDS, RESOURCE
+from mmrouter_cli.init import answers as init
+from mmrouter_operator.model.refs import KINDS, RESOURCE
 
 
 @pytest.mark.parametrize(("engine", "kind"), list(itertools.product(init.ENGINES, init.KINDS)))

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.deployed import MERGE, SECONDS, Deployed, named
-from cluster.hollow import Hollow
+from cluster.deployments import MERGE, SECONDS, Deployed, named
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 
-from mmrouter.api.crd import NAME, definition
+from mmrouter_lib.api.crd import NAME, definition
 
 PATH = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
 FIELD = 'ignored_fields{name="old",namespace='

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.deployed import CHILDREN, LABEL, MERGE, MINIMAL, SECONDS, Deployed, named
-from cluster.hollow import Hollow
+from cluster.deployments import CHILDREN, LABEL, MERGE, MINIMAL, SECONDS, Deployed, named
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import Replica, operator
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,8 +1,8 @@
 """The operator comes and goes: what stays, and what happens without it."""
 
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.deployed import SECONDS, Deployed, named
-from cluster.hollow import Hollow
+from cluster.deployments import SECONDS, Deployed, named
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import USER, idle, operator
 
 

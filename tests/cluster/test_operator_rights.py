@@ -4,8 +4,8 @@ import time
 
 import yaml
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.deployed import SECONDS, Deployed, named
-from cluster.hollow import Hollow
+from cluster.deployments import SECONDS, Deployed, named
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import CLUSTER_ROLE, USER, operator
 
 Right = tuple[str, str, str]

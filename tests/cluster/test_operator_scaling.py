@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.deployed import MERGE, SECONDS, Deployed, named
-from cluster.hollow import Hollow
+from cluster.deployments import MERGE, SECONDS, Deployed, named
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 from cluster.serving import pod_metrics
 

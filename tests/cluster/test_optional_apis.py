@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 from cluster.controlplane import APPLY, ControlPlane, wait_for
-from cluster.deployed import LABEL, SECONDS, Deployed, named
+from cluster.deployments import LABEL, SECONDS, Deployed, named
 from cluster.operators import operator
 
-from mmrouter_operator.conditions import AUTOSCALING, MONITORING
+from mmrouter_operator.status.conditions import AUTOSCALING, MONITORING
 
 TEXT = {"type": "string"}
 NUMBER = {"type": "integer", "format": "int32"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.deployed import Deployed
-from cluster.hollow import Hollow
+from cluster.deployments import Deployed
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import BRIEF, operator
 
 SECONDS = 90.0

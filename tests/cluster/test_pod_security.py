@@ -10,9 +10,9 @@ from unit.render.objects import exceptions
 from unit.render.test_children import GOLDENS, load
 from unit.render.test_pods_security import CASES, broken_by
 
-from mmrouter.api import MMRouterDeployment
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
-from mmrouter_operator.secrets import new_secret_data
 
 ENFORCED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/enforce-version": "latest"}
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.hollow import Hollow
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 from cluster.resources import Object, apply, condition, resource
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from cluster.controlplane import ControlPlane, wait_for
-from cluster.hollow import Hollow
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import Replica, operator
-from pages import CHART_PAGE, ROOT, commands, needs_a_cluster
+from doc_commands import CHART_PAGE, ROOT, commands, needs_a_cluster
 
 FOUND = [(page, command) for page, command in commands() if page != CHART_PAGE and needs_a_cluster(command)]
 STARTS_THE_OPERATOR = ".venv/bin/mmrouter operator"

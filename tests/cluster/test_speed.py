@@ -9,7 +9,7 @@ from cluster.controlplane import ControlPlane, wait_for
 from cluster.operators import USER, Replica, idle
 from cluster.resources import all_there, apply, expected, resource
 
-from mmrouter_operator.ref import CHILDREN, KINDS, RESOURCE
+from mmrouter_operator.model.refs import CHILDREN, KINDS, RESOURCE
 
 Record = Callable[[str, Any], None]
 

@@ -9,7 +9,7 @@ from typing import IO
 import pytest
 from cluster.commands import mmrouter, views
 from cluster.controlplane import ControlPlane, end, wait_for
-from cluster.hollow import Hollow
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 from cluster.resources import apply, condition, resource
 

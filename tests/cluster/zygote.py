@@ -16,10 +16,10 @@ import sys
 from typing import Any
 
 import mmrouter_operator.__main__ as command
-import mmrouter_operator.app  # noqa: F401 - here, once, instead of in every fork
-from mmrouter_operator.apply import KubernetesCluster
-from mmrouter_operator.observe import Key
-from mmrouter_operator.reconcile import Reconciler
+import mmrouter_operator.runtime.operator  # noqa: F401 - here, once, instead of in every fork
+from mmrouter_operator.cluster.client import KubernetesCluster
+from mmrouter_operator.model.snapshot import Key
+from mmrouter_operator.runtime.reconciler import Reconciler
 
 PATIENCE_SECONDS = 60
 """An operator that does neither for so long ends by SIGALRM."""

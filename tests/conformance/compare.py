@@ -7,9 +7,9 @@ from typing import Any
 from conformance.predict import Predictor
 from conformance.workload import Case
 
-from mmrouter.blocks import chain
-from mmrouter.engines.events import Batch, Cleared, Ragged, Removed, Stored
-from mmrouter_sidecar.windows import Windows
+from mmrouter_lib.block_keys import chain
+from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Removed, Stored
+from mmrouter_sidecar.blocks.sliding_windows import Windows
 
 
 @dataclass(frozen=True)

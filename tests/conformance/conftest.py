@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from artefacts import TOOLS, made_by, name_needs
 from conformance.report import Cells, run_folder
-from making import TOOLS, made_by, name_needs
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = pytest.StashKey[dict[str, Any]]()

@@ -18,13 +18,13 @@ import httpx
 import psutil
 import pytest
 import zmq
-from tools.vllm_env import cache_dir
 
-from mmrouter.api import parse_deployment
-from mmrouter.api.paths import MODEL_DIR
-from mmrouter.engines import adapter
-from mmrouter.engines.events import Batch, Stored
-from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
+from hack.vllm_env import cache_dir
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.api.paths import MODEL_DIR
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.events import Batch, Stored
+from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 
 BLOCK_SIZE = 32  # the CPU attention of vLLM takes multiples of 32 only
 START_SECONDS = 600

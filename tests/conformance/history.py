@@ -8,9 +8,9 @@ import pytest
 import zmq
 from local.rig import Deployment
 
-from mmrouter.blocks import chain, namespace_seed
-from mmrouter.engines.events import Cleared, Removed, Stored
-from mmrouter.engines.vllm import decode_batch
+from mmrouter_lib.block_keys import chain, namespace_seed
+from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
+from mmrouter_lib.engines.vllm.adapter import decode_batch
 
 END = b"\xff" * 8
 

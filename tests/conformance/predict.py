@@ -9,13 +9,13 @@ from typing import Any, Self
 
 from conformance.workload import Case
 
-from mmrouter import families
-from mmrouter.blocks import Span, block_keys, namespace_seed
-from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
-from mmrouter.families import Family
-from mmrouter.identity import media_identity, to_wire
-from mmrouter.imagesize import probe
-from mmrouter.prompt import Prompter, PromptImage, render_arguments
+from mmrouter_lib import families
+from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
+from mmrouter_lib.engines.vllm.adapter import ImageRewrite, rewrite_chat
+from mmrouter_lib.families import Family
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.prompt import Prompter, PromptImage, render_arguments
 
 KEY = bytes(range(32))
 MAX_PIXELS = 64_000_000

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conformance.rig import START_SECONDS, environment, free_address, require_memory, stop
+from conformance.engine_process import START_SECONDS, environment, free_address, require_memory, stop
 
 PORT = 8000
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from conformance.rig import EAGER, FORKED, KEPT, ONE_PROCESS, engine_args
+from conformance.engine_process import EAGER, FORKED, KEPT, ONE_PROCESS, engine_args
 
 BLOCK = 32  # the CPU attention of vLLM takes multiples of 32 only
 REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"

@@ -21,7 +21,7 @@ from conformance.predict import Predicted, Predictor, image_places
 from conformance.workload import Case, case, said, user
 from prometheus_client import CollectorRegistry
 
-from mmrouter.api import Media as MediaSettings
+from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.media.resolve import MediaResolver
 
 Hit = Literal["whole", "before image", "common"]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mmrouter.families.folder import find_json
-from mmrouter.prompt.segments import SegmentCache, cut_tokens
-from mmrouter.prompt.tokens import load_tokenizer
+from mmrouter_lib.families.folder import find_json
+from mmrouter_lib.prompt.segment_cache import SegmentCache, cut_tokens
+from mmrouter_lib.prompt.tokenizer import load_tokenizer
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen2-vl"
 CUT_AT = {

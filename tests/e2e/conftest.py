@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from artefacts import build_images, made_by, name_needs, prepared
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy, example, make_model
-from e2e.existing import Existing
+from e2e.external_cluster import Existing
+from e2e.node import Node, Programs, node
 from e2e.pause import write_pause
-from e2e.plane import Node, Programs, node
 from e2e.report import Dumps, Place, dump
-from making import build_images, made_by, name_needs, prepared
-from tools.machine import cni_folder
+
+from hack.machine import cni_folder
 
 FIGURES = pytest.StashKey[dict[str, Any]]()
 DUMPS = pytest.StashKey[Dumps]()

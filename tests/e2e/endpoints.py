@@ -13,7 +13,7 @@ import httpx
 import openai
 from cluster.access import Access
 from e2e.deploying import Deployed
-from e2e.plane import Node
+from e2e.node import Node
 from scenarios import Chat
 
 CONTROL_PORT = 8001

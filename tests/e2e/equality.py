@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import httpx
 from cluster.controlplane import wait_for
 from e2e.deploying import Deployed
-from e2e.reach import CONTROL_PORT, at_pod
+from e2e.endpoints import CONTROL_PORT, at_pod
 
-from mmrouter.blocks import Key, chain, namespace_seed, span_extra
-from mmrouter.identity import foreign_identity, from_wire
+from mmrouter_lib.block_keys import Key, chain, namespace_seed, span_extra
+from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 ENGINE_PORT = 8000
 EVERY_SECONDS = 0.02

@@ -12,7 +12,7 @@ import sys
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from mmrouter import feed
+from mmrouter_lib import feed
 
 SECONDS = 20
 FEED = 7557

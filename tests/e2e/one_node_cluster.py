@@ -1,9 +1,9 @@
 """``make cluster``: a one-node cluster that has the project's images and stands until ctrl-C.
 
-    python tests/e2e/stand.py [--images DIR]    # DIR: archives that were made before, by `make images`
+    python tests/e2e/one_node_cluster.py [--images DIR]    # DIR: archives that were made before, by `make images`
 
 It writes ``build/cluster.sh``, which a shell sources to have kubectl and helm for it. Exit status as of
-``tests/tools/vllm_env.py``: 3 where it cannot be made on this machine, 1 where something was not built.
+``hack/vllm_env.py``: 3 where it cannot be made on this machine, 1 where something was not built.
 """
 
 import argparse
@@ -22,10 +22,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from artefacts import NotMadeError, build_images, made
+from e2e.node import Node, Programs, node
 from e2e.pause import write_pause
-from e2e.plane import Node, Programs, node
-from making import NotMadeError, build_images, made
-from tools.machine import cni_folder
+
+from hack.machine import cni_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 make = partial(made, live=True)

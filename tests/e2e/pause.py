@@ -5,8 +5,9 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from e2e.plane import PAUSE
-from tools.archives import write_image
+from e2e.node import PAUSE
+
+from hack.archives import write_image
 
 
 def write_pause(archive: Path) -> None:

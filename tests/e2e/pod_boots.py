@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.access import Access
 
-from mmrouter_cli.boot import waits_for
+from mmrouter_cli.status.pod_boot import waits_for
 
 Object = dict[str, Any]
 

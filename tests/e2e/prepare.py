@@ -2,7 +2,7 @@
 
     python tests/e2e/prepare.py
 
-Exit status 1 when something that was tried failed (:func:`making.status_of`).
+Exit status 1 when something that was tried failed (:func:`artefacts.status_of`).
 """
 
 import os
@@ -15,13 +15,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from making import build_images, made, prepared, status_of
+from artefacts import build_images, made, prepared, status_of
 
 make = partial(made, live=True)
 
 
 def prepare() -> None:
-    """Make everything, up to what cannot be made. Raises :class:`making.NotMadeError`."""
+    """Make everything, up to what cannot be made. Raises :class:`artefacts.NotMadeError`."""
     if os.environ.get("MMROUTER_KUBECONFIG"):
         if shutil.which("kubectl") is None:
             make("kube_env.py")

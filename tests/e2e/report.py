@@ -17,10 +17,10 @@ import httpx
 import yaml
 from cluster.access import Access
 from cluster.resources import path
-from e2e.boots import Boots
+from e2e.pod_boots import Boots
 
-from mmrouter_cli.boot import steps, summary, waits_for
-from mmrouter_operator.ref import RESOURCE
+from mmrouter_cli.status.pod_boot import steps, summary, waits_for
+from mmrouter_operator.model.refs import RESOURCE
 
 Object = dict[str, Any]
 

@@ -11,16 +11,16 @@ import httpx
 from cluster.access import Access
 from cluster.resources import condition
 from e2e.deploying import Deployed, deploy, example, make_model, wait_or_dump
+from e2e.endpoints import Reached, at_pod, reached
 from e2e.load import Traffic, load
 from e2e.processes import process_here
-from e2e.reach import Reached, at_pod, reached
 from e2e.web import PodWeb, pod_web
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import Chat
 
-from mmrouter.api.paths import SHARED_DIR
-from mmrouter_transfer import Entry, ledger
-from mmrouter_transfer.files import clock
+from mmrouter_handover.shm import Entry, ledger
+from mmrouter_handover.shm.files import clock
+from mmrouter_lib.api.paths import SHARED_DIR
 
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
 """Labels of a namespace for pods that share a folder of their node."""

@@ -18,13 +18,13 @@ import pytest
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import apply, delete, get
-from e2e.chains import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
 from e2e.processes import process_here
+from e2e.staged_deployments import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
 from e2e.test_placement import RACK, device, equip, label
 from scenarios import SCENARIOS, Chat, Scenario, title
 
-from mmrouter.api.paths import SHARED_DIR
-from mmrouter_operator.ref import RESOURCE
+from mmrouter_lib.api.paths import SHARED_DIR
+from mmrouter_operator.model.refs import RESOURCE
 
 FAST_MS, SLOW_MS = 2, 6
 """Milliseconds that an encoder takes for a visual token: far more than the processor's share of it."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from cluster.access import Access
-from e2e.chains import Chain, chained, strike
 from e2e.deploying import RESTRICTED
+from e2e.staged_deployments import Chain, chained, strike
 from scenarios import assert_whole
 
 SPEC = {

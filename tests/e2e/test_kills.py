@@ -21,11 +21,11 @@ from chart.helm import NAMESPACE
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from e2e.deploying import RESTRICTED, Deployed, deploy, example, make_model
+from e2e.endpoints import address
 from e2e.equality import Looker, Pair, Watch, assert_equal, looking, watching
 from e2e.load import Sent, Traffic, load, router
-from e2e.plane import NAME, Node
+from e2e.node import NAME, Node
 from e2e.processes import Process, container_id, process, process_here
-from e2e.reach import address
 from e2e.report import dump
 from openai import DEFAULT_MAX_RETRIES
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from cluster.controlplane import wait_for
 from e2e.groups import hierarchies
 from e2e.network import Network
+from e2e.node import Node, Programs
 from e2e.pause import write_pause
-from e2e.plane import Node, Programs
 from e2e.report import Dumps, Place
 
 TESTS = Path(__file__).resolve().parents[1]
 RUN = """\
 import sys, time
 from pathlib import Path
-from e2e.plane import Programs, node
+from e2e.node import Programs, node
 folder, kube, node_bin, cni = map(Path, sys.argv[1:])
 with node(folder / "run", Programs(kube, node_bin, cni), folder / "pause.tar") as plane:
     print(plane.network.number, flush=True)

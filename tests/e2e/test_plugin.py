@@ -6,10 +6,10 @@ import pytest
 from cluster.access import Access
 from cluster.resources import condition
 from e2e.deploying import RESTRICTED, Deployed, deploy, example, make_model
-from e2e.reach import reached
+from e2e.endpoints import reached
 
-from mmrouter.api.paths import PLUGIN_DIR
-from mmrouter_operator.render.plugin import NAME
+from mmrouter_lib.api.paths import PLUGIN_DIR
+from mmrouter_operator.render.pod.handover_plugin import NAME
 
 ALWAYS = [{"name": "MMROUTER_HANDOVER", "value": "always"}]
 """Also where bytes were the cheaper way, as they are for small images."""

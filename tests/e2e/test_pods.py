@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from cluster.resources import get
 from e2e.deploying import Deployed
-from e2e.reach import CONTROL_PORT, address, reached
+from e2e.endpoints import CONTROL_PORT, address, reached
 
-from mmrouter.api import quantity_bytes
-from mmrouter_operator.ref import RESOURCE
-from mmrouter_operator.render.podsecurity import violations
+from mmrouter_lib.api import quantity_bytes
+from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.render.pod.pod_security import violations
 
 SIDECAR_MIB = 60
 CONTAINER = """\

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from artefacts import made_by
 from chart.helm import NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.controlplane import wait_for
-from making import made_by
 
 TEST = "mmrouter-operator-test"
 """The pod of `helm test`."""

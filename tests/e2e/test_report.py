@@ -11,13 +11,13 @@ import yaml
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from cluster.resources import get
-from e2e.boots import Boots
 from e2e.deploying import ROOT, Deployed
-from e2e.plane import Programs
-from e2e.reach import reached
+from e2e.endpoints import reached
+from e2e.node import Programs
+from e2e.pod_boots import Boots
 from e2e.report import OPERATOR, Dumps, Place, waited, write_namespace
 
-from mmrouter_operator.ref import RESOURCE
+from mmrouter_operator.model.refs import RESOURCE
 
 FAILING = """\
 from cluster.controlplane import wait_for
@@ -57,7 +57,7 @@ def test_a_condition_that_never_comes(cluster):
 NOT_STARTING = """\
 from pathlib import Path
 import pytest
-from e2e.plane import Programs
+from e2e.node import Programs
 
 @pytest.fixture(scope="session")
 def programs():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from cluster.access import Access
 from e2e.deploying import RESTRICTED, deploy, example, make_model
-from e2e.reach import Reached, reached
+from e2e.endpoints import Reached, reached
 from e2e.web import PodWeb, pod_web
 from scenarios import SCENARIOS, Chat, Scenario, title
 

@@ -12,7 +12,7 @@ from cluster.resources import apply
 from cluster.resources import status as resource_status
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, example, make_model
 
-from mmrouter_cli.boot import waits_for
+from mmrouter_cli.status.pod_boot import waits_for
 
 MEASURED_SECONDS = 150
 CHECKS = (

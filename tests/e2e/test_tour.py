@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from cluster.controlplane import wait_for
+from doc_commands import tour
 from e2e.conftest import ROOT, Record
-from e2e.existing import Existing
-from e2e.plane import Programs
+from e2e.external_cluster import Existing
+from e2e.node import Programs
+from e2e.one_node_cluster import kept
 from e2e.report import OPERATOR, Dumps, Place
-from e2e.stand import kept
-from pages import tour
 
 from mmrouter_cli.local.process import Guard
 

@@ -10,7 +10,7 @@ from chart.helm import NAMESPACE
 from cluster.access import Access
 from cluster.controlplane import wait_for
 from e2e.deploying import RESTRICTED, Deployed, deploy, example, make_model
-from e2e.reach import reached
+from e2e.endpoints import reached
 from e2e.web import manifest
 
 COLLECTOR, PORT = "collector", 4318

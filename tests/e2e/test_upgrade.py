@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from artefacts import made_by
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.controlplane import wait_for
@@ -14,8 +15,7 @@ from cluster.resources import condition, delete, get
 from e2e.conftest import Record
 from e2e.deploying import Deployed, wait_or_dump
 from e2e.load import load
-from e2e.plane import Node
-from making import made_by
+from e2e.node import Node
 
 IMAGE = "docker.io/mmrouter/mmrouter"
 NOW = "0.1.0"

@@ -17,16 +17,16 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from artefacts import TOOLS, made_by
 from cluster.access import Access
 from cluster.resources import condition
-from conformance.rig import EAGER, FORKED, KEPT, ONE_PROCESS
+from conformance.engine_process import EAGER, FORKED, KEPT, ONE_PROCESS
 from e2e.conftest import Record
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
-from e2e.plane import Node
-from e2e.reach import Reached, reached
+from e2e.endpoints import Reached, reached
+from e2e.node import Node
 from e2e.vllm_image import IMAGE, CannotMakeError, kept_by, mount_path, packages_of, write_vllm_image
 from e2e.web import PodWeb, pod_web
-from making import TOOLS, made_by
 from scenarios import SCENARIOS, Chat, Scenario, title
 
 REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"

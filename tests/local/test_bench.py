@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from local.rig import ROOT, Deployment, wait_for
 
-from mmrouter_cli.benching.values import Result
+from mmrouter_cli.bench.types import Result
 
 SMALL = ("--image-size", "56x56", "--output-tokens", "8", "--concurrency", "2")
 

@@ -17,8 +17,8 @@ import httpx
 import pytest
 from local.rig import wait_for
 
-from mmrouter_cli.gate import Gate
-from mmrouter_cli.reach import Reach
+from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.verify import Gate
 
 
 def _free_ip():
@@ -41,7 +41,7 @@ class Second:
 
     def __init__(self, demo, model_dir=None, workers=3) -> None:
         from mmrouter_router.app import Router
-        from mmrouter_router.settings import load
+        from mmrouter_router.core.settings import load
 
         environment = next(iter(demo.processes("router").values())).environ()
         self.ip = _free_ip()
@@ -197,21 +197,21 @@ def test_a_wrong_block_size_is_named(second):
 
 
 def test_a_wrong_identity_is_named(second, monkeypatch):
-    import mmrouter_router.chat
-    import mmrouter_router.own
+    import mmrouter_router.api.chat
+    import mmrouter_router.verify.probe_requests
 
     with second.running():
-        for module in (mmrouter_router.chat, mmrouter_router.own):
+        for module in (mmrouter_router.api.chat, mmrouter_router.verify.probe_requests):
             monkeypatch.setattr(module, "to_wire", lambda identity: "m1-" + identity[::-1].hex())
         assert second.compare().cause == "identity"
         assert "hit rate" in first_failure(second.gate()).message
 
 
 def test_an_image_that_is_taken_as_equal_fails_the_gate(second, monkeypatch):
-    import mmrouter_router.prepare
+    import mmrouter_router.request.prepare
 
     with second.running():
-        monkeypatch.setattr(mmrouter_router.prepare, "media_identity", lambda data, options, key: bytes(32))
+        monkeypatch.setattr(mmrouter_router.request.prepare, "media_identity", lambda data, options, key: bytes(32))
         failed = first_failure(second.gate())
         assert "wrong image" in failed.message
         assert "another image misses" in failed.name
@@ -252,9 +252,9 @@ def test_a_lost_delta_is_noticed_and_replayed(second):
 
 
 def test_a_sidecar_that_stood_still_is_not_taken_for_an_engine_that_publishes_nothing(demo, second, monkeypatch):
-    import mmrouter_router.canary
+    import mmrouter_router.verify.canary
 
-    monkeypatch.setattr(mmrouter_router.canary, "EVENTS_SECONDS", 0.5)
+    monkeypatch.setattr(mmrouter_router.verify.canary, "EVENTS_SECONDS", 0.5)
     asked = []
 
     def break_it(router):

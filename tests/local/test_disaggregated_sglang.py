@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from local.chains import decided, started
 from local.rig import Deployment, wait_for
+from local.staged_deployments import decided, started
 from local.test_scenarios import Folder, web
 from scenarios import SCENARIOS, Chat, Scenario, title
 

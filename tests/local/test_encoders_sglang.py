@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from local.chains import decided, started
 from local.rig import Deployment, wait_for
+from local.staged_deployments import decided, started
 from scenarios import Chat
 
 LEARN_SECONDS = 60

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from local.chains import MEDIA, decided
 from local.rig import ROOT, Deployment, running, wait_for
+from local.staged_deployments import MEDIA, decided
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import Chat
 

@@ -11,15 +11,15 @@ import httpx
 import pytest
 import yaml
 from local.rig import ROOT, Deployment, running, wait_for
-from local.test_breaks import Second
+from local.test_broken_routing import Second
 from local.test_failures import load
 from local.test_scenarios import Folder, web
 from scenarios import SCENARIOS, Chat, Scenario, title
 
-from mmrouter.engines.vllm_handover import ITEMS_PATH, RENDER_PATH
-from mmrouter_cli.pictures import data_uri, picture
-from mmrouter_transfer import ledger
-from mmrouter_transfer.files import clock
+from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_handover.shm import ledger
+from mmrouter_handover.shm.files import clock
+from mmrouter_lib.engines.vllm.handover import ITEMS_PATH, RENDER_PATH
 
 __all__ = ["web"]
 

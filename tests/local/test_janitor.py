@@ -22,12 +22,12 @@ import pytest
 import zmq
 from local.rig import wait_for
 from prometheus_client.parser import text_string_to_metric_families
-from unit.transfer.conftest import TMPFS
-from unit.transfer.crashes import taken
-from unit.transfer.soak import FELL_BACK, READ, soak
+from unit.shm.conftest import TMPFS
+from unit.shm.crashes import taken
+from unit.shm.soak import FELL_BACK, READ, soak
 
-from mmrouter_transfer import ledger
-from mmrouter_transfer.files import clock
+from mmrouter_handover.shm import ledger
+from mmrouter_handover.shm.files import clock
 
 HAND_OVERS, KILLS = 1000, 100
 JANITOR_KILLS = (200, 500, 800)

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from doc_commands import CHART_PAGE, commands, needs_a_cluster, tour
 from local.rig import ROOT
-from pages import CHART_PAGE, commands, needs_a_cluster, tour
 
 FOUND = [(page, command) for page, command in commands() if page != CHART_PAGE and not needs_a_cluster(command)]
 

@@ -7,9 +7,9 @@ import httpx
 import pytest
 import yaml
 from local.rig import ROOT, running, wait_for
-from local.test_breaks import Second, first_failure
+from local.test_broken_routing import Second, first_failure
 
-from mmrouter_cli.pictures import data_uri, picture
+from mmrouter_cli.test_images import data_uri, picture
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import yaml
 from local.rig import ROOT, Deployment, running, wait_for
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from mmrouter_cli.pictures import data_uri, picture
+from mmrouter_cli.test_images import data_uri, picture
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 UNSAID = {"http.request.method", "http.route"}
@@ -29,7 +29,7 @@ SECRET = "xyzzy-nobody-may-see-this"
 ENGINE = """#!{python}
 # The simulated engine, with a note of each request's headers.
 import json, sys
-from mmrouter_sim.web import app
+from mmrouter_sim.vllm import app
 
 build = app.build
 

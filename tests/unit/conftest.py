@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from mmrouter import native
+from mmrouter_lib import native
 
 if not os.environ.get("CI"):
     settings.register_profile(

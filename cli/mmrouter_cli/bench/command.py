@@ -14,8 +14,8 @@ from rich.console import Console
 from mmrouter_cli.options import FAILED, USAGE, Control, Token, leave
 
 if TYPE_CHECKING:
-    from mmrouter_cli.benching.run import Asked
-    from mmrouter_cli.benching.values import Conversation, Load, Result
+    from mmrouter_cli.bench.run import Asked
+    from mmrouter_cli.bench.types import Conversation, Load, Result
 
 DEFAULT_CONCURRENCY = 8
 MOST_REQUESTS = 100_000
@@ -75,9 +75,10 @@ def bench(
 
     Exit status 1 where nothing was answered, a run was interrupted, or two runs cannot be compared.
     """
-    from mmrouter_cli.benching import compare, report
-    from mmrouter_cli.benching.run import Asked
-    from mmrouter_cli.benching.values import BenchError, Load
+    from mmrouter_cli.bench import compare
+    from mmrouter_cli.bench import table_report as report
+    from mmrouter_cli.bench.run import Asked
+    from mmrouter_cli.bench.types import BenchError, Load
 
     if rate is not None and concurrency is not None:
         leave("--rate and --concurrency are two ways to send: give one of them")
@@ -174,7 +175,7 @@ class _Plan:
 
 def _planned(load: "Load", trace: Path | None) -> _Plan:
     """Return what is sent. What a trace says by itself stands in no load."""
-    from mmrouter_cli.benching import traces, workload
+    from mmrouter_cli.bench import traces, workload
 
     if trace is None:
         if load.paced and load.rate is None:
@@ -190,8 +191,8 @@ def _planned(load: "Load", trace: Path | None) -> _Plan:
 
 
 def _run(asked: "Asked", plan: _Plan) -> "Result":
-    from mmrouter_cli.benching.live import Screen
-    from mmrouter_cli.benching.run import run
+    from mmrouter_cli.bench.progress import Screen
+    from mmrouter_cli.bench.run import run
 
     screen = Screen(Console(stderr=True))
     return asyncio.run(run(asked, plan.load, plan.conversations, plan.left_out, screen))
@@ -207,7 +208,7 @@ def _base(url: str) -> str:
 
 def _read(file: Path) -> "list[Result]":
     """Return the one or two runs of a result file."""
-    from mmrouter_cli.benching.values import Result
+    from mmrouter_cli.bench.types import Result
 
     try:
         raw = file.read_bytes()
@@ -252,7 +253,7 @@ def _write(results: "list[Result]", json_file: Path | None, html: Path | None) -
             else:
                 json_file.write_bytes(raw + b"\n")
         if html is not None:
-            from mmrouter_cli.benching.page import page
+            from mmrouter_cli.bench.html_report import page
 
             html.write_text(page(results))
     except OSError as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mmrouter_cli.benching.values import Load, Result, Spread
+from mmrouter_cli.bench.types import Load, Result, Spread
 
 SAME_TOKENS = 0.05
 """Mean tokens of prompts and of answers may differ by so much of the larger one."""

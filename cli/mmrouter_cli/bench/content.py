@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from PIL import Image
 
-from mmrouter_cli.benching.values import Conversation, Shown, Words
+from mmrouter_cli.bench.types import Conversation, Shown, Words
 
 VOCABULARY = (  # noqa: SIM905
     "able about above across after again air all along also always among animal answer area around ask back base "

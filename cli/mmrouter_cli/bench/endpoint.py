@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import aiohttp
 import httpx
 
-from mmrouter_cli import states
-from mmrouter_cli.benching.asking import unconnected, whole
-from mmrouter_cli.benching.drawing import VOCABULARY
-from mmrouter_cli.benching.values import BenchError, Events
-from mmrouter_cli.reach import Reach, UnreachableError, reach
+from mmrouter_cli.bench.content import VOCABULARY
+from mmrouter_cli.bench.request import unconnected, whole
+from mmrouter_cli.bench.types import BenchError, Events
+from mmrouter_cli.status import frontend_state as states
+from mmrouter_cli.status.control_endpoint import Reach, UnreachableError, reach
 
 FEW, MANY = 64, 320
 """Words of the two prompts that are compared; what the template adds is the same in both."""

@@ -8,10 +8,10 @@ import jinja2
 import leather
 from leather import theme
 
-from mmrouter_cli.benching.compare import lines, objections
-from mmrouter_cli.benching.measure import quantiles
-from mmrouter_cli.benching.report import POINTS, doubts, facts, figures, headings, title
-from mmrouter_cli.benching.values import Result
+from mmrouter_cli.bench.compare import lines, objections
+from mmrouter_cli.bench.measure import quantiles
+from mmrouter_cli.bench.table_report import POINTS, doubts, facts, figures, headings, title
+from mmrouter_cli.bench.types import Result
 
 WIDTH, HEIGHT = 560, 360
 SLICES = 20
@@ -30,7 +30,7 @@ def page(results: Sequence[Result]) -> str:
     """Return the page of one run, or of two beside each other; two that must not be compared are not."""
     refused = objections(*results) if len(results) == 2 else None
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
-        Path(__file__).with_name("page.html").read_text()
+        Path(__file__).with_name("html_report.html").read_text()
     )
     return template.render(
         points=POINTS,

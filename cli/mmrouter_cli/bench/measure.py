@@ -5,7 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from mmrouter_cli.benching.values import Answer, Failure, Row, Spread
+from mmrouter_cli.bench.types import Answer, Failure, Row, Spread
 
 KEPT = 500_000
 """Values of which percentiles are exact; of more an even random sample of so many is kept."""

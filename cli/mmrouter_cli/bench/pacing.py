@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-from mmrouter_cli.benching.asking import clock
-from mmrouter_cli.benching.values import Conversation, Load
+from mmrouter_cli.bench.request import clock
+from mmrouter_cli.bench.types import Conversation, Load
 
 MOST_UNDER_WAY = 1024
 """Conversations by the clock that are under way at once; the next one waits, and is counted as late."""

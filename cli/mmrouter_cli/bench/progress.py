@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from mmrouter_cli.benching.asking import clock
+from mmrouter_cli.bench.request import clock
 
 if TYPE_CHECKING:
-    from mmrouter_cli.benching.run import Run
+    from mmrouter_cli.bench.run import Run
 
 DRAWN_SECONDS, TOLD_SECONDS = 0.5, 5.0
 RECENT = 500

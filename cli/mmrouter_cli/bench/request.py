@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
-from mmrouter_cli.benching.values import Answer
+from mmrouter_cli.bench.types import Answer
 
 CONNECT_SECONDS = 10.0
 KEPT_ALIVE_SECONDS = 2.0

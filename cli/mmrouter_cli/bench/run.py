@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from mmrouter_cli.benching import asking, endpoint, measure
-from mmrouter_cli.benching.asking import clock
-from mmrouter_cli.benching.drawing import Writer
-from mmrouter_cli.benching.driving import AHEAD_SECONDS, MOST_UNDER_WAY, drive
-from mmrouter_cli.benching.endpoint import Endpoint
-from mmrouter_cli.benching.live import Screen
-from mmrouter_cli.benching.values import Answer, BenchError, Conversation, Events, Load, Result, Routing
+from mmrouter_cli.bench import endpoint, measure
+from mmrouter_cli.bench import request as asking
+from mmrouter_cli.bench.content import Writer
+from mmrouter_cli.bench.endpoint import Endpoint
+from mmrouter_cli.bench.pacing import AHEAD_SECONDS, MOST_UNDER_WAY, drive
+from mmrouter_cli.bench.progress import Screen
+from mmrouter_cli.bench.request import clock
+from mmrouter_cli.bench.types import Answer, BenchError, Conversation, Events, Load, Result, Routing
 
 SHORTEST = 1e-3
 """Seconds of a run that was stopped before its first request was due."""

@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.benching.compare import SPREADS, described, lines
-from mmrouter_cli.benching.measure import NEEDED
-from mmrouter_cli.benching.values import Result
+from mmrouter_cli.bench.compare import SPREADS, described, lines
+from mmrouter_cli.bench.measure import NEEDED
+from mmrouter_cli.bench.types import Result
 
 POINTS = ("mean", "p50", "p90", "p95", "p99", "max")
 TOO_FEW = "- stands for a percentile of too few values: " + ", ".join(

@@ -1,4 +1,4 @@
-"""Files that can be played: Mooncake's traces, and statistics of an image service, as bench/servegen_images.json has.
+"""Readers of playable load files: Mooncake traces, and image statistics (bench/encoders/servegen_images.json).
 
 Which one a file is shows in its text. A line of a Mooncake trace has ``timestamp`` (ms), ``input_length`` and
 ``output_length`` (tokens) and ``hash_ids``, one per 512 tokens of the prompt: equal ids, equal beginnings. Statistics
@@ -15,8 +15,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from mmrouter_cli.benching.values import BenchError, Conversation, Load, Shown, Turn, Words
-from mmrouter_cli.benching.workload import PATCH, arrival, pause, picked, turn_count
+from mmrouter_cli.bench.types import BenchError, Conversation, Load, Shown, Turn, Words
+from mmrouter_cli.bench.workload import PATCH, arrival, pause, picked, turn_count
 
 BLOCK = 512
 """Tokens per block of Mooncake's traces."""

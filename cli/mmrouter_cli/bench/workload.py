@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from mmrouter_cli.benching.values import BenchError, Conversation, Load, Shown, Turn, Words
+from mmrouter_cli.bench.types import BenchError, Conversation, Load, Shown, Turn, Words
 
 CATALOGUE = 40
 """Pictures that are shown again and again, the n-th in proportion to 1/n."""

@@ -6,10 +6,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mmrouter.api import SpecError
 from mmrouter_cli.doctor import capacity, cluster, pods, resource, routing
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, RoutingFacts
 from mmrouter_cli.doctor.finding import Finding
+from mmrouter_lib.api import SpecError
 
 __all__ = ["Diagnosis", "Finding", "of_cluster", "of_deployment", "of_routing"]
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter.api import AcceleratorKind, MMRouterDeployment, SpecError
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, Object
 from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
 from mmrouter_cli.doctor.scheduling import (
@@ -18,11 +17,12 @@ from mmrouter_cli.doctor.scheduling import (
     required_labels,
     selects,
 )
-from mmrouter_cli.states import Unread
+from mmrouter_cli.status.frontend_state import Unread
+from mmrouter_lib.api import AcceleratorKind, MMRouterDeployment, SpecError
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
-from mmrouter_operator.render.accelerators import ACCELERATORS
 from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL
-from mmrouter_operator.secrets import new_secret_data
+from mmrouter_operator.render.pod.accelerators import ACCELERATORS
 
 CHECK = "nodes"
 _SHOWN = 4

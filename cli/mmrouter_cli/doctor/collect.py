@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter.api.crd import NAME as CRD
-from mmrouter_cli.doctor.asking import of_frontends
+from mmrouter_cli.cluster_reader import Object, Reader, attempt
 from mmrouter_cli.doctor.cluster import looks_stale
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFacts, RoutingFacts
-from mmrouter_cli.kube import Object, Reader, attempt
-from mmrouter_cli.states import Frontend, Unread, reached
-from mmrouter_operator.apply import NotFound
-from mmrouter_operator.ref import KINDS, RESOURCE, Ref
-from mmrouter_operator.references import references
+from mmrouter_cli.doctor.frontend_probe import of_frontends
+from mmrouter_cli.status.frontend_state import Frontend, Unread, reached
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter_lib.api.crd import NAME as CRD
+from mmrouter_operator.cluster.client import NotFound
+from mmrouter_operator.model.external_refs import references
+from mmrouter_operator.model.refs import KINDS, RESOURCE, Ref
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
 
 LEASE_SECONDS = 6.0

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter_cli.states import State, Unread
-from mmrouter_operator.references import Reference
+from mmrouter_cli.status.frontend_state import State, Unread
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.model.external_refs import Reference
 
 Object = dict[str, Any]
 

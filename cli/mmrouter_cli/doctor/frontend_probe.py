@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from mmrouter_cli import doctor
 from mmrouter_cli.doctor import Diagnosis
 from mmrouter_cli.doctor.facts import FrontendFacts, RoutingFacts
-from mmrouter_cli.reach import Reach
-from mmrouter_cli.states import Frontend, Unread, ask, client
+from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.frontend_state import Frontend, Unread, ask, client
 
 BETWEEN_SECONDS = 1.5
 """Between the two questions to a frontend."""

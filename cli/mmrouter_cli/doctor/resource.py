@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, SpecError
 from mmrouter_cli.doctor.advice import REASONS
 from mmrouter_cli.doctor.facts import DeploymentFacts
 from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
-from mmrouter_cli.states import Unread
-from mmrouter_operator import conditions as c
+from mmrouter_cli.status.frontend_state import Unread
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
 from mmrouter_operator.render.common import POOL_LABEL
-from mmrouter_operator.render.podsecurity import violations
-from mmrouter_operator.secrets import new_secret_data
+from mmrouter_operator.render.pod.pod_security import violations
+from mmrouter_operator.status import conditions as c
 
 ENFORCE = "pod-security.kubernetes.io/enforce"
 

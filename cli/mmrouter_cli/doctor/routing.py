@@ -6,7 +6,7 @@ from typing import Any
 from mmrouter_cli.doctor.advice import CAUSES
 from mmrouter_cli.doctor.facts import RoutingFacts
 from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
-from mmrouter_cli.states import NOT_RUNNING, State, Unread
+from mmrouter_cli.status.frontend_state import NOT_RUNNING, State, Unread
 
 STALE_SECONDS = 2.0
 """A heartbeat older than this is missing: sidecars send several in that time."""

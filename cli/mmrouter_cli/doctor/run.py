@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from mmrouter_cli import doctor
+from mmrouter_cli.cluster_reader import namespace_of, reading
 from mmrouter_cli.doctor import Diagnosis, collect
 from mmrouter_cli.doctor.cluster import served_version
-from mmrouter_cli.kube import namespace_of, reading
 
 
 async def on_cluster(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
-from mmrouter.api import quantity_value
+from mmrouter_lib.api import quantity_value
 
 Amounts = dict[str, Decimal]
 Spec = Mapping[str, Any]

@@ -9,9 +9,9 @@ from typing import Any, Final, get_args
 
 import yaml
 
-from mmrouter.api import AcceleratorKind, EngineType, SpecError, parse_deployment
-from mmrouter.api.deployment import NAME_LENGTH
-from mmrouter_operator.render.accelerators import ACCELERATORS, SGLANG_VERSION, VLLM_VERSION
+from mmrouter_lib.api import AcceleratorKind, EngineType, SpecError, parse_deployment
+from mmrouter_lib.api.deployment import NAME_LENGTH
+from mmrouter_operator.render.pod.accelerators import ACCELERATORS, SGLANG_VERSION, VLLM_VERSION
 
 ENGINES: Final = get_args(EngineType)
 KINDS: Final = get_args(AcceleratorKind)

@@ -8,7 +8,7 @@ import typer
 from mmrouter_cli.options import leave
 
 if TYPE_CHECKING:
-    from mmrouter_cli.init import Question
+    from mmrouter_cli.init.answers import Question
 
 
 def init(
@@ -25,7 +25,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Ask four questions, or take the options, and write a commented MMRouterDeployment."""
-    from mmrouter_cli import init as asked
+    from mmrouter_cli.init import answers as asked
 
     given: dict[str, str | None] = {
         "model": model,
@@ -66,7 +66,7 @@ def init(
 
 def _ask(question: "Question") -> str | int:
     """Ask until the answer can be used. Ends with status 2 where nobody answers."""
-    from mmrouter_cli import init as asked
+    from mmrouter_cli.init import answers as asked
 
     def read(text: str) -> str | int:
         try:

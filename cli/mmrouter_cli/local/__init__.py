@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from mmrouter_cli.local.folders import LocalError, run_root
 
 if TYPE_CHECKING:
-    from mmrouter.api import MMRouterDeployment
     from mmrouter_cli.local.cluster import LocalCluster
     from mmrouter_cli.local.logs import LogSink
+    from mmrouter_lib.api import MMRouterDeployment
 
 __all__ = ["LocalError", "run_root", "up"]
 
@@ -32,12 +32,12 @@ async def up(
     """Render a deployment with fresh secrets and run it until the block ends.
 
     ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
-    the deployment names. Raises :class:`LocalError`, or ``mmrouter.api.SpecError`` for what cannot be rendered.
+    the deployment names. Raises :class:`LocalError`, or ``mmrouter_lib.api.SpecError`` for what cannot be rendered.
     """
     # Deployables are imported when they are needed, and only by the command line tool (CONTRIBUTING.md).
     from mmrouter_cli.local.cluster import run_local
+    from mmrouter_operator.model.credentials import new_secret_data
     from mmrouter_operator.render import render
-    from mmrouter_operator.secrets import new_secret_data
 
     rendered = render(deployment, secrets=new_secret_data())
     async with run_local(

@@ -14,18 +14,18 @@ from typing import Any
 
 import aiohttp
 
-from mmrouter.api.paths import CONFIG_DIR
 from mmrouter_cli.local.address import AddressBlock, can_bind, take_block
 from mmrouter_cli.local.commands import Commands, Engines, engine_commands
 from mmrouter_cli.local.expand import PodFacts
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
 from mmrouter_cli.local.logs import LogSink, console_sink
-from mmrouter_cli.local.making import PodMaker
-from mmrouter_cli.local.plan import Plan, ServicePlan, ServicePort, make_plan
 from mmrouter_cli.local.pod import LocalPod, VainError, tell_failure
+from mmrouter_cli.local.pod_builder import PodMaker
 from mmrouter_cli.local.process import Guard
 from mmrouter_cli.local.roster import is_frontend, roster, write_atomically
+from mmrouter_cli.local.run_plan import Plan, ServicePlan, ServicePort, make_plan
 from mmrouter_cli.local.service import Forwarder
+from mmrouter_lib.api.paths import CONFIG_DIR
 
 NODE = "local"
 UNPRIVILEGED_PORT = 8000

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from mmrouter.api import MMRouterDeployment
 from mmrouter_cli import demo as tour
 from mmrouter_cli import local
 from mmrouter_cli.demo import DemoError, Shown
 from mmrouter_cli.local.pod import VainError
-from mmrouter_cli.reach import Reach
-from mmrouter_cli.standing import NotReadyError, wait_verified
+from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.wait_ready import NotReadyError, wait_verified
+from mmrouter_lib.api import MMRouterDeployment
 
 __all__ = ["DemoError", "NotReadyError", "run"]
 
@@ -33,7 +33,7 @@ async def run(
     """Run a deployment until ctrl-C, or until the demo is over; returns what the demo showed.
 
     When this returns or raises, no process and no file of the deployment is left. Raises :class:`NotReadyError`,
-    :class:`DemoError`, ``mmrouter_cli.local.LocalError`` or ``mmrouter.api.SpecError``.
+    :class:`DemoError`, ``mmrouter_cli.local.LocalError`` or ``mmrouter_lib.api.SpecError``.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

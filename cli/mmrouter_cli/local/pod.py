@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmrouter_cli.local.expand import PodFacts
-from mmrouter_cli.local.plan import ContainerPlan, PodPlan
 from mmrouter_cli.local.probes import Probe, Target, attempt
 from mmrouter_cli.local.process import Child, Guard, spawn
+from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan
 
 FIRST_BACKOFF = 0.2
 LAST_BACKOFF = 5.0

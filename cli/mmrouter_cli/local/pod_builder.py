@@ -11,10 +11,10 @@ from mmrouter_cli.local.commands import Commands, inherited_env
 from mmrouter_cli.local.expand import PodFacts, expand, resolve_env, rewriter
 from mmrouter_cli.local.folders import SHM, RunFolders
 from mmrouter_cli.local.logs import LogSink
-from mmrouter_cli.local.plan import ContainerPlan, Plan, PodPlan
 from mmrouter_cli.local.pod import Container, LocalPod
 from mmrouter_cli.local.probes import Target
 from mmrouter_cli.local.process import Guard
+from mmrouter_cli.local.run_plan import ContainerPlan, Plan, PodPlan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmrouter_cli.local.guard import members, remove_unused, shared_memory
+from mmrouter_cli.local.cleanup_guard import members, remove_unused, shared_memory
 
 LINE_LIMIT = 64 * 1024
 OUTPUT_SECONDS = 0.3
@@ -24,7 +24,7 @@ class Guard:
     """The other end of ``guard.py``."""
 
     def __init__(self, mark: str) -> None:
-        script = Path(__file__).with_name("guard.py")
+        script = Path(__file__).with_name("cleanup_guard.py")
         self.mark = mark
         self._process = subprocess.Popen(  # noqa: S603 - our own script
             [sys.executable, "-I", "-S", str(script), f"{MARK}={mark}"],

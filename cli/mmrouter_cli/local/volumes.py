@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmrouter_cli.local.folders import SHM, LocalError
-from mmrouter_cli.local.plan import ContainerPlan, Plan, PodPlan
+from mmrouter_cli.local.run_plan import ContainerPlan, Plan, PodPlan
 
 
 def make_volumes(pod: PodPlan, plan: Plan, *, folder: Path, tmpfs: Path, base_dir: Path) -> dict[str, Path]:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mmrouter.families import Family, ModelFolderError, ProcessorLimits
-from mmrouter.families import load as load_family
-from mmrouter.prompt import Prompter
 from mmrouter_cli.replay.capture import CaptureError
+from mmrouter_lib.families import Family, ModelFolderError, ProcessorLimits
+from mmrouter_lib.families import load as load_family
+from mmrouter_lib.prompt import Prompter
 
 
 def load(folder: Path, limits: ProcessorLimits | None = None) -> tuple[Family, Prompter]:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter.blocks import chain, namespace_seed
-from mmrouter.engines.events import Cleared, EventError, Stored
-from mmrouter.engines.sglang import decode_batch
-from mmrouter.engines.sglang_identity import (
+from mmrouter_cli.replay.capture import Capture, Row, comparing
+from mmrouter_cli.replay.model_folder import load as load_model
+from mmrouter_cli.replay.report import Report
+from mmrouter_lib.block_keys import chain, namespace_seed
+from mmrouter_lib.engines.base.events import Cleared, EventError, Stored
+from mmrouter_lib.engines.sglang.adapter import decode_batch
+from mmrouter_lib.engines.sglang.identity import (
     SENTINEL_BASE,
     legacy_sentinels,
     page_digest,
@@ -24,9 +27,6 @@ from mmrouter.engines.sglang_identity import (
     salt_root,
     sentinels,
 )
-from mmrouter_cli.replay.capture import Capture, Row, comparing
-from mmrouter_cli.replay.model import load as load_model
-from mmrouter_cli.replay.report import Report
 
 KEY = bytes(range(32))
 _U64 = (1 << 64) - 1

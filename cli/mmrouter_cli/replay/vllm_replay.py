@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from mmrouter.blocks import block_keys, chain, namespace_seed
-from mmrouter.engines.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
-from mmrouter.engines.vllm import decode_batch
 from mmrouter_cli.replay.capture import Capture, Row, comparing
 from mmrouter_cli.replay.report import Report
 from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
+from mmrouter_lib.block_keys import block_keys, chain, namespace_seed
+from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.engines.vllm.adapter import decode_batch
 
 KEY = bytes(range(32))
 """Any key does: a replay is one deployment, alone."""
@@ -66,7 +66,7 @@ class _Stream:
         self._hashes: dict[int, int] = {}  # key -> engine hash
         self._predicted: dict[int, None] = {}
         self._held: Counter[int] = Counter()
-        from mmrouter_sidecar.windows import Windows
+        from mmrouter_sidecar.blocks.sliding_windows import Windows
 
         self._windows = Windows()
         self._windowed = False
@@ -203,7 +203,7 @@ class _Stream:
         return replace(prompt, spans=tuple(spans))
 
     def _difference(self, prompt: Prompt | None, stored: Sequence[Stored], size: int) -> str:
-        from mmrouter_router.parity import Prediction, first_difference
+        from mmrouter_router.explain.parity import Prediction, first_difference
 
         for event in stored:
             parent = event.parent

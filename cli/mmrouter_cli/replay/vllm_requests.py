@@ -7,14 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mmrouter.blocks import Span
-from mmrouter.engines.vllm_identifier import default_identifier
-from mmrouter.families import Family, ImageSizeError
-from mmrouter.identity import foreign_identity, from_wire
-from mmrouter.imagesize import ImageHeaderError, TooManyPixels, probe
-from mmrouter.prompt import Expanded, PlaceholderError, Prompter, PromptImage, TemplateError, render_arguments
 from mmrouter_cli.replay.capture import Capture, Row
-from mmrouter_cli.replay.model import load as load_model
+from mmrouter_cli.replay.model_folder import load as load_model
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.vllm.image_hash import default_identifier
+from mmrouter_lib.families import Family, ImageSizeError
+from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, probe
+from mmrouter_lib.media_identity import foreign_identity, from_wire
+from mmrouter_lib.prompt import Expanded, PlaceholderError, Prompter, PromptImage, TemplateError, render_arguments
 
 MAX_PIXELS = 1 << 30
 UNKNOWN = b""

@@ -13,7 +13,7 @@ from mmrouter_cli.options import FAILED, Control, Json, Kubeconfig, Namespace, T
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from mmrouter_cli.status import View
+    from mmrouter_cli.status.view import View
 
 
 def status(
@@ -29,7 +29,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show pools, workers, exactness, hit ratio and conditions."""
-    from mmrouter_cli import status as shown
+    from mmrouter_cli.status import view as shown
 
     if url is None:
         if control is not None:
@@ -49,7 +49,7 @@ def status(
 async def _shown(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool) -> None:
     from rich.live import Live
 
-    from mmrouter_cli.status import drawn
+    from mmrouter_cli.status.view import drawn
 
     if as_json:
         last = None
@@ -84,9 +84,9 @@ def doctor(
     from mmrouter_cli.doctor import show
 
     if url is None:
+        from mmrouter_cli.cluster_reader import ClusterError
         from mmrouter_cli.doctor import run
         from mmrouter_cli.doctor.collect import AbsentError
-        from mmrouter_cli.kube import ClusterError
 
         if control is not None and name is None:
             leave("--control is one deployment's: name it, or give --url")
@@ -95,7 +95,7 @@ def doctor(
         except (AbsentError, ClusterError) as error:
             leave(str(error))
     else:
-        from mmrouter_cli.doctor.asking import on_url
+        from mmrouter_cli.doctor.frontend_probe import on_url
 
         _not_with_url(name, namespace, kubeconfig)
         found = asyncio.run(on_url(reach_or_leave(url, control, token)))

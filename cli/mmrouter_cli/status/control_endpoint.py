@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mmrouter.api.paths import CONFIG_DIR
 from mmrouter_cli.local import run_root
+from mmrouter_lib.api.paths import CONFIG_DIR
 
 CONTROL_PORT = 8001
 

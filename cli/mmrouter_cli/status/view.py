@@ -15,8 +15,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.reach import Reach
-from mmrouter_cli.states import Frontend, State, Unread, ask, client
+from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.frontend_state import Frontend, State, Unread, ask, client
 
 EVERY_SECONDS = 1.0
 """How often it is looked at with --watch."""
@@ -84,8 +84,8 @@ class View:
 def of_resource(resource: Object, pods: Sequence[Object]) -> View:
     """Return the view of a resource and its pods, as the API server has them."""
     # The operator's view of a pod, read lazily: it is not needed for a URL.
-    from mmrouter_cli.boot import waits_for
-    from mmrouter_operator.observe import ROUTABLE, VERIFIED, pod_view
+    from mmrouter_cli.status.pod_boot import waits_for
+    from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, pod_view
 
     metadata, status = resource["metadata"], resource.get("status") or {}
     routing, frontend = status.get("routing") or {}, status.get("frontend") or {}
@@ -216,9 +216,9 @@ async def from_cluster(
     name: str | None, namespace: str | None, kubeconfig: Path | None, *, watch: bool
 ) -> AsyncIterator[list[View]]:
     """Yield the views of a deployment, or of all of a namespace. Raises :class:`StatusError`."""
-    from mmrouter_cli.kube import ClusterError, namespace_of, reading
-    from mmrouter_operator.apply import NotFound, Unavailable
-    from mmrouter_operator.ref import KINDS, RESOURCE
+    from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
+    from mmrouter_operator.cluster.client import NotFound, Unavailable
+    from mmrouter_operator.model.refs import KINDS, RESOURCE
     from mmrouter_operator.render.common import DEPLOYMENT_LABEL
 
     namespace = namespace or namespace_of(kubeconfig)

@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter_cli.gate import NOT_PROBED
-from mmrouter_cli.reach import Reach
+from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.verify import NOT_PROBED
+from mmrouter_lib.api import MMRouterDeployment
 
 STEP_SECONDS = 0.1
 SETTLED = frozenset({"verified", "degraded", "refused"})

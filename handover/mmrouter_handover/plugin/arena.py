@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mmrouter_plugin.wire import HandOverFailed
+from mmrouter_handover.plugin.wire import HandOverFailed
 
 HEAD_BYTES = 64
 """Before each payload: its generation in eight bytes, the rest unused, so that payloads stay aligned."""

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mmrouter_plugin import known, vllm_items, wire
-from mmrouter_plugin.cache import HandedOverCache, Processed
-from mmrouter_plugin.engine import Taking
-from mmrouter_plugin.kept import Kept
-from mmrouter_plugin.renderer import Lending, from_cache
-from mmrouter_plugin.ways import Ways, read_settings
+from mmrouter_handover.plugin import supported_versions as known
+from mmrouter_handover.plugin import vllm_items, wire
+from mmrouter_handover.plugin.engine_side import Taking
+from mmrouter_handover.plugin.pending_items import Kept
+from mmrouter_handover.plugin.processor_cache import HandedOverCache, Processed
+from mmrouter_handover.plugin.renderer_side import Lending, from_cache
+from mmrouter_handover.plugin.ways import Ways, read_settings
 
 if TYPE_CHECKING:
     from starlette.requests import Request

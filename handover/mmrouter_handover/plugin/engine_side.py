@@ -4,12 +4,12 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from mmrouter_plugin import vllm_items
-from mmrouter_plugin.cache import HandedOverCache, Processed
-from mmrouter_plugin.kept import Kept
-from mmrouter_plugin.packed import read_header
-from mmrouter_plugin.ways import Ways
-from mmrouter_plugin.wire import HandOverFailed, Offer
+from mmrouter_handover.plugin import vllm_items
+from mmrouter_handover.plugin.packed_item import read_header
+from mmrouter_handover.plugin.pending_items import Kept
+from mmrouter_handover.plugin.processor_cache import HandedOverCache, Processed
+from mmrouter_handover.plugin.ways import Ways
+from mmrouter_handover.plugin.wire import HandOverFailed, Offer
 
 log = logging.getLogger("mmrouter.plugin")
 

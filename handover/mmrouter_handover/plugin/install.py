@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import mmrouter_plugin
-import mmrouter_transfer
-from mmrouter_plugin.start import ENDPOINTS, OURS
+import mmrouter_handover
+from mmrouter_handover.plugin.start import ENDPOINTS, OURS
 
-_HERE = Path(mmrouter_plugin.__file__).parent
-_PACKAGES = (_HERE, Path(mmrouter_transfer.__file__).parent)
+_PACKAGE = Path(mmrouter_handover.__file__).parent
 
 
 def install(folder: Path) -> list[str]:
@@ -29,13 +27,13 @@ def install(folder: Path) -> list[str]:
     made = folder / f".making-{secrets.token_hex(8)}"
     made.mkdir()
     try:
-        for package in _PACKAGES:
-            shutil.copytree(package, made / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        shutil.copytree(_PACKAGE, made / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
         release = _release()
         metadata = made / f"mmrouter_plugin-{release}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mmrouter-plugin\nVersion: {release}\n")
-        (metadata / "entry_points.txt").write_text(f"[{ENDPOINTS}]\n{OURS} = mmrouter_plugin.endpoint:Handover\n")
+        endpoint = f"{OURS} = mmrouter_handover.plugin.endpoint:Handover"
+        (metadata / "entry_points.txt").write_text(f"[{ENDPOINTS}]\n{endpoint}\n")
         names = sorted(path.name for path in made.iterdir())
         _open_to_all(made)
         for old in folder.glob("mmrouter_plugin-*.dist-info"):
@@ -63,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _release() -> str:
     try:
-        return version("mmrouter")
+        return version("mmrouter-k8s")
     except PackageNotFoundError:  # run from a folder that it was put into
         return "0"
 

@@ -17,11 +17,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mmrouter_plugin.arena import GENERATION, HEAD_BYTES, Arena, Part
-from mmrouter_plugin.packed import Plan
-from mmrouter_plugin.rest import Rest
-from mmrouter_plugin.sums import checksum
-from mmrouter_plugin.wire import HandOverFailed, Nixl
+from mmrouter_handover.plugin.arena import GENERATION, HEAD_BYTES, Arena, Part
+from mmrouter_handover.plugin.packed_item import Plan
+from mmrouter_handover.plugin.peer_backoff import Rest
+from mmrouter_handover.plugin.sums import checksum
+from mmrouter_handover.plugin.wire import HandOverFailed, Nixl
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from mmrouter_plugin import WIRE_VERSION
-from mmrouter_plugin.wire import HandOverFailed
-from mmrouter_transfer import DTYPES
+from mmrouter_handover.plugin import WIRE_VERSION
+from mmrouter_handover.plugin.wire import HandOverFailed
+from mmrouter_handover.shm import DTYPES
 
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 16 << 20

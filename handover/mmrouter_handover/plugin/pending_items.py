@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from mmrouter_plugin.wire import HandOverFailed
+from mmrouter_handover.plugin.wire import HandOverFailed
 
 V = TypeVar("V")
 

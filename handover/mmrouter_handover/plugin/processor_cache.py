@@ -13,7 +13,7 @@ never got it, and forgets what the image becomes in the prompt.
 from collections.abc import Sequence
 from typing import Any
 
-from mmrouter_plugin.kept import Kept
+from mmrouter_handover.plugin.pending_items import Kept
 
 Processed = tuple[Any, Sequence[Any]]
 """An item and its prompt updates, as vLLM's processor returns them."""

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrouter_plugin import vllm_items
-from mmrouter_plugin.cache import Processed
-from mmrouter_plugin.packed import Plan
-from mmrouter_plugin.ways import Release, Ways
-from mmrouter_plugin.wire import HandOverFailed, Offer, Way
+from mmrouter_handover.plugin import vllm_items
+from mmrouter_handover.plugin.packed_item import Plan
+from mmrouter_handover.plugin.processor_cache import Processed
+from mmrouter_handover.plugin.ways import Release, Ways
+from mmrouter_handover.plugin.wire import HandOverFailed, Offer, Way
 
 
 class Lending:

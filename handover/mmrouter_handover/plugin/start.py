@@ -1,4 +1,4 @@
-"""Run an engine's command with the plugin: ``python3 -m mmrouter_plugin.start vllm serve ...``.
+"""Run an engine's command with the plugin: ``python3 -m mmrouter_handover.plugin.start vllm serve ...``.
 
 ``PYTHONPATH`` names the folder into which the plugin was put. vLLM loads an endpoint plugin only when ``VLLM_PLUGINS``
 names it, and that variable is the allow-list of every group: naming ours alone would switch off the image's own. So all
@@ -58,7 +58,7 @@ def interpreter(shebang: bytes) -> str | None:
 def main(command: list[str]) -> None:
     """Become the command. Leaves with status 2 where none is given."""
     if not command:
-        sys.stderr.write("usage: python -m mmrouter_plugin.start COMMAND [ARGUMENT...]\n")
+        sys.stderr.write("usage: python -m mmrouter_handover.plugin.start COMMAND [ARGUMENT...]\n")
         raise SystemExit(2)
     environ = dict(os.environ)
     try:
@@ -66,7 +66,7 @@ def main(command: list[str]) -> None:
         script = shutil.which(command[0])
         other = interpreter(_head(script)) if script and ASKED not in environ else None
         if other and other != sys.executable and os.access(other, os.X_OK):
-            again = [other, "-m", "mmrouter_plugin.start", *command]
+            again = [other, "-m", "mmrouter_handover.plugin.start", *command]
             os.execve(other, again, {**environ, ASKED: other})  # noqa: S606 - the same again, in our place
         environ.pop(ASKED, None)
         environ = environment(environ, entry_points())

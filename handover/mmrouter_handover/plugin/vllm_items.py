@@ -5,9 +5,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mmrouter_plugin.cache import Processed
-from mmrouter_plugin.packed import ALIGNMENT, Field, Header, Node, Packer, Plan, Tensor, Update, plain
-from mmrouter_plugin.wire import HandOverFailed
+from mmrouter_handover.plugin.packed_item import ALIGNMENT, Field, Header, Node, Packer, Plan, Tensor, Update, plain
+from mmrouter_handover.plugin.processor_cache import Processed
+from mmrouter_handover.plugin.wire import HandOverFailed
 
 MODALITY = "image"
 

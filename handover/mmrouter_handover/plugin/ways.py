@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
-from mmrouter_plugin.nixl_way import NixlWay, open_nixl
-from mmrouter_plugin.packed import Plan
-from mmrouter_plugin.wire import WAYS, HandOverFailed, Inline, Nixl, Offer, Shm, Way
-from mmrouter_transfer import HandOverError, Pool, Reader, read_handle
+from mmrouter_handover.plugin.nixl_way import NixlWay, open_nixl
+from mmrouter_handover.plugin.packed_item import Plan
+from mmrouter_handover.plugin.wire import WAYS, HandOverFailed, Inline, Nixl, Offer, Shm, Way
+from mmrouter_handover.shm import HandOverError, Pool, Reader, read_handle
 
 log = logging.getLogger("mmrouter.plugin")
 

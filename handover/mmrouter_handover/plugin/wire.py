@@ -1,10 +1,10 @@
-"""What the routes take and answer: the plugin's side of ``mmrouter.engines.vllm_handover``."""
+"""What the routes take and answer: the plugin's side of ``mmrouter_lib.engines.vllm.handover``."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from mmrouter_plugin import WIRE_VERSION
+from mmrouter_handover.plugin import WIRE_VERSION
 
 STATUS_PATH = "/v1/mmrouter/handover"
 RENDER_PATH = "/v1/mmrouter/render"
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class HandOverFailed(Exception):  # noqa: N818 - it is an outcome, with a reason for a counter
-    """An image was not handed over. ``reason`` is one of the words of ``mmrouter.engines.vllm_handover.Reason``."""
+    """An image was not handed over. ``reason`` is one of the words of ``mmrouter_lib.engines.vllm.handover.Reason``."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
@@ -45,7 +45,7 @@ class RenderRequest(msgspec.Struct):
 
 
 class Shm(msgspec.Struct, frozen=True, tag="shm", tag_field="way"):
-    """A packed item in a slot of the node's shared tmpfs; ``handle`` is one of ``mmrouter_transfer``."""
+    """A packed item in a slot of the node's shared tmpfs; ``handle`` is one of ``mmrouter_handover.shm``."""
 
     length: Length
     handle: dict[str, Any]

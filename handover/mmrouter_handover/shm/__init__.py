@@ -8,12 +8,12 @@ Whatever goes wrong is a :class:`HandOverError` with a reason, and the caller fa
 The package needs Python 3.10, Linux and msgspec, and nothing else: it also runs inside the images of engines.
 """
 
-from mmrouter_transfer.ledger import Entry, Ledger, ledger
-from mmrouter_transfer.plain import PlainFile, Plains
-from mmrouter_transfer.pool import Lease, Pool
-from mmrouter_transfer.reader import Reader, View
-from mmrouter_transfer.reclaim import Reclaimed, reclaim
-from mmrouter_transfer.values import DTYPES, Handle, HandOverError, Reason, read_handle
+from mmrouter_handover.shm.handles import DTYPES, Handle, HandOverError, Reason, read_handle
+from mmrouter_handover.shm.ledger import Entry, Ledger, ledger
+from mmrouter_handover.shm.plain_files import PlainFile, Plains
+from mmrouter_handover.shm.pool import Lease, Pool
+from mmrouter_handover.shm.reader import Reader, View
+from mmrouter_handover.shm.reclaim import Reclaimed, reclaim
 
 __all__ = [
     "DTYPES",

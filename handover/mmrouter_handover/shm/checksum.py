@@ -2,7 +2,7 @@
 
 import zlib
 
-from mmrouter_transfer.values import Check
+from mmrouter_handover.shm.handles import Check
 
 SMALL_BYTES = 1 << 16
 STRIDE_WORDS = 8191

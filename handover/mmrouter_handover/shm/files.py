@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mmrouter_transfer.values import HandOverError
+from mmrouter_handover.shm.handles import HandOverError
 
 POOL_PREFIX = "pool-"
 SLOT_PREFIX = "slot-"

@@ -9,11 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from mmrouter_transfer import files, owner
-from mmrouter_transfer.marks import is_plain, plain_state, since_of
-from mmrouter_transfer.sizes import HEADER_BYTES
-from mmrouter_transfer.slot import Page, State, decode_page, state_of
-from mmrouter_transfer.values import HandOverError
+from mmrouter_handover.shm import files
+from mmrouter_handover.shm import pool_owner as owner
+from mmrouter_handover.shm.handles import HandOverError
+from mmrouter_handover.shm.plain_file_marks import is_plain, plain_state, since_of
+from mmrouter_handover.shm.slot import Page, State, decode_page, state_of
+from mmrouter_handover.shm.slot_sizes import HEADER_BYTES
 
 Kind = State | Literal["owner", "unreadable", "other"]
 

@@ -4,9 +4,8 @@ import contextlib
 import mmap
 import os
 
-from mmrouter_transfer import files
-from mmrouter_transfer.sizes import PAGE_BYTES
-from mmrouter_transfer.slot import (
+from mmrouter_handover.shm import files
+from mmrouter_handover.shm.slot import (
     ACKED_AT,
     ACKED_RELEASED,
     GENERATION,
@@ -16,6 +15,7 @@ from mmrouter_transfer.slot import (
     encode_page,
     is_over,
 )
+from mmrouter_handover.shm.slot_sizes import PAGE_BYTES
 
 
 class MappedSlot:

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
-from mmrouter_transfer.files import DRAFT_PREFIX, PLAIN_PREFIX
-from mmrouter_transfer.slot import CLOCK_SLACK_SECONDS, MAX_LEASE_SECONDS
+from mmrouter_handover.shm.files import DRAFT_PREFIX, PLAIN_PREFIX
+from mmrouter_handover.shm.slot import CLOCK_SLACK_SECONDS, MAX_LEASE_SECONDS
 
 PlainState = Literal["writing", "leased", "expired"]
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_transfer import files, owner
-from mmrouter_transfer.marks import plain_name
-from mmrouter_transfer.reclaim import reclaim
-from mmrouter_transfer.room import HIGH_WATER, Room
-from mmrouter_transfer.sizes import file_bytes
-from mmrouter_transfer.slot import LEASE_SECONDS, MAX_LEASE_SECONDS
-from mmrouter_transfer.values import HandOverError
+from mmrouter_handover.shm import files
+from mmrouter_handover.shm import pool_owner as owner
+from mmrouter_handover.shm.handles import HandOverError
+from mmrouter_handover.shm.plain_file_marks import plain_name
+from mmrouter_handover.shm.reclaim import reclaim
+from mmrouter_handover.shm.shared_budget import HIGH_WATER, Room
+from mmrouter_handover.shm.slot import LEASE_SECONDS, MAX_LEASE_SECONDS
+from mmrouter_handover.shm.slot_sizes import file_bytes
 
 PLAIN_MODE = 0o640
 """Readers are other users of the same group, and only read."""

@@ -8,15 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mmrouter_transfer import files, owner
-from mmrouter_transfer.checksum import checksum
-from mmrouter_transfer.mapped import MappedSlot
-from mmrouter_transfer.reclaim import reclaim
-from mmrouter_transfer.room import HIGH_WATER, Room
-from mmrouter_transfer.sizes import PAGE_BYTES, evictions, slot_bytes
-from mmrouter_transfer.slot import LEASE_SECONDS, MAX_LEASE_SECONDS, Header
-from mmrouter_transfer.tidier import TIDIER
-from mmrouter_transfer.values import Check, Handle, HandOverError
+from mmrouter_handover.shm import files
+from mmrouter_handover.shm import pool_owner as owner
+from mmrouter_handover.shm.checksum import checksum
+from mmrouter_handover.shm.handles import Check, Handle, HandOverError
+from mmrouter_handover.shm.idle_release import TIDIER
+from mmrouter_handover.shm.mapped_slot import MappedSlot
+from mmrouter_handover.shm.reclaim import reclaim
+from mmrouter_handover.shm.shared_budget import HIGH_WATER, Room
+from mmrouter_handover.shm.slot import LEASE_SECONDS, MAX_LEASE_SECONDS, Header
+from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, evictions, slot_bytes
 
 
 class Lease:

@@ -6,7 +6,7 @@ import secrets
 
 import msgspec
 
-from mmrouter_transfer import files
+from mmrouter_handover.shm import files
 
 MAX_BYTES = 4096
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")

@@ -7,11 +7,11 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from mmrouter_transfer import files
-from mmrouter_transfer.checksum import checksum
-from mmrouter_transfer.sizes import HEADER_BYTES, PAGE_BYTES, slot_bytes
-from mmrouter_transfer.slot import ACKED_AT, GENERATION, Page, decode_page
-from mmrouter_transfer.values import Handle, HandOverError
+from mmrouter_handover.shm import files
+from mmrouter_handover.shm.checksum import checksum
+from mmrouter_handover.shm.handles import Handle, HandOverError
+from mmrouter_handover.shm.slot import ACKED_AT, GENERATION, Page, decode_page
+from mmrouter_handover.shm.slot_sizes import HEADER_BYTES, PAGE_BYTES, slot_bytes
 
 MAPPED_BYTES = 4 << 30
 MADV_POPULATE_READ = 22

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from mmrouter_transfer import files
-from mmrouter_transfer.ledger import read_page
-from mmrouter_transfer.marks import is_plain, plain_state
-from mmrouter_transfer.slot import MAX_LEASE_SECONDS, state_of
-from mmrouter_transfer.values import HandOverError
+from mmrouter_handover.shm import files
+from mmrouter_handover.shm.handles import HandOverError
+from mmrouter_handover.shm.ledger import read_page
+from mmrouter_handover.shm.plain_file_marks import is_plain, plain_state
+from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS, state_of
 
 
 class Reclaimed(msgspec.Struct, frozen=True):

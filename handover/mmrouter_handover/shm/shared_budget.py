@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mmrouter_transfer.values import HandOverError
+from mmrouter_handover.shm.handles import HandOverError
 
 HIGH_WATER = 0.9
 LOOK_SECONDS = 1.0

@@ -20,8 +20,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from mmrouter_transfer.sizes import HEADER_BYTES
-from mmrouter_transfer.values import Check, Count, HandOverError, Shape, require_layout
+from mmrouter_handover.shm.handles import Check, Count, HandOverError, Shape, require_layout
+from mmrouter_handover.shm.slot_sizes import HEADER_BYTES
 
 VERSION = 1
 MAGIC = b"mmrslot"

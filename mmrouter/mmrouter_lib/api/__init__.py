@@ -1,7 +1,6 @@
 """The resource ``MMRouterDeployment`` (examples/full.yaml) as typed, immutable values."""
 
-from mmrouter.api.accelerator import DEFAULT_BLOCK_SIZE, Accelerator, AcceleratorKind
-from mmrouter.api.deployment import (
+from mmrouter_lib.api.deployment import (
     API_VERSION,
     KIND,
     Metadata,
@@ -12,12 +11,14 @@ from mmrouter.api.deployment import (
     parse_deployment,
     to_json,
 )
-from mmrouter.api.engine import ChatTemplate, Engine, ProcessorOptions
-from mmrouter.api.flags import EngineType
-from mmrouter.api.frontend import ApiKeys, Frontend, Service
-from mmrouter.api.model import Model
-from mmrouter.api.operations import NetworkPolicy, Observability, Sidecar, Verification
-from mmrouter.api.pools import (
+from mmrouter_lib.api.owned_flags import EngineType
+from mmrouter_lib.api.quantity import quantity_bytes, quantity_value
+from mmrouter_lib.api.sections.accelerator import DEFAULT_BLOCK_SIZE, Accelerator, AcceleratorKind
+from mmrouter_lib.api.sections.engine import ChatTemplate, Engine, ProcessorOptions
+from mmrouter_lib.api.sections.frontend import ApiKeys, Frontend, Service
+from mmrouter_lib.api.sections.model import Model
+from mmrouter_lib.api.sections.operations import NetworkPolicy, Observability, Sidecar, Verification
+from mmrouter_lib.api.sections.pools import (
     Autoscaling,
     Parallelism,
     Pool,
@@ -25,10 +26,9 @@ from mmrouter.api.pools import (
     SharedMemory,
     Updates,
 )
-from mmrouter.api.quantity import quantity_bytes, quantity_value
-from mmrouter.api.routing import Media, Routing
-from mmrouter.api.spec import Spec
-from mmrouter.api.status import Condition, FrontendStatus, PoolStatus, RoutingStatus, Status
+from mmrouter_lib.api.sections.routing import Media, Routing
+from mmrouter_lib.api.spec import Spec
+from mmrouter_lib.api.status import Condition, FrontendStatus, PoolStatus, RoutingStatus, Status
 
 __all__ = [
     "API_VERSION",

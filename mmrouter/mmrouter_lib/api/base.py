@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from mmrouter.api.quantity import QUANTITY, quantity_value
-from mmrouter.api.rules import VALIDATIONS, Resource, validation
+from mmrouter_lib.api.quantity import QUANTITY, quantity_value
+from mmrouter_lib.api.rules import VALIDATIONS, Resource, validation
 
 SIZE_SENTENCE = "a size is at least 1 byte"
 

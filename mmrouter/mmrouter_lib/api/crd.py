@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mmrouter.api.base import DNS_LABEL
-from mmrouter.api.deployment import API_VERSION, KIND, NAME_LENGTH
-from mmrouter.api.rules import NO_DEFAULT, VALIDATIONS, Resource, validation
-from mmrouter.api.spec import Spec
-from mmrouter.api.status import Status
+from mmrouter_lib.api.base import DNS_LABEL
+from mmrouter_lib.api.deployment import API_VERSION, KIND, NAME_LENGTH
+from mmrouter_lib.api.rules import NO_DEFAULT, VALIDATIONS, Resource, validation
+from mmrouter_lib.api.spec import Spec
+from mmrouter_lib.api.status import Status
 
 PLURAL: Final = "mmrouterdeployments"
 GROUP, VERSION = API_VERSION.split("/")

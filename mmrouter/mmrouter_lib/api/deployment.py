@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from mmrouter.api.accelerator import DEFAULT_BLOCK_SIZE, DEFAULT_PAGE_SIZE
-from mmrouter.api.base import DNS_LABEL
-from mmrouter.api.pools import Pool
-from mmrouter.api.rules import Resource
-from mmrouter.api.spec import Spec
-from mmrouter.api.status import Status
+from mmrouter_lib.api.base import DNS_LABEL
+from mmrouter_lib.api.rules import Resource
+from mmrouter_lib.api.sections.accelerator import DEFAULT_BLOCK_SIZE, DEFAULT_PAGE_SIZE
+from mmrouter_lib.api.sections.pools import Pool
+from mmrouter_lib.api.spec import Spec
+from mmrouter_lib.api.status import Status
 
 API_VERSION = "mmrouter.io/v1alpha1"
 KIND = "MMRouterDeployment"

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from mmrouter.api.rules import broken, validation
+from mmrouter_lib.api.rules import broken, validation
 
 EngineType = Literal["vllm", "sglang"]
 
@@ -18,11 +18,11 @@ def owned_flags(engine: EngineType) -> Mapping[str, str]:
     # The engine adapters import the models, so the arrow back is taken at call time.
     match engine:
         case "vllm":
-            from mmrouter.engines.vllm_launch import OWNED_FLAGS as OF_VLLM  # noqa: PLC0415
+            from mmrouter_lib.engines.vllm.launch import OWNED_FLAGS as OF_VLLM  # noqa: PLC0415
 
             return OF_VLLM
         case "sglang":
-            from mmrouter.engines.sglang_launch import OWNED_FLAGS as OF_SGLANG  # noqa: PLC0415
+            from mmrouter_lib.engines.sglang.launch import OWNED_FLAGS as OF_SGLANG  # noqa: PLC0415
 
             return OF_SGLANG
 

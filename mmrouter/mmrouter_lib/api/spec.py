@@ -2,15 +2,15 @@
 
 from pydantic import Field, model_validator
 
-from mmrouter.api import flags
-from mmrouter.api.base import by_key
-from mmrouter.api.engine import Engine
-from mmrouter.api.frontend import Frontend
-from mmrouter.api.model import Model
-from mmrouter.api.operations import NetworkPolicy, Observability, Sidecar, Verification
-from mmrouter.api.pools import Pool, Role
-from mmrouter.api.routing import Routing
-from mmrouter.api.rules import Broken, Resource, broken, rule
+from mmrouter_lib.api import owned_flags as flags
+from mmrouter_lib.api.base import by_key
+from mmrouter_lib.api.rules import Broken, Resource, broken, rule
+from mmrouter_lib.api.sections.engine import Engine
+from mmrouter_lib.api.sections.frontend import Frontend
+from mmrouter_lib.api.sections.model import Model
+from mmrouter_lib.api.sections.operations import NetworkPolicy, Observability, Sidecar, Verification
+from mmrouter_lib.api.sections.pools import Pool, Role
+from mmrouter_lib.api.sections.routing import Routing
 
 
 def _any(role: Role) -> str:

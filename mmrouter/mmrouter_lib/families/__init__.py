@@ -5,10 +5,10 @@ A family is a file here with ``MODEL_TYPE`` and ``load``, and a line in :func:`l
 
 from pathlib import Path
 
-from mmrouter.families import llava, llavanext, phi3v, qwen2vl, qwen3vl, qwen25vl
-from mmrouter.families.family import Codec, Family, ImageSizeError, ProcessorLimits
-from mmrouter.families.folder import ModelFolderError, read_json
-from mmrouter.families.layout import Expanded, PlaceholderError, PromptImage, expand_ids
+from mmrouter_lib.families import llava, llavanext, phi3v, qwen2vl, qwen3vl, qwen25vl
+from mmrouter_lib.families.family import Codec, Family, ImageSizeError, ProcessorLimits
+from mmrouter_lib.families.folder import ModelFolderError, read_json
+from mmrouter_lib.families.layout import Expanded, PlaceholderError, PromptImage, expand_ids
 
 __all__ = [
     "Codec",

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmrouter.families.family import ProcessorLimits
-from mmrouter.families.folder import (
+from mmrouter_lib.families.family import ProcessorLimits
+from mmrouter_lib.families.folder import (
     ModelFolderError,
     find_json,
     image_processor,
@@ -19,7 +19,7 @@ from mmrouter.families.folder import (
     non_negative_int,
     positive_int,
 )
-from mmrouter.families.single import SinglePlaceholder
+from mmrouter_lib.families.single_token import SinglePlaceholder
 
 IMAGE_TOKEN_ID, IMAGE_TOKEN = 32000, "<image>"  # the configuration and processor classes' own defaults
 MEDIA_TEXT: Mapping[str, str] = MappingProxyType({"image": IMAGE_TOKEN})

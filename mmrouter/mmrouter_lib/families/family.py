@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from mmrouter.families.layout import Expanded, PromptImage
+from mmrouter_lib.families.layout import Expanded, PromptImage
 
 
 class ImageSizeError(ValueError):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmrouter.families.family import ProcessorLimits
+    from mmrouter_lib.families.family import ProcessorLimits
 
 
 class ModelFolderError(ValueError):

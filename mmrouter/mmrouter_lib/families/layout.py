@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmrouter.blocks import Span
+from mmrouter_lib.block_keys import Span
 
 
 class PlaceholderError(ValueError):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter.families.clip import ClipFamily, load_tower
-from mmrouter.families.family import ImageSizeError, ProcessorLimits
+from mmrouter_lib.families.clip import ClipFamily, load_tower
+from mmrouter_lib.families.family import ImageSizeError, ProcessorLimits
 
 MODEL_TYPE = "llava"
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter.families.clip import ClipFamily, load_tower
-from mmrouter.families.family import ImageSizeError, ProcessorLimits
-from mmrouter.families.folder import ModelFolderError, image_processor
+from mmrouter_lib.families.clip import ClipFamily, load_tower
+from mmrouter_lib.families.family import ImageSizeError, ProcessorLimits
+from mmrouter_lib.families.folder import ModelFolderError, image_processor
 
 MODEL_TYPE = "llava_next"
 DEFAULT_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))

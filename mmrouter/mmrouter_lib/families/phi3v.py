@@ -12,10 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmrouter.blocks import Span
-from mmrouter.families.family import Codec, ImageSizeError, ProcessorLimits
-from mmrouter.families.folder import ModelFolderError, find_json, image_processor, no_limits, positive_int
-from mmrouter.families.layout import Expanded, PlaceholderError, PromptImage, run
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.families.family import Codec, ImageSizeError, ProcessorLimits
+from mmrouter_lib.families.folder import ModelFolderError, find_json, image_processor, no_limits, positive_int
+from mmrouter_lib.families.layout import Expanded, PlaceholderError, PromptImage, run
 
 MODEL_TYPE = "phi3_v"
 TILE = 336

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmrouter.families.family import ProcessorLimits
-from mmrouter.families.folder import ModelFolderError, image_processor, no_limits, positive_int
-from mmrouter.families.resize import smart_resize
-from mmrouter.families.single import SinglePlaceholder
+from mmrouter_lib.families.family import ProcessorLimits
+from mmrouter_lib.families.folder import ModelFolderError, image_processor, no_limits, positive_int
+from mmrouter_lib.families.resize import smart_resize
+from mmrouter_lib.families.single_token import SinglePlaceholder
 
 # The processor class's own defaults, for keys that preprocessor_config.json leaves out.
 DEFAULT_PATCH, DEFAULT_MERGE, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280

@@ -1,6 +1,6 @@
 """Qwen2.5-VL: the image processor of Qwen2-VL; windowed attention does not change the number of tokens."""
 
-from mmrouter.families.qwen import load_qwen as load
+from mmrouter_lib.families.qwen import load_qwen as load
 
 __all__ = ["MODEL_TYPE", "load"]
 

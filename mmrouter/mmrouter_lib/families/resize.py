@@ -6,7 +6,7 @@ the floating-point operations is part of the rule, because a last bit decides a 
 
 import math
 
-from mmrouter.families.family import ImageSizeError
+from mmrouter_lib.families.family import ImageSizeError
 
 MAX_ASPECT = 200
 

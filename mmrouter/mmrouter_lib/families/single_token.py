@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from mmrouter.families.family import Codec
-from mmrouter.families.folder import ModelFolderError
-from mmrouter.families.layout import Expanded, PromptImage, expand_ids
+from mmrouter_lib.families.family import Codec
+from mmrouter_lib.families.folder import ModelFolderError
+from mmrouter_lib.families.layout import Expanded, PromptImage, expand_ids
 
 
 class SinglePlaceholder:

@@ -1,9 +1,9 @@
 """Chat messages -> the exact token ids an engine computes with, and where each image stands in them."""
 
-from mmrouter.families import Expanded, PlaceholderError, PromptImage, expand_ids
-from mmrouter.prompt.errors import TemplateError
-from mmrouter.prompt.prompter import Prompter
-from mmrouter.prompt.request import render_arguments
+from mmrouter_lib.families import Expanded, PlaceholderError, PromptImage, expand_ids
+from mmrouter_lib.prompt.errors import TemplateError
+from mmrouter_lib.prompt.prompter import Prompter
+from mmrouter_lib.prompt.render_arguments import render_arguments
 
 __all__ = [
     "Expanded",

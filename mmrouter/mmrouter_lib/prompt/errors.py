@@ -1,6 +1,6 @@
 """What can be wrong with a prompt. Both are the client's: an answer of 400."""
 
-from mmrouter.families import PlaceholderError
+from mmrouter_lib.families import PlaceholderError
 
 __all__ = ["PlaceholderError", "TemplateError"]
 

@@ -12,7 +12,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mmrouter.prompt.content import ContentFormat, content_format
+from mmrouter_lib.prompt.content_format import ContentFormat, content_format
 
 
 @dataclass(frozen=True, slots=True)

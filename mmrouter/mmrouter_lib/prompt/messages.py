@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrouter.prompt.content import ContentFormat
-from mmrouter.prompt.errors import PlaceholderError, TemplateError
+from mmrouter_lib.prompt.content_format import ContentFormat
+from mmrouter_lib.prompt.errors import PlaceholderError, TemplateError
 
 _TEXT_FIELD = {
     "text": "text",

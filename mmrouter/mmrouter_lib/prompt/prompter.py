@@ -9,13 +9,13 @@ from typing import Any, Self
 import jinja2
 from tokenizers import Tokenizer
 
-from mmrouter.families import Codec, Expanded, Family, ModelFolderError, PromptImage
-from mmrouter.families.folder import find_json
-from mmrouter.prompt.environment import Compiled, compile_template
-from mmrouter.prompt.errors import TemplateError
-from mmrouter.prompt.messages import conversation, normal_tools, without_developer
-from mmrouter.prompt.sources import Templates, find_templates
-from mmrouter.prompt.tokens import TokenizerCodec, load_tokenizer, special_tokens
+from mmrouter_lib.families import Codec, Expanded, Family, ModelFolderError, PromptImage
+from mmrouter_lib.families.folder import find_json
+from mmrouter_lib.prompt.errors import TemplateError
+from mmrouter_lib.prompt.jinja_environment import Compiled, compile_template
+from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
+from mmrouter_lib.prompt.template_source import Templates, find_templates
+from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 
 _OURS = frozenset({"messages", "conversation", "chat_template", "return_assistant_tokens_mask"})
 """Names in ``chat_template_kwargs`` that the engine answers with 400: they would replace the request's own parts."""
@@ -73,7 +73,7 @@ class Prompter:
 
         ``tools`` and ``documents`` within ``chat_template_kwargs`` count as they do for vLLM: the former replace the
         request's, the latter only fill in. Raises :class:`TemplateError`, also with the template's own refusal, and
-        :class:`PlaceholderError` as :func:`~mmrouter.prompt.messages.conversation` does.
+        :class:`PlaceholderError` as :func:`~mmrouter_lib.prompt.messages.conversation` does.
         """
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message and add_generation_prompt cannot both be true")

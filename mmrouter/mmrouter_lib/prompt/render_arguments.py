@@ -5,7 +5,7 @@ from typing import Any
 
 from jinja2.defaults import DEFAULT_NAMESPACE
 
-from mmrouter.prompt.errors import TemplateError
+from mmrouter_lib.prompt.errors import TemplateError
 
 REPLACING = ("messages", "conversation", "chat_template", "return_assistant_tokens_mask")
 """Names in ``chat_template_kwargs`` that would replace the request's own parts; the engine answers them with 400."""

@@ -8,9 +8,9 @@ from typing import Any, Self
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from mmrouter.families.folder import ModelFolderError
-from mmrouter.prompt.errors import TemplateError
-from mmrouter.prompt.segments import SegmentCache
+from mmrouter_lib.families.folder import ModelFolderError
+from mmrouter_lib.prompt.errors import TemplateError
+from mmrouter_lib.prompt.segment_cache import SegmentCache
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from mmrouter_operator.observe import (
+from mmrouter_operator.model.credentials import SecretError, read_secret
+from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.snapshot import (
     ChildView,
     Key,
     PodView,
@@ -21,10 +23,8 @@ from mmrouter_operator.observe import (
     pod_view,
     revision_view,
 )
-from mmrouter_operator.ref import RESOURCE
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL
 from mmrouter_operator.render.secret import SecretData
-from mmrouter_operator.secrets import SecretError, read_secret
 
 _VOLATILE = ("resourceVersion", "generation", "managedFields", "uid", "creationTimestamp", "selfLink")
 _CONTROLLERS = "deployment.kubernetes.io/"

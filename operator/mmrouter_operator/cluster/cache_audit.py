@@ -9,10 +9,10 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from mmrouter_operator.apply import ApiError, Cluster
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.observe import Key
-from mmrouter_operator.ref import MANAGED_BY, RESOURCE
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.client import ApiError, Cluster
+from mmrouter_operator.model.refs import MANAGED_BY, RESOURCE
+from mmrouter_operator.model.snapshot import Key
 
 log = logging.getLogger(__name__)
 

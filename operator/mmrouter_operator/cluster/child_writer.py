@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter_operator.apply import ApiError, Cluster, Refused
-from mmrouter_operator.cache import Cache, content_of
-from mmrouter_operator.clock import boot_time
+from mmrouter_operator.boot_clock import boot_time
+from mmrouter_operator.cluster.cache import Cache, content_of
+from mmrouter_operator.cluster.client import ApiError, Cluster, Refused
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.observe import ChildView, Key
-from mmrouter_operator.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.model.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
+from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.model.snapshot import ChildView, Key
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL
 
 log = logging.getLogger(__name__)

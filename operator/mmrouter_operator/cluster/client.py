@@ -17,9 +17,9 @@ import aiohttp
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
-from mmrouter_operator.observe import PodView
-from mmrouter_operator.ref import KINDS, OPTIONAL_CHILDREN, RESOURCE, Ref
-from mmrouter_operator.render.capabilities import Capabilities
+from mmrouter_operator.model.capabilities import Capabilities
+from mmrouter_operator.model.refs import KINDS, OPTIONAL_CHILDREN, RESOURCE, Ref
+from mmrouter_operator.model.snapshot import PodView
 
 MANAGER = "mmrouter-operator"
 GATE_MANAGER = "mmrouter-operator-gates"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from mmrouter_operator.observe import FrontendReport, Key
+from mmrouter_operator.model.snapshot import FrontendReport, Key
 
 log = logging.getLogger("mmrouter.operator.streams")
 

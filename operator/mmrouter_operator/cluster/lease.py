@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict, NotFound, Object
-from mmrouter_operator.clock import boot_time
-from mmrouter_operator.ref import KINDS, Ref
+from mmrouter_operator.boot_clock import boot_time
+from mmrouter_operator.cluster.client import AlreadyThere, ApiError, Cluster, Conflict, NotFound, Object
+from mmrouter_operator.model.refs import KINDS, Ref
 
 log = logging.getLogger(__name__)
 

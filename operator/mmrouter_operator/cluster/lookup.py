@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 
-from mmrouter_operator.apply import Cluster, Refused
-from mmrouter_operator.clock import boot_time
-from mmrouter_operator.observe import Missing
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.boot_clock import boot_time
+from mmrouter_operator.cluster.client import Cluster, Refused
+from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.model.snapshot import Missing
 
 KNOWN_FOR = 60.0
 """Seconds for which an object that was there is taken to be there."""

@@ -14,7 +14,7 @@ import kopf
 # Given to kopf by a parameter of its own, and the only way to learn which kinds it found: it merely logs the others.
 from kopf._cogs.structs.references import Insights
 
-from mmrouter_operator.ref import KINDS
+from mmrouter_operator.model.refs import KINDS
 
 
 class WatchError(Exception):

@@ -8,10 +8,10 @@ from typing import Any
 
 import kopf
 
-from mmrouter_operator.audit import Audit
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.observe import Key
-from mmrouter_operator.ref import CHILDREN, KINDS, MANAGED_BY, RESOURCE
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.cache_audit import Audit
+from mmrouter_operator.model.refs import CHILDREN, KINDS, MANAGED_BY, RESOURCE
+from mmrouter_operator.model.snapshot import Key
 
 WATCHED = (RESOURCE, *CHILDREN, "Pod")
 """Watched in every cluster; optional children join where their API is served."""

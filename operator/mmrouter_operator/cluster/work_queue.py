@@ -11,7 +11,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from mmrouter_operator.observe import Key
+from mmrouter_operator.model.snapshot import Key
 
 log = logging.getLogger(__name__)
 

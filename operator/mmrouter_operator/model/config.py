@@ -8,7 +8,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-import mmrouter
+import mmrouter_lib as mmrouter
 
 
 def _cidr(value: str) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from mmrouter.api.crd import definition
-from mmrouter.api.deployment import KIND
+from mmrouter_lib.api.crd import definition
+from mmrouter_lib.api.deployment import KIND
 
 Object = dict[str, Any]
 

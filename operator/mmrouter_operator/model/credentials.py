@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from mmrouter.identity import KEY_BYTES
+from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_operator.render.secret import SecretData
 
 _CURVE_CHARACTERS = 40

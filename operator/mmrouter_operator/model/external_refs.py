@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter_operator.ref import KINDS, Ref
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.refs import KINDS, Ref
 
 Reference = tuple[Ref, str]
 """An object, and the field that names it."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render.capabilities import Capabilities
+from mmrouter_operator.model.capabilities import Capabilities
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
 from mmrouter_operator.render.secret import SecretData
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter_operator.observe import ChildView, DeploymentView, Snapshot
+from mmrouter_operator.model.snapshot import ChildView, DeploymentView, Snapshot
+from mmrouter_operator.planning.rollout import Blocked, Rollout
 from mmrouter_operator.render.common import POOL_LABEL
-from mmrouter_operator.rollout import Blocked, Rollout
 
 MANAGER = "mmrouter-operator"
 """Field manager of everything that is applied."""

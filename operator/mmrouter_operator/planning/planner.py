@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mmrouter_operator.departures import departed, rendered_name
-from mmrouter_operator.draft import (
+from mmrouter_operator.model.snapshot import DeploymentView, Snapshot
+from mmrouter_operator.planning.plan_draft import (
     MANAGER,
     Draft,
     Step,
@@ -28,9 +28,9 @@ from mmrouter_operator.draft import (
     with_replicas,
     without_scaler,
 )
-from mmrouter_operator.observe import DeploymentView, Snapshot
-from mmrouter_operator.revisions import stored_template, surplus_revisions
-from mmrouter_operator.rollout import (
+from mmrouter_operator.planning.pool_set_rollout import in_set, plan_set
+from mmrouter_operator.planning.removed_pools import departed, rendered_name
+from mmrouter_operator.planning.rollout import (
     STAGES,
     Blocked,
     Complete,
@@ -44,7 +44,7 @@ from mmrouter_operator.rollout import (
     strategy,
     template_hash,
 )
-from mmrouter_operator.set_rollout import in_set, plan_set
+from mmrouter_operator.planning.template_revisions import stored_template, surplus_revisions
 
 __all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Plan", "Progress", "Prune", "Rollout", "Step", "plan"]
 

@@ -15,8 +15,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mmrouter_operator import sets
-from mmrouter_operator.draft import (
+from mmrouter_operator.model.snapshot import COMPATIBILITY, SET_TARGET, DeploymentView, Snapshot
+from mmrouter_operator.planning import pool_set_steps as sets
+from mmrouter_operator.planning.plan_draft import (
     MANAGER,
     Draft,
     Step,
@@ -27,11 +28,10 @@ from mmrouter_operator.draft import (
     with_replicas,
     without_scaler,
 )
-from mmrouter_operator.observe import COMPATIBILITY, SET_TARGET, DeploymentView, Snapshot
+from mmrouter_operator.planning.rollout import Blocked, Rollout, assess, pool_of, role_of, strategy, template_hash
+from mmrouter_operator.planning.template_revisions import stored_template
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL
-from mmrouter_operator.render.inputs import SET_ROLES
-from mmrouter_operator.revisions import stored_template
-from mmrouter_operator.rollout import Blocked, Rollout, assess, pool_of, role_of, strategy, template_hash
+from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
 DIGITS = 8
 

@@ -13,8 +13,8 @@ must not take the service down with it.
 
 from collections.abc import Mapping, Sequence
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter_operator.observe import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
 from mmrouter_operator.render.common import FRONTEND_ROLE
 
 HEARING_SECONDS = 30.0

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmrouter_operator.draft import Draft, Step, ours
-from mmrouter_operator.observe import DeploymentView, Snapshot
-from mmrouter_operator.rollout import STAGES, Blocked, Rollout, pool_of, strategy
+from mmrouter_operator.model.snapshot import DeploymentView, Snapshot
+from mmrouter_operator.planning.plan_draft import Draft, Step, ours
+from mmrouter_operator.planning.rollout import STAGES, Blocked, Rollout, pool_of, strategy
 
 
 def departed(deployments: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft: Draft) -> list[DeploymentView]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_operator.observe import RENDERING_HASH, DeploymentView, PodView, Snapshot
+from mmrouter_operator.model.snapshot import RENDERING_HASH, DeploymentView, PodView, Snapshot
 from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL
 
 IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})

@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_operator.draft import MANAGER
-from mmrouter_operator.observe import ChildView, DeploymentView, Snapshot, child_view, deployment_view, revision_view
-from mmrouter_operator.plan import Blocked, Complete, Outcome, Plan, Step, plan
-from mmrouter_operator.rollout import pool_of
+from mmrouter_operator.model.snapshot import (
+    ChildView,
+    DeploymentView,
+    Snapshot,
+    child_view,
+    deployment_view,
+    revision_view,
+)
+from mmrouter_operator.planning.plan_draft import MANAGER
+from mmrouter_operator.planning.planner import Blocked, Complete, Outcome, Plan, Step, plan
+from mmrouter_operator.planning.rollout import pool_of
 
 ROUNDS = 10_000
 """Steps after which a rehearsal gives up; a thousand replicas that move one by one need fewer."""

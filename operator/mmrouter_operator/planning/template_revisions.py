@@ -11,12 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrouter import __version__
-from mmrouter.api import MMRouterDeployment
-from mmrouter_operator.observe import COMPATIBILITY, RENDERING_HASH, RevisionView, Snapshot
+from mmrouter_lib import __version__
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.snapshot import COMPATIBILITY, RENDERING_HASH, RevisionView, Snapshot
+from mmrouter_operator.planning.rollout import pods_of, pool_of, role_of, template_hash
 from mmrouter_operator.render.common import TEMPLATE_HASH, object_metadata
-from mmrouter_operator.render.inputs import SET_ROLES
-from mmrouter_operator.rollout import pods_of, pool_of, role_of, template_hash
+from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
 ADOPT = "mmrouter.io/adopt"
 """Annotation of the resource: ``"true"``, or the operator version whose rendering may replace the kept one."""

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render.capabilities import Capabilities
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.model.capabilities import Capabilities
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.configmap import render_configmap
 from mmrouter_operator.render.frontend import frontend_template, render_frontend
 from mmrouter_operator.render.hpa import render_hpas
@@ -38,7 +38,7 @@ def render(
     """Return the children of a deployment, in the order to apply them: what pods need comes before the pods.
 
     ``capabilities`` is what the cluster serves beyond the core, ``config`` what the site told the operator.
-    Raises ``mmrouter.api.SpecError`` that names the field which this release cannot render.
+    Raises ``mmrouter_lib.api.SpecError`` that names the field which this release cannot render.
     """
     keys = fingerprint(secrets)
     children = [

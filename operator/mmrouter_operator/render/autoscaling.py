@@ -3,9 +3,9 @@
 from decimal import Decimal
 from typing import Any, Final, Literal
 
-from mmrouter.api import MMRouterDeployment, Pool, Role
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render.capabilities import KEDA_API, POD_METRICS_APIS, Capabilities
+from mmrouter_lib.api import MMRouterDeployment, Pool, Role
+from mmrouter_operator.model.capabilities import KEDA_API, POD_METRICS_APIS, Capabilities
+from mmrouter_operator.model.config import OperatorConfig
 
 Scaler = Literal["HorizontalPodAutoscaler", "ScaledObject"]
 

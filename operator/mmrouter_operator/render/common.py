@@ -4,10 +4,10 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter.api.base import Resources
-from mmrouter.api.paths import CONFIG_DIR, MODEL_DIR
-from mmrouter_operator.render.shape import volume_faults
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_lib.api.base import Resources
+from mmrouter_lib.api.paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_operator.render.pod.template_types import volume_faults
 
 USER = 65532
 DEPLOYMENT_LABEL = "mmrouter.io/deployment"
@@ -15,7 +15,7 @@ POOL_LABEL = "mmrouter.io/pool"
 ROLE_LABEL = "mmrouter.io/role"
 FRONTEND_ROLE = "frontend"
 TEMPLATE_HASH = "mmrouter.io/template-hash"
-"""Annotation of pod templates: the hash of what they are made from (:mod:`mmrouter_operator.render.inputs`)."""
+"""Annotation of pod templates: the hash of their inputs (:mod:`mmrouter_operator.render.pod.template_inputs`)."""
 COMPATIBILITY = "mmrouter.io/compatibility"
 """Label of engine pods; engines with equal values can read each other's KV blocks."""
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_operator.render.common import config_name, object_metadata
 
 
@@ -11,7 +11,7 @@ def render_configmap(dep: MMRouterDeployment) -> dict[str, Any]:
     """Return the ConfigMap.
 
     Its name is fixed: the number of replicas is part of the resource, and a new name would restart every engine when it
-    changes. What does need a restart is told by :mod:`mmrouter_operator.render.inputs`.
+    changes. What does need a restart is told by :mod:`mmrouter_operator.render.pod.template_inputs`.
     """
     return {
         "apiVersion": "v1",

@@ -7,7 +7,7 @@ from ipaddress import IPv4Network, IPv6Network
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from mmrouter.api import SpecError
+from mmrouter_lib.api import SpecError
 
 Network = IPv4Network | IPv6Network
 

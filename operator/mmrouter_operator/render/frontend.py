@@ -2,12 +2,13 @@
 
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter.api.paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, placement, probes, shared_memory
-from mmrouter_operator.render.inputs import frontend_inputs
-from mmrouter_operator.render.owned import Finished, finish
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_lib.api.paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.render import common
+from mmrouter_operator.render.pod import placement, probes, shared_memory
+from mmrouter_operator.render.pod.template_inputs import frontend_inputs
+from mmrouter_operator.render.pod.template_overlay import Finished, finish
 from mmrouter_operator.render.secret import ROUTER_ITEMS
 from mmrouter_operator.render.serviceaccount import frontend_account
 

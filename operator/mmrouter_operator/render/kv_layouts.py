@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool, block_size_of
-from mmrouter.engines import adapter
-from mmrouter.engines.launching import chosen_flags
-from mmrouter_operator.render.inputs import SET_ROLES
+from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.launch import chosen_flags
+from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
 LAYOUT: Final = "mmrouter.io/kv-layout"
 """Label of prefill and decode pods where not all of a deployment are alike; only equal ones are paired."""

@@ -7,10 +7,10 @@ one of their own beside these. Kubelets reach the pods of their node whatever a 
 from collections.abc import Sequence
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Role
-from mmrouter.engines.launching import BOOTSTRAP_PORT, SIDE_CHANNEL_PORT
-from mmrouter.engines.launching import HTTP_PORT as ENGINE_PORT
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, Role
+from mmrouter_lib.engines.base.launch import BOOTSTRAP_PORT, SIDE_CHANNEL_PORT
+from mmrouter_lib.engines.base.launch import HTTP_PORT as ENGINE_PORT
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.common import METRICS_PORT, frontend_name, object_metadata
 from mmrouter_operator.render.destinations import anywhere, collector, host_and_port, public, ranges
 from mmrouter_operator.render.frontend import CONTROL_PORT, HTTP_PORT

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, Pool
+from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL, frontend_name, object_metadata
 from mmrouter_operator.render.selectors import Selector, frontend_pods, pool_pods
 

@@ -3,8 +3,8 @@
 import re
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Role
-from mmrouter_operator.render.capabilities import POD_MONITOR_API, Capabilities
+from mmrouter_lib.api import MMRouterDeployment, Role
+from mmrouter_operator.model.capabilities import POD_MONITOR_API, Capabilities
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL, frontend_name, object_metadata
 from mmrouter_operator.render.selectors import Selector, engine_pods, frontend_pods
 

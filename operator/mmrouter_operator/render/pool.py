@@ -5,17 +5,19 @@ Renderers have no cache, so they have no sidecar: the frontends ask them and see
 
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool
-from mmrouter.engines.launching import takes_plugin
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, placement, plugin, probes, shared_memory
-from mmrouter_operator.render.engine import engine, engine_image, startup_seconds
-from mmrouter_operator.render.inputs import compatibility, kv_layout, partners, pool_inputs
-from mmrouter_operator.render.layouts import layout_label
-from mmrouter_operator.render.owned import Finished, finish
+from mmrouter_lib.api import MMRouterDeployment, Pool
+from mmrouter_lib.engines.base.launch import takes_plugin
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.render import common
+from mmrouter_operator.render.kv_layouts import layout_label
+from mmrouter_operator.render.pod import handover_plugin as plugin
+from mmrouter_operator.render.pod import placement, probes, shared_memory
+from mmrouter_operator.render.pod.engine import engine, engine_image, startup_seconds
+from mmrouter_operator.render.pod.sidecar import FEED_PORT, FEED_REQUESTS_PORT, sidecar
+from mmrouter_operator.render.pod.template_inputs import compatibility, kv_layout, partners, pool_inputs
+from mmrouter_operator.render.pod.template_overlay import Finished, finish
 from mmrouter_operator.render.secret import SIDECAR_ITEMS
 from mmrouter_operator.render.serviceaccount import engine_account
-from mmrouter_operator.render.sidecar import FEED_PORT, FEED_REQUESTS_PORT, sidecar
 
 __all__ = ["FEED_PORT", "FEED_REQUESTS_PORT", "pool_template", "render_pool"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
+from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.render.common import object_metadata
 from mmrouter_operator.render.role import frontend_role
 from mmrouter_operator.render.serviceaccount import frontend_account

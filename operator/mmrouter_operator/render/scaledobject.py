@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, Pool
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, Pool
+from mmrouter_operator.model.capabilities import KEDA_API, Capabilities
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.autoscaling import METRICS, scale_down, scaled_pools
-from mmrouter_operator.render.capabilities import KEDA_API, Capabilities
 from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL, object_metadata
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL
 

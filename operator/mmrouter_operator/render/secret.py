@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
+from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.render.common import object_metadata, secret_name
 
 ROUTER_ITEMS = (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, Pool, Role
+from mmrouter_lib.api import MMRouterDeployment, Pool, Role
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, FRONTEND_ROLE, POOL_LABEL, ROLE_LABEL
 
 Selector = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
+from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.render.common import object_metadata
 from mmrouter_operator.render.frontend import frontend_selector
 

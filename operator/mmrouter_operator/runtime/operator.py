@@ -13,21 +13,22 @@ from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-import mmrouter
-from mmrouter_operator import connect, handlers
-from mmrouter_operator.apply import ApiError, Fenced, KubernetesCluster
-from mmrouter_operator.audit import Audit
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.leader import Leader, Timing
+import mmrouter_lib as mmrouter
+from mmrouter_operator.cluster import connection as connect
+from mmrouter_operator.cluster import watches as handlers
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.cache_audit import Audit
+from mmrouter_operator.cluster.client import ApiError, Fenced, KubernetesCluster
+from mmrouter_operator.cluster.frontend_streams import Streams
+from mmrouter_operator.cluster.lease import Leader, Timing
+from mmrouter_operator.cluster.watch_tasks import Watching
+from mmrouter_operator.cluster.work_queue import Workers
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.observe import Key
-from mmrouter_operator.queue import Workers
-from mmrouter_operator.reconcile import Reconciler
-from mmrouter_operator.ref import KINDS, OPTIONAL_CHILDREN, RESOURCE
-from mmrouter_operator.render.capabilities import Capabilities
-from mmrouter_operator.streams import Streams
-from mmrouter_operator.watching import Watching
+from mmrouter_operator.model.capabilities import Capabilities
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.refs import KINDS, OPTIONAL_CHILDREN, RESOURCE
+from mmrouter_operator.model.snapshot import Key
+from mmrouter_operator.runtime.reconciler import Reconciler
 
 log = logging.getLogger(__name__)
 

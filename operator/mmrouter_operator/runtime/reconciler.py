@@ -5,30 +5,36 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter.api.deployment import NO_SUCH_FIELD
-from mmrouter_operator.apply import AlreadyThere, ApiError, Cluster, Conflict, Deposed, NotFound, Object
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.children import Children, Written, taken
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.gates import gates, is_verified, told_of
-from mmrouter_operator.lookup import LOOK_AGAIN, Lookup
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter_lib.api.deployment import NO_SUCH_FIELD
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.child_writer import Children, Written, taken
+from mmrouter_operator.cluster.client import AlreadyThere, ApiError, Cluster, Conflict, Deposed, NotFound, Object
+from mmrouter_operator.cluster.frontend_streams import Streams
+from mmrouter_operator.cluster.lookup import LOOK_AGAIN, Lookup
+from mmrouter_operator.cluster.work_queue import Gone, Retry
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.newer import schema_in, without_defaults
-from mmrouter_operator.observe import Key, Missing, Snapshot
-from mmrouter_operator.plan import Plan, plan
-from mmrouter_operator.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, SECRET_MALFORMED, SECRET_RECREATED, Problem
-from mmrouter_operator.queue import Gone, Retry
-from mmrouter_operator.ref import KINDS, Ref
-from mmrouter_operator.references import references
+from mmrouter_operator.model.capabilities import Capabilities
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.crd_skew import schema_in, without_defaults
+from mmrouter_operator.model.credentials import SecretError, new_secret_data, read_secret
+from mmrouter_operator.model.external_refs import references
+from mmrouter_operator.model.problems import (
+    CHILD_NAME_TAKEN,
+    CHILD_REFUSED,
+    SECRET_MALFORMED,
+    SECRET_RECREATED,
+    Problem,
+)
+from mmrouter_operator.model.refs import KINDS, Ref
+from mmrouter_operator.model.snapshot import Key, Missing, Snapshot
+from mmrouter_operator.planning.planner import Plan, plan
+from mmrouter_operator.planning.readiness_gates import gates, is_verified, told_of
+from mmrouter_operator.planning.template_revisions import adopts, choose_templates
 from mmrouter_operator.render import render
-from mmrouter_operator.render.capabilities import Capabilities
 from mmrouter_operator.render.common import FRONTEND_ROLE, secret_name
 from mmrouter_operator.render.secret import SecretData, render_secret
-from mmrouter_operator.revisions import adopts, choose_templates
-from mmrouter_operator.secrets import SecretError, new_secret_data, read_secret
-from mmrouter_operator.statuses import Statuses
-from mmrouter_operator.streams import Streams
+from mmrouter_operator.status.writer import Statuses
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,24 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter_operator import verdicts
-from mmrouter_operator.conditions import Condition
-from mmrouter_operator.draft import taken
-from mmrouter_operator.gates import all_heard, is_routable, is_verified, ready_frontends, told_of, voices
-from mmrouter_operator.observe import ROUTABLE, VERIFIED, PodView, Snapshot
-from mmrouter_operator.plan import Plan
-from mmrouter_operator.problems import Problem
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.model.problems import Problem
+from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, PodView, Snapshot
+from mmrouter_operator.planning.plan_draft import taken
+from mmrouter_operator.planning.planner import Plan
+from mmrouter_operator.planning.readiness_gates import (
+    all_heard,
+    is_routable,
+    is_verified,
+    ready_frontends,
+    told_of,
+    voices,
+)
+from mmrouter_operator.planning.rollout import Blocked, Rollout, pods_of
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL
-from mmrouter_operator.rollout import Blocked, Rollout, pods_of
-from mmrouter_operator.transitions import Transition, transitions
+from mmrouter_operator.status import condition_rules as verdicts
+from mmrouter_operator.status.conditions import Condition
+from mmrouter_operator.status.transitions import Transition, transitions
 
 __all__ = ["Transition", "status_of", "status_of_failure", "transitions", "urgent"]
 

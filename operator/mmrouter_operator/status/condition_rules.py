@@ -5,21 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter_operator import conditions as c
-from mmrouter_operator.chain import of_chain
-from mmrouter_operator.conditions import Condition, condition
-from mmrouter_operator.gates import is_verified, ready_frontends, told_of, voices
-from mmrouter_operator.observe import Snapshot
-from mmrouter_operator.plan import Plan
-from mmrouter_operator.pressure import of_pressure
-from mmrouter_operator.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
+from mmrouter_operator.model.snapshot import Snapshot
+from mmrouter_operator.planning.planner import Plan
+from mmrouter_operator.planning.readiness_gates import is_verified, ready_frontends, told_of, voices
+from mmrouter_operator.planning.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
 from mmrouter_operator.render import overridden
-from mmrouter_operator.render.inputs import SET_ROLES
-from mmrouter_operator.render.layouts import unequal
+from mmrouter_operator.render.kv_layouts import unequal
+from mmrouter_operator.render.pod.pod_security import violations
+from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable
-from mmrouter_operator.render.podsecurity import violations
-from mmrouter_operator.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
+from mmrouter_operator.status import conditions as c
+from mmrouter_operator.status.conditions import Condition, condition
+from mmrouter_operator.status.pipeline_condition import of_chain
+from mmrouter_operator.status.shared_memory_condition import of_pressure
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 GROUPS: Mapping[str, frozenset[str]] = {

@@ -7,13 +7,13 @@ that serves and is not Ready yet, is no reason to guess otherwise.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter_operator import conditions as c
-from mmrouter_operator.conditions import Condition, condition
-from mmrouter_operator.gates import ready_frontends, voices
-from mmrouter_operator.observe import Snapshot
-from mmrouter_operator.plan import Plan
-from mmrouter_operator.rollout import Progress
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.snapshot import Snapshot
+from mmrouter_operator.planning.planner import Plan
+from mmrouter_operator.planning.readiness_gates import ready_frontends, voices
+from mmrouter_operator.planning.rollout import Progress
+from mmrouter_operator.status import conditions as c
+from mmrouter_operator.status.conditions import Condition, condition
 
 ROLES: Final = frozenset({"encoder", "prefill", "decode"})
 """Those that do one stage. Where there is none the condition is left out."""

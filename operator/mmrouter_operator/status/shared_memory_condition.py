@@ -7,11 +7,11 @@ is changes with every request. The bit has a wide gap between on and off, so the
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter_operator import conditions as c
-from mmrouter_operator.conditions import Condition, condition
-from mmrouter_operator.gates import ready_frontends, told_of, voices
-from mmrouter_operator.observe import Snapshot
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.snapshot import Snapshot
+from mmrouter_operator.planning.readiness_gates import ready_frontends, told_of, voices
+from mmrouter_operator.status import conditions as c
+from mmrouter_operator.status.conditions import Condition, condition
 
 
 def of_pressure(dep: MMRouterDeployment, snapshot: Snapshot, last: Mapping[str, Any] | None) -> Condition | None:

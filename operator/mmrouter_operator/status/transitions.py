@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mmrouter_operator import conditions as c
+from mmrouter_operator.status import conditions as c
 
 ACTION: Final = "Reconcile"
 

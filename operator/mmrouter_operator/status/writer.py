@@ -4,16 +4,17 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter_operator.apply import ApiError, Cluster, Object, Refused
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.children import Written
-from mmrouter_operator.clock import boot_time
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.boot_clock import boot_time
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.child_writer import Written
+from mmrouter_operator.cluster.client import ApiError, Cluster, Object, Refused
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.observe import Key, Snapshot
-from mmrouter_operator.plan import Plan
-from mmrouter_operator.ref import RESOURCE
-from mmrouter_operator.status import Status, status_of, status_of_failure, transitions, urgent
+from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.snapshot import Key, Snapshot
+from mmrouter_operator.planning.planner import Plan
+from mmrouter_operator.status.builder import Status, status_of, status_of_failure, urgent
+from mmrouter_operator.status.transitions import transitions
 
 log = logging.getLogger(__name__)
 

@@ -14,25 +14,25 @@ from typing import Any, cast, get_args
 from blake3 import blake3
 from prometheus_client import Counter
 
-from mmrouter.api import EngineType
-from mmrouter.engines import adapter
-from mmrouter.identity import to_wire
-from mmrouter_router.client import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
-from mmrouter_router.decisions import Counts, Decisions, Trace, seen_afterwards
-from mmrouter_router.errors import OVERLOADED, RequestError
-from mmrouter_router.exchange import ERROR_LIMIT, Reply
-from mmrouter_router.forward import Forwarder
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.core.errors import OVERLOADED, RequestError
+from mmrouter_router.core.request_ids import RequestIds
+from mmrouter_router.dispatch.exchange import ERROR_LIMIT, Reply
+from mmrouter_router.dispatch.forwarder import Forwarder
+from mmrouter_router.explain.decisions import Counts, Decisions, Trace, seen_afterwards
+from mmrouter_router.http.body_budget import Held, Room
+from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
+from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
 from mmrouter_router.intake.body import Raw
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
-from mmrouter_router.prepare import Prepared, Preparer
-from mmrouter_router.requestid import RequestIds
-from mmrouter_router.room import Held, Room
-from mmrouter_router.schedule import Policy
-from mmrouter_router.tenants import Tenant, Tenants
-from mmrouter_router.tracing import NO_TRACING, Tracing, enter, failure_of, outcome, passed_on, stage
-from mmrouter_router.upstream import UpstreamError
+from mmrouter_router.intake.tenants import Tenant, Tenants
+from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.request.prepare import Prepared, Preparer
+from mmrouter_router.scheduling.scoring import Policy
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing, enter, failure_of, outcome, passed_on, stage
 
 log = logging.getLogger("mmrouter.chat")
 

@@ -11,22 +11,22 @@ from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import Counter
 
-from mmrouter.prompt import Prompter
-from mmrouter_router.chat import Chat
-from mmrouter_router.decisions import Decisions, Trace, trace_of
-from mmrouter_router.discovery import Peer
-from mmrouter_router.errors import RequestError
-from mmrouter_router.evidence import verdict_json
-from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.outgoing import CHAT
-from mmrouter_router.pairs import choose
-from mmrouter_router.place import NoWorkerError, Placer
-from mmrouter_router.rendered import rendering_json
-from mmrouter_router.renderer import Renderer
-from mmrouter_router.sampling import Sampler
-from mmrouter_router.stages import Stages
-from mmrouter_router.stream import events
-from mmrouter_router.tenants import DEFAULT
+from mmrouter_lib.prompt import Prompter
+from mmrouter_router.api.chat import Chat
+from mmrouter_router.api.control_stream import events
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.dispatch.sglang_pair import choose
+from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.explain.decisions import Decisions, Trace, trace_of
+from mmrouter_router.explain.evidence import verdict_json
+from mmrouter_router.explain.rendering import rendering_json
+from mmrouter_router.fleet.discovery import Peer
+from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.intake.tenants import DEFAULT
+from mmrouter_router.request.engine_request import CHAT
+from mmrouter_router.request.renderer_client import Renderer
+from mmrouter_router.scheduling.placer import NoWorkerError, Placer
+from mmrouter_router.verify.sampling import Sampler
 
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from mmrouter_router.fleet import Fleet
+from mmrouter_router.fleet.workers import Fleet
 
 GATHER_SECONDS = 0.2
 """Changes that come together are one event."""

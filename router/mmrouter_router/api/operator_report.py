@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_router.chain import proves
-from mmrouter_router.decisions import Counts
-from mmrouter_router.feeds import STALE_SECONDS
-from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.probes import Probes, Standing
-from mmrouter_router.renderer import ROLE as RENDERER_ROLE
-from mmrouter_router.renderer import Renderer
+from mmrouter_router.encoding.encoder_probes import Probes, Standing
+from mmrouter_router.explain.decisions import Counts
+from mmrouter_router.fleet.feed_client import STALE_SECONDS
+from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
+from mmrouter_router.request.renderer_client import Renderer
+from mmrouter_router.scheduling.pipeline_form import proves
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from mmrouter_router.chat import FORWARDED, Chat
-from mmrouter_router.client import Message, Receive, Scope, Send
-from mmrouter_router.direct import Direct
-from mmrouter_router.errors import RequestError
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT
-from mmrouter_router.serving import Leaving
-from mmrouter_router.tenants import Tenants
+from mmrouter_router.api.chat import FORWARDED, Chat
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.client_channel import Message, Receive, Scope, Send
+from mmrouter_router.http.hot_request import Direct
+from mmrouter_router.http.server import Leaving
+from mmrouter_router.intake.tenants import Tenants
+from mmrouter_router.request.engine_request import CHAT
+from mmrouter_router.telemetry.metrics import Metrics
 
 CLIENT_PORT, METRICS_PORT = 8000, 9090
 MODELS, HEALTH = "/v1/models", "/health"

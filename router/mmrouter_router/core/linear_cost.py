@@ -11,7 +11,7 @@ from itertools import combinations
 from statistics import median
 from typing import Final
 
-from mmrouter.engines.devices import DEVICES
+from mmrouter_lib.engines.base.devices import DEVICES
 
 WINDOW: Final = 32
 """Images that a fit looks at: a change of rate is known after half of them."""

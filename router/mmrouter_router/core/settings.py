@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from mmrouter.api import MMRouterDeployment, load_deployment
+from mmrouter_lib.api import MMRouterDeployment, load_deployment
 
 Discovery = Literal["file", "kubernetes"]
 DRAIN_SECONDS = 30.0
@@ -80,7 +80,7 @@ class SettingsError(ValueError):
 
 
 def load(env: Mapping[str, str] = os.environ) -> Settings:
-    """Read files and environment. Raises :class:`SettingsError` or ``mmrouter.api.SpecError``."""
+    """Read files and environment. Raises :class:`SettingsError` or ``mmrouter_lib.api.SpecError``."""
     config = Path(env.get("MMROUTER_CONFIG", "/etc/mmrouter"))
     secrets = config / "secrets"
     uid = env.get("POD_UID") or env.get("POD_NAME", "")

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mmrouter.api import EngineType
-from mmrouter.engines import adapter
-from mmrouter_router.decisions import Trace
-from mmrouter_router.fleet import Target
-from mmrouter_router.pairs import Prefill, Refusal
-from mmrouter_router.place import Booking, Decision
-from mmrouter_router.tracing import Span
-from mmrouter_router.upstream import Answer, Body, Upstream
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines import adapter
+from mmrouter_router.dispatch.sglang_pair import Prefill, Refusal
+from mmrouter_router.explain.decisions import Trace
+from mmrouter_router.fleet.workers import Target
+from mmrouter_router.http.upstream import Answer, Body, Upstream
+from mmrouter_router.scheduling.placer import Booking, Decision
+from mmrouter_router.telemetry.tracing import Span
 
 ENGINE_PORT = 8000
 DRAINING = b"cannot schedule new futures after shutdown"

@@ -5,23 +5,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrouter.engines.sglang_stages import failure_of as failure_of_sglang
-from mmrouter_router.chain import WHOLE, Form
-from mmrouter_router.decisions import Trace, trace_of
-from mmrouter_router.errors import RequestError
-from mmrouter_router.exchange import Exchange, Reply
-from mmrouter_router.fleet import Target
+from mmrouter_lib.engines.sglang.disaggregation import failure_of as failure_of_sglang
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.dispatch.exchange import Exchange, Reply
+from mmrouter_router.dispatch.quarantine import DEATHS, Quarantine
+from mmrouter_router.dispatch.sglang_pair import Prefill, PrefillError, choose
+from mmrouter_router.dispatch.stages import PREFILL_SECONDS, Note, Staged, Stages
+from mmrouter_router.explain.decisions import Trace, trace_of
+from mmrouter_router.fleet.workers import Target
 from mmrouter_router.handover import ByBytes, Delivery, Parcel
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT, Outgoing
-from mmrouter_router.pairs import Prefill, PrefillError, choose
-from mmrouter_router.place import Booking, Decision, FullError, NoWorkerError, Placer
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.quarantine import DEATHS, Quarantine
-from mmrouter_router.schedule import Policy
-from mmrouter_router.stages import PREFILL_SECONDS, Note, Staged, Stages
-from mmrouter_router.tracing import Span, failure_of, scheduled, stage
-from mmrouter_router.upstream import Answer, Body, UpstreamError
+from mmrouter_router.http.upstream import Answer, Body, UpstreamError
+from mmrouter_router.request.engine_request import CHAT, Outgoing
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.pipeline_form import WHOLE, Form
+from mmrouter_router.scheduling.placer import Booking, Decision, FullError, NoWorkerError, Placer
+from mmrouter_router.scheduling.scoring import Policy
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.tracing import Span, failure_of, scheduled, stage
 
 
 @dataclass(slots=True)

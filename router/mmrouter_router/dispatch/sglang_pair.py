@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from mmrouter.engines.sglang_stages import decode_headers, failure_of, new_meeting, prefill_headers
-from mmrouter_router.fleet import Target
-from mmrouter_router.place import Booking, Decision, NoWorkerError, Placer
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.schedule import Policy
-from mmrouter_router.stages import PREFILL_SECONDS, Note
-from mmrouter_router.tracing import stage
-from mmrouter_router.upstream import Answer, Sink, UpstreamError
+from mmrouter_lib.engines.sglang.disaggregation import decode_headers, failure_of, new_meeting, prefill_headers
+from mmrouter_router.dispatch.stages import PREFILL_SECONDS, Note
+from mmrouter_router.fleet.workers import Target
+from mmrouter_router.http.upstream import Answer, Sink, UpstreamError
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer
+from mmrouter_router.scheduling.scoring import Policy
+from mmrouter_router.telemetry.tracing import stage
 
 KEPT_BYTES: Final = 256 * 1024
 """Of a prefill engine's answer: enough for any error, and for the one token of an answer that nobody gets."""

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mmrouter.api import EngineType
-from mmrouter.engines.vllm_stages import (
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines.vllm.disaggregation import (
     StageError,
     decode_request,
     prefill_request,
@@ -19,17 +19,17 @@ from mmrouter.engines.vllm_stages import (
     why_whole,
     with_embeddings,
 )
-from mmrouter_router.chain import Form, Worth, form
-from mmrouter_router.encode import Image
-from mmrouter_router.encoding import EncodeError, Encoding, Shown
-from mmrouter_router.fleet import Fleet, Target
+from mmrouter_router.encoding import Image
+from mmrouter_router.encoding.sender import EncodeError, Encoding, Shown
+from mmrouter_router.fleet.workers import Fleet, Target
 from mmrouter_router.handover import ByBytes, Delivery, Parcel, Said
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT, Outgoing
-from mmrouter_router.place import Decision, NoWorkerError, Placer
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.tracing import failure_of, stage
-from mmrouter_router.upstream import Body, UpstreamError
+from mmrouter_router.http.upstream import Body, UpstreamError
+from mmrouter_router.request.engine_request import CHAT, Outgoing
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.pipeline_form import Form, Worth, form
+from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.tracing import failure_of, stage
 
 PREFILL_SECONDS = 120.0
 """A prefill that takes longer is given up: its engine hangs, and the decoder computes the prompt."""

@@ -4,8 +4,8 @@
 :class:`Outcome` says. Units are seconds and visual tokens.
 """
 
-from mmrouter_router.encode.scheduler import Encoders
-from mmrouter_router.encode.values import (
+from mmrouter_router.encoding.scheduler import Encoders
+from mmrouter_router.encoding.types import (
     Abort,
     Answer,
     Encoder,

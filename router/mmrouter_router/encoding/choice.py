@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from mmrouter_router.encode.lane import Job, Lane
-from mmrouter_router.encode.values import Full, Image, Mode
+from mmrouter_router.encoding.lane import Job, Lane
+from mmrouter_router.encoding.types import Full, Image, Mode
 
 WORTH_MOVING: Final = 0.5
 """An image moves if that gains this share of the time it takes: estimates are not better than that, and moves cost."""

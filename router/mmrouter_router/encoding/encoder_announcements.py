@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from mmrouter import feed
-from mmrouter.engines.sglang_launch import ASKS_ENCODERS
-from mmrouter_router.admission import preferred
-from mmrouter_router.feeds import Feed, FeedSilentError
-from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_lib import feed
+from mmrouter_lib.engines.sglang.launch import ASKS_ENCODERS
+from mmrouter_router.fleet.admission import preferred
+from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
+from mmrouter_router.fleet.workers import Fleet, Worker
 
 log = logging.getLogger("mmrouter.encoders")
 

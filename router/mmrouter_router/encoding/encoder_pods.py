@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, Pool
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter.engines.vllm_stages import encode_request
-from mmrouter.engines.vllm_transfer import embedding_cache_bytes
-from mmrouter_router.admission import preferred
-from mmrouter_router.encode import Encoder
-from mmrouter_router.fleet import Fleet, Worker
+from mmrouter_lib.api import MMRouterDeployment, Pool
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.vllm.connectors import embedding_cache_bytes
+from mmrouter_lib.engines.vllm.disaggregation import encode_request
+from mmrouter_router.encoding import Encoder
+from mmrouter_router.encoding.encoder_probes import Probes
+from mmrouter_router.fleet.admission import preferred
+from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.handover import Delivery, Parcel, Said
-from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
-from mmrouter_router.probes import Probes
-from mmrouter_router.upstream import Body, Upstream, UpstreamError
+from mmrouter_router.http.upstream import Body, Upstream, UpstreamError
+from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
 
 MAX_ANSWER = 1 << 20
 

@@ -5,9 +5,9 @@ from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 from typing import Final
 
-from mmrouter_router.encode.held import Held
-from mmrouter_router.encode.rates import Line, Rate
-from mmrouter_router.encode.values import Encoder, Image, View
+from mmrouter_router.core.linear_cost import Line, Rate
+from mmrouter_router.encoding.held_images import Held
+from mmrouter_router.encoding.types import Encoder, Image, View
 
 OVERRUN: Final = 0.25
 """What runs longer than estimated is believed to need this share of its time again: it is not done by wishing."""

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from mmrouter_router.encode import choose
-from mmrouter_router.encode.lane import Job, Lane
-from mmrouter_router.encode.rates import Line, guess
-from mmrouter_router.encode.turns import Turns
-from mmrouter_router.encode.values import (
+from mmrouter_router.core.linear_cost import Line, guess
+from mmrouter_router.encoding import choice as choose
+from mmrouter_router.encoding.lane import Job, Lane
+from mmrouter_router.encoding.types import (
     Abort,
     Answer,
     Encoder,
@@ -35,6 +34,7 @@ from mmrouter_router.encode.values import (
     Start,
     View,
 )
+from mmrouter_router.encoding.weighted_turns import Turns
 
 PATIENCE: Final = 2.0
 """Times its own work (seconds on the whole fleet) that a request may be passed by later ones."""

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrouter.engines.vllm_stages import StageError, embedding_bytes, read_encoded
-from mmrouter_router.encode import Answer, Encoder, Encoders, Image, Outcome, Placed
-from mmrouter_router.outgoing import OutgoingImage
-from mmrouter_router.upstream import UpstreamError
+from mmrouter_lib.engines.vllm.disaggregation import StageError, embedding_bytes, read_encoded
+from mmrouter_router.encoding import Answer, Encoder, Encoders, Image, Outcome, Placed
+from mmrouter_router.http.upstream import UpstreamError
+from mmrouter_router.request.engine_request import OutgoingImage
 
 log = logging.getLogger("mmrouter.encoding")
 

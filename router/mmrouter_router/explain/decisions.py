@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-from mmrouter.identity import to_wire
-from mmrouter_router.evidence import Expected, Verdict, expected_of
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.explain.evidence import Expected, Verdict, expected_of
+from mmrouter_router.explain.rendering import Rendering
 from mmrouter_router.media import Media
-from mmrouter_router.place import Decision
-from mmrouter_router.prepare import Prepared, ResolvedImage
-from mmrouter_router.rendered import Rendering
+from mmrouter_router.request.prepare import Prepared, ResolvedImage
+from mmrouter_router.scheduling.placer import Decision
 
 RING = 1000
 RING_TOKENS = 16_000_000
@@ -54,7 +54,7 @@ class Trace:
     answers: str = ""
     """The engine that answers, where stages came before it."""
     form: str = "whole"
-    """The stages that the pods could serve when it was placed (``mmrouter_router.chain``)."""
+    """The stages that the pods could serve when it was placed (``mmrouter_router.scheduling.pipeline_form``)."""
     degraded: tuple[str, ...] = ()
     """Pools that it was served without, because none of their pods could take work."""
     unseen: "Unseen | None" = None

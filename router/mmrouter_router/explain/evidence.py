@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmrouter import feed
-from mmrouter.engines import adapter
-from mmrouter.engines.events import EventError, Ragged, Stored
-from mmrouter.engines.sglang_identity import SENTINEL_BASE
-from mmrouter.identity import to_wire
-from mmrouter.prompt import Prompter
-from mmrouter_router.feeds import Feed, FeedSilentError
-from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.index import window_blocks
-from mmrouter_router.parity import Difference, Prediction, Side, first_difference
-from mmrouter_router.prepare import Prepared
+from mmrouter_lib import feed
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
+from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_lib.prompt import Prompter
+from mmrouter_router.explain.parity import Difference, Prediction, Side, first_difference
+from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
+from mmrouter_router.fleet.index import window_blocks
+from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.request.prepare import Prepared
 
 Result = Literal["True", "False", "Unknown"]
 CHECK_SECONDS = 0.02

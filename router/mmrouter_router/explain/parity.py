@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mmrouter.blocks import Span
-from mmrouter.engines.events import Stored
-from mmrouter.engines.sglang_identity import SENTINEL_BASE
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.base.events import Stored
+from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE
 
 Cause = Literal["no_events", "block_size", "salt", "truncation", "count", "template", "identity", "unknown"]
 

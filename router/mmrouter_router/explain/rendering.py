@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter.blocks import Span
-from mmrouter.prompt import Prompter
-from mmrouter_router.evidence import Result, side_json
-from mmrouter_router.parity import Difference, Side
-from mmrouter_router.prepare import Prepared
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.prompt import Prompter
+from mmrouter_router.explain.evidence import Result, side_json
+from mmrouter_router.explain.parity import Difference, Side
+from mmrouter_router.request.prepare import Prepared
 
 BEFORE, AFTER = 8, 16
 """Tokens that are shown before and from the first difference."""

@@ -6,7 +6,7 @@ waited for longer than ``verification.timeoutSeconds``.
 
 from collections.abc import Iterable
 
-from mmrouter_router.fleet import Worker
+from mmrouter_router.fleet.workers import Worker
 
 
 def is_let_in(worker: Worker, now: float, seconds: float) -> bool:

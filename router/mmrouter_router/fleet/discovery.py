@@ -2,7 +2,7 @@
 
 Here: the file ``workers.json`` (docs/architecture.md), re-read on change. Its text is the truth, so a member that is no
 longer in it has left.
-In a cluster: :mod:`mmrouter_router.podwatch`.
+In a cluster: :mod:`mmrouter_router.fleet.pod_watch`.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from mmrouter_router.fleet import Member
+from mmrouter_router.fleet.workers import Member
 
 log = logging.getLogger("mmrouter.discovery")
 

@@ -1,6 +1,7 @@
 """The router's end of the feed: one SUB and one DEALER per sidecar, both CURVE.
 
-Everything that decides (order, gaps, epochs) is in :mod:`mmrouter_router.follow`; here frames are received, questions
+Everything that decides (order, gaps, epochs) is in :mod:`mmrouter_router.fleet.feed_sync`; here frames are received,
+questions
 are sent, and a question that stays unanswered is asked again.
 """
 
@@ -15,11 +16,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from mmrouter import feed
-from mmrouter_router import follow
-from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.settings import CurveKeys
+from mmrouter_lib import feed
+from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.fleet import feed_sync as follow
+from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.feeds")
 

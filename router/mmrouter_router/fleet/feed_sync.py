@@ -7,7 +7,7 @@ epoch or a new worker id empties everything and starts over. It returns :data:`S
 
 from dataclasses import dataclass, field
 
-from mmrouter.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
+from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from mmrouter import feed
-from mmrouter_router.fleet import Fleet, Worker
-from mmrouter_router.usage import Theirs
+from mmrouter_lib import feed
+from mmrouter_router.fleet.rank_load import Theirs
+from mmrouter_router.fleet.workers import Fleet, Worker
 
 TELL_SECONDS = 0.01
 """Changes of so long are told together."""

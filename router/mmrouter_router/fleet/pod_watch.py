@@ -23,11 +23,11 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.watch import Watch
 
-from mmrouter_router.discovery import Peer, Roster
-from mmrouter_router.fleet import Member
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.pods import DEPLOYMENT_LABEL, is_leaving, roster, who
-from mmrouter_router.settings import ApiServer
+from mmrouter_router.core.settings import ApiServer
+from mmrouter_router.fleet.discovery import Peer, Roster
+from mmrouter_router.fleet.pods import DEPLOYMENT_LABEL, is_leaving, roster, who
+from mmrouter_router.fleet.workers import Member
+from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.discovery")
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mmrouter_router.discovery import Peer, Roster
-from mmrouter_router.fleet import Member
+from mmrouter_router.fleet.discovery import Peer, Roster
+from mmrouter_router.fleet.workers import Member
 
 DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL = "mmrouter.io/deployment", "mmrouter.io/pool", "mmrouter.io/role"
 COMPATIBILITY_LABEL = "mmrouter.io/compatibility"

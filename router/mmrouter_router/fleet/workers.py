@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from mmrouter.blocks import unpack_keys
-from mmrouter.feed import (
+from mmrouter_lib.block_keys import unpack_keys
+from mmrouter_lib.feed import (
     Delta,
     Group,
     Heartbeat,
@@ -23,11 +23,11 @@ from mmrouter.feed import (
     Work,
     deciding,
 )
-from mmrouter_router import follow
-from mmrouter_router.index import Index, Slot, mask_of, window_blocks
-from mmrouter_router.metrics import Metrics
+from mmrouter_router.fleet import feed_sync as follow
+from mmrouter_router.fleet.index import Index, Slot, mask_of, window_blocks
+from mmrouter_router.fleet.rank_load import Loads, Usage
 from mmrouter_router.sentinels import Scope
-from mmrouter_router.usage import Loads, Usage
+from mmrouter_router.telemetry.metrics import Metrics
 
 INDEXED_MEDIUM = "GPU"
 """Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device (facts on vLLM 10)."""

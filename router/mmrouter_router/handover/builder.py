@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Callable, Sequence
 
-from mmrouter.api import quantity_bytes
-from mmrouter_router.fleet import Fleet, Member
+from mmrouter_lib.api import quantity_bytes
+from mmrouter_router.core.settings import Settings
+from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.handover.files import Folder
 from mmrouter_router.handover.handover import HandOver
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.settings import Settings
-from mmrouter_router.upstream import Upstream
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.handover")
 

@@ -11,8 +11,8 @@ answer's first byte is measured with and without a renderer, as that of a prefil
 from collections.abc import Mapping
 from typing import Final, Literal
 
-from mmrouter_router.chain import Worth
-from mmrouter_router.encode.rates import Line, Rate
+from mmrouter_router.core.linear_cost import Line, Rate
+from mmrouter_router.scheduling.pipeline_form import Worth
 
 Raw = Literal["file", "bytes"]
 

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from mmrouter_router.fleet import Worker
-from mmrouter_router.outgoing import Outgoing
-from mmrouter_router.upstream import Body
+from mmrouter_router.fleet.workers import Worker
+from mmrouter_router.http.upstream import Body
+from mmrouter_router.request.engine_request import Outgoing
 
 
 class Answered(Protocol):

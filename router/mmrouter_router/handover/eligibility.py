@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from mmrouter.engines.vllm_handover import Status
-from mmrouter.engines.vllm_handover import Way as Processed
-from mmrouter_router.handover.values import LADDERS
+from mmrouter_lib.engines.vllm.handover import Status
+from mmrouter_lib.engines.vllm.handover import Way as Processed
+from mmrouter_router.handover.types import LADDERS
 
 NO_FOLDER, OTHER_NODE, FULL = "no_folder", "other_node", "full"
 NO_RENDERER, NO_PLUGIN, DISABLED, ABSENT, SETTINGS = "no_renderer", "no_plugin", "disabled", "absent", "settings"

@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from mmrouter.engines.vllm_media import MIME_SUFFIXES
-from mmrouter_router.encode.rates import Line
+from mmrouter_handover.shm import HandOverError, PlainFile, Plains
+from mmrouter_lib.engines.vllm.media_files import MIME_SUFFIXES
+from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.handover.cost import Raw
 from mmrouter_router.media import Media
-from mmrouter_router.outgoing import Outgoing, OutgoingImage
-from mmrouter_transfer import HandOverError, PlainFile, Plains
+from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
 
 IN_THREAD: Final = 256 * 1024
 """Bytes from which a file is written by a thread: the pages of a tmpfs take their time."""

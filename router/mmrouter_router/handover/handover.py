@@ -6,23 +6,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter.engines.vllm_handover import is_cache_miss
-from mmrouter.engines.vllm_media import file_url, is_file_refused
-from mmrouter_router.fleet import Fleet, Member, Worker
+from mmrouter_handover.shm import HandOverError, PlainFile
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_lib.engines.vllm.handover import is_cache_miss
+from mmrouter_lib.engines.vllm.media_files import file_url, is_file_refused
+from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.handover.cost import FIRST, Costs
 from mmrouter_router.handover.delivery import Parcel, Post, T
+from mmrouter_router.handover.eligibility import End, why_no_file, why_not_processed
 from mmrouter_router.handover.files import Folder
-from mmrouter_router.handover.plan import plan
-from mmrouter_router.handover.plugins import Plugins, Server
-from mmrouter_router.handover.processed import Processing
-from mmrouter_router.handover.reach import End, why_no_file, why_not_processed
-from mmrouter_router.handover.rest import Resting
-from mmrouter_router.handover.values import Fall, Load, Plan, Reach, Travelled, Way
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import OutgoingImage, Place
-from mmrouter_router.upstream import Body, Upstream
-from mmrouter_transfer import HandOverError, PlainFile
+from mmrouter_router.handover.plugin_registry import Plugins, Server
+from mmrouter_router.handover.processed_images import Processing
+from mmrouter_router.handover.selection import plan
+from mmrouter_router.handover.types import Fall, Load, Plan, Reach, Travelled, Way
+from mmrouter_router.handover.way_backoff import Resting
+from mmrouter_router.http.upstream import Body, Upstream
+from mmrouter_router.request.engine_request import OutgoingImage, Place
+from mmrouter_router.telemetry.metrics import Metrics
 
 RESTING: Final = "resting"
 """A way that failed several times in a row is not tried for a while."""

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter.engines.vllm_handover import STATUS_PATH, HandoverError, Status, read_status
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.vllm.handover import STATUS_PATH, HandoverError, Status, read_status
+from mmrouter_router.http.upstream import Upstream, UpstreamError
 
 log = logging.getLogger("mmrouter.handover")
 

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import orjson
 
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter.engines.vllm_handover import (
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.vllm.handover import (
     ITEMS_PATH,
     RELEASE_PATH,
     RENDER_PATH,
@@ -22,10 +22,10 @@ from mmrouter.engines.vllm_handover import (
     release_request,
     render_request,
 )
-from mmrouter.engines.vllm_handover import Way as Processed
-from mmrouter.engines.vllm_render import RenderError
-from mmrouter_router.handover.values import Fall
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_lib.engines.vllm.handover import Way as Processed
+from mmrouter_lib.engines.vllm.renderer import RenderError
+from mmrouter_router.handover.types import Fall
+from mmrouter_router.http.upstream import Upstream, UpstreamError
 
 log = logging.getLogger("mmrouter.handover")
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from mmrouter.engines.vllm_handover import Way as Processed
+from mmrouter_lib.engines.vllm.handover import Way as Processed
 from mmrouter_router.handover.cost import Costs
-from mmrouter_router.handover.values import Fall, Load, Plan, Reach
+from mmrouter_router.handover.types import Fall, Load, Plan, Reach
 
 
 def plan(loads: Sequence[Load], reach: Reach, costs: Costs) -> Plan:

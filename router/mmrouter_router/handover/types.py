@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from mmrouter.engines.vllm_handover import Way as Processed
+from mmrouter_lib.engines.vllm.handover import Way as Processed
 
 Way = Literal["nixl", "shm", "inline", "file", "bytes"]
 """How an image reaches an engine.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from mmrouter_router.handover.values import Way
+from mmrouter_router.handover.types import Way
 
 FAILURES: Final = 3
 """In a row, of one way to one engine."""

@@ -1,6 +1,6 @@
 """Bytes of request bodies that a router holds: bounded, so that a crowd is refused before memory is short."""
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 
 
 class Room:

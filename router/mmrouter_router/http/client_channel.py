@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from mmrouter_router.errors import RequestError
-from mmrouter_router.upstream import Sink
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.upstream import Sink
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -17,10 +17,10 @@ from typing import Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from mmrouter_router.client import Headers
-from mmrouter_router.direct import Direct, Handler
-from mmrouter_router.errors import RequestError
-from mmrouter_router.patience import Patience, Watch, untaken
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.client_channel import Headers
+from mmrouter_router.http.client_timeouts import Patience, Watch, untaken
+from mmrouter_router.http.hot_request import Direct, Handler
 
 log = logging.getLogger("mmrouter.tap")
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from mmrouter_router.client import ClientGoneError, Headers, Source, declared
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared
 
 if TYPE_CHECKING:
-    from mmrouter_router.tap import Tapped
+    from mmrouter_router.http.connection import Tapped
 
 log = logging.getLogger("mmrouter.tap")
 
@@ -30,7 +30,7 @@ class _Unheard:
 
 
 class Direct:
-    """One request of a hot route: a :class:`~mmrouter_router.client.Client`, and a sink for its answer."""
+    """One request of a hot route: a :class:`~mmrouter_router.http.client_channel.Client`, and a sink for its answer."""
 
     message_event: Final = _Unheard()
     scope: Final[MutableMapping[str, Any]] = {}

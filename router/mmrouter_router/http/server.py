@@ -20,9 +20,9 @@ from typing import Any
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 
-from mmrouter_router.listener import Listener
-from mmrouter_router.patience import PATIENCE, Clock
-from mmrouter_router.tap import Tapped
+from mmrouter_router.http.client_timeouts import PATIENCE, Clock
+from mmrouter_router.http.connection import Tapped
+from mmrouter_router.http.listener import Listener
 
 log = logging.getLogger("mmrouter.serving")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 
 Raw = bytes | bytearray
 """A body as it came, or as it was read into its place."""

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from mmrouter.api import EngineType
-from mmrouter.prompt.request import REPLACING, render_arguments
-from mmrouter_router.errors import RequestError
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.prompt.render_arguments import REPLACING, render_arguments
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake.body import Raw, parse_object
 from mmrouter_router.intake.checks import flag, mapping, max_tokens, model_of, objects, text
 from mmrouter_router.intake.fields import inexact_fields, inexact_messages

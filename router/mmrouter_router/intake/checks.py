@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 
 Object = dict[str, Any]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmrouter.api import EngineType
-from mmrouter.engines.vllm import REFUSED_FIELDS, REFUSED_XARGS
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines.vllm.adapter import REFUSED_FIELDS, REFUSED_XARGS
 
 Cause = Literal[
     "unknown_field",

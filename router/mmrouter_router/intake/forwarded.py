@@ -10,7 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake.body import Raw, parse_object
 from mmrouter_router.intake.checks import Object, count_media, flag, max_tokens, media_url, model_of, text, unsupported
 from mmrouter_router.intake.fields import Reason

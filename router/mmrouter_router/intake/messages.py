@@ -6,7 +6,7 @@ templates look at keys, too: a text part that also names an image would be one t
 
 from typing import Any
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake.body import MAX_DEPTH, text_depth
 from mmrouter_router.intake.checks import (
     Object,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from mmrouter.api import Media as MediaSettings
-from mmrouter.api import quantity_bytes
+from mmrouter_lib.api import Media as MediaSettings
+from mmrouter_lib.api import quantity_bytes
 from mmrouter_router.intake.body import Raw
 from mmrouter_router.intake.fields import Reason
 from mmrouter_router.intake.splice import Inline

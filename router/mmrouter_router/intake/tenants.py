@@ -15,7 +15,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 
 log = logging.getLogger("mmrouter.tenants")
 

@@ -14,7 +14,7 @@ from urllib.parse import urljoin, urlsplit
 
 from yarl import URL
 
-from mmrouter.api import Media as MediaSettings
+from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.media.address import Address, Network, covered, networks, refusal
 from mmrouter_router.media.types import MediaError
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from mmrouter.api import Media as MediaSettings
-from mmrouter.api import quantity_bytes
-from mmrouter_router.flights import Flights
+from mmrouter_lib.api import Media as MediaSettings
+from mmrouter_lib.api import quantity_bytes
+from mmrouter_router.core.single_flight import Flights
 from mmrouter_router.intake.request import ImagePart
 from mmrouter_router.intake.splice import Inline
 from mmrouter_router.media import datauri, sniff
@@ -22,7 +22,7 @@ from mmrouter_router.media.cache import Key, MediaCache, Stored
 from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModified
 from mmrouter_router.media.guard import Guard
 from mmrouter_router.media.types import Media, MediaError, MediaMetrics
-from mmrouter_router.tracing import stage
+from mmrouter_router.telemetry.tracing import stage
 
 CACHE_BYTES = 256 * 1024**2
 PARALLEL = 4

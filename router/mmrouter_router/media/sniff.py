@@ -1,7 +1,7 @@
 """What encoded bytes look like, by their first bytes. Pure.
 
 The type only labels bytes for the engine and tells a web page from an image; whether an image is one is judged by its
-header (``mmrouter.imagesize``).
+header (``mmrouter_lib.image_size``).
 """
 
 UNKNOWN = "application/octet-stream"

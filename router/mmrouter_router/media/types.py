@@ -6,7 +6,7 @@ from typing import Final, Literal
 import pybase64
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 
 _NOTHING: Final = memoryview(b"")
 

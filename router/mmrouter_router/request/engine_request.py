@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import orjson
 
-from mmrouter.engines.vllm_request import ImageRewrite
+from mmrouter_lib.engines.vllm.request import ImageRewrite
+from mmrouter_router.http.upstream import Body
 from mmrouter_router.media import Media
-from mmrouter_router.upstream import Body
 
 CHAT = "/v1/chat/completions"
 _STRANGER: Final = secrets.token_hex(16)

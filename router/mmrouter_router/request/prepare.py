@@ -14,24 +14,24 @@ from typing import Any
 import orjson
 from xxhash import xxh3_64_intdigest
 
-from mmrouter.blocks import Span, block_keys, namespace_seed
-from mmrouter.engines import adapter
-from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
-from mmrouter.families import Family, ImageSizeError
-from mmrouter.families import load as load_family
-from mmrouter.families.folder import read_json
-from mmrouter.identity import media_identity, to_wire
-from mmrouter.imageclaim import claimed_size
-from mmrouter.imagesize import ImageHeaderError, TooManyPixels, probe
-from mmrouter.prompt import PlaceholderError, Prompter, PromptImage, TemplateError
-from mmrouter_router.errors import RequestError
+from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.vllm.adapter import ImageRewrite, rewrite_chat
+from mmrouter_lib.families import Family, ImageSizeError
+from mmrouter_lib.families import load as load_family
+from mmrouter_lib.families.folder import read_json
+from mmrouter_lib.image_claims import claimed_size
+from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, probe
+from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage, TemplateError
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.settings import Settings
 from mmrouter_router.intake import ChatRequest, Reason
 from mmrouter_router.media import Media, MediaResolver
-from mmrouter_router.renderer import Renderer, RendererError
-from mmrouter_router.schedule import Exactness
+from mmrouter_router.request.renderer_client import Renderer, RendererError
+from mmrouter_router.scheduling.scoring import Exactness
 from mmrouter_router.sentinels import Filled, Scope, Sentinels, Values, fill, sha256_of
-from mmrouter_router.settings import Settings
-from mmrouter_router.tracing import stage
+from mmrouter_router.telemetry.tracing import stage
 
 PROBE_CACHE = 4096
 SEEDS = 4096

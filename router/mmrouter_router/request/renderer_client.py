@@ -20,14 +20,14 @@ import orjson
 from blake3 import blake3
 from PIL import Image
 
-from mmrouter.blocks import Span
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter.engines.vllm_render import RENDER_PATH, RenderError, read_rendered, render_request
-from mmrouter.identity import to_wire
-from mmrouter_router.fleet import Member
-from mmrouter_router.flights import Flights
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.vllm.renderer import RENDER_PATH, RenderError, read_rendered, render_request
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.core.single_flight import Flights
+from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.upstream import Upstream, UpstreamError
+from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.renderer")
 

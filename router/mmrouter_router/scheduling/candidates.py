@@ -11,16 +11,16 @@ from itertools import chain, compress, repeat
 from operator import contains, indexOf, itemgetter
 from typing import Any, Self
 
-from mmrouter.blocks import Span
-from mmrouter_router.fleet import Caches, Fleet, Target, caches
-from mmrouter_router.index import NOWHERE, Slot
-from mmrouter_router.schedule import Table
+from mmrouter_lib.block_keys import Span
+from mmrouter_router.fleet.index import NOWHERE, Slot
+from mmrouter_router.fleet.workers import Caches, Fleet, Target, caches
+from mmrouter_router.scheduling.scoring import Table
 from mmrouter_router.sentinels import Scope
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Ranks with one block size and one scope. Good until :attr:`~mmrouter_router.fleet.Fleet.version` rises."""
+    """Ranks with one block size and one scope. Valid until :attr:`.Fleet.version` rises."""
 
     fleet: Fleet
     size: int

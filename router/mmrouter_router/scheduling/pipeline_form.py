@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from mmrouter.api import EngineType
-from mmrouter_router.encode.rates import Line, Rate
+from mmrouter_lib.api import EngineType
+from mmrouter_router.core.linear_cost import Line, Rate
 
 SHORT_TOKENS: Final = 512
 """A prompt of which fewer tokens remain to be computed is computed where it is decoded.

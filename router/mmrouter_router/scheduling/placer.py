@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
 
-from mmrouter.api import MMRouterDeployment, block_size_of
-from mmrouter_router.admission import is_let_in
-from mmrouter_router.chain import proves
-from mmrouter_router.fleet import Fleet, Target, Worker
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.roster import Group
-from mmrouter_router.schedule import WEIGHTS, Choice, Exactness, Policy, Table, Weights, choose
+from mmrouter_lib.api import MMRouterDeployment, block_size_of
+from mmrouter_router.fleet.admission import is_let_in
+from mmrouter_router.fleet.rank_load import Usage
+from mmrouter_router.fleet.workers import Fleet, Target, Worker
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.candidates import Group
+from mmrouter_router.scheduling.pipeline_form import proves
+from mmrouter_router.scheduling.scoring import WEIGHTS, Choice, Exactness, Policy, Table, Weights, choose
 from mmrouter_router.sentinels import Scope
-from mmrouter_router.usage import Usage
 
 Standing = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
 """What a worker may be used for: with its overlap, without it, only where nobody else is (``waiting`` for its gates,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mmrouter.blocks import Key, Span, block_keys
+from mmrouter_lib.block_keys import Key, Span, block_keys
 from mmrouter_router.sentinels.fill import fill
 from mmrouter_router.sentinels.table import Table, Values
 

@@ -5,8 +5,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mmrouter.blocks import Span
-from mmrouter.engines.sglang_identity import run_ids
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.sglang.identity import run_ids
 from mmrouter_router.sentinels.table import Values
 
 _NOBODYS = 1 << 63

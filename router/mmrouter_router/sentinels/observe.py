@@ -3,9 +3,9 @@
 from array import array
 from collections.abc import Sequence
 
-from mmrouter.blocks import Span
-from mmrouter.engines.events import Stored
-from mmrouter.engines.sglang_identity import SENTINEL_BASE, WIDE_SENTINELS
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.base.events import Stored
+from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE, WIDE_SENTINELS
 from mmrouter_router.sentinels.table import Values
 
 

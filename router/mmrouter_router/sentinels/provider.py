@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmrouter.engines.sglang_identity import Fingerprint, legacy_sentinels
+from mmrouter_lib.engines.sglang.identity import Fingerprint, legacy_sentinels
 
 Provider = Literal["artifact", "learned"]
 

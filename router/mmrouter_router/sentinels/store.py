@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from mmrouter.engines.sglang_identity import artifact_hash_of, sentinels
+from mmrouter_lib.engines.sglang.identity import artifact_hash_of, sentinels
 from mmrouter_router.sentinels.align import Aligner, Asked, Lesson, Place
 from mmrouter_router.sentinels.provider import Plan, Provider, plan
 from mmrouter_router.sentinels.table import Scope, Table, Values

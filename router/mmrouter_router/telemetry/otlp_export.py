@@ -18,9 +18,9 @@ from opentelemetry.trace import Span as OtelSpan
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-import mmrouter
-from mmrouter_router.spanqueue import QUEUE, Count, SpanQueue
-from mmrouter_router.tracing import Headers, Span, Tracing, Value, failure_of, passed_on
+import mmrouter_lib as mmrouter
+from mmrouter_router.telemetry.span_queue import QUEUE, Count, SpanQueue
+from mmrouter_router.telemetry.tracing import Headers, Span, Tracing, Value, failure_of, passed_on
 
 log = logging.getLogger("mmrouter.tracing")
 

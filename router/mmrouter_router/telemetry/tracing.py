@@ -1,6 +1,7 @@
 """What a request's time went into, told as spans: to nobody, unless the resource names an OTLP endpoint.
 
-The stages of a request say here where they begin and end. :mod:`mmrouter_router.otlp`, imported only where there is an
+The stages of a request say here where they begin and end. :mod:`mmrouter_router.telemetry.otlp_export`, imported
+only where there is an
 endpoint, makes OpenTelemetry's spans of it. Nothing of a request's content is told: numbers, names of this deployment
 and kinds of errors, no text, no URL, no value of a header.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 from prometheus_client import Counter
 
 if TYPE_CHECKING:
-    from mmrouter_router.place import Decision
+    from mmrouter_router.scheduling.placer import Decision
 
 Value = str | int | float | bool | Sequence[str]
 Headers = Iterable[tuple[bytes, bytes]]
@@ -81,7 +82,7 @@ def tracing_to(endpoint: str, spans: Counter) -> Tracing:
     if not endpoint:
         return NO_TRACING
     # Here, because only this way pays for the SDK.
-    from mmrouter_router.otlp import Otlp  # noqa: PLC0415
+    from mmrouter_router.telemetry.otlp_export import Otlp  # noqa: PLC0415
 
     return Otlp.to(endpoint, os.environ, lambda result, count: spans.labels(result).inc(count))
 

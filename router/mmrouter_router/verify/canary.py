@@ -9,13 +9,15 @@ import contextlib
 import logging
 from array import array
 
-from mmrouter import feed
-from mmrouter.blocks import block_keys
-from mmrouter_router.chain import publishes
-from mmrouter_router.feeds import Feed
-from mmrouter_router.fleet import Fleet, Target, Worker
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.own import (
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import block_keys
+from mmrouter_router.explain.parity import Difference, Prediction, first_difference
+from mmrouter_router.fleet.feed_client import Feed
+from mmrouter_router.fleet.workers import Fleet, Target, Worker
+from mmrouter_router.scheduling.pipeline_form import publishes
+from mmrouter_router.sentinels import Scope, Sentinels, Values, fill, observe
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.verify.probe_requests import (
     OwnRequestError,
     OwnRequests,
     Picture,
@@ -24,8 +26,6 @@ from mmrouter_router.own import (
     prompt_tokens,
     small_pictures,
 )
-from mmrouter_router.parity import Difference, Prediction, first_difference
-from mmrouter_router.sentinels import Scope, Sentinels, Values, fill, observe
 
 log = logging.getLogger("mmrouter.canary")
 

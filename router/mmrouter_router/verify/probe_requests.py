@@ -16,20 +16,20 @@ import msgspec
 import orjson
 from PIL import Image
 
-from mmrouter import feed
-from mmrouter.blocks import Span
-from mmrouter.engines import adapter
-from mmrouter.engines.events import EventError, Stored
-from mmrouter.engines.sglang_stages import decode_headers, new_meeting, prefill_headers
-from mmrouter.identity import media_identity, to_wire
-from mmrouter.prompt import PromptImage, TemplateError
-from mmrouter_router.exchange import ENGINE_PORT
-from mmrouter_router.feeds import Feed
-from mmrouter_router.fleet import Target, Worker
-from mmrouter_router.place import PARTNERS
-from mmrouter_router.prepare import Preparer
-from mmrouter_router.renderer import RendererError
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.events import EventError, Stored
+from mmrouter_lib.engines.sglang.disaggregation import decode_headers, new_meeting, prefill_headers
+from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.prompt import PromptImage, TemplateError
+from mmrouter_router.dispatch.exchange import ENGINE_PORT
+from mmrouter_router.fleet.feed_client import Feed
+from mmrouter_router.fleet.workers import Target, Worker
+from mmrouter_router.http.upstream import Upstream, UpstreamError
+from mmrouter_router.request.prepare import Preparer
+from mmrouter_router.request.renderer_client import RendererError
+from mmrouter_router.scheduling.placer import PARTNERS
 
 SIDE = 64  # pixels; a handful of tokens in every family
 COLOURS = ("#c02030", "#2030c0")

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import orjson
 from xxhash import xxh3_64_intdigest
 
-from mmrouter_router.decisions import Trace
-from mmrouter_router.evidence import Verdict, judge
-from mmrouter_router.feeds import Feed
-from mmrouter_router.fleet import Fleet
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.rendered import Prompt, Rendering, compare, predicted_prompt
-from mmrouter_router.renderer import Renderer, RendererError
+from mmrouter_router.explain.decisions import Trace
+from mmrouter_router.explain.evidence import Verdict, judge
+from mmrouter_router.explain.rendering import Prompt, Rendering, compare, predicted_prompt
+from mmrouter_router.fleet.feed_client import Feed
+from mmrouter_router.fleet.workers import Fleet
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.renderer_client import Renderer, RendererError
+from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.parity")
 

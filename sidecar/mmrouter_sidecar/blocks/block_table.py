@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mmrouter.blocks import Key
+from mmrouter_lib.block_keys import Key
 
 
 @dataclass(slots=True)

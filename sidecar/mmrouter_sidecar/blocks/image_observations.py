@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mmrouter.blocks import Key
-from mmrouter.engines.events import Stored
-from mmrouter.engines.sglang_identity import SENTINEL_BASE, WIDE_SENTINELS
-from mmrouter.feed import Sighting
+from mmrouter_lib.block_keys import Key
+from mmrouter_lib.engines.base.events import Stored
+from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE, WIDE_SENTINELS
+from mmrouter_lib.feed import Sighting
 
 MAX_SEEN = 16_384
 MAX_OPEN = 32_768

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from mmrouter.feed import Canary, Sighting
-from mmrouter_sidecar.ledger import Op
+from mmrouter_lib.feed import Canary, Sighting
+from mmrouter_sidecar.blocks.ledger import Op
 
 MAGIC = b"mmrouter journal 1\n"
 _FRAME = struct.Struct("<IQ")

@@ -5,8 +5,10 @@ engine events into net changes of block keys, and into the operations that a jou
 key cannot be known (its parent is not known, its size is not the group's) is put aside and counted under its reason: it
 is never published, but its copies are counted, so that they are right once its key is learned.
 
-Where a group with full attention is present, that group decides what a hit is (``mmrouter.feed.deciding``), and nothing
-is recomputed for the others. Where a sliding window decides, :mod:`mmrouter_sidecar.windows` finds the blocks of events
+Where a group with full attention is present, that group decides what a hit is (``mmrouter_lib.feed.deciding``), and
+nothing
+is recomputed for the others. Where a sliding window decides, :mod:`mmrouter_sidecar.blocks.sliding_windows` finds
+the blocks of events
 that name only some.
 """
 
@@ -17,12 +19,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from mmrouter.blocks import Key, chain, pack_keys, unpack_keys
-from mmrouter.engines.events import Batch, Cleared, Ignored, Ragged, Removed, Stored
-from mmrouter.feed import Group, Sighting, deciding
-from mmrouter_sidecar.cache import Cache
-from mmrouter_sidecar.sightings import Sightings
-from mmrouter_sidecar.windows import Windows
+from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
+from mmrouter_lib.engines.base.events import Batch, Cleared, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.feed import Group, Sighting, deciding
+from mmrouter_sidecar.blocks.block_table import Cache
+from mmrouter_sidecar.blocks.image_observations import Sightings
+from mmrouter_sidecar.blocks.sliding_windows import Windows
 
 MAX_SEEDS = 65_536
 
@@ -87,7 +89,7 @@ class Ledger:
     """All places of one engine. ``counts`` counts, by reason, what was not indexed as it came."""
 
     def __init__(self, seed_of: Callable[[str | None, str | None], Key]) -> None:
-        """``seed_of(lora, salt)`` returns the seed of a chain (``mmrouter.blocks.namespace_seed``)."""
+        """``seed_of(lora, salt)`` returns the seed of a chain (``mmrouter_lib.block_keys.namespace_seed``)."""
         self.caches: dict[Place, Cache] = {}
         self.counts: Counter[str] = Counter()
         self.sightings = Sightings()

@@ -2,7 +2,8 @@
 
 Such a group keeps only the blocks that a later hit can use, and the engine's events name only these. A named block's
 key needs the keys of all blocks before it, kept or not, and its place is found by recomputing the engine's hash, which
-needs the whole digest of the block before (:mod:`mmrouter.engines.vllm_hashes`). Hashes travel as 64-bit numbers, too
+needs the whole digest of the block before (:mod:`mmrouter_lib.engines.vllm.block_hashes`). Hashes travel as 64-bit
+numbers, too
 short to go on from, so both are remembered for every block that the events let us follow.
 
 The alternative, engines that publish whole digests, would spare this memory half of what it holds, and not the memory:
@@ -15,10 +16,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mmrouter.blocks import Key, chain
-from mmrouter.engines.events import EventError, Ragged, Stored
-from mmrouter.engines.vllm_events import published_extras
-from mmrouter.engines.vllm_hashes import align, root, short
+from mmrouter_lib.block_keys import Key, chain
+from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
+from mmrouter_lib.engines.vllm.block_hashes import align, root, short
+from mmrouter_lib.engines.vllm.events import published_extras
 
 MAX_KNOWN = 131_072
 """Blocks remembered, about 250 bytes each; the oldest go."""

@@ -1,6 +1,7 @@
 """Images of the engine beside us on their way to encoders: the same image to the same one, and past those that fail.
 
-The engine posts to our loopback as if we were its encoders (:mod:`mmrouter.engines.sglang_encode`); routers tell us who
+The engine posts to our loopback as if we were its encoders (:mod:`mmrouter_lib.engines.sglang.encoder_requests`);
+routers tell us who
 they are. A request is passed on as it came, and its answer, which holds no embedding, comes back.
 """
 
@@ -17,8 +18,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter.engines.sglang_encode import ENCODE, Encoder, PartError, image_key, order, ranked
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.sglang.encoder_requests import ENCODE, Encoder, PartError, image_key, order, ranked
 from mmrouter_sidecar.metrics import Metrics
 
 log = logging.getLogger("mmrouter.sidecar")

@@ -6,11 +6,11 @@ from typing import Any
 
 import aiohttp
 
-from mmrouter import metadata
-from mmrouter.engines import adapter
-from mmrouter.engines.sglang_info import INFO_PATH, MODEL_PATH, parse_info
+from mmrouter_lib import metadata_digests as metadata
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.sglang.server_info import INFO_PATH, MODEL_PATH, parse_info
+from mmrouter_sidecar.feed.relay import Relay
 from mmrouter_sidecar.metrics import Metrics
-from mmrouter_sidecar.relay import Relay
 from mmrouter_sidecar.settings import Settings
 
 log = logging.getLogger("mmrouter.sidecar")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from mmrouter.engines.vllm_metrics import Load
+from mmrouter_lib.engines.vllm.metrics import Load
 
 LOOKS = 60
 """Looks over which ``mmrouter_sidecar_busy_ratio`` is taken: a minute, at one look a second."""

@@ -1,6 +1,7 @@
 """The end of an engine that publishes no events, as soon as it comes: a connection that ends with the engine.
 
-An engine with events connects to its sidecar, and the end of that connection tells (:mod:`mmrouter_sidecar.engine`). Of
+An engine with events connects to its sidecar, and the end of that connection tells
+(:mod:`mmrouter_sidecar.engine.sockets`). Of
 another one, such as an encoder, nothing would: asked once a second, one that is back within a second looks as if it had
 never been away, and what it held would be taken for there. So here the sidecar connects, and says nothing.
 """

@@ -1,7 +1,8 @@
 """The sockets towards one engine: per data parallel rank a SUB that binds, a DEALER per replay, a monitor.
 
 The engine's publisher connects to us (facts on vLLM 2.2), so the end of its connection is the end of the engine:
-nothing in the frames would tell. What decides is in :mod:`mmrouter_sidecar.stream` and :mod:`mmrouter_sidecar.relay`;
+nothing in the frames would tell. What decides is in :mod:`mmrouter_sidecar.engine.event_order` and
+:mod:`mmrouter_sidecar.feed.relay`;
 here frames are received, replays are asked for, and time is kept.
 """
 
@@ -14,10 +15,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from mmrouter_sidecar.engine.event_order import Ask, Duplicate, Lost, Ready, Skipped, Step, Stream
+from mmrouter_sidecar.feed.relay import DISCONNECTED, Relay
 from mmrouter_sidecar.metrics import Metrics
-from mmrouter_sidecar.relay import DISCONNECTED, Relay
 from mmrouter_sidecar.settings import Settings
-from mmrouter_sidecar.stream import Ask, Duplicate, Lost, Ready, Skipped, Step, Stream
 
 log = logging.getLogger("mmrouter.sidecar")
 

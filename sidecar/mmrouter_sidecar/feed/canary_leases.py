@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mmrouter.feed import Accepted, Canary, CanaryClaim, CanaryResult, ClaimAnswer, Refused
+from mmrouter_lib.feed import Accepted, Canary, CanaryClaim, CanaryResult, ClaimAnswer, Refused
 
 MAX_LEASE_S = 120.0
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from mmrouter.feed import Delta, DetailPart, RawBatch, ReplayPart
+from mmrouter_lib.feed import Delta, DetailPart, RawBatch, ReplayPart
 
 MAX_BYTES = 64 << 20
 PART_ITEMS = 256

@@ -10,7 +10,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from mmrouter import feed
+from mmrouter_lib import feed
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import CurveKeys, Settings
 

@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from mmrouter import feed
-from mmrouter.blocks import pack_keys
-from mmrouter.engines import sglang, vllm
-from mmrouter.engines.events import Batch, EventError
-from mmrouter_sidecar.canary import Canaries
-from mmrouter_sidecar.journal import Epoch, Flush, Journal, Record, Verdict
-from mmrouter_sidecar.ledger import Change, Ledger, Op
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import pack_keys
+from mmrouter_lib.engines.base.events import Batch, EventError
+from mmrouter_lib.engines.sglang import adapter as sglang
+from mmrouter_lib.engines.vllm import adapter as vllm
+from mmrouter_sidecar.blocks.journal import Epoch, Flush, Journal, Record, Verdict
+from mmrouter_sidecar.blocks.ledger import Change, Ledger, Op
+from mmrouter_sidecar.engine.event_order import SAME_ENGINE
+from mmrouter_sidecar.feed.canary_leases import Canaries
+from mmrouter_sidecar.feed.history import DeltaRing, RawRing
 from mmrouter_sidecar.metrics import Metrics
-from mmrouter_sidecar.rings import DeltaRing, RawRing
 from mmrouter_sidecar.settings import Settings, SettingsError
-from mmrouter_sidecar.stream import SAME_ENGINE
 
 log = logging.getLogger("mmrouter.sidecar")
 

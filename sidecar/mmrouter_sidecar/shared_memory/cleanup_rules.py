@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from mmrouter import feed
-from mmrouter_transfer import Entry, Ledger
+from mmrouter_handover.shm import Entry, Ledger
+from mmrouter_lib import feed
 
 HIGH_WATER = 0.8
 """Share, of the limit or of the file system, from which on the directory counts as too full. Writers stop at 0.9."""

@@ -1,4 +1,5 @@
-"""The janitor of the node's shared directory (docs/transfer.md): the hands of :mod:`mmrouter_sidecar.tidying`.
+"""The janitor of the node's shared directory (docs/transfer.md): the hands of
+:mod:`mmrouter_sidecar.shared_memory.cleanup_rules`.
 
 Every sidecar whose pod has the directory is one. They do the same at the same time without an agreement: whatever one
 of them removes, another finds gone.
@@ -15,13 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from mmrouter import feed
-from mmrouter_sidecar import tidying
+from mmrouter_handover.shm import Ledger, Reclaimed, ledger, reclaim
+from mmrouter_handover.shm import files as places
+from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS
+from mmrouter_lib import feed
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
-from mmrouter_transfer import Ledger, Reclaimed, ledger, reclaim
-from mmrouter_transfer import files as places
-from mmrouter_transfer.slot import MAX_LEASE_SECONDS
+from mmrouter_sidecar.shared_memory import cleanup_rules as tidying
 
 log = logging.getLogger("mmrouter.sidecar")
 

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mmrouter_sim.core.contents import Contents
-from mmrouter_sim.core.cost import Cost
+from mmrouter_sim.core.cache_contents import Contents
 from mmrouter_sim.core.dialect import Dialect, VllmDialect
 from mmrouter_sim.core.encoder import EncoderCache
 from mmrouter_sim.core.events import Event, PublishedHash
 from mmrouter_sim.core.hashing import Hash, Media, published_int, sha256_cbor
 from mmrouter_sim.core.pool import BlockPool
 from mmrouter_sim.core.request import Finish, Request
+from mmrouter_sim.core.step_cost import Cost
 
 
 @dataclass(frozen=True, slots=True)

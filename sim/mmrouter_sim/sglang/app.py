@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mmrouter_sim.core.sglang import VERSION
+from mmrouter_sim.core.sglang_pages import VERSION
 from mmrouter_sim.engine import Engine
 from mmrouter_sim.sglang import chat, encode, prompts
 from mmrouter_sim.sglang.schema import DetokenizeRequest, TokenizeRequest
-from mmrouter_sim.web.errors import RequestError, json_response, note_refusal
-from mmrouter_sim.web.schema import parse
+from mmrouter_sim.vllm.errors import RequestError, json_response, note_refusal
+from mmrouter_sim.vllm.schema import parse
 
 OPEN = ("/health", "/ready", "/metrics")
 """Paths that never want the API key; all others do (facts on SGLang 6)."""

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from mmrouter_sim.core.sglang import VERSION
-from mmrouter_sim.flags import Parser, Settings, add_sim_flags, cost_of, dashed, replayed, template
+from mmrouter_sim.core.sglang_pages import VERSION
 from mmrouter_sim.publisher import EventsConfig
 from mmrouter_sim.sglang.pairing import side
+from mmrouter_sim.vllm.flags import Parser, Settings, add_sim_flags, cost_of, dashed, replayed, template
 
 DRAIN_SECONDS = 30 * 86_400.0
 """The engine waits for its last request without bound (facts on SGLang 6)."""

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from mmrouter_sim.core.cost import Cost
-from mmrouter_sim.handover import CONNECT_SECONDS, TransferError
+from mmrouter_sim.core.step_cost import Cost
+from mmrouter_sim.vllm.connectors import CONNECT_SECONDS, TransferError
 
 HOST_HEADER, PORT_HEADER, ROOM_HEADER = (f"x-override-bootstrap-{name}" for name in ("host", "port", "room"))
 WAIT_SECONDS = 300

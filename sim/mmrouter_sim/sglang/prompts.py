@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 from PIL import Image
 
-from mmrouter.prompt import PlaceholderError, TemplateError, render_arguments
+from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
 from mmrouter_sim import media
-from mmrouter_sim.core.sglang import by_bytes, by_pixels, padded
+from mmrouter_sim.core.sglang_pages import by_bytes, by_pixels, padded
 from mmrouter_sim.engine import Engine
 from mmrouter_sim.sglang.schema import ChatRequest, TokenizeRequest
-from mmrouter_sim.web.errors import RequestError
-from mmrouter_sim.web.prompts import Prompt
+from mmrouter_sim.vllm.errors import RequestError
+from mmrouter_sim.vllm.prompts import Prompt
 
 ONE_VALUE = frozenset({"llava", "llava_next"})
 """Model types whose tokens all get the first sentinel (facts on SGLang 2.4)."""

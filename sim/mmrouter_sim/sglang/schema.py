@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_sim.web.errors import RequestError
-from mmrouter_sim.web.schema import Common, Generation
+from mmrouter_sim.vllm.errors import RequestError
+from mmrouter_sim.vllm.schema import Common, Generation
 
 
 class ChatRequest(Generation, kw_only=True):

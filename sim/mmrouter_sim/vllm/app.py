@@ -20,10 +20,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import VERSION
-from mmrouter_sim.web import generate, prompts
-from mmrouter_sim.web.errors import RequestError, error_response, json_response, note_refusal, validation_error
-from mmrouter_sim.web.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
+from mmrouter_sim.vllm import generate, prompts
+from mmrouter_sim.vllm.errors import RequestError, error_response, json_response, note_refusal, validation_error
+from mmrouter_sim.vllm.flags import VERSION
+from mmrouter_sim.vllm.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference", "/sim")
 """Paths that want the API key; the others never do (facts on vLLM 8.6). The last one is the simulator's own."""
@@ -58,7 +58,7 @@ def build(engine: Engine) -> Starlette:
             ("/reset_encoder_cache", ["POST"], _reset_encoder_cache),
         ]
     if engine.plugin is not None:
-        from mmrouter_sim.web.plugin import ROUTES  # noqa: PLC0415 - only what this process serves is loaded
+        from mmrouter_sim.vllm.plugin_routes import ROUTES  # noqa: PLC0415 - only what this process serves is loaded
 
         routes += ROUTES
     keys = engine.settings.api_keys

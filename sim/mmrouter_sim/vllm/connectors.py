@@ -18,12 +18,12 @@ from uuid import uuid4
 
 import msgspec
 
-from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.scheduler import Scheduler
+from mmrouter_sim.core.step_cost import Cost
 
-log = logging.getLogger("mmrouter_sim.handover")
+log = logging.getLogger("mmrouter_sim.vllm.connectors")
 
 CONNECT_SECONDS = 5.0
 EMBEDDING_BYTES = 3072

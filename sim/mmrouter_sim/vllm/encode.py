@@ -6,12 +6,12 @@ from typing import Any
 
 from starlette.responses import Response
 
-from mmrouter_sim.encoding import Encoder
+from mmrouter_sim.encoder_engine import Encoder
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.handover import EMBEDDING_BYTES
-from mmrouter_sim.web.errors import json_response
-from mmrouter_sim.web.prompts import Prompt
-from mmrouter_sim.web.schema import ChatRequest
+from mmrouter_sim.vllm.connectors import EMBEDDING_BYTES
+from mmrouter_sim.vllm.errors import json_response
+from mmrouter_sim.vllm.prompts import Prompt
+from mmrouter_sim.vllm.schema import ChatRequest
 
 
 async def answer(engine: Engine, encoder: Encoder, body: ChatRequest, prompt: Prompt) -> Response:

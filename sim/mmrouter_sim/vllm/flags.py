@@ -15,11 +15,11 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.hashing import ALGORITHMS
-from mmrouter_sim.handover import Configured, configured
+from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.publisher import EventsConfig
 from mmrouter_sim.sglang.pairing import Side
+from mmrouter_sim.vllm.connectors import Configured, configured
 
 VERSION = "0.32.0"
 """The release whose behaviour is simulated."""

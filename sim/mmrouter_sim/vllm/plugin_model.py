@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from blake3 import blake3
 
-from mmrouter_plugin.kept import Kept
-from mmrouter_plugin.packed import Field, Packer, Plan, plain, read_header
-from mmrouter_plugin.ways import Release, Settings, Ways
-from mmrouter_plugin.wire import HandOverFailed, Offer, Status, Way
+from mmrouter_handover.plugin.packed_item import Field, Packer, Plan, plain, read_header
+from mmrouter_handover.plugin.pending_items import Kept
+from mmrouter_handover.plugin.ways import Release, Settings, Ways
+from mmrouter_handover.plugin.wire import HandOverFailed, Offer, Status, Way
 from mmrouter_sim.media import BYTES_PER_TOKEN, ProcessorCache
 
 VARIABLE = "VLLM_PLUGINS"

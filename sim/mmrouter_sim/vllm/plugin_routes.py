@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmrouter_plugin import wire
+from mmrouter_handover.plugin import wire
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.plugin import Plugin
-from mmrouter_sim.web import generate, prompts
-from mmrouter_sim.web.errors import RequestError
-from mmrouter_sim.web.schema import ChatRequest, check, parse
+from mmrouter_sim.vllm import generate, prompts
+from mmrouter_sim.vllm.errors import RequestError
+from mmrouter_sim.vllm.plugin_model import Plugin
+from mmrouter_sim.vllm.schema import ChatRequest, check, parse
 
 T = TypeVar("T")
 Handler = Callable[[Engine, Request], Awaitable[Response]]

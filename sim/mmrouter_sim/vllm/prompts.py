@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from mmrouter.prompt import PlaceholderError, TemplateError, render_arguments
+from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
 from mmrouter_sim import media
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.web.errors import RequestError, parameter_error
-from mmrouter_sim.web.schema import Common
+from mmrouter_sim.vllm.errors import RequestError, parameter_error
+from mmrouter_sim.vllm.schema import Common
 
 _IMAGES = ("image_url", "input_image")
 _OTHER_MEDIA = {"video_url": "video", "audio_url": "audio", "input_audio": "audio"}

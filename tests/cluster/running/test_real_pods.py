@@ -7,9 +7,9 @@ import time
 
 import pytest
 from cluster.controlplane import ControlPlane, wait_for
+from cluster.failure_report import describe
 from cluster.load import is_ready, load, pods
 from cluster.resources import MARK, apply, condition, is_done, marked, status
-from cluster.telling import describe
 
 REPLICAS = 2
 ROLLOUT_SECONDS = 150

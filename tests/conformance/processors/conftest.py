@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from conformance.conftest import models_dir
 from conformance.pictures import picture
-from tools.vllm_env import cache_dir
+
+from hack.vllm_env import cache_dir
 
 HERE = Path(__file__).parent
 MLX_VLM = "0.7.10"

@@ -9,10 +9,10 @@ import pytest
 from conformance.conftest import Record
 from conformance.processors.conftest import Ask, Drawn
 
-from mmrouter import families
-from mmrouter.families import Family, ImageSizeError
-from mmrouter.imagesize import probe
-from mmrouter.prompt import Prompter, PromptImage
+from mmrouter_lib import families
+from mmrouter_lib.families import Family, ImageSizeError
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.prompt import Prompter, PromptImage
 
 HUGGING_FACE = [
     "Qwen--Qwen2-VL-2B-Instruct",

@@ -9,7 +9,7 @@ from conformance.pictures import picture
 from conformance.processors.conftest import Ask
 from conformance.vllm.conftest import FAMILIES
 
-from mmrouter_plugin.install import install
+from mmrouter_handover.plugin.install import install
 
 
 def test_handed_over_images_of_every_family_are_what_the_engine_would_have_made_of_them(

@@ -9,8 +9,8 @@ from typing import Any
 from conformance.conftest import Record
 from conformance.processors.conftest import Ask
 
-from mmrouter import families
-from mmrouter.prompt import PlaceholderError, Prompter, PromptImage
+from mmrouter_lib import families
+from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage
 
 PROMPTS = 3000
 WORDS = [

@@ -39,11 +39,11 @@ def answer(folder: str, files: list[str]) -> dict[str, Any]:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.renderers import renderer_from_config
 
-    from mmrouter_plugin import vllm_items
-    from mmrouter_plugin.cache import HandedOverCache
-    from mmrouter_plugin.kept import Kept
-    from mmrouter_plugin.packed import read_header
-    from mmrouter_plugin.renderer import from_cache
+    from mmrouter_handover.plugin import vllm_items
+    from mmrouter_handover.plugin.packed_item import read_header
+    from mmrouter_handover.plugin.pending_items import Kept
+    from mmrouter_handover.plugin.processor_cache import HandedOverCache
+    from mmrouter_handover.plugin.renderer_side import from_cache
 
     config = ModelConfig(model=folder, dtype="float32", trust_remote_code=True)
     renderer: Any = renderer_from_config(VllmConfig(model_config=config))

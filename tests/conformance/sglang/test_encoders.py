@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from conformance.rig import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
-from local.chains import decided
+from conformance.engine_process import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
 from local.rig import Deployment, running, wait_for
+from local.staged_deployments import decided
 from scenarios import Chat
 
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"

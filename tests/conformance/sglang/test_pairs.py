@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
-from conformance.rig import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
-from local.chains import MEDIA, decided
+from conformance.engine_process import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
 from local.rig import Deployment, running, wait_for
+from local.staged_deployments import MEDIA, decided
 from local.test_scenarios import Folder, web
 from scenarios import SCENARIOS, Chat, Scenario, title
 

@@ -14,15 +14,15 @@ from typing import Any, Self
 
 import pytest
 from conformance.compare import Exchange, compare
+from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
 from conformance.predict import Predicted, Predictor, decode, image_places
 from conformance.report import Cells
-from conformance.rig import BLOCK_SIZE, Engine, engine, env_version
 from conformance.scenarios import Scenario, faults, fetched, scenarios, served_images
 from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
 
-from mmrouter.engines.events import Batch, Cleared
-from mmrouter.engines.sglang import ImageRewrite, decode_batch, parse_info, rewrite_chat
-from mmrouter.engines.sglang_identity import artifact_hash, sentinels
+from mmrouter_lib.engines.base.events import Batch, Cleared
+from mmrouter_lib.engines.sglang.adapter import ImageRewrite, decode_batch, parse_info, rewrite_chat
+from mmrouter_lib.engines.sglang.identity import artifact_hash, sentinels
 from mmrouter_router.sentinels.fill import fill
 from mmrouter_router.sentinels.provider import plan
 

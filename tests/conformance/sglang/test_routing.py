@@ -24,10 +24,7 @@ import pytest
 import yaml
 import zmq
 from conformance.compare import Report
-from conformance.pictures import image_part, picture
-from conformance.predict import image_places
-from conformance.report import Cell, Cells
-from conformance.rig import (
+from conformance.engine_process import (
     BLOCK_SIZE,
     REPLAY_END,
     SGLANG_ENVIRONMENT,
@@ -36,14 +33,17 @@ from conformance.rig import (
     require_memory,
     sglang_args,
 )
+from conformance.pictures import image_part, picture
+from conformance.predict import image_places
+from conformance.report import Cell, Cells
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, said, user
 from local.rig import Deployment, running, wait_for
 
-from mmrouter.blocks import chain, namespace_seed
-from mmrouter.engines.events import Cleared, Removed, Stored
-from mmrouter.engines.launching import REPLAY_PORT
-from mmrouter.engines.sglang import decode_batch
+from mmrouter_lib.block_keys import chain, namespace_seed
+from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
+from mmrouter_lib.engines.base.launch import REPLAY_PORT
+from mmrouter_lib.engines.sglang.adapter import decode_batch
 
 MODELS = {"learned": "Qwen/Qwen2.5-VL-7B-Instruct", "artifact": "Qwen/Qwen3-VL-2B-Instruct"}
 FAMILIES = {"learned": "qwen2_5_vl", "artifact": "qwen3_vl"}

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mmrouter.engines.sglang_encode import SLOTS, image_key, urls
-from mmrouter.engines.sglang_stages import ROOMS, Meeting, decode_headers, new_meeting, prefill_headers
-from mmrouter_sim.sglang.shares import EncodeRequest, _shares
+from mmrouter_lib.engines.sglang.disaggregation import ROOMS, Meeting, decode_headers, new_meeting, prefill_headers
+from mmrouter_lib.engines.sglang.encoder_requests import SLOTS, image_key, urls
+from mmrouter_sim.sglang.encoder_shares import EncodeRequest, _shares
 
 HOST = "10.0.0.7"
 ASKS = """

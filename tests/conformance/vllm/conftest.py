@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conformance.engine_process import BLOCK_SIZE, RENDERS, Engine, engine, env_version
 from conformance.predict import Predictor
 from conformance.report import Cells
-from conformance.rig import BLOCK_SIZE, RENDERS, Engine, engine, env_version
 
 FAMILIES = {
     "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",

@@ -26,8 +26,8 @@ SETTLE_SECONDS = 60.0
 def offer() -> None:
     import msgspec
 
-    from mmrouter_plugin.nixl_way import open_nixl
-    from mmrouter_plugin.packed import Field, Packer
+    from mmrouter_handover.plugin.nixl_way import open_nixl
+    from mmrouter_handover.plugin.packed_item import Field, Packer
 
     way, why = open_nixl("renderer", POOL)
     assert way, why
@@ -44,8 +44,8 @@ def offer() -> None:
 
 class Reading:
     def __init__(self, folder: str) -> None:
-        from mmrouter_plugin import nixl_way
-        from mmrouter_plugin.wire import Nixl, read
+        from mmrouter_handover.plugin import nixl_way
+        from mmrouter_handover.plugin.wire import Nixl, read
 
         nixl_way.READ_SECONDS = READ_SECONDS
         command = [sys.executable, __file__, folder, "offer"]
@@ -60,7 +60,7 @@ class Reading:
         self.steps: dict[str, Any] = {}
 
     def step(self, name: str, *offers: Any) -> None:
-        from mmrouter_plugin.wire import HandOverFailed
+        from mmrouter_handover.plugin.wire import HandOverFailed
 
         came, wrong = [], 0
         for one in offers:

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
+from conformance.engine_process import require_memory
 from conformance.engines import pods
 from conformance.history import History
 from conformance.resources import BLOCK, REPOSITORY, pool, resource
-from conformance.rig import require_memory
 from local.rig import Deployment, running, wait_for
 from openai.types.chat import ChatCompletion
 from scenarios import Chat

@@ -16,18 +16,18 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from conformance.engine_process import RENDERS, require_memory
 from conformance.engines import Pod, pods
 from conformance.history import History
 from conformance.resources import BLOCK, ENVIRONMENT, REPOSITORY, environment, pool, resource
-from conformance.rig import RENDERS, require_memory
 from conformance.vllm.test_handover import WEIGHTS, weighted
 from local.rig import Deployment, running, wait_for
 from scenarios import Chat, assert_only_text, assert_whole
 
-from mmrouter.engines.vllm_handover import is_cache_miss, without_bytes
-from mmrouter.engines.vllm_render import RENDER_PATH
-from mmrouter.identity import to_wire
-from mmrouter_cli.pictures import data_uri, picture
+from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_lib.engines.vllm.handover import is_cache_miss, without_bytes
+from mmrouter_lib.engines.vllm.renderer import RENDER_PATH
+from mmrouter_lib.media_identity import to_wire
 
 GENERATE_PATH, DERENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/derender"
 EMBEDDING = "encoder_cache.safetensors"

@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance.engine_process import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine
 from conformance.pictures import image_part, picture, text_part
 from conformance.rendering import Renderer, renderer
-from conformance.rig import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine
 from conformance.workload import STORY, WEATHER
 from prometheus_client import CollectorRegistry
 
-from mmrouter.api import parse_deployment
-from mmrouter.engines.vllm import ImageRewrite, prompt_error_field, rewrite_chat
-from mmrouter.identity import to_wire
-from mmrouter_router.errors import RequestError
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.engines.vllm.adapter import ImageRewrite, prompt_error_field, rewrite_chat
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.intake.fields import inexact_fields
 from mmrouter_router.media import MediaResolver
-from mmrouter_router.prepare import Prepared, Preparer
-from mmrouter_router.settings import CurveKeys, Settings
+from mmrouter_router.request.prepare import Prepared, Preparer
 
 MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 SALT = "t1-salt-of-the-tenant"

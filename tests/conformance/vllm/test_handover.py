@@ -21,15 +21,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from artefacts import TOOLS
+from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine
 from conformance.pictures import data_uri, picture
 from conformance.rendering import Renderer, renderer
-from conformance.rig import API_KEY, BLOCK_SIZE, Engine, engine
-from making import TOOLS
 
-from mmrouter.engines import vllm_handover as wire
-from mmrouter.engines.events import Stored
-from mmrouter.identity import to_wire
-from mmrouter_transfer import ledger, reclaim
+from mmrouter_handover.shm import ledger, reclaim
+from mmrouter_lib.engines.base.events import Stored
+from mmrouter_lib.engines.vllm import handover as wire
+from mmrouter_lib.media_identity import to_wire
 
 MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 SMALL, LARGE = (224, 224), (1008, 1008)
@@ -55,8 +55,8 @@ def sides(vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytes
     made = subprocess.run(
         [sys.executable, "-m", "mmrouter_cli", "plugin", str(plugin)], capture_output=True, text=True, check=True
     )
-    assert "mmrouter_plugin" in made.stdout
-    wrapper = [str(vllm_env / "bin" / "python3"), "-m", "mmrouter_plugin.start"]
+    assert "mmrouter_handover.plugin" in made.stdout
+    wrapper = [str(vllm_env / "bin" / "python3"), "-m", "mmrouter_handover.plugin.start"]
     with ExitStack() as running:
         # Hand-over by shared memory is for memory.
         root = Path(running.enter_context(TemporaryDirectory(dir="/dev/shm", prefix="mmrouter-handover-")))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_plugin.install import install
+from mmrouter_handover.plugin.install import install
 
 SCRIPT = Path(__file__).with_name("nixl_reads.py")
 ROUNDS = 20

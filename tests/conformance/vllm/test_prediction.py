@@ -2,7 +2,7 @@
 
 The engine is sent every request of the workload with our identities in it, directly: no sidecar, no router. So a
 difference here is the library's. Phi-3 runs as published, with its sliding window, and with two stand-ins of ours for
-the remote code of its folder (``tests/tools/phi3v``).
+the remote code of its folder (``hack/phi3v``).
 """
 
 import time
@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 from conformance.compare import Exchange, compare
+from conformance.engine_process import BLOCK_SIZE, Engine, context_length
 from conformance.predict import Predictor, image_places
 from conformance.report import Cells
-from conformance.rig import BLOCK_SIZE, Engine, context_length
 from conformance.scenarios import Scenario, faults, fetched, scenarios, served_images
 from conformance.vllm.conftest import FAMILIES, Served
 from conformance.workload import Case, case, user, workload
 
-from mmrouter.engines.events import Batch, Stored
+from mmrouter_lib.engines.base.events import Batch, Stored
 
 OTHER = {name: "llava_next" if name == "phi3_v" else "phi3_v" for name in FAMILIES} | {
     "qwen2_vl": "qwen3_vl",

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conformance.engine_process import BLOCK_SIZE, context_length
 from conformance.predict import Predictor, image_places
 from conformance.rendering import renderer
-from conformance.rig import BLOCK_SIZE, context_length
 from conformance.workload import workload
 
-from mmrouter.api import parse_deployment
-from mmrouter.engines.vllm import launch
-from mmrouter_router.fleet import Member
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.renderer import Renderer, RendererError
-from mmrouter_router.upstream import Upstream
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.engines.vllm.adapter import launch
+from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.request.renderer_client import Renderer, RendererError
+from mmrouter_router.telemetry.metrics import Metrics
 
 KEY = "renderer-key"
 MOST_TOKENS = 3500

@@ -16,17 +16,18 @@ import msgspec
 import openai
 import pytest
 import yaml
+from conformance.engine_process import engine_args, require_memory
 from conformance.history import History
 from conformance.pictures import image_part, picture
 from conformance.resources import BLOCK, ENVIRONMENT, environment
-from conformance.rig import engine_args, require_memory
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
 from local.rig import Deployment, running, wait_for
 
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter_cli.benching import asking, endpoint
-from mmrouter_cli.benching.values import Result
+from mmrouter_cli.bench import endpoint
+from mmrouter_cli.bench import request as asking
+from mmrouter_cli.bench.types import Result
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 
 CACHE_BLOCKS = 290  # the longest context and little more
 REPOSITORIES = {"Qwen/Qwen2-VL-2B-Instruct": 2, "Qwen/Qwen3-VL-2B-Instruct": 1}

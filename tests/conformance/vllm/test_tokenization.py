@@ -12,17 +12,17 @@ from typing import Any
 import httpx
 import pytest
 from conformance.corpus import corpus
+from conformance.engine_process import Engine
 from conformance.pictures import image_part, picture
 from conformance.predict import Predictor, decode
 from conformance.rendering import Rendered, Renderer
-from conformance.rig import Engine
 from conformance.vllm.conftest import Served
 from conformance.workload import Case, case, user
 
-from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
-from mmrouter.identity import media_identity, to_wire
-from mmrouter.imagesize import probe
-from mmrouter.prompt import PlaceholderError, PromptImage, render_arguments
+from mmrouter_lib.engines.vllm.adapter import ImageRewrite, rewrite_chat
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.prompt import PlaceholderError, PromptImage, render_arguments
 
 LEAST = 300
 OUT_OF_ORDER = " before <|image_"

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from conformance.engine_process import require_memory
 from conformance.resources import REPOSITORY, pool, resource
-from conformance.rig import require_memory
 from local.rig import Deployment, running, wait_for
 from local.test_scenarios import Folder, web
 from prometheus_client.parser import text_string_to_metric_families

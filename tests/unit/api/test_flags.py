@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.api import SpecError, parse_deployment
-from mmrouter.api.flags import is_flag
-from mmrouter.engines.vllm import OWNED_FLAGS
+from mmrouter_lib.api import SpecError, parse_deployment
+from mmrouter_lib.api.owned_flags import is_flag
+from mmrouter_lib.engines.vllm.adapter import OWNED_FLAGS
 
 
 @pytest.mark.parametrize(

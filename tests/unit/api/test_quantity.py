@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.api import quantity_bytes
+from mmrouter_lib.api import quantity_bytes
 
 
 @pytest.mark.parametrize(

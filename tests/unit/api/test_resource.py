@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mmrouter.api import MMRouterDeployment, SpecError, block_size_of, load_deployment, parse_deployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, SpecError, block_size_of, load_deployment, parse_deployment, to_json
 
 WHOLE: dict[str, Any] = {
     "apiVersion": "mmrouter.io/v1alpha1",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmrouter.api import SpecError, parse_deployment, to_json
+from mmrouter_lib.api import SpecError, parse_deployment, to_json
 
 CPU = {"kind": "cpu"}
 NODE = {"scope": "node"}

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import cluster, clustersweep
-from bench.clusterengine import NEVER, Engine, Machine, Running
-from bench.clusterload import TRACE_BLOCK, Ask, mooncake, servegen
-from bench.clusterpolicies import Dynamo, LeastLoaded, Ours, RoundRobin, TextPrefix
-from bench.clustersim import simulate
-from mmrouter_router.schedule import WEIGHTS
-from mmrouter_sim.core.cost import Cost
+from bench.cluster import cluster
+from bench.cluster import weight_sweep as clustersweep
+from bench.cluster.engine import NEVER, Engine, Machine, Running
+from bench.cluster.load import TRACE_BLOCK, Ask, mooncake, servegen
+from bench.cluster.policies import Dynamo, LeastLoaded, Ours, RoundRobin, TextPrefix
+from bench.cluster.simulation import simulate
+from mmrouter_router.scheduling.scoring import WEIGHTS
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
+from mmrouter_sim.core.step_cost import Cost
 
 SIZE = 8
 FOLDER = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[4] / "shared" / "traces"))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from bench import decision
-from bench.workload import build
-from mmrouter_router.index import Index
-from mmrouter_router.schedule import Candidate, choose
+from bench.placing import decision
+from bench.placing.workload import build
+from mmrouter_router.fleet.index import Index
+from mmrouter_router.scheduling.scoring import Candidate, choose
 
 LOAD = build(workers=4, blocks_per_worker=300, queries=6)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import encoders, encodersim
-from bench.encoderload import SAMPLE, Arrival, Device, Picture, arrivals, derive, load, pictures, shared
+from bench.encoders import encoders
+from bench.encoders import simulation as encodersim
+from bench.encoders.load import SAMPLE, Arrival, Device, Picture, arrivals, derive, load, pictures, shared
 
 TRACES = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[4] / "shared" / "traces"))
 FLEET = encoders.FLEETS["8:3:1"]

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from bench import handover, handoverpeer
+from bench.handover import handover
+from bench.handover import peer as handoverpeer
 
 SIZE = 1 << 20
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench import ingest
-from bench.workload import build, split
+from bench.feed import ingest
+from bench.placing.workload import build, split
 
 LOAD = build(workers=3, blocks_per_worker=120, queries=0)
 CASE = ingest.Case("64-block events", LOAD, LOAD.events)

@@ -1,7 +1,7 @@
 """What the index takes is told per block, and only for blocks that are in it."""
 
-from bench import memory
-from bench.workload import build
+from bench.feed import memory
+from bench.placing.workload import build
 
 LOAD = build(workers=8, blocks_per_worker=1200, queries=0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import prompt
+from bench.placing import prompt
 
 
 @pytest.fixture(autouse=True)

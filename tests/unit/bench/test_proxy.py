@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from bench import loadgen, proxy
-from bench.engine import TOKENS, Engine
+from bench.serving import load_client as loadgen
+from bench.serving import proxy
+from bench.serving.plain_engine import TOKENS, Engine
 
 
 @pytest.fixture

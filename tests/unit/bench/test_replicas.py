@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench import clusterrouters
-from bench.cluster import Case, Outcome
-from bench.clusterengine import Machine
-from bench.clusterload import servegen
-from bench.clusterrouters import Routers, spread, summary
-from bench.clustersim import simulate
-from bench.replicas import Measured, rows
+from bench.cluster import routers as clusterrouters
+from bench.cluster.cluster import Case, Outcome
+from bench.cluster.engine import Machine
+from bench.cluster.load import servegen
+from bench.cluster.routers import Routers, spread, summary
+from bench.cluster.simulation import simulate
+from bench.serving.replicas import Measured, rows
 
 CASE = Case("servegen sessions", 2, 0.5)
 

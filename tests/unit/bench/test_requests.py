@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from bench import loadgen
-from bench.engine import Engine
-from bench.proxy import DIRECT, OURS
-from bench.requests import KV, Measured, picture, rows
-from mmrouter.imagesize import probe
+from bench.serving import load_client as loadgen
+from bench.serving.plain_engine import Engine
+from bench.serving.proxy import DIRECT, OURS
+from bench.serving.requests import KV, Measured, picture, rows
+from mmrouter_lib.image_size import probe
 from mmrouter_router.media.datauri import decode
 
 SMG = "smg 1.13.0"

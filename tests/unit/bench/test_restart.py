@@ -4,8 +4,8 @@ from array import array
 
 import pytest
 
-from bench import restart
-from bench.feedends import Curve
+from bench.feed import restart
+from bench.feed.sidecar_ends import Curve
 
 
 def test_snapshots_hold_as_many_blocks_as_asked_for():

@@ -5,9 +5,9 @@ from array import array
 
 import pytest
 
-from bench import routing
-from bench.prompt import TINY
-from bench.routing import COLD, NAIVE, WARM, AnswersDifferError, Naive, Timed, measure, rows
+from bench.placing import routing
+from bench.placing.prompt import TINY
+from bench.placing.routing import COLD, NAIVE, WARM, AnswersDifferError, Naive, Timed, measure, rows
 
 
 async def test_both_ways_have_equal_tokens_and_overlaps_or_nothing_is_said(monkeypatch):

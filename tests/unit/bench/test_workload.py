@@ -1,8 +1,8 @@
 """The synthetic caches are caches, and their events are vLLM's."""
 
-from bench.workload import BLOCK_SIZE, build, split, steps, vllm_payload
-from mmrouter.blocks import block_keys
-from mmrouter.engines.vllm import decode_batch
+from bench.placing.workload import BLOCK_SIZE, build, split, steps, vllm_payload
+from mmrouter_lib.block_keys import block_keys
+from mmrouter_lib.engines.vllm.adapter import decode_batch
 
 LOAD = build(workers=3, blocks_per_worker=200, queries=2)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mmrouter.api.crd import definition
 from mmrouter_cli.doctor.collect import read_spec
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFacts, RoutingFacts
 from mmrouter_cli.doctor.finding import Finding
-from mmrouter_cli.states import State
+from mmrouter_cli.status.frontend_state import State
+from mmrouter_lib.api.crd import definition
 
 NOW = 1_700_000_000.0
 Object = dict[str, Any]

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_cli.benching import compare, measure, report, traces, workload
-from mmrouter_cli.benching.drawing import Writer, text
-from mmrouter_cli.benching.page import page
-from mmrouter_cli.benching.values import (
+from mmrouter_cli.bench import compare, measure, traces, workload
+from mmrouter_cli.bench import table_report as report
+from mmrouter_cli.bench.content import Writer, text
+from mmrouter_cli.bench.html_report import page
+from mmrouter_cli.bench.types import (
     Answer,
     BenchError,
     Conversation,
@@ -31,7 +32,7 @@ from mmrouter_cli.benching.values import (
     Words,
 )
 
-STATISTICS = Path(__file__).parents[3] / "bench" / "servegen_images.json"
+STATISTICS = Path(__file__).parents[3] / "bench" / "encoders" / "servegen_images.json"
 LOAD = Load(concurrency=4)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 from aiohttp import web
-from unit.cli.answering import Engine, serving
+from unit.cli.chat_servers import Engine, serving
 
-from mmrouter_cli.benching.values import Result
+from mmrouter_cli.bench.types import Result
 
 SMALL = ("--requests", "6", "--concurrency", "2", "--image-share", "0", "--system-tokens", "60")
 NOBODY = "http://127.0.0.1:1"

@@ -8,12 +8,14 @@ import signal
 import pytest
 from aiohttp import web
 from rich.console import Console
-from unit.cli.answering import DONE, GOOD, Engine, Handler, event, said, serving, streamed
+from unit.cli.chat_servers import DONE, GOOD, Engine, Handler, event, said, serving, streamed
 
-from mmrouter_cli.benching import asking, report, workload
-from mmrouter_cli.benching.live import Screen
-from mmrouter_cli.benching.run import Asked, run
-from mmrouter_cli.benching.values import Answer, BenchError, Load, Result
+from mmrouter_cli.bench import request as asking
+from mmrouter_cli.bench import table_report as report
+from mmrouter_cli.bench import workload
+from mmrouter_cli.bench.progress import Screen
+from mmrouter_cli.bench.run import Asked, run
+from mmrouter_cli.bench.types import Answer, BenchError, Load, Result
 
 
 async def asked(handler: Handler, timeout: float = 5.0) -> tuple[Answer, list[float]]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_cli.kube import ClusterError, namespace_of, reading
+from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
 
 CONTEXT = """
 apiVersion: v1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_cli.reach import Reach, UnreachableError, reach
+from mmrouter_cli.status.control_endpoint import Reach, UnreachableError, reach
 
 URL = "http://demo"
 
@@ -44,7 +44,7 @@ def test_elsewhere_the_error_names_what_runs_on_this_machine(
     pod: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (pod / "secrets" / "control.token").unlink()
-    monkeypatch.setattr("mmrouter_cli.reach.run_root", lambda: tmp_path / "runs")
+    monkeypatch.setattr("mmrouter_cli.status.control_endpoint.run_root", lambda: tmp_path / "runs")
     with pytest.raises(UnreachableError, match="none runs here"):
         reach("127.1.0.1:8000", None, None)
     (tmp_path / "runs" / "ending").mkdir(parents=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 import yaml
 from typer.testing import CliRunner
 
-from mmrouter.api.crd import definition
 from mmrouter_cli.app import app
+from mmrouter_lib.api.crd import definition
 
 CRD = Path(__file__).resolve().parents[3] / "crds" / "mmrouter.io_mmrouterdeployments.yaml"
 

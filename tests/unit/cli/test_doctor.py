@@ -7,10 +7,9 @@ from typing import Any, get_args
 
 import pytest
 from rich.console import Console
-from unit.cli import diagnosed as d
+from unit.cli import healthy_cluster as d
 
-import mmrouter
-from mmrouter.api.crd import HASH_ANNOTATION
+import mmrouter_lib as mmrouter
 from mmrouter_cli import doctor
 from mmrouter_cli.doctor import Diagnosis, Finding, advice, show
 from mmrouter_cli.doctor.cluster import api_check, definition_check, looks_stale, operator_check
@@ -18,11 +17,12 @@ from mmrouter_cli.doctor.facts import FrontendFacts, RoutingFacts
 from mmrouter_cli.doctor.pods import memory_check, pod_check
 from mmrouter_cli.doctor.resource import condition_check, network_check, reference_check, security_check, spec_check
 from mmrouter_cli.doctor.routing import STALE_SECONDS, event_check, exactness_check, frontend_check
-from mmrouter_cli.states import NOT_RUNNING, Unread, reached
-from mmrouter_operator.conditions import ABNORMAL, PROGRESSING, REASONS
-from mmrouter_operator.ref import KINDS, Ref
-from mmrouter_router import feeds
-from mmrouter_router.parity import Cause
+from mmrouter_cli.status.frontend_state import NOT_RUNNING, Unread, reached
+from mmrouter_lib.api.crd import HASH_ANNOTATION
+from mmrouter_operator.model.refs import KINDS, Ref
+from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
+from mmrouter_router.explain.parity import Cause
+from mmrouter_router.fleet import feed_client as feeds
 
 DENIED = Unread("GET /x: forbidden")
 

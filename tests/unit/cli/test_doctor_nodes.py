@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.cli import diagnosed as d
+from unit.cli import healthy_cluster as d
 
 from mmrouter_cli.doctor.capacity import capacity_check
 from mmrouter_cli.doctor.finding import Finding
 from mmrouter_cli.doctor.scheduling import barring, lacking, nodes_of, place, requests, selects
-from mmrouter_cli.states import Unread
+from mmrouter_cli.status.frontend_state import Unread
 
 TAINT = {"key": "team", "value": "vision", "effect": "NoSchedule"}
 NVIDIA_TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from mmrouter.api import parse_deployment
-from mmrouter_cli import init
 from mmrouter_cli.app import app
+from mmrouter_cli.init import answers as init
+from mmrouter_lib.api import parse_deployment
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
-from mmrouter_operator.secrets import new_secret_data
 
 SECRETS = new_secret_data()
 FLAGS = ("--model", "--engine", "--accelerator", "--replicas", "--name", "--image")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 from typer.testing import CliRunner
-from unit.operator.stories import pair, standing, want, whole
+from unit.operator.rollout_stories import pair, standing, want, whole
 
 from mmrouter_cli.app import app
-from mmrouter_operator.plan import Blocked, Complete
-from mmrouter_operator.rehearse import rehearse
+from mmrouter_operator.planning.planner import Blocked, Complete
+from mmrouter_operator.planning.rollout_simulation import rehearse
 
 
 def write(folder: Path, name: str, spec: dict[str, Any], **metadata: Any) -> str:

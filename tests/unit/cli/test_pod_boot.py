@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_cli.boot import longest, steps, summary, waits_for
+from mmrouter_cli.status.pod_boot import longest, steps, summary, waits_for
 
 MADE = datetime.fromisoformat("2026-11-21T10:00:00+00:00")
 GATES = ("mmrouter.io/routable", "mmrouter.io/verified")

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from mmrouter.engines.sglang_identity import page_hashes
 from mmrouter_cli.app import app
 from mmrouter_cli.replay import CaptureError, Report, replay
+from mmrouter_lib.engines.sglang.identity import page_hashes
 
 REPOSITORY = Path(__file__).parents[3]
 OWN = Path(__file__).parent / "data" / "tiny-qwen2-vl.jsonl"

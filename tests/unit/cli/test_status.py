@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
-from unit.cli import diagnosed as d
+from unit.cli import healthy_cluster as d
 
-from mmrouter_cli import states
 from mmrouter_cli.app import app
-from mmrouter_cli.states import Frontend, Unread
-from mmrouter_cli.status import UNKNOWN, View, drawn, of_resource, of_states
+from mmrouter_cli.status import frontend_state as states
+from mmrouter_cli.status.frontend_state import Frontend, Unread
+from mmrouter_cli.status.view import UNKNOWN, View, drawn, of_resource, of_states
 
 TOKEN = "t" * 32
 POOL = {"name": "worker", "role": "worker", "desired": 3, "ready": 2, "routable": 2, "verified": 1, "updated": 2}

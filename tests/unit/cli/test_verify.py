@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 
-from mmrouter_cli.gate import Gate, Seen, _agree, _repeats, _said, as_json
-from mmrouter_cli.reach import Reach
+from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.verify import Gate, Seen, _agree, _repeats, _said, as_json
 
 GOOD = Seen("r-1", "a", "exact", overlap=6, blocks=6, block_size=16, prompt_tokens=100, engine_tokens=100, cached=96)
 
@@ -176,7 +176,7 @@ def test_a_deployment_that_does_all_that_is_asked_passes():
     ],
 )
 def test_a_broken_deployment_fails_at_the_check_that_is_about_it(monkeypatch, broken, failing):
-    monkeypatch.setattr("mmrouter_cli.gate.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("mmrouter_cli.verify.SETTLE_SECONDS", 0.0)
     checks = gate(Deployment(**broken)).run(rounds=1)
     assert next(check.name for check in checks if not check.passed) == failing
 

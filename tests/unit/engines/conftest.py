@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from mmrouter.blocks import Span
-from mmrouter.identity import foreign_identity, from_wire
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 REPOSITORY = Path(__file__).parents[3]
 PLACEHOLDER = {"qwen": 151655, "llava": 32000, "phi3v": 32044}

@@ -12,9 +12,10 @@ from unit.engines.conftest import Captures
 from unit.engines.sglang_rows import capture_rows, rows
 from unit.engines.sglang_rows import captures as sglang_captures
 
-from mmrouter import native
-from mmrouter.engines import sglang, vllm
-from mmrouter.engines.events import Batch, EventError
+from mmrouter_lib import native
+from mmrouter_lib.engines.base.events import Batch, EventError
+from mmrouter_lib.engines.sglang import adapter as sglang
+from mmrouter_lib.engines.vllm import adapter as vllm
 
 if native.form != "native":
     pytest.skip(f"not run: {native.why}", allow_module_level=True)

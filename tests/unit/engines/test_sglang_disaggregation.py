@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mmrouter.engines.launching import BOOTSTRAP_PORT
-from mmrouter.engines.sglang_stages import (
+from mmrouter_lib.engines.base.launch import BOOTSTRAP_PORT
+from mmrouter_lib.engines.sglang.disaggregation import (
     ROOMS,
     Meeting,
     decode_headers,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter.engines.sglang_encode import BOUND, Encoder, PartError, image_key, order, ranked
+from mmrouter_lib.engines.sglang.encoder_requests import BOUND, Encoder, PartError, image_key, order, ranked
 
 names = st.lists(st.text(max_size=8), min_size=1, max_size=8, unique=True)
 keys = st.binary(min_size=1, max_size=8)

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from unit.engines.sglang_rows import capture_rows, rows
 
-from mmrouter.engines.events import Cleared, EventError, Ignored, Removed, Stored
-from mmrouter.engines.sglang import IGNORED_REASONS, decode_batch
-from mmrouter.engines.sglang_identity import page_digest, page_hashes
+from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Removed, Stored
+from mmrouter_lib.engines.sglang.adapter import IGNORED_REASONS, decode_batch
+from mmrouter_lib.engines.sglang.identity import page_digest, page_hashes
 
 pytestmark = pytest.mark.usefixtures("form")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.engines.sglang_rows import PLACEHOLDER, capture_rows, captures, events, row, rows
 
-from mmrouter.engines.sglang_identity import (
+from mmrouter_lib.engines.sglang.identity import (
     SENTINEL_BASE,
     Fingerprint,
     artifact_hash,

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from mmrouter.api import SpecError, parse_deployment
-from mmrouter.engines import adapter
-from mmrouter.engines.launching import LaunchError
-from mmrouter.engines.sglang import API_KEY_ENV, OWNED_FLAGS, launch
+from mmrouter_lib.api import SpecError, parse_deployment
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.launch import LaunchError
+from mmrouter_lib.engines.sglang.adapter import API_KEY_ENV, OWNED_FLAGS, launch
 from mmrouter_sim.sglang.flags import parse
 
 POOL = {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from unit.engines.sglang_rows import capture_rows
 
-from mmrouter.engines.sglang import (
+from mmrouter_lib.engines.sglang.adapter import (
     METRICS,
     REFUSED_FIELDS,
     ImageRewrite,

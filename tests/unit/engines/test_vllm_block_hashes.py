@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.engines.vllm_hashes import Tagged, align, block_digest, root, short, tagged
+from mmrouter_lib.engines.vllm.block_hashes import Tagged, align, block_digest, root, short, tagged
 
 SIZE = 4
 BLOCKS = {  # stored blocks per capture, ragged events included; a LoRA's hash cannot be told from events

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.engines.vllm_request import ImageRewrite
-from mmrouter.engines.vllm_stages import (
+from mmrouter_lib.engines.vllm.disaggregation import (
     StageError,
     decode_request,
     encode_request,
@@ -17,6 +16,7 @@ from mmrouter.engines.vllm_stages import (
     why_whole,
     with_embeddings,
 )
+from mmrouter_lib.engines.vllm.request import ImageRewrite
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 0, "stream": True}
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mmrouter.blocks import Span
-from mmrouter.engines.vllm_handover import (
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.vllm.handover import (
     HandoverError,
     Status,
     is_cache_miss,
@@ -17,8 +17,8 @@ from mmrouter.engines.vllm_handover import (
     render_request,
     without_bytes,
 )
-from mmrouter.engines.vllm_render import RenderError
-from mmrouter.identity import to_wire
+from mmrouter_lib.engines.vllm.renderer import RenderError
+from mmrouter_lib.media_identity import to_wire
 
 A, B = to_wire(b"a" * 32), to_wire(b"b" * 32)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from mmrouter.api import SpecError, parse_deployment
-from mmrouter.engines.launching import LaunchError, chosen_flags
-from mmrouter.engines.vllm import KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
-from mmrouter.engines.vllm_transfer import embedding_cache_bytes
+from mmrouter_lib.api import SpecError, parse_deployment
+from mmrouter_lib.engines.base.launch import LaunchError, chosen_flags
+from mmrouter_lib.engines.vllm.adapter import KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
+from mmrouter_lib.engines.vllm.connectors import embedding_cache_bytes
 
 
 def deployment(**spec: Any) -> Any:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter.engines.vllm_media import file_url, is_file_refused
+from mmrouter_lib.engines.vllm.media_files import file_url, is_file_refused
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrouter.engines.vllm import Load, parse_block_size, parse_load
+from mmrouter_lib.engines.vllm.adapter import Load, parse_block_size, parse_load
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

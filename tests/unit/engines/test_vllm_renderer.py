@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mmrouter.blocks import Span
-from mmrouter.engines.vllm_render import RenderError, read_rendered, render_request
-from mmrouter.identity import to_wire
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.vllm.renderer import RenderError, read_rendered, render_request
+from mmrouter_lib.media_identity import to_wire
 
 SHARED = Path(__file__).parents[4] / "shared" / "captures"
 A, B = b"a" * 32, b"b" * 32

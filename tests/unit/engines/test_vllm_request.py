@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmrouter.engines.vllm import REFUSED_FIELDS, ImageRewrite, prompt_error_field, rewrite_chat
+from mmrouter_lib.engines.vllm.adapter import REFUSED_FIELDS, ImageRewrite, prompt_error_field, rewrite_chat
 
 BIG = "data:image/png;base64," + "A" * 1_000_000
 

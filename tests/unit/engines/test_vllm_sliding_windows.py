@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from mmrouter.blocks import block_keys, namespace_seed
-from mmrouter.engines.vllm import decode_batch
-from mmrouter.feed import Group, deciding
-from mmrouter_router.index import Index, window_blocks
-from mmrouter_sidecar.ledger import Ledger
+from mmrouter_lib.block_keys import block_keys, namespace_seed
+from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.feed import Group, deciding
+from mmrouter_router.fleet.index import Index, window_blocks
+from mmrouter_sidecar.blocks.ledger import Ledger
 
 pytestmark = pytest.mark.usefixtures("form")
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmrouter import families
-from mmrouter.families import ImageSizeError
-from mmrouter.families.resize import MAX_ASPECT, smart_resize
-from mmrouter.imagesize import ImageHeaderError, probe
+from mmrouter_lib import families
+from mmrouter_lib.families import ImageSizeError
+from mmrouter_lib.families.resize import MAX_ASPECT, smart_resize
+from mmrouter_lib.image_size import ImageHeaderError, probe
 
 QWEN2 = {"min_pixels": 3136, "max_pixels": 12845056}
 QWEN3 = {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}

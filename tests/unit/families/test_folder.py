@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmrouter import families
-from mmrouter.families import ModelFolderError
+from mmrouter_lib import families
+from mmrouter_lib.families import ModelFolderError
 
 EDGES = {"shortest_edge": 3136, "longest_edge": 12845056}
 

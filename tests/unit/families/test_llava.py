@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmrouter import families
-from mmrouter.families import ImageSizeError, ModelFolderError
-from mmrouter.families.llavanext import DEFAULT_PINPOINTS, best_pinpoint, unpadded
+from mmrouter_lib import families
+from mmrouter_lib.families import ImageSizeError, ModelFolderError
+from mmrouter_lib.families.llavanext import DEFAULT_PINPOINTS, best_pinpoint, unpadded
 
 VISION = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 CLIP = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter import families
-from mmrouter.families import ImageSizeError, ModelFolderError
-from mmrouter.families.phi3v import TILE, tiles
+from mmrouter_lib import families
+from mmrouter_lib.families import ImageSizeError, ModelFolderError
+from mmrouter_lib.families.phi3v import TILE, tiles
 
 FILES = {
     "config": {"model_type": "phi3_v", "img_processor": {"num_img_tokens": 144}},

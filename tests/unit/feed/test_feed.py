@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter import feed
+from mmrouter_lib import feed
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools import vllm_env
-from tools.shrink_model import shrink, shrink_config
+
+from hack import vllm_env
+from hack.shrink_model import shrink, shrink_config
 
 
 def script(cache: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
-from tools.archives import write_image
+
+from hack.archives import write_image
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCK = ROOT / "requirements.lock"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = Path(__file__).resolve().parents[3] / "hack"
 
 
 def script(path: str, cache: Path, *arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:

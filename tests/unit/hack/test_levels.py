@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 from outcomes import TOLD_LINES, Outcome, summary, told_again
-from tools import levels
-from tools.levels import Level, Step, run_level
+
+from hack import levels
+from hack.levels import Level, Step, run_level
 
 
 @pytest.fixture(autouse=True)

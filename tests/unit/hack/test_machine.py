@@ -2,10 +2,11 @@
 
 import re
 
-import making
+import artefacts as making
 import pytest
-from tools.machine import PROGRAMS
-from tools.machine import missing as lacks
+
+from hack.machine import PROGRAMS
+from hack.machine import missing as lacks
 
 ROOT = making.TOOLS.parents[1]
 PLUGINS = "containernetworking-plugins"

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from tools import metrics_page
 from unit.render.objects import container, pod_of, variables
 
 import mmrouter_router
-from mmrouter.api import parse_deployment
-from mmrouter_operator.secrets import new_secret_data
+from hack import metrics_page
+from mmrouter_lib.api import parse_deployment
+from mmrouter_operator.model.credentials import new_secret_data
 
 PAGE = metrics_page.PAGE.read_text()
 
 
 def test_the_page_has_every_metric_as_the_code_exposes_it() -> None:
-    assert metrics_page.current(PAGE) == PAGE, "python tests/tools/metrics_page.py --write"
+    assert metrics_page.current(PAGE) == PAGE, "python hack/metrics_page.py --write"
 
 
 def test_every_metric_begins_with_its_process() -> None:

@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import making
+import artefacts as making
 import pytest
-from making import build_images, made_by
-from tools.machine import PROGRAMS
+from artefacts import build_images, made_by
+
+from hack.machine import PROGRAMS
 
 TOOLS = making.TOOLS
 GO = """\

@@ -6,8 +6,8 @@ import struct
 import pytest
 from PIL import Image
 
-from mmrouter.imageclaim import claimed_size
-from mmrouter.imagesize import ImageHeaderError, TooManyPixels
+from mmrouter_lib.image_claims import claimed_size
+from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels
 
 FORMATS = {"AVIF": {}, "JPEG2000": {}, "codestream": {"no_jp2": True}}
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
-from mmrouter.imagesize import FORMATS, ImageHeaderError, ImageSize, TooManyPixels, probe
+from mmrouter_lib.image_size import FORMATS, ImageHeaderError, ImageSize, TooManyPixels, probe
 
 # Pillow warns of what the tests feed it on purpose.
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmrouter.blocks import (
+from mmrouter_lib.block_keys import (
     Span,
     block_extras,
     block_keys,

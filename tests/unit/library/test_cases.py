@@ -9,9 +9,9 @@ import pytest
 import xxhash
 from PIL import Image
 
-from mmrouter.blocks import Span, block_keys
-from mmrouter.engines.sglang_identity import page_hashes, run_ids, sentinels
-from mmrouter.identity import media_identity, to_wire
+from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.engines.sglang.identity import page_hashes, run_ids, sentinels
+from mmrouter_lib.media_identity import media_identity, to_wire
 
 KEY = bytes(32)
 ROOT = Path(__file__).parents[3]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.identity import foreign_identity, from_wire, media_identity, to_wire
+from mmrouter_lib.media_identity import foreign_identity, from_wire, media_identity, to_wire
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
 

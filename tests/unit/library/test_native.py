@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter import blocks, native
+from mmrouter_lib import block_keys as blocks
+from mmrouter_lib import native
 
 U64 = (1 << 64) - 1
 FAKE = "mmrouter_native_fake"

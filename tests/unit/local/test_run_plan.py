@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mmrouter.api import parse_deployment
-from mmrouter.api.paths import CHAT_TEMPLATE_PATH, CONFIG_DIR
 from mmrouter_cli.local.expand import rewriter
 from mmrouter_cli.local.folders import LocalError
-from mmrouter_cli.local.plan import make_plan
+from mmrouter_cli.local.run_plan import make_plan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, CONFIG_DIR
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
-from mmrouter_operator.secrets import new_secret_data
 
 RESOURCE: dict[str, Any] = {
     "apiVersion": "mmrouter.io/v1alpha1",

@@ -3,10 +3,10 @@
 import copy
 from typing import Any
 
-from mmrouter_operator.apply import AlreadyThere, ApiError, Object, Objects
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.observe import Key
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.client import AlreadyThere, ApiError, Object, Objects
+from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.model.snapshot import Key
 
 Names = list[str]
 Names = list[str]

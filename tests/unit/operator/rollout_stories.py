@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from unit.operator.world import World, deployment, role
+from unit.operator.simulated_world import World, deployment, role
 
-from mmrouter_operator.plan import STAGES, Complete, Plan
-from mmrouter_operator.rollout import template_hash
-from mmrouter_operator.status import status_of
+from mmrouter_operator.planning.planner import STAGES, Complete, Plan
+from mmrouter_operator.planning.rollout import template_hash
+from mmrouter_operator.status.builder import status_of
 
 IMAGE = "registry.example/vllm:1"
 

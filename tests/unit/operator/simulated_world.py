@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.observe import (
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_operator.model.snapshot import (
     FrontendReport,
     PodView,
     RevisionView,
@@ -20,11 +20,11 @@ from mmrouter_operator.observe import (
     deployment_view,
     revision_view,
 )
-from mmrouter_operator.plan import Plan, plan
+from mmrouter_operator.planning.planner import Plan, plan
+from mmrouter_operator.planning.rollout import pool_of, role_of, template_hash
+from mmrouter_operator.planning.template_revisions import choose_templates
 from mmrouter_operator.render import render
 from mmrouter_operator.render.secret import SecretData
-from mmrouter_operator.revisions import choose_templates
-from mmrouter_operator.rollout import pool_of, role_of, template_hash
 
 SECRETS = SecretData(
     identity_key=bytes(32),

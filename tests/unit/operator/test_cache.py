@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_operator.cache import Cache, content_of
-from mmrouter_operator.secrets import new_secret_data
+from mmrouter_operator.cluster.cache import Cache, content_of
+from mmrouter_operator.model.credentials import new_secret_data
 
 KEY = ("n", "d")
 OWN = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "name": "d", "uid": "r", "controller": True}

@@ -4,18 +4,18 @@ import asyncio
 from typing import Any
 
 import pytest
-from unit.operator.table import KEY, OWNER, Table, manifest
+from unit.operator.fake_cluster import KEY, OWNER, Table, manifest
 
-from mmrouter_operator import audit as audit_module
-from mmrouter_operator import children as module
-from mmrouter_operator.apply import ApiError, Refused, Unavailable
-from mmrouter_operator.audit import TOLERATED, Audit
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.children import Children, Written
+from mmrouter_operator.cluster import cache_audit as audit_module
+from mmrouter_operator.cluster import child_writer as module
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.cache_audit import TOLERATED, Audit
+from mmrouter_operator.cluster.child_writer import Children, Written
+from mmrouter_operator.cluster.client import ApiError, Refused, Unavailable
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.observe import Key
-from mmrouter_operator.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.model.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
+from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.model.snapshot import Key
 
 
 class Clock:

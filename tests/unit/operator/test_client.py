@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 
-from mmrouter_operator import apply
-from mmrouter_operator.apply import (
+from mmrouter_operator.cluster import client as apply
+from mmrouter_operator.cluster.client import (
     AlreadyThere,
     ApiError,
     Conflict,
@@ -24,8 +24,8 @@ from mmrouter_operator.apply import (
     TooManyRequests,
     Unavailable,
 )
-from mmrouter_operator.observe import PodView
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.model.snapshot import PodView
 
 CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "n", "name": "c"}, "data": {"a": "1"}}
 REF = Ref("v1", "ConfigMap", "n", "c")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_operator import conditions as c
-from mmrouter_operator import problems
-from mmrouter_operator.references import KINDS_NAMED
+from mmrouter_operator.model import problems
+from mmrouter_operator.model.external_refs import KINDS_NAMED
+from mmrouter_operator.status import conditions as c
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "conditions.md"
 ROW = re.compile(r"^\| `(\w+)` \| (True|False|Unknown) \| (.+) \| (.+) \|$")

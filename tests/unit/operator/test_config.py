@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_operator.config import ConfigError, OperatorConfig, load_config
+from mmrouter_operator.model.config import ConfigError, OperatorConfig, load_config
 
 
 def test_without_a_file_everything_has_its_default() -> None:

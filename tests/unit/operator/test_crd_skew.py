@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter.api.crd import definition
-from mmrouter_operator.newer import schema_in, without_defaults
+from mmrouter_lib.api.crd import definition
+from mmrouter_operator.model.crd_skew import schema_in, without_defaults
 
 RESOURCE: dict[str, Any] = {
     "metadata": {"name": "vl"},

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from unit.operator.world import deployment
+from unit.operator.simulated_world import deployment
 
-from mmrouter_operator.references import references
+from mmrouter_operator.model.external_refs import references
 
 WHOLE: dict[str, Any] = {
     "model": {

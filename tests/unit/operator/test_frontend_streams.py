@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.frontend import PORT, Frontend
 
-from mmrouter_operator.observe import FrontendReport, SharedReport, WorkerReport
-from mmrouter_operator.streams import Events, StreamError, Streams
+from mmrouter_operator.cluster.frontend_streams import Events, StreamError, Streams
+from mmrouter_operator.model.snapshot import FrontendReport, SharedReport, WorkerReport
 
 KEY = ("default", "demo")
 _hosts = itertools.count(1)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_operator.apply import AlreadyThere, Conflict, Object, Unavailable
-from mmrouter_operator.leader import Leader, Observed, Timing, may_take
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.cluster.client import AlreadyThere, Conflict, Object, Unavailable
+from mmrouter_operator.cluster.lease import Leader, Observed, Timing, may_take
+from mmrouter_operator.model.refs import Ref
 
 TIMING = Timing()
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from mmrouter_operator.apply import Unavailable
-from mmrouter_operator.lookup import Lookup
-from mmrouter_operator.observe import Missing
-from mmrouter_operator.ref import Ref
+from mmrouter_operator.cluster.client import Unavailable
+from mmrouter_operator.cluster.lookup import Lookup
+from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.model.snapshot import Missing
 
 THERE, GONE, BROKEN = (Ref("v1", "Secret", "team", name) for name in ("there", "gone", "broken"))
 NAMED = [(ref, f"spec.{ref.name}") for ref in (THERE, GONE, BROKEN)]

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
-from unit.operator.stories import finish, pair, pool, standing, whole
+from unit.operator.rollout_stories import finish, pair, pool, standing, whole
+from unit.operator.simulated_world import World, deployment, role
 from unit.operator.test_status import conditions, engines, judged, message, pods, silent
-from unit.operator.world import World, deployment, role
 
-from mmrouter_operator.chain import WITHOUT
-from mmrouter_operator.observe import Snapshot
-from mmrouter_operator.status import transitions
+from mmrouter_operator.model.snapshot import Snapshot
+from mmrouter_operator.status.pipeline_condition import WITHOUT
+from mmrouter_operator.status.transitions import transitions
 
 CHAIN = "ChainComplete"
 

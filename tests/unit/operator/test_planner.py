@@ -4,15 +4,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-from unit.operator.stories import finish, pair, standing, want, whole
-from unit.operator.world import SECRETS, UID, Child, World, deployment, role
+from unit.operator.rollout_stories import finish, pair, standing, want, whole
+from unit.operator.simulated_world import SECRETS, UID, Child, World, deployment, role
 
-from mmrouter_operator.observe import ChildView
-from mmrouter_operator.plan import Blocked, Complete, Progress, plan
+from mmrouter_operator.model.capabilities import Capabilities
+from mmrouter_operator.model.snapshot import ChildView
+from mmrouter_operator.planning.planner import Blocked, Complete, Progress, plan
+from mmrouter_operator.planning.pool_set_rollout import compatibility_of, generation_name
+from mmrouter_operator.planning.rollout import asks_of, template_hash
 from mmrouter_operator.render import render
-from mmrouter_operator.render.capabilities import Capabilities
-from mmrouter_operator.rollout import asks_of, template_hash
-from mmrouter_operator.set_rollout import compatibility_of, generation_name
 
 
 def test_everything_is_created_at_once() -> None:

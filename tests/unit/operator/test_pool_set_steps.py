@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_operator import sets
-from mmrouter_operator.sets import SetPool, SetStep, Side, step
+from mmrouter_operator.planning import pool_set_steps as sets
+from mmrouter_operator.planning.pool_set_steps import SetPool, SetStep, Side, step
 
 ROUNDS = 400
 

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import generate_latest
 
 from mmrouter_operator import __main__ as entry
-from mmrouter_operator.handlers import WATCHED, settings_for
+from mmrouter_operator.cluster.watches import WATCHED, settings_for
 from mmrouter_operator.logs import JsonFormatter, TextFormatter
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.ref import CHILDREN, KINDS, RESOURCE
+from mmrouter_operator.model.refs import CHILDREN, KINDS, RESOURCE
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "operator.md").read_text()
 

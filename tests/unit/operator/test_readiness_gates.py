@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.operator.stories import whole
-from unit.operator.world import deployment
+from unit.operator.rollout_stories import whole
+from unit.operator.simulated_world import deployment
 
-from mmrouter_operator.gates import gates
-from mmrouter_operator.observe import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
+from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
+from mmrouter_operator.planning.readiness_gates import gates
 
 NOW = 10_000.0
 TIMEOUT = 300.0

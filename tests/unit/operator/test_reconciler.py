@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-from unit.operator.table import Table
+from unit.operator.fake_cluster import Table
 
-from mmrouter.api.crd import definition
-from mmrouter_operator import reconcile as module
-from mmrouter_operator import statuses
-from mmrouter_operator.apply import Conflict, Object, Refused, Unavailable
-from mmrouter_operator.cache import Cache
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api.crd import definition
+from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.client import Conflict, Object, Refused, Unavailable
+from mmrouter_operator.cluster.frontend_streams import Streams
+from mmrouter_operator.cluster.work_queue import Retry
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.observe import ROUTABLE, VERIFIED, Key
-from mmrouter_operator.queue import Retry
-from mmrouter_operator.reconcile import GATES_AGAIN, Reconciler
-from mmrouter_operator.ref import MANAGED_BY, RESOURCE, Ref
-from mmrouter_operator.streams import Streams
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.refs import MANAGED_BY, RESOURCE, Ref
+from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, Key
+from mmrouter_operator.runtime import reconciler as module
+from mmrouter_operator.runtime.reconciler import GATES_AGAIN, Reconciler
+from mmrouter_operator.status import writer as statuses
 
 KEY: Key = ("team", "vl")
 SPEC: dict[str, Any] = {

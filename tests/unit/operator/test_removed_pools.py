@@ -6,11 +6,11 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.operator.stories import checked, finish, pair, pool, standing, want
-from unit.operator.world import World
+from unit.operator.rollout_stories import checked, finish, pair, pool, standing, want
+from unit.operator.simulated_world import World
 
-from mmrouter_operator.plan import Blocked, Complete, Progress, plan
-from mmrouter_operator.rollout import pool_of
+from mmrouter_operator.planning.planner import Blocked, Complete, Progress, plan
+from mmrouter_operator.planning.rollout import pool_of
 
 
 def pools(*items: dict[str, Any], router: str = "1") -> dict[str, Any]:

@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.operator.stories import checked, finish, pair, standing, want, whole
-from unit.operator.world import World
+from unit.operator.rollout_stories import checked, finish, pair, standing, want, whole
+from unit.operator.simulated_world import World
 
 variants = st.one_of(
     st.builds(

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from unit.operator.stories import pool, standing, whole
+from unit.operator.rollout_stories import pool, standing, whole
+from unit.operator.simulated_world import World
 from unit.operator.test_status import conditions, judged, message, silent
-from unit.operator.world import World
 
-from mmrouter_operator.observe import SharedReport, Snapshot
-from mmrouter_operator.status import transitions, urgent
+from mmrouter_operator.model.snapshot import SharedReport, Snapshot
+from mmrouter_operator.status.builder import urgent
+from mmrouter_operator.status.transitions import transitions
 
 PRESSURE = "ShmPressure"
 LIMIT = 8 << 30

@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_operator.observe import (
+from mmrouter_operator.model.snapshot import (
     ROUTABLE,
     VERIFIED,
     ChildView,

@@ -5,15 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from unit.operator.stories import finish, pair, standing, want, whole
-from unit.operator.world import World, deployment
+from unit.operator.rollout_stories import finish, pair, standing, want, whole
+from unit.operator.simulated_world import World, deployment
 
-from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter.api.status import Status
-from mmrouter_operator.observe import FrontendReport, Missing, PodView, Snapshot, WorkerReport
-from mmrouter_operator.plan import plan
-from mmrouter_operator.problems import Problem
-from mmrouter_operator.status import status_of, transitions, urgent
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_lib.api.status import Status
+from mmrouter_operator.model.problems import Problem
+from mmrouter_operator.model.snapshot import FrontendReport, Missing, PodView, Snapshot, WorkerReport
+from mmrouter_operator.planning.planner import plan
+from mmrouter_operator.status.builder import status_of, urgent
+from mmrouter_operator.status.transitions import transitions
 
 
 def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str]]:

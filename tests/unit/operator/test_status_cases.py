@@ -3,16 +3,17 @@
 import dataclasses
 
 import pytest
-from unit.operator.stories import pool, standing, want, whole
+from unit.operator.rollout_stories import pool, standing, want, whole
+from unit.operator.simulated_world import SECRETS, World, deployment
 from unit.operator.test_status import conditions, judged
-from unit.operator.world import SECRETS, World, deployment
 
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.plan import plan
-from mmrouter_operator.problems import Problem
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.problems import Problem
+from mmrouter_operator.planning.planner import plan
+from mmrouter_operator.planning.template_revisions import choose_templates
 from mmrouter_operator.render import render
-from mmrouter_operator.revisions import choose_templates
-from mmrouter_operator.status import status_of, transitions
+from mmrouter_operator.status.builder import status_of
+from mmrouter_operator.status.transitions import transitions
 
 SERVICE = ("Service", "vl")
 

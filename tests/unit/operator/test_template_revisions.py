@@ -5,14 +5,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from unit.operator.stories import finish, pair, standing, want, whole
-from unit.operator.world import UID, World, deployment
+from unit.operator.rollout_stories import finish, pair, standing, want, whole
+from unit.operator.simulated_world import UID, World, deployment
 
-from mmrouter import __version__
-from mmrouter_operator.observe import RevisionView
-from mmrouter_operator.plan import Complete
-from mmrouter_operator.revisions import KEPT, adopts, choose_templates, difference, stored_template
-from mmrouter_operator.rollout import template_hash
+from mmrouter_lib import __version__
+from mmrouter_operator.model.snapshot import RevisionView
+from mmrouter_operator.planning.planner import Complete
+from mmrouter_operator.planning.rollout import template_hash
+from mmrouter_operator.planning.template_revisions import KEPT, adopts, choose_templates, difference, stored_template
 
 
 def upgraded(world: World, image: str = "mmrouter/mmrouter:next") -> None:

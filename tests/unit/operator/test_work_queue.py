@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mmrouter_operator.observe import Key
-from mmrouter_operator.queue import (
+from mmrouter_operator.cluster.work_queue import (
     FIRST_BACKOFF,
     LAST_BACKOFF,
     RESYNC,
@@ -22,6 +21,7 @@ from mmrouter_operator.queue import (
     backoff,
     resync,
 )
+from mmrouter_operator.model.snapshot import Key
 
 A, B, C = ("n", "a"), ("n", "b"), ("n", "c")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_plugin.packed import Field, Node, Packer, Plan, Update
-from mmrouter_plugin.wire import HandOverFailed
+from mmrouter_handover.plugin.packed_item import Field, Node, Packer, Plan, Update
+from mmrouter_handover.plugin.wire import HandOverFailed
 
 SETTINGS, NAME = "settings of both", "m1-a"
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from mmrouter_plugin.arena import GENERATION, HEAD_BYTES, Arena, Part
+from mmrouter_handover.plugin.arena import GENERATION, HEAD_BYTES, Arena, Part
 
 from .conftest import Clock, refusal
 

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from mmrouter.engines import vllm_handover
-from mmrouter_plugin import WIRE_VERSION, wire
-from mmrouter_plugin.endpoint import Handover
-from mmrouter_plugin.known import KNOWN, why_other, why_unknown
+from mmrouter_handover.plugin import WIRE_VERSION, wire
+from mmrouter_handover.plugin.endpoint import Handover
+from mmrouter_handover.plugin.supported_versions import KNOWN, why_other, why_unknown
+from mmrouter_lib.engines.vllm import handover as vllm_handover
 
 ROUTES = (wire.RENDER_PATH, wire.ITEMS_PATH, wire.RELEASE_PATH)
 

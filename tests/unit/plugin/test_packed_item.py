@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_plugin.packed import ALIGNMENT, Field, Header, Node, Packer, Plan, Tensor, plain, read_header
-from mmrouter_plugin.wire import HandOverFailed
+from mmrouter_handover.plugin.packed_item import (
+    ALIGNMENT,
+    Field,
+    Header,
+    Node,
+    Packer,
+    Plan,
+    Tensor,
+    plain,
+    read_header,
+)
+from mmrouter_handover.plugin.wire import HandOverFailed
 
 from .conftest import NAME, SETTINGS, packed, refusal
 

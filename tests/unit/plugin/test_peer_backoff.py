@@ -1,6 +1,6 @@
 """Who fails is left alone, longer each time, and whoever works again is as any other."""
 
-from mmrouter_plugin.rest import FIRST_SECONDS, MAX_NAMES, MOST_SECONDS, Rest
+from mmrouter_handover.plugin.peer_backoff import FIRST_SECONDS, MAX_NAMES, MOST_SECONDS, Rest
 
 from .conftest import Clock
 

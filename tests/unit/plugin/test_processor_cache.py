@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from mmrouter_plugin.cache import HandedOverCache, Processed
-from mmrouter_plugin.kept import Kept
-from mmrouter_plugin.wire import HandOverFailed
+from mmrouter_handover.plugin.pending_items import Kept
+from mmrouter_handover.plugin.processor_cache import HandedOverCache, Processed
+from mmrouter_handover.plugin.wire import HandOverFailed
 
 from .conftest import Clock
 

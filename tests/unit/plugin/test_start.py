@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_plugin.install import install
-from mmrouter_plugin.start import allow_list, interpreter
+from mmrouter_handover.plugin.install import install
+from mmrouter_handover.plugin.start import allow_list, interpreter
 
 INSTALLED = [
     ("vllm.general_plugins", "lora_resolver"),
@@ -80,18 +80,18 @@ def test_a_command_runs_with_its_own_interpreter_its_arguments_and_the_plugin_in
         "PYTHONPATH": os.pathsep.join((str(tmp_path / "plugin"), str(image.parent), libraries)),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    command = [sys.executable, "-m", "mmrouter_plugin.start", "vllm", "serve", "--port", "1"]
+    command = [sys.executable, "-m", "mmrouter_handover.plugin.start", "vllm", "serve", "--port", "1"]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, cwd=tmp_path)
     executable, arguments, allowed, points, still = json.loads(ran.stdout)
     assert executable == str(other)
     assert arguments == ["serve", "--port", "1"]
     assert {"theirs", "mmrouter"} <= set(allowed.split(","))
-    assert points == ["mmrouter_plugin.endpoint:Handover"]
+    assert points == ["mmrouter_handover.plugin.endpoint:Handover"]
     assert not still
 
 
 def test_no_command_is_a_wrong_use_and_a_command_that_is_not_there_is_said_to_be_so():
-    wrapper = [sys.executable, "-m", "mmrouter_plugin.start"]
+    wrapper = [sys.executable, "-m", "mmrouter_handover.plugin.start"]
     assert subprocess.run(wrapper, capture_output=True, check=False).returncode == 2
     absent = subprocess.run([*wrapper, "no-such-engine"], capture_output=True, text=True, check=False)
     assert absent.returncode != 0
@@ -101,7 +101,7 @@ def test_no_command_is_a_wrong_use_and_a_command_that_is_not_there_is_said_to_be
 def test_the_command_that_an_init_container_runs_says_what_it_put_where_and_what_it_cannot_write(tmp_path: Path):
     command = [sys.executable, "-m", "mmrouter_cli", "plugin"]
     made = subprocess.run([*command, str(tmp_path / "plugin")], capture_output=True, text=True, check=True)
-    assert "mmrouter_transfer" in made.stdout
+    assert "mmrouter_handover.shm" in made.stdout
     (tmp_path / "file").write_text("")
     refused = subprocess.run([*command, str(tmp_path / "file")], capture_output=True, text=True, check=False)
     assert (refused.returncode, "cannot be written" in refused.stderr) == (1, True)
@@ -111,11 +111,11 @@ def test_the_command_that_an_init_container_runs_says_what_it_put_where_and_what
 def test_the_folder_is_made_anew_as_a_whole_and_everybody_may_read_it(tmp_path: Path):
     folder = tmp_path / "plugin"
     names = install(folder)
-    (folder / "mmrouter_plugin" / "left_by_an_older_release.py").write_text("")
+    (folder / "mmrouter_handover.plugin" / "left_by_an_older_release.py").write_text("")
     (folder / "mmrouter_plugin-0.0.1.dist-info").mkdir()
     assert install(folder) == names
     assert sorted(path.name for path in folder.iterdir()) == names
-    assert not (folder / "mmrouter_plugin" / "left_by_an_older_release.py").exists()
+    assert not (folder / "mmrouter_handover.plugin" / "left_by_an_older_release.py").exists()
     assert not list(folder.rglob("__pycache__"))
     for path in folder.rglob("*"):
         assert path.stat().st_mode & 0o044 == 0o044, path

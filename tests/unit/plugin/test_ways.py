@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_plugin.packed import Plan, read_header
-from mmrouter_plugin.ways import Settings, Ways, read_settings
-from mmrouter_plugin.wire import HandOverFailed, Shm, Way, read
-from mmrouter_transfer import ledger
+from mmrouter_handover.plugin.packed_item import Plan, read_header
+from mmrouter_handover.plugin.ways import Settings, Ways, read_settings
+from mmrouter_handover.plugin.wire import HandOverFailed, Shm, Way, read
+from mmrouter_handover.shm import ledger
 
 from .conftest import NAME, SETTINGS, refusal
 

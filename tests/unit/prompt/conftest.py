@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mmrouter import families
-from mmrouter.families import Family
-from mmrouter.imagesize import probe
-from mmrouter.prompt import Prompter, PromptImage
+from mmrouter_lib import families
+from mmrouter_lib.families import Family
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.prompt import Prompter, PromptImage
 
 REPOSITORY = Path(__file__).parents[3]
 TINY = REPOSITORY / "examples" / "models" / "tiny-qwen2-vl"

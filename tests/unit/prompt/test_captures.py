@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrouter.prompt import PromptImage, render_arguments
+from mmrouter_lib.prompt import PromptImage, render_arguments
 
 BLOCK = 32
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrouter.prompt.environment import compile_template
+from mmrouter_lib.prompt.jinja_environment import compile_template
 
 LOOP = "{% for m in messages %}"
 END = "{% endfor %}"

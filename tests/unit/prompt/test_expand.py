@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.prompt import PlaceholderError, PromptImage, TemplateError, expand_ids
+from mmrouter_lib.prompt import PlaceholderError, PromptImage, TemplateError, expand_ids
 
 PAD = 9
 TOKENS = st.lists(st.integers(0, PAD), max_size=60)

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from mmrouter.prompt import PlaceholderError, TemplateError
-from mmrouter.prompt.messages import conversation, normal_tools, without_developer
+from mmrouter_lib.prompt import PlaceholderError, TemplateError
+from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 
 MEDIA = {"image": "<pic>", "video": "<film>"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.families import ModelFolderError
-from mmrouter.imagesize import probe
-from mmrouter.prompt import PlaceholderError, PromptImage
+from mmrouter_lib.families import ModelFolderError
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.prompt import PlaceholderError, PromptImage
 
 BEGIN, PAD = 1, 32044
 MODEL = "microsoft--Phi-3-vision-128k-instruct"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.families import ModelFolderError
-from mmrouter.prompt import PromptImage, TemplateError, render_arguments
+from mmrouter_lib.families import ModelFolderError
+from mmrouter_lib.prompt import PromptImage, TemplateError, render_arguments
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a": "<é>"}}}

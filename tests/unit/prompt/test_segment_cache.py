@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from mmrouter.prompt.segments import SegmentCache, cut_tokens
+from mmrouter_lib.prompt.segment_cache import SegmentCache, cut_tokens
 
 WORDS = ["ab <a> aa b_ab  a\nb", "<ab>a <b a_b> ba", "▁a▁b é e\u0301", "A B < > _ \t"]
 ALPHABET = "ab<>_ é\u0301\nA"

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from mmrouter.families import ModelFolderError
-from mmrouter.prompt import TemplateError
+from mmrouter_lib.families import ModelFolderError
+from mmrouter_lib.prompt import TemplateError
 
 USER = [{"role": "user", "content": "hi"}]
 TOOL = [{"type": "function", "function": {"name": "f"}}]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter import families
-from mmrouter.prompt import PromptImage
+from mmrouter_lib import families
+from mmrouter_lib.prompt import PromptImage
 
 
 @pytest.fixture(scope="module")

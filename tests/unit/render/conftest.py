@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils
 
-from mmrouter.api import MMRouterDeployment, parse_deployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
 from mmrouter_operator.render import SecretData
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, parse_deployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.podsecurity import violations
-from mmrouter_operator.secrets import new_secret_data
+from mmrouter_operator.render.pod.pod_security import violations
 
 Object = dict[str, Any]
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from unit.render.objects import Object, change, container, pod_of, variables, with_pool
 
-from mmrouter.api import MMRouterDeployment, SpecError, block_size_of, to_json
-from mmrouter.blocks import Span, block_keys
-from mmrouter.engines import adapter
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, SpecError, block_size_of, to_json
+from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.engines import adapter
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.accelerators import ACCELERATORS
+from mmrouter_operator.render.pod.accelerators import ACCELERATORS
 
 FILE = Path(__file__).parent / "golden" / "accelerators.yaml"
 IMAGE = "registry.example/engine:1"

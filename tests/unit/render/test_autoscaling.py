@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.api import MMRouterDeployment, quantity_value, to_json
-from mmrouter.engines.vllm_metrics import Load
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, quantity_value, to_json
+from mmrouter_lib.engines.vllm.metrics import Load
+from mmrouter_operator.model.capabilities import KEDA_API, Capabilities
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.autoscaling import METRICS, ROLES, quantity
-from mmrouter_operator.render.capabilities import KEDA_API, Capabilities
 from mmrouter_operator.render.hpa import render_hpas
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, render_podmonitors
 from mmrouter_operator.render.scaledobject import render_scaledobjects
-from mmrouter_sidecar.load import EngineLoad
+from mmrouter_sidecar.engine.load_metrics import EngineLoad
 
 NOTHING = Capabilities()
 ADAPTER = Capabilities(frozenset({"custom.metrics.k8s.io/v1beta1"}))

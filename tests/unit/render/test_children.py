@@ -12,9 +12,9 @@ import pytest
 import yaml
 from unit.render.objects import containers, deployments, named, template_labels
 
-from mmrouter.api import MMRouterDeployment, parse_deployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.secrets import new_secret_data
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = ("shortest", "whole", "sglang", "disaggregated", "sglang-disaggregated", "node", "handover")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from mmrouter.api import SpecError
+from mmrouter_lib.api import SpecError
 from mmrouter_operator.render.destinations import anywhere, collector, public, ranges
 from mmrouter_router.media.address import refusal
 

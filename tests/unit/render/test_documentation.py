@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.ref import CHILDREN, OPTIONAL_CHILDREN
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.refs import CHILDREN, OPTIONAL_CHILDREN
 from mmrouter_operator.render.autoscaling import METRICS, ROLES
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "children.md").read_text()

@@ -10,12 +10,12 @@ from unit.render.test_children import load
 from unit.render.test_networkpolicy import SITE, STRANGER, engine, frontend, passes
 from unit.render.test_pods_inputs import hashes, templates
 
-from mmrouter.api import MMRouterDeployment, to_json
-from mmrouter.api.paths import PLUGIN_DIR, SHARED_DIR
+from mmrouter_handover.plugin.ways import read_settings
+from mmrouter_lib.api import MMRouterDeployment, to_json
+from mmrouter_lib.api.paths import PLUGIN_DIR, SHARED_DIR
 from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.networkpolicy import render_networkpolicies
-from mmrouter_operator.render.shared_memory import SHARED_GROUP
-from mmrouter_plugin.ways import read_settings
+from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP
 
 NODE = {"scope": "node"}
 GIB = 1 << 30
@@ -137,7 +137,7 @@ def test_the_plugin_comes_to_engines_and_renderers_whose_images_stay_as_they_are
             assert deliver["image"].startswith("mmrouter/mmrouter:")
             assert started["image"].startswith("vllm/vllm-openai-cpu:")
             own = ["vllm", "launch", "render"] if one.role == "renderer" else ["vllm", "serve"]
-            assert started["command"] == ["python3", "-m", "mmrouter_plugin.start", *own]
+            assert started["command"] == ["python3", "-m", "mmrouter_handover.plugin.start", *own]
             assert {"name": "plugin", "mountPath": PLUGIN_DIR, "readOnly": True} in started["volumeMounts"]
             assert {"name": "plugin", "mountPath": PLUGIN_DIR} in deliver["volumeMounts"]
             assert variables(started)["PYTHONPATH"] == PLUGIN_DIR

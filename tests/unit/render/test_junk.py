@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from unit.render.conftest import load
 from unit.render.objects import change, deployments, with_pool
 
-from mmrouter.api import MMRouterDeployment, SpecError
-from mmrouter_operator.references import references
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.model.credentials import new_secret_data
+from mmrouter_operator.model.external_refs import references
+from mmrouter_operator.planning.rollout import asks_of, strategy
 from mmrouter_operator.render import overridden, render
-from mmrouter_operator.render.podsecurity import violations
-from mmrouter_operator.rollout import asks_of, strategy
-from mmrouter_operator.secrets import new_secret_data
+from mmrouter_operator.render.pod.pod_security import violations
 
 Step = str | int
 SECRETS = new_secret_data()

@@ -7,10 +7,10 @@ from unit.render.objects import change, deployments, template_labels
 from unit.render.test_children import GOLDENS, load
 from unit.render.test_pods_inputs import COMPATIBILITY, hashes, templates
 
-from mmrouter.api import MMRouterDeployment, to_json
-from mmrouter.engines import adapter
+from mmrouter_lib.api import MMRouterDeployment, to_json
+from mmrouter_lib.engines import adapter
 from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.layouts import LAYOUT, unequal
+from mmrouter_operator.render.kv_layouts import LAYOUT, unequal
 
 DISAGGREGATED = {"vllm": "disaggregated", "sglang": "sglang-disaggregated"}
 

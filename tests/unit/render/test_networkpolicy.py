@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tools.label_selectors import selects
+from label_selectors import selects
 
-from mmrouter.api import MMRouterDeployment, to_json
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, to_json
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.networkpolicy import render_networkpolicies
 
 Change = Callable[..., MMRouterDeployment]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_operator.render.overlay import MERGE_KEYS, OverlayError, overlay
+from mmrouter_operator.render.pod.strategic_merge import MERGE_KEYS, OverlayError, overlay
 
 FILE = Path(__file__).parent / "golden" / "kubectl-overlay.json"
 GOLDEN = json.loads(FILE.read_text())

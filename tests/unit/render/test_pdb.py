@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmrouter.api import MMRouterDeployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_operator.render.pdb import render_pdbs
 
 Change = Callable[..., MMRouterDeployment]

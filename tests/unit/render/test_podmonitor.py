@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter_operator.render.capabilities import POD_MONITOR_API, Capabilities
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.capabilities import POD_MONITOR_API, Capabilities
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable, render_podmonitors
 
 SERVED = Capabilities(frozenset({POD_MONITOR_API}))

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from unit.render.objects import change, container, deployments, pod_of, variables, with_pool
 
-from mmrouter.api import MMRouterDeployment, to_json
-from mmrouter.api.paths import API_KEYS_DIR, CHAT_TEMPLATE_PATH, CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, to_json
+from mmrouter_lib.api.paths import API_KEYS_DIR, CHAT_TEMPLATE_PATH, CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import SecretData, render
 
 TOKEN = {"secretKeyRef": {"name": "hf", "key": "token"}}

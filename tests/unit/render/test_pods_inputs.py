@@ -7,8 +7,8 @@ import pytest
 from unit.render.objects import change, deployments, template_labels
 from unit.render.test_children import GOLDENS, load
 
-from mmrouter.api import MMRouterDeployment, to_json
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, to_json
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.common import COMPATIBILITY, TEMPLATE_HASH
 

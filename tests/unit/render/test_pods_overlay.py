@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from unit.render.objects import container, containers, deployments, named, pod_of, template_labels, with_pool
 
-from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment, to_json
 from mmrouter_operator.render import SecretData, overridden, render
 from mmrouter_operator.render.common import TEMPLATE_HASH
 

@@ -13,9 +13,9 @@ from aiohttp import web
 from unit.render.objects import container, containers, deployments, named, pod_of, variables
 from unit.render.test_children import GOLDENS, load
 
-from mmrouter.api import MMRouterDeployment, SpecError
+from mmrouter_lib.api import MMRouterDeployment, SpecError
 from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.probes import DRAIN_PORT, NOTICE_SECONDS
+from mmrouter_operator.render.pod.probes import DRAIN_PORT, NOTICE_SECONDS
 
 ENGINE_PODS = [(name, pool.name, pool.role) for name in GOLDENS for pool in load(name).spec.pools]
 GATES = [{"conditionType": "mmrouter.io/routable"}, {"conditionType": "mmrouter.io/verified"}]

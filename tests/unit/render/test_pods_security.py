@@ -17,12 +17,12 @@ from unit.render.objects import (
 )
 from unit.render.test_children import GOLDENS, load
 
-from mmrouter.api import MMRouterDeployment
-from mmrouter.api.paths import SHARED_DIR
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_lib.api.paths import SHARED_DIR
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.podsecurity import violations
-from mmrouter_operator.render.shared_memory import SHARED_GROUP
+from mmrouter_operator.render.pod.pod_security import violations
+from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP
 
 OURS = {"engine", "sidecar", "router", "model-metadata", "handover-plugin"}
 CASES: list[tuple[str, Any, str]] = [

@@ -8,12 +8,12 @@ from typing import Any
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tools.label_selectors import selects
+from label_selectors import selects
 
-from mmrouter.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
+from mmrouter_operator.model.capabilities import KEDA_API, POD_METRICS_APIS, POD_MONITOR_API
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import Capabilities, SecretData, render
-from mmrouter_operator.render.capabilities import KEDA_API, POD_METRICS_APIS, POD_MONITOR_API
 
 Object = dict[str, Any]
 

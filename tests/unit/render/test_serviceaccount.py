@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment
+from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.render.role import render_roles
 from mmrouter_operator.render.rolebinding import render_rolebindings
 from mmrouter_operator.render.serviceaccount import engine_account, frontend_account, render_serviceaccounts

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 
-from mmrouter.engines.launching import HTTP_PORT
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 
 _hosts = itertools.count(1)
 

@@ -4,11 +4,11 @@ import asyncio
 import itertools
 import os
 
-from unit.router.test_report import Reports
+from unit.router.test_operator_report import Reports
 
-from mmrouter_router import control
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.serving import Server
+from mmrouter_router.api import control
+from mmrouter_router.http.server import Server
+from mmrouter_router.telemetry.metrics import Metrics
 
 PORT = 8001
 _hosts = itertools.count(1)

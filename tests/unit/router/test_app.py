@@ -7,13 +7,13 @@ from pathlib import Path
 import httpx
 import pytest
 import zmq
-from unit.router.test_place import BLOCK, KEYS, Rig, deployment
+from unit.router.test_placer import BLOCK, KEYS, Rig, deployment
 
 from mmrouter_router import app
 from mmrouter_router.app import Router
-from mmrouter_router.discovery import Peer, Roster
-from mmrouter_router.fleet import Member
-from mmrouter_router.settings import CurveKeys, Settings
+from mmrouter_router.core.settings import CurveKeys, Settings
+from mmrouter_router.fleet.discovery import Peer, Roster
+from mmrouter_router.fleet.workers import Member
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen2-vl"
 OWN_IP = "127.84.0.1"

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.router.test_upstream import HEAD, Engine, chunk
 
-from mmrouter_router.client import AsgiClient
-from mmrouter_router.errors import RequestError
-from mmrouter_router.serving import Server
-from mmrouter_router.upstream import HIGH_WATER, Upstream, UpstreamError
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.client_channel import AsgiClient
+from mmrouter_router.http.server import Server
+from mmrouter_router.http.upstream import HIGH_WATER, Upstream, UpstreamError
 
 PORT = 8000
 ASK = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"

@@ -11,9 +11,9 @@ import pytest
 import uvloop
 from unit.router.engine import Engine
 
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter_router.serving import Server
-from mmrouter_router.upstream import Upstream
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_router.http.server import Server
+from mmrouter_router.http.upstream import Upstream
 
 PORT = 8000
 _hosts = itertools.count(1)

@@ -3,9 +3,9 @@
 import asyncio
 import json
 
-from unit.router.test_report import Reports
+from unit.router.test_operator_report import Reports
 
-from mmrouter_router.stream import KEEPALIVE, events
+from mmrouter_router.api.control_stream import KEEPALIVE, events
 
 
 class Listener:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmrouter_router.decisions import Decisions, Trace
+from mmrouter_router.explain.decisions import Decisions, Trace
 
 
 def trace(tokens: int) -> Trace:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from mmrouter import feed
-from mmrouter_router.encoderlist import AGAIN_SECONDS, EncoderList
-from mmrouter_router.feeds import FeedSilentError
-from mmrouter_router.fleet import Fleet, Member
-from mmrouter_router.metrics import Metrics
+from mmrouter_lib import feed
+from mmrouter_router.encoding.encoder_announcements import AGAIN_SECONDS, EncoderList
+from mmrouter_router.fleet.feed_client import FeedSilentError
+from mmrouter_router.fleet.workers import Fleet, Member
+from mmrouter_router.telemetry.metrics import Metrics
 
 PATIENCE = 60.0
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mmrouter_router.encode import Abort, Encoder, Encoders, Full, Image, Lost
-from mmrouter_router.encode.lane import STALL_COLD, STALL_FACTOR
-from mmrouter_router.encode.rates import Line
-from mmrouter_router.encode.scheduler import ATTEMPTS, PATIENCE
+from mmrouter_router.core.linear_cost import Line
+from mmrouter_router.encoding import Abort, Encoder, Encoders, Full, Image, Lost
+from mmrouter_router.encoding.lane import STALL_COLD, STALL_FACTOR
+from mmrouter_router.encoding.scheduler import ATTEMPTS, PATIENCE
 
 SPEEDS = {"fast": 8000.0, "middle": 3000.0, "slow": 1000.0}
 """Visual tokens per second by kind, which is also the id where there is one of a kind."""

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mmrouter_router.encode import Encoder, Encoders, Image
-from mmrouter_router.encode.rates import Line
+from mmrouter_router.core.linear_cost import Line
+from mmrouter_router.encoding import Encoder, Encoders, Image
 
 KEYS = [bytes([number]) for number in range(12)]
 TOKENS = {key: 4 + 100 * number for number, key in enumerate(KEYS)}

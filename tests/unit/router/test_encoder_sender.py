@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from mmrouter_router.encode import Encoder, Encoders, Image
-from mmrouter_router.encoding import EncodeError, Encoding, Shown
+from mmrouter_router.encoding import Encoder, Encoders, Image
+from mmrouter_router.encoding.sender import EncodeError, Encoding, Shown
+from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.media import Media
-from mmrouter_router.outgoing import OutgoingImage
-from mmrouter_router.upstream import UpstreamError
+from mmrouter_router.request.engine_request import OutgoingImage
 
 
 def shown(name, tokens=100):

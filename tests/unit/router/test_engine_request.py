@@ -4,7 +4,7 @@ import copy
 import json
 
 from mmrouter_router.media import Media
-from mmrouter_router.outgoing import UNSHOWN, Outgoing, OutgoingImage
+from mmrouter_router.request.engine_request import UNSHOWN, Outgoing, OutgoingImage
 
 URI = "data:image/png;base64,YmI="
 

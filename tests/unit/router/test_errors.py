@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_router.errors import RequestError, field_path
+from mmrouter_router.core.errors import RequestError, field_path
 
 MADE = {
     "invalid_json": (RequestError.invalid_json("x"), 400, None, "invalid_json"),

@@ -16,11 +16,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from mmrouter import feed
-from mmrouter_router.feeds import DRAIN, PUB_PORT, ROUTER_PORT, Feed
-from mmrouter_router.fleet import Fleet, Member, Worker
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.settings import CurveKeys
+from mmrouter_lib import feed
+from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.fleet.feed_client import DRAIN, PUB_PORT, ROUTER_PORT, Feed
+from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.telemetry.metrics import Metrics
 
 GOLDEN = Path(__file__).parents[1] / "feed" / "golden"
 SECONDS = 10

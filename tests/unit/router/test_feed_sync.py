@@ -5,9 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.blocks import pack_keys, unpack_keys
-from mmrouter.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
-from mmrouter_router.follow import Apply, AskReplay, AskSnapshot, Follower, Load, Reset, Synced
+from mmrouter_lib.block_keys import pack_keys, unpack_keys
+from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
+from mmrouter_router.fleet.feed_sync import Apply, AskReplay, AskSnapshot, Follower, Load, Reset, Synced
 
 RING = 6
 

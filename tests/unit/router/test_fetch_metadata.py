@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from mmrouter import metadata
+from mmrouter_lib import metadata_digests as metadata
 
 COMMIT, OLDER = "a" * 40, "b" * 40
 TOKEN = "hf_secret"

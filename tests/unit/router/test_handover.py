@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter import feed
-from mmrouter.api import parse_deployment
-from mmrouter.engines.vllm_handover import Status
-from mmrouter_router.encode.rates import Line
-from mmrouter_router.fleet import Fleet, Member
+from mmrouter_lib import feed
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.engines.vllm.handover import Status
+from mmrouter_router.core.linear_cost import Line
+from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.handover import HandOver, Parcel, Said
 from mmrouter_router.handover.cost import Costs
+from mmrouter_router.handover.eligibility import End, why_no_file, why_not_processed
 from mmrouter_router.handover.files import IN_THREAD, Folder
-from mmrouter_router.handover.plan import plan
-from mmrouter_router.handover.reach import End, why_no_file, why_not_processed
-from mmrouter_router.handover.rest import FAILURES, LAST_SECONDS, Resting
-from mmrouter_router.handover.values import Fall, Load, Reach
+from mmrouter_router.handover.selection import plan
+from mmrouter_router.handover.types import Fall, Load, Reach
+from mmrouter_router.handover.way_backoff import FAILURES, LAST_SECONDS, Resting
+from mmrouter_router.http.upstream import Upstream, UpstreamError
 from mmrouter_router.media import Media
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
-from mmrouter_router.upstream import Upstream, UpstreamError
+from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.telemetry.metrics import Metrics
 
 LARGE = 8 * IN_THREAD
 OPEN = Status(1, "engine", enabled=True, settings="s", ways={"shm": "", "nixl": "", "inline": ""})

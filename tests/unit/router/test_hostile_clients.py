@@ -14,12 +14,12 @@ import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mmrouter_router.client import AsgiClient, ClientGoneError
-from mmrouter_router.direct import Direct
-from mmrouter_router.errors import RequestError
-from mmrouter_router.patience import LONGEST_SECONDS, PATIENCE, Clock, untaken
-from mmrouter_router.serving import Server
-from mmrouter_router.tap import HEAD_LIMIT, Tapped
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.client_channel import AsgiClient, ClientGoneError
+from mmrouter_router.http.client_timeouts import LONGEST_SECONDS, PATIENCE, Clock, untaken
+from mmrouter_router.http.connection import HEAD_LIMIT, Tapped
+from mmrouter_router.http.hot_request import Direct
+from mmrouter_router.http.server import Server
 
 PORT = 8000
 LIMIT = 80_000

@@ -9,10 +9,10 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 from unit.router.test_prepare import image, settings, text
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.media import MediaResolver
-from mmrouter_router.prepare import Preparer
+from mmrouter_router.request.prepare import Preparer
 
 MODELS = Path(os.environ.get("MMROUTER_MODELS", Path(__file__).resolve().parents[4] / "shared" / "models"))
 SWAPPED = [text("first <|image_2|> then <|image_1|>"), image("a"), image("b")]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.index import Index, bits, window_blocks
+from mmrouter_router.fleet.index import Index, bits, window_blocks
 
 KEYS = st.lists(st.integers(0, 40), max_size=12)
 STEP = st.one_of(

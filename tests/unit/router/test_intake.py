@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mmrouter.api import Media as MediaSettings
-from mmrouter_router.errors import RequestError
+from mmrouter_lib.api import Media as MediaSettings
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import ImagePart, Limits, parse_chat, parse_forwarded
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=3)

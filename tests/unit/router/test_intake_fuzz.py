@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.intake.body import _outside_strings, depth, parse_object, text_depth
 

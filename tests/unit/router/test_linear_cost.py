@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter.engines.devices import DEVICES
-from mmrouter_router.encode.rates import WINDOW, Line, Rate, guess
+from mmrouter_lib.engines.base.devices import DEVICES
+from mmrouter_router.core.linear_cost import WINDOW, Line, Rate, guess
 
 WRONG = Line(0.005, 0.001)
 

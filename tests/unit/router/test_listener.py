@@ -11,9 +11,9 @@ import pytest
 import uvloop
 from uvicorn.config import STARTUP_FAILURE
 
-from mmrouter_router import listener
-from mmrouter_router.listener import TOGETHER, Listener
-from mmrouter_router.serving import Server
+from mmrouter_router.http import listener
+from mmrouter_router.http.listener import TOGETHER, Listener
+from mmrouter_router.http.server import Server
 
 PORT = 8000
 FEW = 6

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter import feed
-from mmrouter.api import parse_deployment
-from mmrouter.blocks import pack_keys
-from mmrouter_router.fleet import Fleet, Member, Worker
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.place import Booking, Placer
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.sharing import AGAIN_SECONDS, FORGET_SECONDS, Sharing
+from mmrouter_lib import feed
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.block_keys import pack_keys
+from mmrouter_router.fleet.load_gossip import AGAIN_SECONDS, FORGET_SECONDS, Sharing
+from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.placer import Booking, Placer
+from mmrouter_router.telemetry.metrics import Metrics
 
 BLOCK = 16
 ENGINES = ("a", "b")

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 from unit.router.engine import Engine
-from unit.router.test_place import Rig, prepared
+from unit.router.test_placer import Rig, prepared
 
-from mmrouter import feed
-from mmrouter_router.control import state_of
-from mmrouter_router.decisions import Counts
-from mmrouter_router.fleet import Member
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.place import NoWorkerError
-from mmrouter_router.probes import Probes
-from mmrouter_router.renderer import Renderer
-from mmrouter_router.report import Reporter
-from mmrouter_router.upstream import Upstream
+from mmrouter_lib import feed
+from mmrouter_router.api.control import state_of
+from mmrouter_router.api.operator_report import Reporter
+from mmrouter_router.encoding.encoder_probes import Probes
+from mmrouter_router.explain.decisions import Counts
+from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.request.renderer_client import Renderer
+from mmrouter_router.scheduling.placer import NoWorkerError
+from mmrouter_router.telemetry.metrics import Metrics
 
 
 class Reports(Rig):

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.test_app import heard, member, router
-from unit.router.test_place import BLOCK, IDS, KEYS, Rig, deployment, prepared
+from unit.router.test_placer import BLOCK, IDS, KEYS, Rig, deployment, prepared
 
-from mmrouter_router.discovery import Roster
-from mmrouter_router.errors import RequestError
-from mmrouter_router.outgoing import CHAT
-from mmrouter_router.place import Booking, FullError, Placer
-from mmrouter_router.room import Held, Room
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.fleet.discovery import Roster
+from mmrouter_router.http.body_budget import Held, Room
+from mmrouter_router.request.engine_request import CHAT
+from mmrouter_router.scheduling.placer import Booking, FullError, Placer
 
 
 class Queued(Rig):

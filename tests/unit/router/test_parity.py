@@ -5,9 +5,9 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from mmrouter.blocks import Span, block_extras
-from mmrouter.engines.events import Stored
-from mmrouter_router.parity import Prediction, first_difference
+from mmrouter_lib.block_keys import Span, block_extras
+from mmrouter_lib.engines.base.events import Stored
+from mmrouter_router.explain.parity import Prediction, first_difference
 
 PAD = 99
 A, B = b"a" * 32, b"b" * 32

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.chain import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form, proves, publishes
+from mmrouter_router.scheduling.pipeline_form import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form, proves, publishes
 
 ROLES = ("encoder", "prefill", "decode", "worker")
 subsets = st.frozensets(st.sampled_from(ROLES))

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter import feed
-from mmrouter.api import parse_deployment
-from mmrouter.blocks import Span, block_keys, pack_keys
-from mmrouter_router.fleet import Fleet, Member, Worker
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.place import NoWorkerError, Placer
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.schedule import WEIGHTS
-from mmrouter_router.usage import Loads, Theirs, Usage
+from mmrouter_lib import feed
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_router.fleet.rank_load import Loads, Theirs, Usage
+from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.placer import NoWorkerError, Placer
+from mmrouter_router.scheduling.scoring import WEIGHTS
+from mmrouter_router.telemetry.metrics import Metrics
 
 BLOCK = 16
 IDS = array("I", range(100))

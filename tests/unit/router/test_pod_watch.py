@@ -11,10 +11,10 @@ import pytest
 from cluster.pki import make_keys
 from unit.router.test_pods import POD
 
-from mmrouter_router import podwatch
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.podwatch import watch_pods
-from mmrouter_router.settings import ApiServer
+from mmrouter_router.core.settings import ApiServer
+from mmrouter_router.fleet import pod_watch as podwatch
+from mmrouter_router.fleet.pod_watch import watch_pods
+from mmrouter_router.telemetry.metrics import Metrics
 
 IP = f"127.85.{os.getpid() % 250}.1"
 

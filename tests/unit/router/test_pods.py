@@ -4,9 +4,9 @@ from copy import deepcopy
 
 import pytest
 
-from mmrouter_router.discovery import Peer
-from mmrouter_router.fleet import Member
-from mmrouter_router.pods import roster, who
+from mmrouter_router.fleet.discovery import Peer
+from mmrouter_router.fleet.pods import roster, who
+from mmrouter_router.fleet.workers import Member
 
 POD = {
     "metadata": {

@@ -9,15 +9,15 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 from prometheus_client import CollectorRegistry
-from unit.router.test_place import Rig
+from unit.router.test_placer import Rig
 
-from mmrouter.api import parse_deployment
-from mmrouter_cli.pictures import data_uri, picture
-from mmrouter_router.errors import RequestError
+from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_lib.api import parse_deployment
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.media import MediaResolver
-from mmrouter_router.prepare import Preparer
-from mmrouter_router.settings import CurveKeys, Settings
+from mmrouter_router.request.prepare import Preparer
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "tiny-qwen2-vl"
 SIZE = 16

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from mmrouter_router.__main__ import main
-from mmrouter_router.settings import load
+from mmrouter_router.core.settings import load
 
 RESOURCE = {
     "apiVersion": "mmrouter.io/v1alpha1",

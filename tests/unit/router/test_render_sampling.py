@@ -11,20 +11,20 @@ import pytest
 import uvicorn
 from unit.router.test_prepare import MODEL, image, prepare, text  # noqa: F401  (a fixture)
 
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter.engines.vllm import ImageRewrite, rewrite_chat
-from mmrouter.identity import to_wire
-from mmrouter_router.decisions import Trace
-from mmrouter_router.fleet import Member
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import encode_body
-from mmrouter_router.renderer import Renderer
-from mmrouter_router.sampling import RenderSampler
-from mmrouter_router.upstream import Upstream
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.vllm.adapter import ImageRewrite, rewrite_chat
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.explain.decisions import Trace
+from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.request.engine_request import encode_body
+from mmrouter_router.request.renderer_client import Renderer
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.verify.sampling import RenderSampler
 from mmrouter_sim import model
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import parse
-from mmrouter_sim.web.app import build
+from mmrouter_sim.vllm.app import build
+from mmrouter_sim.vllm.flags import parse
 
 _hosts = itertools.count(1)
 

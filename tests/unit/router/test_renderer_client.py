@@ -8,13 +8,13 @@ import os
 
 import pytest
 
-from mmrouter.blocks import Span
-from mmrouter.engines.launching import HTTP_PORT
-from mmrouter.identity import to_wire
-from mmrouter_router.fleet import Member
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.renderer import Renderer, RendererError
-from mmrouter_router.upstream import Upstream
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.request.renderer_client import Renderer, RendererError
+from mmrouter_router.telemetry.metrics import Metrics
 
 _hosts = itertools.count(1)
 A, B = b"a" * 32, b"b" * 32

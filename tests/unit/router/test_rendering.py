@@ -5,10 +5,18 @@ from array import array
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmrouter.blocks import Span
-from mmrouter_router.evidence import Result
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.rendered import AFTER, BEFORE, Prompt, Rendering, compare, predicted_prompt, rendering_json
+from mmrouter_lib.block_keys import Span
+from mmrouter_router.explain.evidence import Result
+from mmrouter_router.explain.rendering import (
+    AFTER,
+    BEFORE,
+    Prompt,
+    Rendering,
+    compare,
+    predicted_prompt,
+    rendering_json,
+)
+from mmrouter_router.request.prepare import Prepared
 
 PAD = 99
 OTHER = b"o" * 32

@@ -4,7 +4,7 @@ import time
 
 from ulid import ULID
 
-from mmrouter_router.requestid import RequestIds
+from mmrouter_router.core.request_ids import RequestIds
 
 
 def test_a_name_is_a_ulid_of_now_behind_its_routers_name():

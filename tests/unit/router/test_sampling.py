@@ -6,17 +6,17 @@ from array import array
 import msgspec
 import pytest
 
-from mmrouter import feed
-from mmrouter.blocks import Span, block_keys, pack_keys
-from mmrouter.identity import to_wire
-from mmrouter_router.decisions import Trace
-from mmrouter_router.evidence import Expected, expected_of, judge, verdict_json
-from mmrouter_router.feeds import FeedSilentError
-from mmrouter_router.fleet import Fleet, Member
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.parity import Prediction
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.sampling import Sampler
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.explain.decisions import Trace
+from mmrouter_router.explain.evidence import Expected, expected_of, judge, verdict_json
+from mmrouter_router.explain.parity import Prediction
+from mmrouter_router.fleet.feed_client import FeedSilentError
+from mmrouter_router.fleet.workers import Fleet, Member
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.verify.sampling import Sampler
 
 BLOCK, PAD, SEED = 4, 99, 5
 A, B = b"a" * 32, b"b" * 32

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mmrouter_router.schedule import WEIGHTS, Candidate, Table, Weights, choose
+from mmrouter_router.scheduling.scoring import WEIGHTS, Candidate, Table, Weights, choose
 
 
 def candidate(name: str, **values) -> Candidate:

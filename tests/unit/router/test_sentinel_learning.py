@@ -4,19 +4,19 @@ import json
 from array import array
 from types import SimpleNamespace
 
-from unit.router.test_place import BLOCK, Rig
+from unit.router.test_placer import BLOCK, Rig
 
-from mmrouter import feed
-from mmrouter.blocks import Span, block_keys, pack_keys
-from mmrouter.engines.sglang_identity import sentinels
-from mmrouter_router import learning
-from mmrouter_router.learning import MAX_QUESTIONS, Learning
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_lib.engines.sglang.identity import sentinels
 from mmrouter_router.media import Media
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.place import Placer
-from mmrouter_router.prepare import Prepared, ResolvedImage
+from mmrouter_router.request.prepare import Prepared, ResolvedImage
+from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.sentinels import Sentinels, fill
 from mmrouter_router.sentinels.store import BLIND_SECONDS
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.verify import sentinel_learning as learning
+from mmrouter_router.verify.sentinel_learning import MAX_QUESTIONS, Learning
 
 TEXT, TOKENS, SEED, PLACEHOLDER = 40, 20, 5, 9
 FACTS = {"model_type": "llava", "architectures": json.dumps(["Llava"])}

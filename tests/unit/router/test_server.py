@@ -8,7 +8,7 @@ import signal
 import httpx
 import pytest
 
-from mmrouter_router.serving import Leaving, Server, serve
+from mmrouter_router.http.server import Leaving, Server, serve
 
 PORT, OTHER_PORT = 8000, 9090
 _hosts = itertools.count(1)

@@ -12,22 +12,22 @@ import pytest_asyncio
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from mmrouter import feed
-from mmrouter.api import parse_deployment
-from mmrouter.blocks import Span, block_keys, pack_keys
-from mmrouter_router.errors import RequestError
-from mmrouter_router.exchange import ENGINE_PORT, Exchange
-from mmrouter_router.fleet import Fleet, Member
-from mmrouter_router.forward import Forwarder
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.otlp import Otlp
-from mmrouter_router.outgoing import Outgoing
-from mmrouter_router.own import OwnRequestError, OwnRequests, Question
-from mmrouter_router.place import Placer
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.stages import Stages
-from mmrouter_router.tracing import enter
-from mmrouter_router.upstream import Upstream
+from mmrouter_lib import feed
+from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.dispatch.exchange import ENGINE_PORT, Exchange
+from mmrouter_router.dispatch.forwarder import Forwarder
+from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.fleet.workers import Fleet, Member
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.request.engine_request import Outgoing
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.placer import Placer
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.otlp_export import Otlp
+from mmrouter_router.telemetry.tracing import enter
+from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests, Question
 
 BLOCK, SEED = 16, 1
 IDS = array("Q", range(80))

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.engine import Engine
 from unit.router.test_app import OWN_IP, heard, member
-from unit.router.test_place import IDS, KEYS, Rig, prepared
+from unit.router.test_placer import IDS, KEYS, Rig, prepared
 from unit.router.test_prepare import image, settings, text
 
-from mmrouter.api import parse_deployment
+from mmrouter_lib.api import parse_deployment
 from mmrouter_router.app import Router
-from mmrouter_router.decisions import KEPT_BYTES, Decisions
-from mmrouter_router.discovery import Roster
-from mmrouter_router.outgoing import CHAT
-from mmrouter_router.schedule import BLIND
-from mmrouter_router.settings import CurveKeys
-from mmrouter_router.tenants import DEFAULT
+from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.explain.decisions import KEPT_BYTES, Decisions
+from mmrouter_router.fleet.discovery import Roster
+from mmrouter_router.intake.tenants import DEFAULT
+from mmrouter_router.request.engine_request import CHAT
+from mmrouter_router.scheduling.scoring import BLIND
 
 ID = "x-mmrouter-request-id"
 SHOW = {"x-mmrouter-control": "t"}

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmrouter.identity import to_wire
-from mmrouter_router.errors import RequestError
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, chat, parse_chat, splice
 from mmrouter_router.media import Media, datauri
-from mmrouter_router.outgoing import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
 
 LIMITS = Limits(max_images=3)
 FEW = 12

@@ -6,18 +6,18 @@ from array import array
 from dataclasses import dataclass, replace
 
 import pytest
-from unit.router.test_place import BLOCK, SEED, Rig
+from unit.router.test_placer import BLOCK, SEED, Rig
 
-from mmrouter.blocks import Span, block_keys
-from mmrouter_router.chain import SHORT_TOKENS
-from mmrouter_router.encode import Encoder, Encoders
-from mmrouter_router.encoding import Encoding
+from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.encoding import Encoder, Encoders
+from mmrouter_router.encoding.sender import Encoding
+from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.media import Media
-from mmrouter_router.metrics import Metrics
-from mmrouter_router.outgoing import Outgoing, OutgoingImage
-from mmrouter_router.prepare import Prepared
-from mmrouter_router.stages import Stages
-from mmrouter_router.upstream import UpstreamError
+from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
+from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.scheduling.pipeline_form import SHORT_TOKENS
+from mmrouter_router.telemetry.metrics import Metrics
 
 LENGTH = 2 * SHORT_TOKENS
 IDS = array("I", range(LENGTH))

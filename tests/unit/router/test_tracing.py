@@ -13,10 +13,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
-from mmrouter_router import otlp, spanqueue, tracing
-from mmrouter_router.errors import RequestError
-from mmrouter_router.otlp import Otlp
-from mmrouter_router.tracing import NOBODY, enter, failure_of, outcome, passed_on, scheduled, stage
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.telemetry import otlp_export as otlp
+from mmrouter_router.telemetry import span_queue as spanqueue
+from mmrouter_router.telemetry import tracing
+from mmrouter_router.telemetry.otlp_export import Otlp
+from mmrouter_router.telemetry.tracing import NOBODY, enter, failure_of, outcome, passed_on, scheduled, stage
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, LEFT_OUT = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"

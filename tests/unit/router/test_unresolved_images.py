@@ -1,9 +1,9 @@
 """An unresolved image never makes a request look better cached than it is (10,000 cases of it: tests/local)."""
 
-from unit.router.poison import play
+from unit.router.unresolved_images import play
 
-from mmrouter.prompt import PromptImage
-from mmrouter_router.prepare import ResolvedImage
+from mmrouter_lib.prompt import PromptImage
+from mmrouter_router.request.prepare import ResolvedImage
 
 CASES = 300
 

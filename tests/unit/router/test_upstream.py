@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from mmrouter_router.upstream import HIGH_WATER, Upstream, UpstreamError
+from mmrouter_router.http.upstream import HIGH_WATER, Upstream, UpstreamError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

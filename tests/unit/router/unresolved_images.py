@@ -10,14 +10,14 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmrouter.blocks import Span, namespace_seed
-from mmrouter.engines.vllm import decode_batch
-from mmrouter.identity import to_wire
-from mmrouter.prompt import PromptImage, expand_ids
-from mmrouter_router.index import Index
+from mmrouter_lib.block_keys import Span, namespace_seed
+from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_lib.prompt import PromptImage, expand_ids
+from mmrouter_router.fleet.index import Index
 from mmrouter_router.media import Media as Bytes
-from mmrouter_router.prepare import Prepared, ResolvedImage
-from mmrouter_sidecar.ledger import Ledger
+from mmrouter_router.request.prepare import Prepared, ResolvedImage
+from mmrouter_sidecar.blocks.ledger import Ledger
 from mmrouter_sim.core.events import EventBatch, encode
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.core.request import Request

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from mmrouter_transfer import HandOverError, Lease, Plains, Pool, Reader
+from mmrouter_handover.shm import HandOverError, Lease, Plains, Pool, Reader
 
 Found = TypeVar("Found")
 

@@ -9,7 +9,7 @@ import random
 import sys
 from pathlib import Path
 
-from mmrouter_transfer import HandOverError, PlainFile, Plains, Pool, Reader, View, read_handle
+from mmrouter_handover.shm import HandOverError, PlainFile, Plains, Pool, Reader, View, read_handle
 
 SIZES = (1000, 65_536, 150_000, 400_000)
 LIMIT_BYTES = 3 << 20

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from unit.transfer.crashes import tried
+from unit.shm.crashes import tried
 
-from mmrouter_transfer import DTYPES, Handle, HandOverError, read_handle
-from mmrouter_transfer.checksum import checksum
-from mmrouter_transfer.sizes import HEADER_BYTES, PAGE_BYTES, evictions, size_class, slot_bytes
-from mmrouter_transfer.slot import MAX_LEASE_SECONDS, Header, Page, decode_page, encode_page, state_of
+from mmrouter_handover.shm import DTYPES, Handle, HandOverError, read_handle
+from mmrouter_handover.shm.checksum import checksum
+from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS, Header, Page, decode_page, encode_page, state_of
+from mmrouter_handover.shm.slot_sizes import HEADER_BYTES, PAGE_BYTES, evictions, size_class, slot_bytes
 
 HANDLE = Handle("pool-a-00ff/slot-1f", 7, 24, "sampled", 5, "float32", (2, 3), "image 0")
 HEADER = Header("pool-a-00ff", "slot-1f", 7, 10.0, 20.0, 24, "sampled", 5, "float32", (2, 3))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import mmrouter_transfer
+import mmrouter_handover.shm
 
-FILES = sorted(Path(mmrouter_transfer.__file__).parent.glob("*.py"))
-ALLOWED = {"msgspec", "mmrouter_transfer"}
+FILES = sorted(Path(mmrouter_handover.shm.__file__).parent.glob("*.py"))
+ALLOWED = {"msgspec", "mmrouter_handover.shm"}
 UNSAFE = {"pickle", "marshal", "shelve", "ctypes", "multiprocessing"}
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
-from unit.transfer.conftest import TMPFS
-from unit.transfer.crashes import Clock, crash_plains, crash_writer, taken, tried
+from unit.shm.conftest import TMPFS
+from unit.shm.crashes import Clock, crash_plains, crash_writer, taken, tried
 
-from mmrouter_transfer import Plains, Pool, Reader, ledger, reclaim
-from mmrouter_transfer.sizes import file_bytes, slot_bytes
+from mmrouter_handover.shm import Plains, Pool, Reader, ledger, reclaim
+from mmrouter_handover.shm.slot_sizes import file_bytes, slot_bytes
 
 KIB = 1 << 10
 LIMIT = 3 * slot_bytes(1) + slot_bytes(100 * KIB)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from mmrouter_transfer import HandOverError, Pool, Reader, Reason, read_handle
+from mmrouter_handover.shm import HandOverError, Pool, Reader, Reason, read_handle
 
 PAGE = (Path(__file__).parents[3] / "docs" / "transfer.md").read_text()
 WRITER, READER = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -5,11 +5,11 @@ import stat
 import threading
 
 import pytest
-from unit.transfer.crashes import Clock, crash_plains, taken, tried
+from unit.shm.crashes import Clock, crash_plains, taken, tried
 
-from mmrouter_transfer import HandOverError, Plains, Pool, ledger, reclaim
-from mmrouter_transfer.sizes import PAGE_BYTES, slot_bytes
-from mmrouter_transfer.slot import LEASE_SECONDS, MAX_LEASE_SECONDS
+from mmrouter_handover.shm import HandOverError, Plains, Pool, ledger, reclaim
+from mmrouter_handover.shm.slot import LEASE_SECONDS, MAX_LEASE_SECONDS
+from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, slot_bytes
 
 MIB = 1 << 20
 PAGE = PAGE_BYTES

@@ -8,12 +8,13 @@ import weakref
 from functools import partial
 
 import pytest
-from unit.transfer.crashes import Clock, crash_writer, taken, tried
+from unit.shm.crashes import Clock, crash_writer, taken, tried
 
-from mmrouter_transfer import Handle, HandOverError, Pool, Reader, ledger, read_handle, reclaim, tidier
-from mmrouter_transfer import pool as pools
-from mmrouter_transfer.checksum import checksum
-from mmrouter_transfer.sizes import PAGE_BYTES, slot_bytes
+from mmrouter_handover.shm import Handle, HandOverError, Pool, Reader, ledger, read_handle, reclaim
+from mmrouter_handover.shm import idle_release as tidier
+from mmrouter_handover.shm import pool as pools
+from mmrouter_handover.shm.checksum import checksum
+from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, slot_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20

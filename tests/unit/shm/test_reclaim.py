@@ -4,11 +4,11 @@ import os
 
 import msgspec
 import pytest
-from unit.transfer.crashes import Clock, crash_writer, taken
+from unit.shm.crashes import Clock, crash_writer, taken
 
-from mmrouter_transfer import HandOverError, Pool, Reader, ledger, reclaim
-from mmrouter_transfer.sizes import PAGE_BYTES, slot_bytes
-from mmrouter_transfer.slot import MAX_LEASE_SECONDS
+from mmrouter_handover.shm import HandOverError, Pool, Reader, ledger, reclaim
+from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS
+from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, slot_bytes
 
 MIB = 1 << 20
 

@@ -7,11 +7,11 @@ import os
 import random
 import time
 
-from unit.transfer.crashes import taken
-from unit.transfer.soak import FELL_BACK, READ, soak
+from unit.shm.crashes import taken
+from unit.shm.soak import FELL_BACK, READ, soak
 
-from mmrouter_transfer import ledger, reclaim
-from mmrouter_transfer.files import clock
+from mmrouter_handover.shm import ledger, reclaim
+from mmrouter_handover.shm.files import clock
 
 SOAK = "MMROUTER_SOAK"
 KILLS = int(os.environ.get(SOAK, "20"))

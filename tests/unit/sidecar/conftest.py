@@ -14,10 +14,11 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from mmrouter import feed
-from mmrouter.blocks import unpack_keys
-from mmrouter_sidecar import app, probe
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import unpack_keys
+from mmrouter_sidecar import app
 from mmrouter_sidecar.app import Sidecar
+from mmrouter_sidecar.engine import engine_probe as probe
 from mmrouter_sidecar.settings import CurveKeys, Settings
 
 REPOSITORY = Path(__file__).parents[3]

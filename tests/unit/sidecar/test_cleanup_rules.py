@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter import feed
-from mmrouter_sidecar.tidying import (
+from mmrouter_handover.shm import Entry, Ledger
+from mmrouter_lib import feed
+from mmrouter_sidecar.shared_memory.cleanup_rules import (
     FORGOTTEN_SECONDS,
     HIGH_WATER,
     LOW_WATER,
@@ -19,7 +20,6 @@ from mmrouter_sidecar.tidying import (
     shared,
     surplus,
 )
-from mmrouter_transfer import Entry, Ledger
 
 NOW = 1e9
 HUGE = 1 << 40

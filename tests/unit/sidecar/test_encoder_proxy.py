@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from mmrouter.engines.sglang_encode import Encoder, image_key, ranked
-from mmrouter_sidecar import encoders as module
-from mmrouter_sidecar.encoders import Encoders
+from mmrouter_lib.engines.sglang.encoder_requests import Encoder, image_key, ranked
+from mmrouter_sidecar.engine import encoder_proxy as module
+from mmrouter_sidecar.engine.encoder_proxy import Encoders
 from mmrouter_sidecar.metrics import Metrics
 
 _hosts = itertools.count(1)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_sidecar import stream as module
-from mmrouter_sidecar.stream import Ask, Duplicate, Lost, Ready, Skipped, Stream, digest_of
+from mmrouter_sidecar.engine import event_order as module
+from mmrouter_sidecar.engine.event_order import Ask, Duplicate, Lost, Ready, Skipped, Stream, digest_of
 
 
 def payload(seq: int, engine: str = "a") -> bytes:

@@ -6,11 +6,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.blocks import block_keys, chain
-from mmrouter.engines.events import Stored
-from mmrouter.engines.sglang_identity import run_ids, sentinels
-from mmrouter.feed import Sighting
-from mmrouter_sidecar.sightings import Sightings
+from mmrouter_lib.block_keys import block_keys, chain
+from mmrouter_lib.engines.base.events import Stored
+from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
+from mmrouter_lib.feed import Sighting
+from mmrouter_sidecar.blocks.image_observations import Sightings
 
 SIZE = 4
 SEED = 5

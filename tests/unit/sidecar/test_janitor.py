@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.transfer.conftest import TMPFS
-from unit.transfer.crashes import crash_plains, crash_writer, taken
+from unit.shm.conftest import TMPFS
+from unit.shm.crashes import crash_plains, crash_writer, taken
 
-from mmrouter import feed
-from mmrouter_sidecar import janitor as janitors
-from mmrouter_sidecar import tidying
-from mmrouter_sidecar.janitor import Janitor
+from mmrouter_handover.shm import Plains, Pool
+from mmrouter_handover.shm.files import clock
+from mmrouter_lib import feed
 from mmrouter_sidecar.metrics import Counted, Metrics
 from mmrouter_sidecar.settings import Settings
-from mmrouter_transfer import Plains, Pool
-from mmrouter_transfer.files import clock
+from mmrouter_sidecar.shared_memory import cleanup_rules as tidying
+from mmrouter_sidecar.shared_memory import janitor as janitors
+from mmrouter_sidecar.shared_memory.janitor import Janitor
 
 MIB = 1 << 20
 ENCODERS = "m1-aa/encoder_cache.safetensors"

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter.blocks import Span, block_keys, namespace_seed
-from mmrouter.engines.vllm import decode_batch
-from mmrouter.feed import Group
-from mmrouter.identity import to_wire
-from mmrouter_sidecar.cache import Cache
-from mmrouter_sidecar.ledger import Ledger, Place
+from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
+from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.feed import Group
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_sidecar.blocks.block_table import Cache
+from mmrouter_sidecar.blocks.ledger import Ledger, Place
 
 KEY = bytes(32)
 GPU = Place(0, 0, "GPU")

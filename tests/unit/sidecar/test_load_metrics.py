@@ -7,8 +7,8 @@ from typing import Any
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
 
-from mmrouter.engines.vllm_metrics import Load
-from mmrouter_sidecar.load import LOOKS, EngineLoad
+from mmrouter_lib.engines.vllm.metrics import Load
+from mmrouter_sidecar.engine.load_metrics import LOOKS, EngineLoad
 
 RANKS = """\
 vllm:num_requests_running{engine="0"} 3.0

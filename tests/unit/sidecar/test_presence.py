@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from mmrouter_sidecar import presence
+from mmrouter_sidecar.engine import presence
 
 PORT = 8000
 _hosts = itertools.count(1)

@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from mmrouter import feed
-from mmrouter.blocks import unpack_keys
-from mmrouter.engines.sglang_identity import run_ids, sentinels
-from mmrouter_sidecar import journal as journal_module
-from mmrouter_sidecar import relay as relay_module
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import unpack_keys
+from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
+from mmrouter_sidecar.blocks import journal as journal_module
+from mmrouter_sidecar.engine.event_order import digest_of
+from mmrouter_sidecar.feed import relay as relay_module
+from mmrouter_sidecar.feed.relay import DISCONNECTED, Relay
 from mmrouter_sidecar.metrics import Metrics
-from mmrouter_sidecar.relay import DISCONNECTED, Relay
 from mmrouter_sidecar.settings import Settings, SettingsError
-from mmrouter_sidecar.stream import digest_of
 
 
 class Bench:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mmrouter import metadata
-from mmrouter.blocks import namespace_seed
-from mmrouter_sidecar.reading import load
+from mmrouter_lib import metadata_digests as metadata
+from mmrouter_lib.block_keys import namespace_seed
 from mmrouter_sidecar.settings import Settings, SettingsError, from_json, to_json
+from mmrouter_sidecar.settings_loader import load
 
 
 @pytest.fixture
@@ -177,10 +177,10 @@ def test_settings_reach_the_process_that_serves_as_they_were_read(environment: d
 
 
 def test_what_serves_imports_neither_the_resources_models_nor_a_terminal_library() -> None:
-    code = "import sys, mmrouter_sidecar.serving; print(*sys.modules)"
+    code = "import sys, mmrouter_sidecar.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "aiohttp" in loaded
-    for unwanted in ("pydantic", "mmrouter.api", "rich", "typer", "kubernetes", "tokenizers", "PIL"):
+    for unwanted in ("pydantic", "mmrouter_lib.api", "rich", "typer", "kubernetes", "tokenizers", "PIL"):
         assert unwanted not in loaded
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter.blocks import Span, block_keys, namespace_seed
-from mmrouter.engines.vllm import decode_batch
-from mmrouter.feed import deciding
-from mmrouter.identity import foreign_identity
-from mmrouter_router.index import Index, window_blocks
-from mmrouter_sidecar.ledger import Ledger, Op, Place
+from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
+from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.feed import deciding
+from mmrouter_lib.media_identity import foreign_identity
+from mmrouter_router.fleet.index import Index, window_blocks
+from mmrouter_sidecar.blocks.ledger import Ledger, Op, Place
 from mmrouter_sim.core.hashing import (
     Media,
     block_hash,

@@ -14,11 +14,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from mmrouter import feed
-from mmrouter.blocks import block_keys, chain
-from mmrouter.engines.events import Cleared, Removed, Stored
-from mmrouter.engines.vllm import decode_batch
-from mmrouter_sidecar import engine as engine_module
+from mmrouter_lib import feed
+from mmrouter_lib.block_keys import block_keys, chain
+from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
+from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_sidecar.engine import sockets as engine_module
 
 REPOSITORY = Path(__file__).parents[3]
 

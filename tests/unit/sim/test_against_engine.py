@@ -10,10 +10,10 @@ from mmrouter_sim import model
 from mmrouter_sim.core.events import EventBatch, encode
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import parse
-from mmrouter_sim.web import prompts
-from mmrouter_sim.web.generate import prompt_details
-from mmrouter_sim.web.schema import ChatRequest
+from mmrouter_sim.vllm import prompts
+from mmrouter_sim.vllm.flags import parse
+from mmrouter_sim.vllm.generate import prompt_details
+from mmrouter_sim.vllm.schema import ChatRequest
 
 
 def inline(value, images):

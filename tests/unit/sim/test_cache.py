@@ -7,8 +7,8 @@ from e2e.equality import difference, keys_of
 from unit.sim.conftest import chat_body
 from unit.sim.test_http import LONG, image, png, text
 
-from mmrouter.blocks import Span, block_keys, namespace_seed
-from mmrouter.identity import foreign_identity, to_wire
+from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
+from mmrouter_lib.media_identity import foreign_identity, to_wire
 
 OURS = bytes(range(32))
 IMAGE_TOKEN = 1029  # of the tiny model

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mmrouter_sim.core.cost import Cost
 from mmrouter_sim.core.events import EventBatch, encode
 from mmrouter_sim.core.hashing import first_parent, published_bytes, published_int, published_keys, sha256_cbor
 from mmrouter_sim.core.request import Chain, Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
+from mmrouter_sim.core.step_cost import Cost
 
 QWEN_TINY, QWEN, LLAVA, PHI = 364, 151655, 32000, 32044
 

@@ -11,9 +11,9 @@ import zmq.asyncio
 from unit.sim.test_events import ask
 from unit.sim.test_http import LONG, image, png, samples, text
 
-from mmrouter.engines.vllm import decode_batch
-from mmrouter_sim.encoding import Kept
-from mmrouter_sim.flags import parse
+from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_sim.encoder_engine import Kept
+from mmrouter_sim.vllm.flags import parse
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
 TOKENS = 16

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmrouter.engines.vllm import Load, parse_load
+from mmrouter_lib.engines.vllm.adapter import Load, parse_load
 from mmrouter_sim.media import default_identifier
 
 CHAT = "/v1/chat/completions"

@@ -9,7 +9,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from mmrouter.engines.vllm_handover import (
+from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_lib.engines.vllm.handover import (
     ITEMS_PATH,
     RELEASE_PATH,
     RENDER_PATH,
@@ -22,12 +23,11 @@ from mmrouter.engines.vllm_handover import (
     render_request,
     without_bytes,
 )
-from mmrouter.identity import media_identity, to_wire
-from mmrouter_cli.pictures import data_uri, picture
+from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import parse
-from mmrouter_sim.web.app import build
+from mmrouter_sim.vllm.app import build
+from mmrouter_sim.vllm.flags import parse
 
 CHAT = "/v1/chat/completions"
 PNG = picture("a", 112, 84)

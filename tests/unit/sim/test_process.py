@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 import mmrouter_sim
-from mmrouter_sim.flags import parse
 from mmrouter_sim.model import find_folder
+from mmrouter_sim.vllm.flags import parse
 
 ROOT = Path(__file__).parents[3]
 
@@ -124,8 +124,8 @@ def test_the_rendered_command_line_is_understood():
 
 
 def test_every_flag_that_we_render_is_known(tiny):
-    api = pytest.importorskip("mmrouter.api")
-    from mmrouter.engines.vllm import launch
+    api = pytest.importorskip("mmrouter_lib.api")
+    from mmrouter_lib.engines.vllm.adapter import launch
 
     worker = {"name": "w", "role": "worker", "accelerator": {"kind": "cpu"}, "parallelism": {"data": 2, "tensor": 2}}
     deployment = api.parse_deployment(

@@ -5,13 +5,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mmrouter.engines.vllm_render import read_rendered
-from mmrouter.identity import media_identity, to_wire
-from mmrouter_cli.pictures import data_uri, picture
+from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_lib.engines.vllm.renderer import read_rendered
+from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.flags import Settings, parse
-from mmrouter_sim.web.app import build
+from mmrouter_sim.vllm.app import build
+from mmrouter_sim.vllm.flags import Settings, parse
 
 RENDER = "/v1/chat/completions/render"
 

@@ -14,14 +14,13 @@ import zmq
 import zmq.asyncio
 from PIL import Image
 
-from mmrouter.engines.events import Cleared
-from mmrouter.engines.sglang import Load, decode_batch, parse_info, parse_load
-from mmrouter.engines.sglang_identity import Fingerprint, artifact_hash, page_hashes, run_ids, sentinels
-from mmrouter_sim.core.cost import Cost
+from mmrouter_lib.engines.base.events import Cleared
+from mmrouter_lib.engines.sglang.adapter import Load, decode_batch, parse_info, parse_load
+from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash, page_hashes, run_ids, sentinels
 from mmrouter_sim.core.events import encode_events
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
-from mmrouter_sim.core.sglang import (
+from mmrouter_sim.core.sglang_pages import (
     PROCESSOR,
     TRANSFORMERS,
     WRAPPERS,
@@ -33,7 +32,8 @@ from mmrouter_sim.core.sglang import (
     published,
     root,
 )
-from mmrouter_sim.core.sglang import sentinels as sentinels_of
+from mmrouter_sim.core.sglang_pages import sentinels as sentinels_of
+from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.sglang.flags import parse
 
 U64 = (1 << 64) - 1

@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mmrouter.api import flags
-from mmrouter.api.base import Argument, ConfigMapKey, Image, Opaque
-from mmrouter.api.flags import EngineType
-from mmrouter.api.rules import Resource, immutable, rule
+from mmrouter_lib.api import owned_flags as flags
+from mmrouter_lib.api.base import Argument, ConfigMapKey, Image, Opaque
+from mmrouter_lib.api.owned_flags import EngineType
+from mmrouter_lib.api.rules import Resource, immutable, rule
 
 BlockSize = Annotated[int, Field(ge=1, le=1024)]
 Pixels = Annotated[int, Field(ge=1, le=1_000_000_000)]

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter.api.accelerator import Accelerator
-from mmrouter.api.base import (
+from mmrouter_lib.api.base import (
     DNS_LABEL,
     LABEL_NAME,
     Argument,
@@ -17,8 +16,9 @@ from mmrouter.api.base import (
     Resources,
     Size,
 )
-from mmrouter.api.engine import BlockSize
-from mmrouter.api.rules import NO_DEFAULT, Broken, Resource, immutable, rule
+from mmrouter_lib.api.rules import NO_DEFAULT, Broken, Resource, immutable, rule
+from mmrouter_lib.api.sections.accelerator import Accelerator
+from mmrouter_lib.api.sections.engine import BlockSize
 
 Role = Literal["encoder", "prefill", "decode", "worker", "renderer"]
 DEFAULT_WEIGHT = 100

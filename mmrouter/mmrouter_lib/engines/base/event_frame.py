@@ -4,7 +4,7 @@ Today's releases send each event as a map that names its type; older ones send p
 fields. Unknown fields are skipped.
 
 Token ids are most of a payload, and a number of msgpack each. Where the compiled form is there
-(:mod:`mmrouter.native`), it makes bytes of them first, so that no Python object is made per token. What it leaves
+(:mod:`mmrouter_lib.native`), it makes bytes of them first, so that no Python object is made per token. What it leaves
 alone, and whatever is wrong with a payload, is read as if it were not there.
 """
 
@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar, get_origin
 
 import msgspec
 
-from mmrouter import native
-from mmrouter.engines.events import Batch, Event, EventError, Ignored
+from mmrouter_lib import native
+from mmrouter_lib.engines.base.events import Batch, Event, EventError, Ignored
 
 E = TypeVar("E", bound=msgspec.Struct)
 

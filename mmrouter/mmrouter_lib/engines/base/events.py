@@ -19,7 +19,8 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
     ``ids`` holds the tokens of the blocks back to back: ``array('I')``, or ``array('Q')`` from an engine that puts wide
     sentinels into them (then in every event). ``extras`` maps a block's number within this event to the bytes that
-    ``mmrouter.blocks.chain`` wants for it. ``spans`` lists (block number, identity, span start - block start). Tokens
+    ``mmrouter_lib.block_keys.chain`` wants for it. ``spans`` lists (block number, identity, span start - block
+    start). Tokens
     of fewer blocks than there are hashes are those of the first ones, and nothing is said of the others.
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mmrouter.api import MMRouterDeployment
+    from mmrouter_lib.api import MMRouterDeployment
 
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
@@ -50,7 +50,7 @@ def takes_plugin(dep: "MMRouterDeployment") -> bool:
 
 def plugin_command(command: list[str]) -> list[str]:
     """Return an engine's command as the plugin's start script runs it: with the plugins of its image, and ours."""
-    return ["python3", "-m", "mmrouter_plugin.start", *command]
+    return ["python3", "-m", "mmrouter_handover.plugin.start", *command]
 
 
 def flag(name: str, value: object) -> list[str]:

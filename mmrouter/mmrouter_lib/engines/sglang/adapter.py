@@ -1,17 +1,18 @@
 """The SGLang adapter: everything about SGLang that the rest of the project uses, in one import.
 
 ``decode_batch`` reads its events, ``rewrite_chat`` makes its requests, ``parse_load`` reads its metrics, ``launch``
-makes its command line. How it names images is in :mod:`mmrouter.engines.sglang_identity`. Facts about SGLang stand in
+makes its command line. How it names images is in :mod:`mmrouter_lib.engines.sglang.identity`. Facts about SGLang
+stand in
 these files and nowhere else.
 """
 
-from mmrouter.engines.events import EventError
-from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
-from mmrouter.engines.sglang_events import IGNORED_REASONS, decode_batch
-from mmrouter.engines.sglang_info import INFO_PATH, EngineInfo, parse_info
-from mmrouter.engines.sglang_launch import API_KEY_ENV, KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
-from mmrouter.engines.sglang_metrics import METRICS, parse_block_size, parse_load
-from mmrouter.engines.sglang_request import (
+from mmrouter_lib.engines.base.events import EventError
+from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
+from mmrouter_lib.engines.sglang.disaggregation import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
+from mmrouter_lib.engines.sglang.events import IGNORED_REASONS, decode_batch
+from mmrouter_lib.engines.sglang.launch import API_KEY_ENV, KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
+from mmrouter_lib.engines.sglang.metrics import METRICS, parse_block_size, parse_load
+from mmrouter_lib.engines.sglang.request import (
     REFUSED_FIELDS,
     REFUSED_HEADER_PREFIX,
     REFUSED_PART_FIELDS,
@@ -19,9 +20,9 @@ from mmrouter.engines.sglang_request import (
     prompt_error_field,
     rewrite_chat,
 )
-from mmrouter.engines.sglang_stages import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
-from mmrouter.engines.vllm_metrics import Load
-from mmrouter.engines.vllm_request import ImageRewrite, Rewritten
+from mmrouter_lib.engines.sglang.server_info import INFO_PATH, EngineInfo, parse_info
+from mmrouter_lib.engines.vllm.metrics import Load
+from mmrouter_lib.engines.vllm.request import ImageRewrite, Rewritten
 
 FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md). It serves others,

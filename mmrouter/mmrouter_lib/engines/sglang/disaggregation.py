@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from mmrouter.engines.launching import BOOTSTRAP_PORT, SIXTEEN_BITS
+from mmrouter_lib.engines.base.launch import BOOTSTRAP_PORT, SIXTEEN_BITS
 
 KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
     "--dtype": SIXTEEN_BITS,

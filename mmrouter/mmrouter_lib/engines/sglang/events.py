@@ -1,10 +1,10 @@
-"""SGLang's KV events -> :mod:`mmrouter.engines.events` (facts on SGLang 1.2 to 1.6).
+"""SGLang's KV events -> :mod:`mmrouter_lib.engines.base.events` (facts on SGLang 1.2 to 1.6).
 
 A payload is a msgpack array ``[ts, events, data parallel rank]``. Events are maps that name their type; older releases
 send positional arrays in the same field order. Hashes are signed 64-bit numbers. An image's identity stands in the
 token ids, as sentinels of up to 62 bits, so ids are 64 bits wide in every event. Adjacent pages come in one event;
 copies of a block in several tiers are told apart by the medium. An event that we cannot use becomes
-:class:`~mmrouter.engines.events.Ignored` with a reason from :data:`IGNORED_REASONS`.
+:class:`~mmrouter_lib.engines.base.events.Ignored` with a reason from :data:`IGNORED_REASONS`.
 """
 
 from array import array
@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
-from mmrouter.engines.wire import Wire, WireBatch, count_ids
+from mmrouter_lib.engines.base.event_frame import Wire, WireBatch, count_ids
+from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
 
 IGNORED_REASONS = frozenset(
     {
@@ -31,7 +31,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 Ids = TypeVar("Ids", list[Any], bytes)
-"""Token ids as they came, or as bytes of 8 each (:mod:`mmrouter.engines.wire`)."""
+"""Token ids as they came, or as bytes of 8 each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):

@@ -4,12 +4,20 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from mmrouter.engines.devices import DEVICES
-from mmrouter.engines.launching import BOOTSTRAP_PORT, EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch, LaunchError, flag
-from mmrouter.engines.sglang_encode import TRANSFER, urls
+from mmrouter_lib.engines.base.devices import DEVICES
+from mmrouter_lib.engines.base.launch import (
+    BOOTSTRAP_PORT,
+    EVENTS_PORT,
+    HTTP_PORT,
+    REPLAY_PORT,
+    Launch,
+    LaunchError,
+    flag,
+)
+from mmrouter_lib.engines.sglang.encoder_requests import TRANSFER, urls
 
 if TYPE_CHECKING:
-    from mmrouter.api import MMRouterDeployment, Pool
+    from mmrouter_lib.api import MMRouterDeployment, Pool
 
 API_KEY_ENV = "SGLANG_API_KEY"
 """Variable of the container from which the ``--api-key`` argument is filled; the engine itself reads none."""
@@ -113,7 +121,7 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     accelerator have no way to hand over KV blocks.
     """
     # The models import the adapters' flag tables, so the arrow back is taken at call time.
-    from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
+    from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
 
     if pool.role == "renderer":
         raise LaunchError("role", "SGLang has no renderer: it stands beside vLLM engines only")
@@ -161,7 +169,7 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
 
 
 def _cache_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
-    from mmrouter.api import block_size_of  # noqa: PLC0415
+    from mmrouter_lib.api import block_size_of  # noqa: PLC0415
 
     flags = flag("--page-size", block_size_of(dep, pool))
     # A decode engine keeps no prefix cache, so it has no events (facts on SGLang 1.5).

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Final
 
-from mmrouter.engines.vllm_metrics import Load
+from mmrouter_lib.engines.vllm.metrics import Load
 
 METRICS: Final = {
     "running": "sglang:num_running_reqs",

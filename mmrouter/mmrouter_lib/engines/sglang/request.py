@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from mmrouter.engines.vllm_request import ImageRewrite, Rewritten
+from mmrouter_lib.engines.vllm.request import ImageRewrite, Rewritten
 
 REFUSED_FIELDS: Final = (
     "mm_hashes",  # ends Qwen3-VL engines, and lets one tenant name another's pixels (facts on SGLang 3)

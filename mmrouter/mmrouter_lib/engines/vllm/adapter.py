@@ -4,12 +4,13 @@
 makes its command line. Facts about vLLM stand in these files and nowhere else.
 """
 
-from mmrouter.engines.events import EventError
-from mmrouter.engines.launching import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
-from mmrouter.engines.vllm_events import IGNORED_REASONS, decode_batch
-from mmrouter.engines.vllm_launch import API_KEY_ENV, KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
-from mmrouter.engines.vllm_metrics import METRICS, Load, parse_block_size, parse_load
-from mmrouter.engines.vllm_request import (
+from mmrouter_lib.engines.base.events import EventError
+from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
+from mmrouter_lib.engines.vllm.connectors import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
+from mmrouter_lib.engines.vllm.events import IGNORED_REASONS, decode_batch
+from mmrouter_lib.engines.vllm.launch import API_KEY_ENV, KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
+from mmrouter_lib.engines.vllm.metrics import METRICS, Load, parse_block_size, parse_load
+from mmrouter_lib.engines.vllm.request import (
     REFUSED_FIELDS,
     REFUSED_XARGS,
     ImageRewrite,
@@ -17,7 +18,6 @@ from mmrouter.engines.vllm_request import (
     prompt_error_field,
     rewrite_chat,
 )
-from mmrouter.engines.vllm_transfer import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
 
 FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "phi3_v"})
 """Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md)."""

@@ -7,11 +7,11 @@ blocks which do not come are computed: vLLM's own default is to fail the request
 
 from typing import TYPE_CHECKING, Any, Final
 
-from mmrouter.engines.devices import DEVICES
-from mmrouter.engines.launching import SIDE_CHANNEL_PORT, SIXTEEN_BITS, LaunchError, flag, takes_plugin
+from mmrouter_lib.engines.base.devices import DEVICES
+from mmrouter_lib.engines.base.launch import SIDE_CHANNEL_PORT, SIXTEEN_BITS, LaunchError, flag, takes_plugin
 
 if TYPE_CHECKING:
-    from mmrouter.api import MMRouterDeployment, Pool
+    from mmrouter_lib.api import MMRouterDeployment, Pool
 
 KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
     "--dtype": SIXTEEN_BITS,
@@ -95,7 +95,7 @@ def embedding_cache_bytes(dep: "MMRouterDeployment", pool: "Pool") -> int | None
 
 
 def _ec_connector(dep: "MMRouterDeployment", pool: "Pool", role: str) -> tuple[dict[str, Any], dict[str, str]]:
-    from mmrouter.api import quantity_bytes  # noqa: PLC0415 - the models import the adapters' flag tables
+    from mmrouter_lib.api import quantity_bytes  # noqa: PLC0415 - the models import the adapters' flag tables
 
     chosen = dep.spec.engine.ec_connector
     if chosen:

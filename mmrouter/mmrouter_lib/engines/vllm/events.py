@@ -1,8 +1,9 @@
-"""vLLM's KV events -> :mod:`mmrouter.engines.events` (facts on vLLM 2.3 to 2.6, 2.10).
+"""vLLM's KV events -> :mod:`mmrouter_lib.engines.base.events` (facts on vLLM 2.3 to 2.6, 2.10).
 
 A payload is a msgpack array ``[ts, events, data parallel rank]``. Today's releases send each event as a map that names
 its type; older ones send positional arrays in the same field order. Hashes are 64-bit numbers or whole digests. Unknown
-fields are skipped; an event that we cannot use becomes :class:`~mmrouter.engines.events.Ignored` with a reason from
+fields are skipped; an event that we cannot use becomes :class:`~mmrouter_lib.engines.base.events.Ignored` with a
+reason from
 :data:`IGNORED_REASONS`, and is never indexed by guesswork.
 """
 
@@ -13,10 +14,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mmrouter.blocks import span_extra
-from mmrouter.engines.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
-from mmrouter.engines.wire import Wire, WireBatch, count_ids
-from mmrouter.identity import foreign_identity, from_wire
+from mmrouter_lib.block_keys import span_extra
+from mmrouter_lib.engines.base.event_frame import Wire, WireBatch, count_ids
+from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 INDEXED_KINDS = frozenset(
     {None, "full_attention", "mla_attention", "sink_full_attention", "sliding_window", "sliding_window_mla"}
@@ -48,7 +49,7 @@ _EMBEDS_TAG = b"prompt embeddings of this block:"
 
 
 Ids = TypeVar("Ids", list[int], bytes)
-"""Token ids as they came, or as bytes of 4 each (:mod:`mmrouter.engines.wire`)."""
+"""Token ids as they came, or as bytes of 4 each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):

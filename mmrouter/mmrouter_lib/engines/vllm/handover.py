@@ -20,9 +20,9 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 
-from mmrouter.blocks import Span
-from mmrouter.engines.vllm_render import read_rendered
-from mmrouter.engines.vllm_render import render_request as plain_render_request
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.vllm.renderer import read_rendered
+from mmrouter_lib.engines.vllm.renderer import render_request as plain_render_request
 
 STATUS_PATH: Final = "/v1/mmrouter/handover"
 RENDER_PATH: Final = "/v1/mmrouter/render"
@@ -58,7 +58,7 @@ Reason = Literal[
 ``failed``: a NIXL read. ``large``: above the limit of what travels inline. ``prompt``: the model's prompt depends on
 more than the processed image. ``settings``: the two sides process differently. ``uncached``: a server runs without its
 processor cache, or it did not keep the image. ``unnamed``: the renderer gave the image another name than ours.
-``other``: a word that this release does not know. The rest are reasons of ``mmrouter_transfer``.
+``other``: a word that this release does not know. The rest are reasons of ``mmrouter_handover.shm``.
 """
 _REASONS: Final[frozenset[str]] = frozenset(get_args(Reason))
 

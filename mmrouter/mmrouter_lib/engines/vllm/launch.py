@@ -2,12 +2,12 @@
 
 Engines are ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs those that change
 a prompt, no others (facts on vLLM 5). An encoder has no KV cache, so nothing about one is said to it (facts on vLLM 6).
-How engines hand tensors to each other stands in :mod:`mmrouter.engines.vllm_transfer`.
+How engines hand tensors to each other stands in :mod:`mmrouter_lib.engines.vllm.connectors`.
 """
 
 from typing import TYPE_CHECKING, Any, Final
 
-from mmrouter.engines.launching import (
+from mmrouter_lib.engines.base.launch import (
     EVENTS_PORT,
     HTTP_PORT,
     REPLAY_PORT,
@@ -17,10 +17,10 @@ from mmrouter.engines.launching import (
     plugin_command,
     takes_plugin,
 )
-from mmrouter.engines.vllm_transfer import SIDE_CHANNEL, transfer_flags
+from mmrouter_lib.engines.vllm.connectors import SIDE_CHANNEL, transfer_flags
 
 if TYPE_CHECKING:
-    from mmrouter.api import MMRouterDeployment, Pool
+    from mmrouter_lib.api import MMRouterDeployment, Pool
 
 API_KEY_ENV = "VLLM_API_KEY"
 """Variable from which the engine reads the key that requests must carry."""
@@ -107,8 +107,8 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     Raises ``LaunchError`` where engines of this role and accelerator have no way to hand over what they make.
     """
     # The models import the adapters' flag tables, so the arrow back is taken at call time.
-    from mmrouter.api import block_size_of  # noqa: PLC0415
-    from mmrouter.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR  # noqa: PLC0415
+    from mmrouter_lib.api import block_size_of  # noqa: PLC0415
+    from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR  # noqa: PLC0415
 
     spec = dep.spec
     model, engine = spec.model, spec.engine

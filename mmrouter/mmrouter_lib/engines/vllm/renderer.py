@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from mmrouter.blocks import Span
-from mmrouter.identity import from_wire
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.media_identity import from_wire
 
 RENDER_PATH = "/v1/chat/completions/render"
 

@@ -1,14 +1,15 @@
 """What a kind of accelerator means for a pod: data, no code per vendor.
 
-What the engines themselves must be told of it is :data:`mmrouter.engines.devices.DEVICES`, a column of this table.
+What the engines themselves must be told of it is :data:`mmrouter_lib.engines.base.devices.DEVICES`, a column of this
+table.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from mmrouter.api import DEFAULT_BLOCK_SIZE, AcceleratorKind
-from mmrouter.engines.devices import DEVICES, Device
+from mmrouter_lib.api import DEFAULT_BLOCK_SIZE, AcceleratorKind
+from mmrouter_lib.engines.base.devices import DEVICES, Device
 
 NodeLabel = tuple[str, str | None]
 """A label of a node and its value; ``None``: any value."""

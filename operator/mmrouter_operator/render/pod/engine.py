@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from mmrouter.api import EngineType, MMRouterDeployment, Pool, SpecError
-from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR
-from mmrouter.engines import adapter
-from mmrouter.engines.launching import HTTP_PORT, Launch, LaunchError, takes_plugin
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, plugin, probes, shared_memory
-from mmrouter_operator.render.accelerators import ACCELERATORS
+from mmrouter_lib.api import EngineType, MMRouterDeployment, Pool, SpecError
+from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, takes_plugin
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.render import common
+from mmrouter_operator.render.pod import handover_plugin as plugin
+from mmrouter_operator.render.pod import probes, shared_memory
+from mmrouter_operator.render.pod.accelerators import ACCELERATORS
 from mmrouter_operator.render.secret import ENGINE_KEY
 
 

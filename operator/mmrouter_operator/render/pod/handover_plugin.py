@@ -1,15 +1,16 @@
 """How our plugin gets into engine pods whose image stays as it is: an init container puts it on a volume of the pod.
 
 The engine's command is then the plugin's start script with the engine's own command behind it
-(:func:`mmrouter.engines.launching.plugin_command`).
+(:func:`mmrouter_lib.engines.base.launch.plugin_command`).
 """
 
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool
-from mmrouter.api.paths import PLUGIN_DIR
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, shared_memory
+from mmrouter_lib.api import MMRouterDeployment, Pool
+from mmrouter_lib.api.paths import PLUGIN_DIR
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.render import common
+from mmrouter_operator.render.pod import shared_memory
 
 NAME: Final = "handover-plugin"
 """Of the init container."""

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from mmrouter.api import MMRouterDeployment, Pool
-from mmrouter_operator.render.accelerators import ACCELERATORS, NodeLabel
+from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+from mmrouter_operator.render.pod.accelerators import ACCELERATORS, NodeLabel
 
 HOSTNAME = "kubernetes.io/hostname"
 ZONE = "topology.kubernetes.io/zone"

@@ -9,7 +9,7 @@ after which engines let requests finish and refuse new ones (facts on vLLM 8.5, 
 
 from typing import Any
 
-from mmrouter.engines.launching import Launch
+from mmrouter_lib.engines.base.launch import Launch
 from mmrouter_operator.render.common import probe
 
 NOTICE_SECONDS = 5

@@ -7,10 +7,10 @@ images are handed over (``routing.transfer``): they write what engines read.
 
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool, quantity_bytes
-from mmrouter.api.base import Resources
-from mmrouter.api.paths import SHARED_DIR
-from mmrouter_operator.config import OperatorConfig
+from mmrouter_lib.api import MMRouterDeployment, Pool, quantity_bytes
+from mmrouter_lib.api.base import Resources
+from mmrouter_lib.api.paths import SHARED_DIR
+from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import common
 
 SHARED_GROUP: Final = 65533

@@ -2,11 +2,12 @@
 
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool
-from mmrouter.api.paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
-from mmrouter_operator.config import OperatorConfig
-from mmrouter_operator.render import common, shared_memory
-from mmrouter_operator.render.probes import our_probes
+from mmrouter_lib.api import MMRouterDeployment, Pool
+from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.render import common
+from mmrouter_operator.render.pod import shared_memory
+from mmrouter_operator.render.pod.probes import our_probes
 
 FEED_PORT: Final = 7557
 FEED_REQUESTS_PORT: Final = 7558

@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from mmrouter.api import MMRouterDeployment, Pool, Role, block_size_of, quantity_bytes
-from mmrouter.engines import adapter
-from mmrouter.engines.launching import chosen_flags, takes_plugin
-from mmrouter_operator.render.shared_memory import frontends_share, is_shared, limit_bytes
+from mmrouter_lib.api import MMRouterDeployment, Pool, Role, block_size_of, quantity_bytes
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.launch import chosen_flags, takes_plugin
+from mmrouter_operator.render.pod.shared_memory import frontends_share, is_shared, limit_bytes
 
 Layout = dict[str, Any]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mmrouter.api import SpecError
-from mmrouter_operator.render.overlay import OverlayError, overlay
-from mmrouter_operator.render.shape import template_faults
+from mmrouter_lib.api import SpecError
+from mmrouter_operator.render.pod.strategic_merge import OverlayError, overlay
+from mmrouter_operator.render.pod.template_types import template_faults
 
 OWNED_VOLUMES: Final = frozenset({"config", "engine-config", "api-keys", "state", "shared", "plugin"})
 """Volumes that hold our configuration, secrets and journal. Others (hub, shm, tmp) may be of the user's choice."""

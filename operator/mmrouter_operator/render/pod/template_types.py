@@ -10,7 +10,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from mmrouter_operator.render.overlay import MERGE_KEYS
+from mmrouter_operator.render.pod.strategic_merge import MERGE_KEYS
 
 Location = tuple[int | str, ...]
 Fault = tuple[str, str]

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from mmrouter.api import Media as MediaSettings
+from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.media import FetchLimits, MediaResolver
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 import pytest
 from aiohttp import web
 
-from mmrouter_router.errors import RequestError
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.media.fetch import socket_factory
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmrouter.api import Media as MediaSettings
+from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.media.guard import Guard, parse, redirected
 from mmrouter_router.media.types import MediaError
 

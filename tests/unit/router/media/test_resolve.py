@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from mmrouter.identity import media_identity
-from mmrouter_router.errors import RequestError
+from mmrouter_lib.media_identity import media_identity
+from mmrouter_router.core.errors import RequestError
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
 OTHER = b"\x89PNG\r\n\x1a\nother"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter.blocks import Span, block_keys
-from mmrouter.engines.sglang_identity import run_ids, sentinels
+from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
 from mmrouter_router.sentinels import align, fill
 from mmrouter_router.sentinels.align import Aligner, Asked, places
 from mmrouter_router.sentinels.table import Table

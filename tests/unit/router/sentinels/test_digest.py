@@ -8,11 +8,11 @@ from prometheus_client import CollectorRegistry
 from unit.router.sentinels.test_store import CANARY, facts, made_of
 from unit.router.test_prepare import SIZE, settings
 
-from mmrouter_cli.pictures import data_uri, picture
-from mmrouter_router import prepare as stage
+from mmrouter_cli.test_images import data_uri, picture
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.media import MediaResolver
-from mmrouter_router.prepare import IN_THREAD, Preparer
+from mmrouter_router.request import prepare as stage
+from mmrouter_router.request.prepare import IN_THREAD, Preparer
 from mmrouter_router.sentinels import Sentinels, store
 
 SCOPES = [("0.5.23/f", pool) for pool in ("large", "small")]

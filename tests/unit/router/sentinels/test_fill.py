@@ -5,9 +5,9 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter.blocks import Span, block_keys
-from mmrouter.engines.events import Stored
-from mmrouter.engines.sglang_identity import SENTINEL_BASE, page_hashes, sentinels
+from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.engines.base.events import Stored
+from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE, page_hashes, sentinels
 from mmrouter_router.sentinels import fill, observe
 
 SIZE = 4

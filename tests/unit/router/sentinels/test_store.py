@@ -5,8 +5,8 @@ from array import array
 
 import pytest
 
-from mmrouter.blocks import Span, block_keys
-from mmrouter.engines.sglang_identity import Fingerprint, artifact_hash, sentinels
+from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash, sentinels
 from mmrouter_router.sentinels import Asked, Line, Sentinels, plan
 from mmrouter_router.sentinels.store import BLIND_SECONDS
 from mmrouter_router.sentinels.table import Table

@@ -1,0 +1,1 @@
+"""The feed from engine events to the index."""

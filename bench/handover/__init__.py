@@ -1,0 +1,1 @@
+"""Hand-over of payloads between processes."""

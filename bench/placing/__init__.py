@@ -1,0 +1,1 @@
+"""Prompt, keys and decision without sockets."""

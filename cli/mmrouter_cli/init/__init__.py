@@ -1,0 +1,1 @@
+"""`mmrouter init`: answers to a commented mmrouter.yaml."""

@@ -1,0 +1,1 @@
+"""`mmrouter status` and what it shares with `up` and `doctor`."""

@@ -1,0 +1,1 @@
+"""Hand-over of processed images through shared memory, and the vLLM plugin that needs it."""

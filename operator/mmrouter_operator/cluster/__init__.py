@@ -1,0 +1,1 @@
+"""Reading and writing the Kubernetes API: client, watches, cache, lease, queue."""

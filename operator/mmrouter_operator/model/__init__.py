@@ -1,0 +1,1 @@
+"""Typed values that the whole operator shares."""

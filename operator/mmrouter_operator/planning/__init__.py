@@ -1,0 +1,1 @@
+"""Pure planning: what to apply next for one deployment, and why."""

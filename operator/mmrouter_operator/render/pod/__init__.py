@@ -1,0 +1,1 @@
+"""Parts of a pod template, one file each. Pure."""

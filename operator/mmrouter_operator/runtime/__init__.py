@@ -1,0 +1,1 @@
+"""The running operator: process wiring and the reconcile loop."""

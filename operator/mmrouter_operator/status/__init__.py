@@ -1,0 +1,1 @@
+"""Conditions, counts and ratios of a deployment, and their writer."""

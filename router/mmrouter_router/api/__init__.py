@@ -1,0 +1,1 @@
+"""The routes of a router: OpenAI API, control API, operator report."""

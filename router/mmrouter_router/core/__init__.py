@@ -1,0 +1,1 @@
+"""Values that every part of the router shares: settings, errors, request ids, cost lines."""

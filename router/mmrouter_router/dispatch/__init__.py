@@ -1,0 +1,1 @@
+"""Sending a placed request to its engines: stages, retries, SGLang pairs."""

@@ -1,0 +1,1 @@
+"""Why a request was routed as it was: decision traces and block evidence."""

@@ -1,0 +1,1 @@
+"""The engines of a deployment: discovery, feeds, block index and load."""

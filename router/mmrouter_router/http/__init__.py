@@ -1,0 +1,1 @@
+"""HTTP transport: client connections, their limits and timeouts, and the client of the engines."""

@@ -1,0 +1,1 @@
+"""A parsed request: its prompt, and its body as an engine receives it."""

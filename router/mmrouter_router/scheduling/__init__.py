@@ -1,0 +1,1 @@
+"""The choice of an engine: candidates, scores, bookings."""

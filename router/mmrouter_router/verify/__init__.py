@@ -1,0 +1,1 @@
+"""Proof of exactness: canaries, live sampling, learned sentinels."""

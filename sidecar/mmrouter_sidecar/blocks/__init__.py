@@ -1,0 +1,1 @@
+"""The blocks that one engine holds, and the journal that survives a restart."""

@@ -1,0 +1,1 @@
+"""The engine side of the sidecar: event sockets, probes, encoder proxy."""

@@ -1,0 +1,1 @@
+"""The router side of the sidecar: the feed and its history."""

@@ -1,0 +1,1 @@
+"""The node's shared memory folder and its janitor."""
