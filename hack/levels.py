@@ -100,10 +100,7 @@ ASKED = tuple(f"tests/cluster/test_{name}.py" for name in ("doctor", "plan", "le
 # while they are asked, and a chain of pods. What is left of the level takes about as long.
 OWN, CHANGING = (
     tuple(f"tests/e2e/test_{name}.py" for name in names)
-    for names in (
-        ("vllm", "tour", "tracing", "upgrade", "plugin"),
-        ("rollout", "scaling", "disaggregated"),
-    )
+    for names in (("vllm", "tour", "tracing", "upgrade", "plugin"), ("rollout", "scaling", "disaggregated"))
 )
 REAL = "tests/conformance"
 ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing", "fields", "renderer"))
@@ -150,10 +147,7 @@ LEVELS = {
     "cluster": Level(
         (
             Step(
-                "what a control plane needs",
-                (sys.executable, "tests/cluster/prepare.py"),
-                when="before",
-                limit_s=2700,
+                "what a control plane needs", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700
             ),
             Step(
                 "tests on a real control plane",

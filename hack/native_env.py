@@ -109,12 +109,7 @@ def make(folder: Path) -> None:
 def fetch(env: dict[str, str]) -> None:
     """Fetch the crates of ``Cargo.lock``. Raises :class:`CannotMakeError` where there is no registry for it."""
     done = subprocess.run(
-        [
-            "cargo",
-            "fetch",
-            "--locked",
-            f"--manifest-path={SOURCES / 'Cargo.toml'}",
-        ],
+        ["cargo", "fetch", "--locked", f"--manifest-path={SOURCES / 'Cargo.toml'}"],
         capture_output=True,
         text=True,
         check=False,

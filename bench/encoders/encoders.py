@@ -160,11 +160,7 @@ def run() -> list[Row]:
             goal="<= 1.15",
         ),
         row(
-            "encoders: over pooled bound, worst case",
-            far.auto.p95 / far.pooled.p95,
-            "x",
-            peer=far.name,
-            goal="<= 1.15",
+            "encoders: over pooled bound, worst case", far.auto.p95 / far.pooled.p95, "x", peer=far.name, goal="<= 1.15"
         ),
         row(
             "encoders: over pooled bound with undivided images, worst case",

@@ -92,11 +92,7 @@ def rows(seen: dict[str, Measured], missing: Sequence[str]) -> list[Row]:
         floor = percentile(direct.us, share)
         added = {peer: percentile(measured.us, share) - floor for peer, measured in peers.items()}
         found += compare(
-            f"proxy, plain JSON, 1 connection: added {name}",
-            percentile(ours.us, share) - floor,
-            added,
-            missing,
-            goal,
+            f"proxy, plain JSON, 1 connection: added {name}", percentile(ours.us, share) - floor, added, missing, goal
         )
     for name, mine, theirs, bound in (
         (f"paced {PAUSE_MS} ms", ours.paced, {peer: m.paced for peer, m in peers.items()}, "<= 1.0"),

@@ -148,13 +148,7 @@ class Ours(Process):
 
 
 def configure(
-    folder: Path,
-    workers: Sequence[str],
-    curve: Curve,
-    *,
-    policy: str,
-    otlp: str = "",
-    peers: Sequence[str] = (),
+    folder: Path, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str = "", peers: Sequence[str] = ()
 ) -> None:
     """Write the files that a router reads (docs/architecture.md, Wiring)."""
     secrets = folder / "secrets"

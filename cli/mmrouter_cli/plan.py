@@ -186,10 +186,7 @@ def _report(
 
 
 def _adopting(
-    rendered: Sequence[dict[str, Any]],
-    desired: Sequence[dict[str, Any]],
-    snapshot: Snapshot,
-    dep: MMRouterDeployment,
+    rendered: Sequence[dict[str, Any]], desired: Sequence[dict[str, Any]], snapshot: Snapshot, dep: MMRouterDeployment
 ) -> dict[str, tuple[str, ...]]:
     adopted, _ = choose_templates(rendered, snapshot, True, dep)
     found = {}

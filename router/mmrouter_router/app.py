@@ -114,10 +114,7 @@ class Router:
         self.encoder_list: EncoderList | None = None
         if "encoder" in roles and spec.engine.type == "sglang":
             self.encoder_list = EncoderList(
-                settings.router_id,
-                self.fleet,
-                self._feeder,
-                settings.deployment.spec.verification.timeout_seconds,
+                settings.router_id, self.fleet, self._feeder, settings.deployment.spec.verification.timeout_seconds
             )
         if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
             pods = EncoderPods(

@@ -64,10 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"leaderElection": {"retryPeriod": 0}},
         "at '/leaderElection/retryPeriod': exclusiveMinimum: got 0, want 0",
     ),
-    "number in a label": (
-        {"podLabels": {"team": 1}},
-        "at '/podLabels/team': got number, want string",
-    ),
+    "number in a label": ({"podLabels": {"team": 1}}, "at '/podLabels/team': got number, want string"),
     "selector of a spread": (
         {"topologySpreadConstraints": [{"topologyKey": "z", "maxSkew": 1, "labelSelector": {}}]},
         "additional properties 'labelSelector' not allowed",

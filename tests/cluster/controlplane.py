@@ -268,7 +268,7 @@ class ControlPlane(Access):
                 *self.controller_options(),
             ],
             "scheduler": [
-                *(str(self.bin / "kube-scheduler"), f"--config={self.folder / 'scheduler.json'}", "--secure-port=0"),
+                *(str(self.bin / "kube-scheduler"), f"--config={self.folder / 'scheduler.json'}", "--secure-port=0")
             ],
         }
 

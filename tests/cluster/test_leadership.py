@@ -18,10 +18,7 @@ LEASE_SECONDS = 6
 @pytest.fixture
 def replicas(crd: ControlPlane) -> Iterator[tuple[Replica, Replica]]:
     """Two replicas with filled caches: the one that leads, and the other."""
-    with (
-        operator(crd, "one", options=BRIEF, wait=False) as one,
-        operator(crd, "two", options=BRIEF, wait=False) as two,
-    ):
+    with operator(crd, "one", options=BRIEF, wait=False) as one, operator(crd, "two", options=BRIEF, wait=False) as two:
         wait_for(lambda: one.ready() and two.ready(), 60, "both replicas have filled their caches")
         wait_for(lambda: holder(crd) in ("one", "two"), 30, "one of them leads")
         yield (one, two) if one.leads() else (two, one)

@@ -53,10 +53,7 @@ def test_every_right_is_used_and_none_is_missing(crd: ControlPlane, kubelet: Hol
     spec = resource["spec"]
     spec["model"]["volume"] = {"persistentVolumeClaim": {"claimName": "weights"}}
     spec["model"]["tokenSecret"] = {"name": "hub", "key": "token"}
-    claims = [
-        {"name": "a", "resourceClaimName": "gpu"},
-        {"name": "b", "resourceClaimTemplateName": "gpu"},
-    ]
+    claims = [{"name": "a", "resourceClaimName": "gpu"}, {"name": "b", "resourceClaimTemplateName": "gpu"}]
     pod = {"runtimeClassName": "kata", "priorityClassName": "high", "resourceClaims": claims}
     extra = {"name": "more", "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}}
     with operator(crd):

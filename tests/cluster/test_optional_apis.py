@@ -67,12 +67,7 @@ def definitions() -> Iterator[dict[str, Any]]:
                 "scope": "Namespaced",
                 "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
                 "versions": [
-                    {
-                        "name": version,
-                        "served": True,
-                        "storage": True,
-                        "schema": {"openAPIV3Schema": fields(spec=spec)},
-                    }
+                    {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": fields(spec=spec)}}
                 ],
             },
         }

@@ -66,11 +66,7 @@ def resource(
                 "ecConnector": FILES,
                 "args": [*engine_args(), *args],
             },
-            "frontend": {
-                "replicas": 1,
-                "service": {"port": 8000},
-                "podTemplate": {"spec": {"containers": [router]}},
-            },
+            "frontend": {"replicas": 1, "service": {"port": 8000}, "podTemplate": {"spec": {"containers": [router]}}},
             "routing": {"media": media, **routing},
             "pools": [dict(each) for each in pools],
         },

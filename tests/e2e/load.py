@@ -232,12 +232,7 @@ def load(
 
 
 def _send(
-    client: openai.OpenAI,
-    sent: Sent,
-    model: str,
-    messages: Any,
-    options: dict[str, Any],
-    begun: Callable[[Sent], None],
+    client: openai.OpenAI, sent: Sent, model: str, messages: Any, options: dict[str, Any], begun: Callable[[Sent], None]
 ) -> tuple[Sent, str]:
     """Return what became of a request, and the answer's text. ``begun`` is told of an answer that streams."""
     seen: dict[str, Any] = {}

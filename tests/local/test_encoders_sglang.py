@@ -71,10 +71,7 @@ def outcomes(deployment: Deployment) -> dict[str, float]:
 def in_turn(chat: Chat, *content: str) -> str:
     """Send a chat to the engine whose turn it is; return which one it was."""
     raw = chat.client.chat.completions.with_raw_response.create(
-        model="demo",
-        messages=chat.messages(*content),
-        max_tokens=4,
-        extra_headers={"x-mmrouter-policy": "roundRobin"},
+        model="demo", messages=chat.messages(*content), max_tokens=4, extra_headers={"x-mmrouter-policy": "roundRobin"}
     )
     return str(raw.headers["x-mmrouter-worker"])
 

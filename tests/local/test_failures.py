@@ -49,10 +49,7 @@ class Load:
             began = False
             try:
                 stream = client.chat.completions.create(
-                    model="demo",
-                    messages=[{"role": "user", "content": content}],
-                    max_tokens=3,
-                    stream=turn % 2 == 0,
+                    model="demo", messages=[{"role": "user", "content": content}], max_tokens=3, stream=turn % 2 == 0
                 )
                 if turn % 2 == 0:
                     for _ in stream:

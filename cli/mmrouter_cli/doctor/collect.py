@@ -71,8 +71,7 @@ async def of_deployment(reader: Reader, resource: Object) -> DeploymentFacts:
     namespace, name = resource["metadata"]["namespace"], resource["metadata"]["name"]
     dep = read_spec(resource)
     pods, home = await asyncio.gather(
-        attempt(pods_of(reader, namespace, name)),
-        attempt(reader.read(f"/api/v1/namespaces/{namespace}")),
+        attempt(pods_of(reader, namespace, name)), attempt(reader.read(f"/api/v1/namespaces/{namespace}"))
     )
     named = references(dep) if isinstance(dep, MMRouterDeployment) else ()
     found = await asyncio.gather(*(attempt(_referred(reader, ref)) for ref, _ in named))

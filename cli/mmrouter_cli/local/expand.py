@@ -32,10 +32,7 @@ class PodFacts:
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """Replace ``$(NAME)`` by known variables; ``$$`` is a dollar sign; what is not known stays as it is."""
-    return _REFERENCE.sub(
-        lambda match: "$" if match[1] is None else variables.get(match[1], match[0]),
-        text,
-    )
+    return _REFERENCE.sub(lambda match: "$" if match[1] is None else variables.get(match[1], match[0]), text)
 
 
 def resolve_env(

@@ -10,10 +10,7 @@ from typing import Any
 
 Object = Mapping[str, Any]
 
-_GATES = {
-    "mmrouter.io/routable": "every frontend held its index",
-    "mmrouter.io/verified": "a frontend had proved it",
-}
+_GATES = {"mmrouter.io/routable": "every frontend held its index", "mmrouter.io/verified": "a frontend had proved it"}
 
 
 @dataclass(frozen=True, slots=True)

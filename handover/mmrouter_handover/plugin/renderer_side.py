@@ -24,11 +24,7 @@ class Lending:
         self.counts: Counter[str] = Counter()
 
     def offer(
-        self,
-        items: Mapping[str, Processed | None],
-        ways: Sequence[Way],
-        seconds: float,
-        inline_bytes: int,
+        self, items: Mapping[str, Processed | None], ways: Sequence[Way], seconds: float, inline_bytes: int
     ) -> tuple[str, dict[str, Offer], dict[str, str], list[tuple[str, str]]]:
         """Return the lease, the offers, why an image is withheld, and which ways were tried in vain.
 
@@ -78,13 +74,7 @@ class Lending:
         return vllm_items.pack(self._settings, name, processed)
 
     def _first(
-        self,
-        plan: Plan,
-        name: str,
-        ways: Sequence[Way],
-        seconds: float,
-        inline_bytes: int,
-        fell: list[tuple[str, str]],
+        self, plan: Plan, name: str, ways: Sequence[Way], seconds: float, inline_bytes: int, fell: list[tuple[str, str]]
     ) -> tuple[Offer, Release]:
         last = HandOverFailed("absent", "no way was asked for")
         for way in ways:

@@ -74,11 +74,7 @@ def _vocabulary(renderer: Any) -> Any:
 
 
 def _field(packer: Packer, name: str, element: Any) -> Field:
-    from vllm.multimodal.inputs import (  # noqa: PLC0415
-        MultiModalBatchedField,
-        MultiModalFlatField,
-        MultiModalSharedField,
-    )
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFlatField, MultiModalSharedField  # noqa: PLC0415
 
     node, field = _node(packer, element.data), element.field
     # Exact types: what a subclass means to its model cannot be known.
@@ -92,11 +88,7 @@ def _field(packer: Packer, name: str, element: Any) -> Field:
 
 
 def _batching(field: Field) -> Any:
-    from vllm.multimodal.inputs import (  # noqa: PLC0415
-        MultiModalBatchedField,
-        MultiModalFlatField,
-        MultiModalSharedField,
-    )
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFlatField, MultiModalSharedField  # noqa: PLC0415
 
     if field.kind == "batched":
         return MultiModalBatchedField(keep_on_cpu=field.keep_on_cpu)
@@ -131,11 +123,7 @@ def _update(update: Any) -> Update:
 
 def _resolved(modality: str, update: Update) -> Any:
     import torch  # noqa: PLC0415
-    from vllm.multimodal.processing.processor import (  # noqa: PLC0415
-        PromptUpdateDetails,
-        ResolvedPromptUpdate,
-        UpdateMode,
-    )
+    from vllm.multimodal.processing.processor import PromptUpdateDetails, ResolvedPromptUpdate, UpdateMode  # noqa: PLC0415
 
     mask = update.mask
 

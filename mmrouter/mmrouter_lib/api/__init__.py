@@ -18,14 +18,7 @@ from mmrouter_lib.api.sections.engine import ChatTemplate, Engine, ProcessorOpti
 from mmrouter_lib.api.sections.frontend import ApiKeys, Frontend, Service
 from mmrouter_lib.api.sections.model import Model
 from mmrouter_lib.api.sections.operations import NetworkPolicy, Observability, Sidecar, Verification
-from mmrouter_lib.api.sections.pools import (
-    Autoscaling,
-    Parallelism,
-    Pool,
-    Role,
-    SharedMemory,
-    Updates,
-)
+from mmrouter_lib.api.sections.pools import Autoscaling, Parallelism, Pool, Role, SharedMemory, Updates
 from mmrouter_lib.api.sections.routing import Media, Routing
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.api.status import Condition, FrontendStatus, PoolStatus, RoutingStatus, Status

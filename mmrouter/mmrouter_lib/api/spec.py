@@ -55,19 +55,11 @@ class Spec(Resource):
             first[pool.name] = number
         return self
 
-    @rule(
-        "pools",
-        "a prefill pool needs a decode pool beside it",
-        f"!{_any('prefill')} || {_any('decode')}",
-    )
+    @rule("pools", "a prefill pool needs a decode pool beside it", f"!{_any('prefill')} || {_any('decode')}")
     def _prefill_has_decode(self) -> bool | Broken:
         return self._together("prefill", "decode")
 
-    @rule(
-        "pools",
-        "a decode pool needs a prefill pool beside it",
-        f"!{_any('decode')} || {_any('prefill')}",
-    )
+    @rule("pools", "a decode pool needs a prefill pool beside it", f"!{_any('decode')} || {_any('prefill')}")
     def _decode_has_prefill(self) -> bool | Broken:
         return self._together("decode", "prefill")
 
@@ -104,9 +96,7 @@ class Spec(Resource):
         return Broken(f"pools[{self._first('encoder')}].weight", "one encoder pool must have a weight above 0")
 
     @rule(
-        "pools",
-        "renderer pools exist for engine type vllm only",
-        f"self.engine.type == 'vllm' || !{_any('renderer')}",
+        "pools", "renderer pools exist for engine type vllm only", f"self.engine.type == 'vllm' || !{_any('renderer')}"
     )
     def _renderers_are_vllm(self) -> bool | Broken:
         if self.engine.type == "vllm" or self._first("renderer") is None:

@@ -15,10 +15,7 @@ from mmrouter_lib.families.single_token import SinglePlaceholder
 DEFAULT_PATCH, DEFAULT_MERGE, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280
 
 MEDIA_TEXT: Mapping[str, str] = MappingProxyType(
-    {
-        "image": "<|vision_start|><|image_pad|><|vision_end|>",
-        "video": "<|vision_start|><|video_pad|><|vision_end|>",
-    }
+    {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
 )
 
 

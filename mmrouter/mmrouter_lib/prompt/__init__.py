@@ -5,12 +5,4 @@ from mmrouter_lib.prompt.errors import TemplateError
 from mmrouter_lib.prompt.prompter import Prompter
 from mmrouter_lib.prompt.render_arguments import render_arguments
 
-__all__ = [
-    "Expanded",
-    "PlaceholderError",
-    "PromptImage",
-    "Prompter",
-    "TemplateError",
-    "expand_ids",
-    "render_arguments",
-]
+__all__ = ["Expanded", "PlaceholderError", "PromptImage", "Prompter", "TemplateError", "expand_ids", "render_arguments"]

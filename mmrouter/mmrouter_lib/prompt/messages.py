@@ -78,11 +78,7 @@ def normal_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(
-    message: Mapping[str, Any],
-    where: str,
-    content: ContentFormat,
-    media_text: Mapping[str, str],
-    numbers: Counter[str],
+    message: Mapping[str, Any], where: str, content: ContentFormat, media_text: Mapping[str, str], numbers: Counter[str]
 ) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise TemplateError(f"{where} must be an object with a role")

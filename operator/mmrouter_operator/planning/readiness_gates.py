@@ -137,10 +137,7 @@ def _overdue(dep: MMRouterDeployment, pod: PodView, now: float) -> bool:
 
 
 def _reachable(
-    gate: str,
-    pod: PodView,
-    reports: Sequence[WorkerReport | None],
-    heard: Mapping[str, FrontendReport | None],
+    gate: str, pod: PodView, reports: Sequence[WorkerReport | None], heard: Mapping[str, FrontendReport | None]
 ) -> bool:
     """Whether letting the pod in can do any good: a frontend holds it, or frontends do not follow its role at all."""
     if gate == VERIFIED or any(report is not None and report.routable for report in reports):

@@ -202,11 +202,7 @@ def last_words() -> dict[str, str]:
 
 def container_security() -> dict[str, Any]:
     """Return a container's part of the Pod Security level `restricted`, and a read-only root besides."""
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def pod_security() -> dict[str, Any]:

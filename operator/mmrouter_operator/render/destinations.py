@@ -50,10 +50,7 @@ def public(internal: Iterable[str]) -> list[dict[str, Any]]:
     """
     closed = (*NEVER, *NOT_PUBLIC, *(_network(text) for text in internal))
     translated = [_nat64(network) for network in closed if isinstance(network, IPv4Network)]
-    return [
-        *(peer for base in PUBLIC for peer in _block(base, closed)),
-        *_block(_NAT64, translated),
-    ]
+    return [*(peer for base in PUBLIC for peer in _block(base, closed)), *_block(_NAT64, translated)]
 
 
 def ranges(cidrs: Iterable[str]) -> list[dict[str, Any]]:

@@ -58,10 +58,7 @@ def frontend_template(dep: MMRouterDeployment, secrets: str, config: OperatorCon
 
 def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     from_hub, shared = dep.spec.model.volume is None, shared_memory.frontends_share(dep)
-    init = [
-        *([shared_memory.prepare(config)] if shared else []),
-        *([_model_metadata(dep, config)] if from_hub else []),
-    ]
+    init = [*([shared_memory.prepare(config)] if shared else []), *([_model_metadata(dep, config)] if from_hub else [])]
     volumes = [
         common.config_volume(dep, ROUTER_ITEMS),
         *(common.model_volume(dep) or [{"name": "model", "emptyDir": {"sizeLimit": "1Gi"}}]),
@@ -87,10 +84,7 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
 
 def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     shared = shared_memory.frontends_share(dep)
-    mounts = [
-        common.mount("config", CONFIG_DIR, read_only=True),
-        common.mount("model", MODEL_DIR, read_only=True),
-    ]
+    mounts = [common.mount("config", CONFIG_DIR, read_only=True), common.mount("model", MODEL_DIR, read_only=True)]
     if dep.spec.frontend.api_keys is not None:
         mounts.append(common.mount("api-keys", API_KEYS_DIR, read_only=True))
     if shared:

@@ -23,7 +23,4 @@ def engine_pods(dep: MMRouterDeployment, *roles: Role) -> Selector:
     """Return the selector of the engine pods of all pools, or of the pools with one of these roles."""
     named: dict[str, Any] = {"key": ROLE_LABEL, "operator": "In", "values": sorted(roles)}
     some: dict[str, Any] = {"key": POOL_LABEL, "operator": "Exists"}
-    return {
-        "matchLabels": {DEPLOYMENT_LABEL: dep.metadata.name},
-        "matchExpressions": [named if roles else some],
-    }
+    return {"matchLabels": {DEPLOYMENT_LABEL: dep.metadata.name}, "matchExpressions": [named if roles else some]}

@@ -22,10 +22,7 @@ def render_serviceaccounts(dep: MMRouterDeployment) -> list[dict[str, Any]]:
     Neither hands out its token by itself. The frontend's pod template asks for it, so a pod that merely uses the
     account gets none. ``imagePullSecrets`` stay free for other managers.
     """
-    return [
-        _account(dep, frontend_account(dep), "frontend"),
-        _account(dep, engine_account(dep), "engine"),
-    ]
+    return [_account(dep, frontend_account(dep), "frontend"), _account(dep, engine_account(dep), "engine")]
 
 
 def _account(dep: MMRouterDeployment, name: str, component: str) -> dict[str, Any]:

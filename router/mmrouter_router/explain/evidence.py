@@ -173,11 +173,7 @@ def verdict_json(verdict: Verdict, expected: Expected, prompter: Prompter | None
 def side_json(side: Side, placeholder_id: int, prompter: Prompter | None) -> dict[str, Any]:
     """One side's piece of a prompt as plain values, decoded."""
     images = [{"identity": to_wire(identity), "starts_at": start} for start, identity in side.images]
-    return {
-        "text": _text(side.ids, placeholder_id, prompter),
-        "tokens": list(side.ids),
-        "images": images,
-    }
+    return {"text": _text(side.ids, placeholder_id, prompter), "tokens": list(side.ids), "images": images}
 
 
 def _text(ids: Sequence[int], placeholder: int, prompter: Prompter | None) -> str:

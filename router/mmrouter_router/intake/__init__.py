@@ -9,13 +9,4 @@ from mmrouter_router.intake.fields import Cause, Reason
 from mmrouter_router.intake.forwarded import parse_forwarded
 from mmrouter_router.intake.request import ChatRequest, ImagePart, Limits, MediaPart
 
-__all__ = [
-    "Cause",
-    "ChatRequest",
-    "ImagePart",
-    "Limits",
-    "MediaPart",
-    "Reason",
-    "parse_chat",
-    "parse_forwarded",
-]
+__all__ = ["Cause", "ChatRequest", "ImagePart", "Limits", "MediaPart", "Reason", "parse_chat", "parse_forwarded"]

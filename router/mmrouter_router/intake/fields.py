@@ -86,7 +86,7 @@ _TEMPLATE_RESERVED = words(
 """Names in ``chat_template_kwargs`` that the engine hands to its tokenizer instead of the template."""
 
 _SGLANG_OTHERWISE = words(
-    "tools documents add_generation_prompt continue_final_message add_special_tokens reasoning_effort session_id",
+    "tools documents add_generation_prompt continue_final_message add_special_tokens reasoning_effort session_id"
 )
 """Fields that are modelled or harmless for vLLM, and that act otherwise in SGLang, or not at all."""
 _DEFAULTS: Mapping[str, bool] = {

@@ -47,12 +47,7 @@ class Tenants:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        identity_key: bytes,
-        *,
-        required: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        self, folder: Path, identity_key: bytes, *, required: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._folder, self._identity_key, self._clock = folder, identity_key, clock
         self._closed = required

@@ -65,13 +65,7 @@ class MediaResolver:
         self._clock = clock
 
     async def resolve(
-        self,
-        url: str,
-        *,
-        param: str,
-        tenant: str = "",
-        deadline: float | None = None,
-        taken: Inline | None = None,
+        self, url: str, *, param: str, tenant: str = "", deadline: float | None = None, taken: Inline | None = None
     ) -> Media:
         """Return the bytes of one URL. ``deadline`` is a time of the running loop; ``taken``: they are known already.
 

@@ -14,7 +14,7 @@ _FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30
 RENDERER_CAUSES = frozenset(f"renderer_{cause}" for cause in ("nobody", "timeout", "lost", "refused", "unusable"))
 """Why a renderer gave no prompt."""
 PARITY_CAUSES = RENDERER_CAUSES | {
-    *("", "template", "count", "identity", "block_size", "salt", "truncation", "unknown"),
+    *("", "template", "count", "identity", "block_size", "salt", "truncation", "unknown")
 }
 """Values of the label ``cause``; every other cause that is known inside counts as unknown."""
 

@@ -42,13 +42,7 @@ class Canary:
     """Runs canaries against workers and hands the results to their sidecars."""
 
     def __init__(
-        self,
-        router_id: str,
-        fleet: Fleet,
-        own: OwnRequests,
-        sentinels: Sentinels | None,
-        seed: int,
-        metrics: Metrics,
+        self, router_id: str, fleet: Fleet, own: OwnRequests, sentinels: Sentinels | None, seed: int, metrics: Metrics
     ) -> None:
         """``seed``: the seed of chains without a tenant's salt."""
         self._router_id, self._fleet, self._own, self._sentinels = router_id, fleet, own, sentinels

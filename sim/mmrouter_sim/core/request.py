@@ -72,8 +72,6 @@ class Chain:
         """Return the published extra keys of blocks [first, last)."""
         size = self.block_size
         return [
-            published_keys(
-                extra_keys(n * size, (n + 1) * size, request.media, salt=request.salt, lora=request.lora),
-            )
+            published_keys(extra_keys(n * size, (n + 1) * size, request.media, salt=request.salt, lora=request.lora))
             for n in range(first, last)
         ]

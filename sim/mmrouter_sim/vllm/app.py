@@ -47,10 +47,7 @@ def build(engine: Engine) -> Starlette:
     if engine.settings.renders:
         routes.append(("/v1/chat/completions/render", ["POST"], _rendered))
     else:
-        routes += [
-            ("/v1/chat/completions", ["POST"], generate.chat),
-            ("/v1/completions", ["POST"], generate.complete),
-        ]
+        routes += [("/v1/chat/completions", ["POST"], generate.chat), ("/v1/completions", ["POST"], generate.complete)]
     if engine.settings.dev_mode:
         routes += [
             ("/reset_prefix_cache", ["POST"], _reset_prefix_cache),

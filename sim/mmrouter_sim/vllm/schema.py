@@ -108,10 +108,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
 
 def check(body: Common) -> None:
     """Refuse what the engine refuses by default. Raises :class:`RequestError`."""
-    for name, effect in (
-        ("mm_processor_kwargs", "preprocessing"),
-        ("media_io_kwargs", "media loading"),
-    ):
+    for name, effect in (("mm_processor_kwargs", "preprocessing"), ("media_io_kwargs", "media loading")):
         if getattr(body, name):
             raise parameter_error(
                 f"Per-request {name} are disabled by default because they can change multimodal {effect} resource "

@@ -55,18 +55,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"routing": {"overlapWeight": "-1"}}, "spec.routing.overlapWeight", "does not match"),
     ({"routing": {"transfer": "shm"}}, "spec.pools[0].sharedMemory.scope", "needs scope: node on every pool"),
     (
-        {
-            "routing": {"transfer": "shm"},
-            "pools": [pool(sharedMemory=NODE), pool("r", "renderer", accelerator=CPU)],
-        },
+        {"routing": {"transfer": "shm"}, "pools": [pool(sharedMemory=NODE), pool("r", "renderer", accelerator=CPU)]},
         "spec.pools[1].sharedMemory.scope",
         "needs scope: node on every pool",
     ),
     (
-        {
-            "routing": {"transfer": "shm"},
-            "pools": [pool("p", "prefill", sharedMemory=NODE), pool("d", "decode")],
-        },
+        {"routing": {"transfer": "shm"}, "pools": [pool("p", "prefill", sharedMemory=NODE), pool("d", "decode")]},
         "spec.pools[1].sharedMemory.scope",
         "needs scope: node on every pool",
     ),

@@ -40,10 +40,7 @@ def node(name: str, labels: Object | None = None, taints: Iterable[Object] = (),
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **(labels or {})}},
         "spec": {"taints": list(taints), "unschedulable": cordoned},
-        "status": {
-            "allocatable": amounts,
-            "conditions": [{"type": "Ready", "status": "True" if ready else "Unknown"}],
-        },
+        "status": {"allocatable": amounts, "conditions": [{"type": "Ready", "status": "True" if ready else "Unknown"}]},
     }
 
 

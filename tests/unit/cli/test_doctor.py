@@ -238,8 +238,7 @@ def test_pods_as_they_come_are_within_every_level(level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "expected"),
-    [("", "warning"), ("privileged", "ok"), ("baseline", "problem"), ("restricted", "problem")],
+    ("level", "expected"), [("", "warning"), ("privileged", "ok"), ("baseline", "problem"), ("restricted", "problem")]
 )
 def test_a_nodes_shared_memory_needs_a_namespace_that_allows_it(level: str, expected: str) -> None:
     finding = d.the(secured(level, **NODE_MEMORY), expected)

@@ -56,12 +56,7 @@ def test_an_answer_that_cannot_be_used_is_refused_with_a_reason(raw: bytes, says
 
 def test_what_is_asked_has_the_prompts_fields_and_no_tensors():
     body = {"model": "m", "messages": [], "stream": True, "cache_salt": "s", "tools": [{"type": "function"}]}
-    assert render_request(body) == {
-        "model": "m",
-        "messages": [],
-        "tools": [{"type": "function"}],
-        "mm_payload": "none",
-    }
+    assert render_request(body) == {"model": "m", "messages": [], "tools": [{"type": "function"}], "mm_payload": "none"}
     assert body["stream"]
 
 

@@ -65,10 +65,7 @@ def test_a_level_of_skips_only_did_not_run(tmp_path: Path) -> None:
     assert "    not run: no engine (1 test)" in summary({"conformance": outcome}).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [("", "no test was found in "), ("import nothing_of_that_name\n", "test_it")],
-)
+@pytest.mark.parametrize(("code", "why"), [("", "no test was found in "), ("import nothing_of_that_name\n", "test_it")])
 def test_a_folder_without_a_result_is_a_failure(tmp_path: Path, code: str, why: str) -> None:
     outcome = run_level(Level((over(tmp_path / "odd", code),), limit_s=60), tmp_path)
     assert (outcome.passed, outcome.failed) == (0, 1)

@@ -57,9 +57,7 @@ def test_a_conversation_with_tools_documents_and_images_is_laid_out_as_its_templ
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "Bergen"}]},
     ]
     text = tiny.render(
-        messages,
-        tools=[{"type": "function", "function": {"name": "find"}}],
-        documents=[{"title": "T", "text": "x"}],
+        messages, tools=[{"type": "function", "function": {"name": "find"}}], documents=[{"title": "T", "text": "x"}]
     )
     head, tail = text.split("<|im_start|>user\n")
     assert '{"name": "find", "description": null, "parameters": null}\n' in head

@@ -123,11 +123,7 @@ def test_every_metric_is_one_that_a_sidecar_exports() -> None:
 
 @pytest.mark.parametrize(
     ("role", "metric", "possible"),
-    [
-        ("encoder", "encoderUtilization", True),
-        ("encoder", "kvUsage", False),
-        ("worker", "encoderUtilization", False),
-    ],
+    [("encoder", "encoderUtilization", True), ("encoder", "kvUsage", False), ("worker", "encoderUtilization", False)],
 )
 def test_no_pool_is_scaled_by_a_metric_that_its_role_does_not_have(
     shortest: MMRouterDeployment, changed: Change, role: str, metric: str, possible: bool

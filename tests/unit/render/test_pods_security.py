@@ -45,20 +45,12 @@ CASES: list[tuple[str, Any, str]] = [
     ("engine", {"privileged": True, "allowPrivilegeEscalation": None}, "container engine: it is privileged"),
     ("engine", {"allowPrivilegeEscalation": None}, "container engine: allowPrivilegeEscalation is not false"),
     ("engine", {"capabilities": {"drop": []}}, "container engine: it does not drop all capabilities"),
-    (
-        "engine",
-        {"capabilities": {"add": ["SYS_PTRACE"]}},
-        "container engine: it adds the capabilities SYS_PTRACE",
-    ),
+    ("engine", {"capabilities": {"add": ["SYS_PTRACE"]}}, "container engine: it adds the capabilities SYS_PTRACE"),
     ("engine", {"runAsNonRoot": False}, "container engine: runAsNonRoot is not true"),
     ("engine", {"runAsUser": 0}, "container engine: it runs as root"),
     ("engine", {"procMount": "Unmasked"}, "container engine: procMount is Unmasked"),
     ("engine", {"windowsOptions": {"hostProcess": True}}, "container engine: it is a process of its node"),
-    (
-        "ports",
-        [{"name": "h", "containerPort": 1, "hostPort": 1}],
-        "container engine: it takes a port of its node",
-    ),
+    ("ports", [{"name": "h", "containerPort": 1, "hostPort": 1}], "container engine: it takes a port of its node"),
 ]
 """Where a podTemplate breaks the level, with what, and what is said of it."""
 

@@ -210,8 +210,7 @@ def test_a_repository_that_is_not_public_wants_the_token(hub: Hub, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
-    [({"revision": "none"}, "org/model at none: "), ({"id": "org/other"}, "org/other at main: ")],
+    ("model", "said"), [({"revision": "none"}, "org/model at none: "), ({"id": "org/other"}, "org/other at main: ")]
 )
 def test_what_the_hub_does_not_have_is_said(hub: Hub, tmp_path: Path, model: dict[str, Any], said: str) -> None:
     done = run(tmp_path, hub.url, model)

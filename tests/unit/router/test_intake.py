@@ -368,10 +368,7 @@ def test_a_field_is_harmless_modelled_removed_or_a_reason(fields, reasons):
         ({"add_generation_prompt": False}, ["add_generation_prompt"]),
         ({"reasoning_effort": "low"}, ["reasoning_effort"]),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ["messages[1].role"]),
-        (
-            {"messages": [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]},
-            ["messages[0].role"],
-        ),
+        ({"messages": [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]}, ["messages[0].role"]),
     ],
 )
 def test_what_sglang_puts_into_its_prompt_in_another_way_is_a_reason(fields, reasons):

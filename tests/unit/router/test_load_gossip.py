@@ -71,12 +71,7 @@ class Router:
         self.fleet = Fleet(Metrics(), clock=clock)
         self.alone = False
         self.sharing = Sharing(
-            name,
-            self.fleet,
-            lambda uid: Line(sidecars, uid),
-            lambda: not self.alone,
-            lambda: None,
-            clock,
+            name, self.fleet, lambda uid: Line(sidecars, uid), lambda: not self.alone, lambda: None, clock
         )
         self.fleet.on_work(self.sharing.heard)
         self.placer = Placer(DEPLOYMENT, self.fleet, changed=self.sharing.changed)

@@ -42,12 +42,7 @@ FIELD = Weights(compute=1.0, decode=1.0)
 
 def pick(candidates, policy="kv", overlap_weight=1.0, fingerprint=7, turn=0, weights=WEIGHTS):
     return choose(
-        candidates,
-        policy=policy,
-        overlap_weight=overlap_weight,
-        fingerprint=fingerprint,
-        turn=turn,
-        weights=weights,
+        candidates, policy=policy, overlap_weight=overlap_weight, fingerprint=fingerprint, turn=turn, weights=weights
     )
 
 

@@ -135,14 +135,7 @@ def test_bytes_are_told_by_what_they_are_and_by_where_they_lie() -> None:
         encoders("c", 60, 1),
         Entry("c/notes", 70, "other", used=1.0),
     )
-    assert by_state(found) == {
-        "owner": 4096,
-        "leased": 60,
-        "idle": 50,
-        "expired": 40,
-        "encoder": 60,
-        "other": 70,
-    }
+    assert by_state(found) == {"owner": 4096, "leased": 60, "idle": 50, "expired": 40, "encoder": 60, "other": 70}
     assert by_place(found) == {"pool-a": (4, 4156), "pool-b": (2, 90), "c": (2, 130)}
     assert sum(by_state(found).values()) == found.bytes == shared(found, 0, was_above=False).taken
 

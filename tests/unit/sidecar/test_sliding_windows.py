@@ -114,9 +114,7 @@ class Engine:
             return []
         gone = sorted(self.held)[choice % len(self.held)]
         self.copies[gone] -= 1
-        return [
-            {"type": "BlockRemoved", "block_hashes": [published_int(gone)], "medium": "GPU", "group_idx": 0},
-        ]
+        return [{"type": "BlockRemoved", "block_hashes": [published_int(gone)], "medium": "GPU", "group_idx": 0}]
 
 
 class Routed:

@@ -90,19 +90,11 @@ class Accelerator(Resource):
     def _cpu_names_no_resource(self) -> bool:
         return self.kind != "cpu" or self.resource_name is None
 
-    @rule(
-        "claims",
-        "a cpu pool has no devices: leave claims out",
-        f"self.kind != 'cpu' || !{_CLAIMS}",
-    )
+    @rule("claims", "a cpu pool has no devices: leave claims out", f"self.kind != 'cpu' || !{_CLAIMS}")
     def _cpu_claims_nothing(self) -> bool:
         return self.kind != "cpu" or not self.claims
 
-    @rule(
-        "resourceName",
-        "use either claims or resourceName, not both",
-        f"!{_CLAIMS} || !has(self.resourceName)",
-    )
+    @rule("resourceName", "use either claims or resourceName, not both", f"!{_CLAIMS} || !has(self.resourceName)")
     def _claims_or_a_resource(self) -> bool:
         return not self.claims or self.resource_name is None
 

@@ -186,9 +186,7 @@ class Pool(Resource):
         return self.autoscaling is None or self.replicas > 0
 
     @rule(
-        "autoscaling",
-        "renderer pools have no metric to scale by",
-        "!has(self.autoscaling) || self.role != 'renderer'",
+        "autoscaling", "renderer pools have no metric to scale by", "!has(self.autoscaling) || self.role != 'renderer'"
     )
     def _scaling_has_a_metric(self) -> bool:
         return self.autoscaling is None or self.role != "renderer"

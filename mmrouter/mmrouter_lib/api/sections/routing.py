@@ -69,9 +69,7 @@ _CIDR_RULES = [
 ]
 
 Host = Annotated[
-    str,
-    Field(min_length=1, max_length=253, json_schema_extra={VALIDATIONS: [_HOST_RULE]}),
-    AfterValidator(_host),
+    str, Field(min_length=1, max_length=253, json_schema_extra={VALIDATIONS: [_HOST_RULE]}), AfterValidator(_host)
 ]
 Cidr = Annotated[
     str,

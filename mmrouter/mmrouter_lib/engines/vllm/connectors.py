@@ -40,10 +40,7 @@ def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], 
     env: dict[str, str] = {}
     if pool.role in ("prefill", "decode"):
         args += flag("--kv-transfer-config", _kv_connector(dep, pool))
-        env |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT),
-        }
+        env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
     if takes_plugin(dep):
         env["MMROUTER_HANDOVER_WAYS"] = ",".join(_ways(dep, pool))
     nixl = pool.role in ("prefill", "decode") or (takes_plugin(dep) and dep.spec.routing.transfer == "nixl")

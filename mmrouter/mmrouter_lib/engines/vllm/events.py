@@ -24,13 +24,7 @@ INDEXED_KINDS = frozenset(
 )
 """Cache kinds whose blocks stand for ``block_size`` consecutive tokens; releases that name none have full attention."""
 
-OTHER_KINDS = (
-    "mamba",
-    "chunked_local_attention",
-    "encoder_only_attention",
-    "cross_attention",
-    "unknown",
-)
+OTHER_KINDS = ("mamba", "chunked_local_attention", "encoder_only_attention", "cross_attention", "unknown")
 
 IGNORED_REASONS = frozenset(
     {

@@ -114,8 +114,7 @@ def test_nothing_is_predicted_before_a_fingerprint_is_proven_and_every_image_aft
 
 
 @pytest.mark.parametrize(
-    "near",
-    [{"transformers": "5.18.0"}, {"transformers": "5.21.1"}, {"feature_transport": "cuda_ipc"}],
+    "near", [{"transformers": "5.18.0"}, {"transformers": "5.21.1"}, {"feature_transport": "cuda_ipc"}]
 )
 def test_an_engine_with_another_library_or_transport_is_calibrated_by_trying(near):
     fingerprint = Fingerprint(**{name: getattr(QWEN3, name) for name in QWEN3.__struct_fields__} | near)
