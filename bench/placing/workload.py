@@ -114,7 +114,7 @@ def steps(events: Sequence[Event], count: int) -> Iterator[tuple[Event, ...]]:
 
 
 def vllm_payload(*events: Event) -> bytes:
-    """Return a batch of events as vLLM 0.32 publishes it (facts on vLLM 2.3)."""
+    """Return a batch of events as vLLM 0.32 publishes it (docs/engine-facts/vllm.md#event-frames)."""
     return msgspec.msgpack.encode([1.0, [_stored(event) for event in events], 0])
 
 

@@ -6,7 +6,7 @@
 
 The ids of a block have a fixed length, so ids and extras cannot be mistaken for each other. The relative start is
 negative in the blocks that a span continues into: the same image one token further right is another block, as it is for
-the engine (facts on vLLM 2.6). Incomplete tails are not blocks.
+the engine (docs/engine-facts/vllm.md#image-keys-in-events). Incomplete tails are not blocks.
 
 Token ids are u32 (``array('I')``) or, where an engine puts 62-bit sentinels into the ids, u64 (``array('Q')``) buffers.
 """

@@ -1,6 +1,6 @@
 //! Token ids of an engine's events, from an integer of msgpack each to one string of bytes.
 //!
-//! A payload is `[ts, [event, ...], ...]` with events as maps (facts on vLLM 2.3, on SGLang 1.2). Only the values of
+//! A payload is `[ts, [event, ...], ...]` with events as maps (docs/engine-facts/vllm.md#event-frames, on SGLang 1.2). Only the values of
 //! their key `token_ids` change; all other bytes stay as they came, and are judged by whoever decodes them.
 
 use pyo3::prelude::*;

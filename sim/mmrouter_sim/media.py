@@ -2,7 +2,8 @@
 
 Engines in a deployment have no way out of the cluster, so an image comes as a ``data:`` URI or as a file below
 ``--allowed-local-media-path``; http is refused, which is the one difference from the real engine. The name of an
-image is the ``uuid`` of its content part, verbatim, or else the engine's own hash of the file (facts on vLLM 3.2,
+image is the ``uuid`` of its content part, verbatim, or else the engine's own hash of the file
+(docs/engine-facts/vllm.md#image-uuid,
 3.3).
 """
 
@@ -24,7 +25,10 @@ _ORIENTATION = 0x0112
 _SIDEWAYS = frozenset({5, 6, 7, 8})  # EXIF orientations that swap width and height
 
 BYTES_PER_TOKEN = 4800
-"""What the processor's output for one visual token weighs in its cache: four patches of 1.2 KB (facts on vLLM 5)."""
+"""What the processor's output for one visual token weighs in its cache: four patches of 1.2 KB.
+
+See docs/engine-facts/vllm.md#renderer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def decode(data: bytes, *, rotates: bool) -> Picture:
     """Decode an image whole. ``rotates``: the processor turns it as its EXIF orientation says.
 
     Raises :class:`RequestError`: 400 for what is no image or a damaged one, 500 for a header that claims more pixels
-    than the decoder takes, as the engine answers them (facts on vLLM 8.6).
+    than the decoder takes, as the engine answers them (docs/engine-facts/vllm.md#requests-that-end-the-engine).
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -112,7 +116,8 @@ def _frame(value: bytes) -> bytes:
 class ProcessorCache:
     """What the API server remembers of processed images: identifier -> token count, least recently used out first.
 
-    An image that is known by its identifier is not looked at again, whatever bytes come with it (facts on vLLM 3.2).
+    An image that is known by its identifier is not looked at again, whatever bytes come with it
+    (docs/engine-facts/vllm.md#image-uuid).
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,6 +1,7 @@
 """The engine's KV event sockets: a PUB for what happens and a ROUTER that sends the last batches again on request.
 
-Frames and rules as in vLLM (facts on vLLM 2.1 to 2.9): ``[topic][sequence, 8 bytes big-endian][payload]``; the PUB
+Frames and rules as in vLLM (docs/engine-facts/vllm.md#kv-event-flags): ``[topic][sequence, 8 bytes
+big-endian][payload]``; the PUB
 socket binds to wildcard and in-process addresses and *connects* to any other; the replay socket always binds; tcp
 ports move up by the data-parallel rank. A new process starts at sequence 0 again and says so nowhere.
 """

@@ -19,7 +19,10 @@ log = logging.getLogger("mmrouter_sim")
 
 
 class _Server(uvicorn.Server):
-    """Drains the engine before it stops: the port stays open and ``/health`` 200 meanwhile (facts on vLLM 8.5)."""
+    """Drains the engine before it stops: the port stays open and ``/health`` 200 meanwhile.
+
+    See docs/engine-facts/vllm.md#drain.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)

@@ -150,7 +150,8 @@ def _compare_one(
     """``held`` are the keys of the requests so far, in order: a new key must be the next that was published.
 
     ``windowed``: an engine with a sliding window keeps what a repeat of the prompt can use, so neither the block that
-    holds its last token nor any after it, unless another prompt goes on there (facts on vLLM 4.5).
+    holds its last token nor any after it, unless another prompt goes on there
+    (docs/engine-facts/vllm.md#sliding-windows).
     """
     predicted = predictor.predict(exchange.case)
     ids = exchange.prompt_ids
@@ -160,7 +161,8 @@ def _compare_one(
     size = predictor.block_size
     prompt_keys = predictor.keys(predicted)
     overlap = next((n for n, key in enumerate(prompt_keys) if key not in held), len(prompt_keys))
-    # The last token is always computed, so a prompt of exactly n blocks hits n - 1 (facts on vLLM 4.2).
+    # The last token is always computed, so a prompt of exactly n blocks hits n - 1
+    # (docs/engine-facts/vllm.md#expanded-token-ids).
     hit = min(overlap, (len(ids) - 1) // size) * size
     if hit != exchange.cached_tokens:
         yield f"{hit} cached tokens predicted, {exchange.cached_tokens} reported"

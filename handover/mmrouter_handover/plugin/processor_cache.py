@@ -1,7 +1,8 @@
 """An engine's processor cache that also knows what was handed over.
 
 vLLM asks its cache for each image of a chat: one that is there needs no bytes, one that is not is processed, and what
-came of it is put in and sent to the engine core, whose cache mirrors this one (facts on vLLM 3.2). An image that was
+came of it is put in and sent to the engine core, whose cache mirrors this one
+(docs/engine-facts/vllm.md#image-uuid). An image that was
 handed over is a third case: it is *there*, and at the moment in which it is asked for it takes the way of one that was
 processed just now. So both caches stay mirrored, whichever kind of cache it is, and the core gets what it would have
 got.

@@ -2,7 +2,8 @@
 
 ``PYTHONPATH`` names the folder into which the plugin was put. vLLM loads an endpoint plugin only when ``VLLM_PLUGINS``
 names it, and that variable is the allow-list of every group: naming ours alone would switch off the image's own. So all
-of those that would have been loaded are named (facts on vLLM 9). Where that fails, the command runs as if this were not
+of those that would have been loaded are named (docs/engine-facts/vllm.md#plugins). Where that fails, the command
+runs as if this were not
 here.
 """
 

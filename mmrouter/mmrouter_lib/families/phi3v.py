@@ -1,6 +1,7 @@
 """Phi-3-vision and Phi-3.5-vision: tiles of 336 pixels with separators, and numbered tags that no vocabulary has.
 
-Everything here is facts on routing 2.2 and 2.3 and facts on vLLM 8.6, observed on vLLM 0.32.
+Everything here is facts on routing 2.2 and 2.3 and docs/engine-facts/vllm.md#requests-that-end-the-engine, observed
+on vLLM 0.32.
 """
 
 import math
@@ -42,7 +43,10 @@ class Phi3V:
     """vLLM applies the EXIF orientation while it loads an image, for every family."""
 
     fragile: bool = True
-    """Tags out of order end vLLM 0.32 or swap pictures silently (facts on vLLM 8.6)."""
+    """Tags out of order end vLLM 0.32 or swap pictures silently.
+
+    See docs/engine-facts/vllm.md#requests-that-end-the-engine.
+    """
 
     @property
     def media_text(self) -> Mapping[str, str]:

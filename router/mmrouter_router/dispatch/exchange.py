@@ -14,7 +14,7 @@ from mmrouter_router.telemetry.tracing import Span
 
 ENGINE_PORT = 8000
 DRAINING = b"cannot schedule new futures after shutdown"
-"""What vLLM answers with status 500 while it drains (facts on vLLM 8.5)."""
+"""What vLLM answers with status 500 while it drains (docs/engine-facts/vllm.md#drain)."""
 ERROR_LIMIT = 256 * 1024
 STAGE_LIMIT = 4 << 20
 """Of an answer that is for another engine: it lists the blocks of a prompt, and holds no text."""

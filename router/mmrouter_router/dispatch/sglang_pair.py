@@ -1,4 +1,6 @@
-"""Requests that a prefill and a decode engine of SGLang serve together: both get them at once (facts on SGLang 5.2).
+"""Requests that a prefill and a decode engine of SGLang serve together: both get them at once.
+
+See docs/engine-facts/sglang.md#prefill-decode.
 
 The decode engine answers the client. The prefill engine's answer is read to its end and dropped. Each waits for the
 other, so when one fails, the other one's request is ended at once: its partner never comes.

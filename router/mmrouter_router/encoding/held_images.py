@@ -1,6 +1,7 @@
 """The router's model of what one encoder's cache holds: what it encoded for us, least recently used out first.
 
-Engines publish nothing about it (facts on vLLM 6), so this can be wrong in both directions: what an encoder dropped
+Engines publish nothing about it (docs/engine-facts/vllm.md#encoder-disaggregation), so this can be wrong in both
+directions: what an encoder dropped
 early is forgotten when somebody finds out, what other routers had encoded is not known.
 """
 

@@ -1,4 +1,6 @@
-"""Images to encoders, as the scheduler says: the sending, and nothing of the choosing (facts on vLLM 6.2).
+"""Images to encoders, as the scheduler says: the sending, and nothing of the choosing.
+
+See docs/engine-facts/vllm.md#encoder-disaggregation.
 
 Each image goes to its encoder alone, so an image that many requests show is encoded for all of them at once. The
 encoder's answer is opaque: it comes back as it was, for the engine that needs the embedding.

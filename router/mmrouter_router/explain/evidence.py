@@ -63,7 +63,7 @@ def expected_of(prepared: Prepared, worker: Worker, rank: int, block_size: int) 
     """Return what a request makes us expect of a worker, ``None`` where nothing was predicted.
 
     Where the request is exact only up to an image, the complete blocks before it are expected and no more; of a cache
-    with a sliding window, the blocks that a hit needs (facts on vLLM 4.5).
+    with a sliding window, the blocks that a hit needs (docs/engine-facts/vllm.md#sliding-windows).
     """
     if prepared.exactness == "affinity":
         return None

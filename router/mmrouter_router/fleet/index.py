@@ -202,7 +202,10 @@ class Index:
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Return how many blocks before its end a hit needs with a window of this many tokens (facts on vLLM 4.5)."""
+    """Return how many blocks before its end a hit needs with a window of this many tokens.
+
+    See docs/engine-facts/vllm.md#sliding-windows.
+    """
     return max(1, -(-(window - 1) // block_size))
 
 

@@ -30,7 +30,10 @@ from mmrouter_router.sentinels import Scope
 from mmrouter_router.telemetry.metrics import Metrics
 
 INDEXED_MEDIUM = "GPU"
-"""Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device (facts on vLLM 10)."""
+"""Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device.
+
+See docs/engine-facts/vllm.md#devices.
+"""
 
 
 @dataclass(frozen=True, slots=True)

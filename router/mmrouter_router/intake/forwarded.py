@@ -83,7 +83,7 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
 
 
 def _taken(part: Object, name: str, path: str, removed: set[str]) -> MediaPart:
-    # A client's name for media would be the engine's cache key (facts on vLLM 3.4).
+    # A client's name for media would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid).
     if part.pop("uuid", None) is not None:
         removed.add("uuid")
     holder, key, url, param = media_url(part, name, path)

@@ -60,7 +60,8 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
     """Return the fullest form that the pods can serve now.
 
     ``pools``: roles that the resource has. ``able``: roles with a pod that can take work. A vLLM of either role serves
-    a request whole when its partner is away; one of SGLang answers only in pairs (facts on SGLang 5.2).
+    a request whole when its partner is away; one of SGLang answers only in pairs
+    (docs/engine-facts/sglang.md#prefill-decode).
     """
     degraded: list[Missing] = []
     prefill, decode = "prefill" in able, "decode" in able
@@ -80,7 +81,9 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
     prefills, encodes = pair and "decode" in answers, False
     if "encoder" in pools and "encoder" not in able:
         degraded.append("no_encoder")
-    if "encoder" in pools and engine == "vllm":  # SGLang's engines ask the encoders themselves (facts on SGLang 5.1)
+    if (
+        "encoder" in pools and engine == "vllm"
+    ):  # SGLang's engines ask the encoders themselves (docs/engine-facts/sglang.md#encoder-disaggregation)
         # A decode engine takes blocks and no embeddings.
         encodes = "encoder" in able and (prefills or bool(answers - {"decode"}))
     return Form(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and engine != "vllm")

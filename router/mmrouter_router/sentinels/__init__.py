@@ -1,6 +1,7 @@
 """What SGLang's sentinels are for an image: predicted from its bytes where that is exact, learned where it is not.
 
-SGLang overwrites an image's placeholder tokens by values of its own (facts on SGLang 2.1). A router that knows them
+SGLang overwrites an image's placeholder tokens by values of its own (docs/engine-facts/sglang.md#sentinels). A
+router that knows them
 puts them into its own copy of the prompt, and its keys are the engine's blocks. Everything here is kept per *scope*,
 engine version and pool, because that is what the values depend on.
 """

@@ -1,4 +1,5 @@
-"""How an engine's sentinels come about, by its version, model type and flags (facts on SGLang 2.4, 2.5). Pure.
+"""How an engine's sentinels come about, by its version, model type and flags
+(docs/engine-facts/sglang.md#identity-per-family). Pure.
 
 On the *artifact path* they follow from the encoded bytes and a fingerprint of the processor. Of the fingerprint the
 engine does not tell the transformers version; likely ones are tried and the one that an observed image proves is kept.

@@ -32,7 +32,10 @@ log = logging.getLogger("mmrouter.canary")
 LEASE_SECONDS = 30.0
 EVENTS_SECONDS = 5.0
 LATE_SECONDS = 15.0
-"""For engines that publish a request's blocks when they find the time (facts on SGLang 1.5)."""
+"""For engines that publish a request's blocks when they find the time.
+
+See docs/engine-facts/sglang.md#block-size-and-timing.
+"""
 LOOK_SECONDS = 0.25
 NOTHING_CAME = ("no_events", "unknown")
 """Causes of a difference that may be only that of the time that was waited."""

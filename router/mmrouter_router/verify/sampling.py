@@ -34,7 +34,7 @@ HELD_BYTES = 64 << 20
 """Bodies with their images, and prompts, that are held for renderers at most."""
 EVENTS_SECONDS = 10.0
 """How long after its answer a request's blocks may take to arrive: a busy SGLang publishes only every 40 decode steps
-(facts on SGLang 1.5)."""
+(docs/engine-facts/sglang.md#block-size-and-timing)."""
 
 
 class Sampler:

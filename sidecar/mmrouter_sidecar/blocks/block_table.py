@@ -19,7 +19,7 @@ class Cache:
 
     An engine's hash and our key stand for the same content, so each hash has a key of its own; only with LoRA adapters
     may several hashes share one, because the engine also hashes the path that an adapter was loaded from, which its
-    events do not tell (facts on vLLM 2.5).
+    events do not tell (docs/engine-facts/vllm.md#block-hashes).
     """
 
     blocks: dict[int, Key] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Images seen in an engine's events: where each one's run of placeholder tokens starts and who it is. Pure; no I/O.
 
 vLLM names images beside the token ids, so each identity is sighted once. SGLang writes *sentinels* into the ids, a
-cycle of up to four values that starts anew with every run (facts on SGLang 2.1, 2.2). Such a run is sighted once per
+cycle of up to four values that starts anew with every run (docs/engine-facts/sglang.md#sentinels). Such a run is
+sighted once per
 place, because only a router that knows what was asked for at a place can tell whose it is, and it may have missed the
 first one. A run may go on in a later event; where it started is then known only if this process saw the block before.
 """

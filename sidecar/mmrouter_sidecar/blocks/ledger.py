@@ -334,7 +334,8 @@ class Ledger:
     def _resized(self, place: Place, cache: Cache, event: Stored) -> bool:
         """Whether all that was known of a place were entries for parts of blocks; they are put aside then.
 
-        A prompt shorter than a block leaves such an entry, always alone in its event (facts on vLLM 2.4).
+        A prompt shorter than a block leaves such an entry, always alone in its event
+        (docs/engine-facts/vllm.md#event-fields).
         """
         if not cache.partial or event.block_size % cache.block_size:
             return False

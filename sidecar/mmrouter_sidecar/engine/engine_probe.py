@@ -24,7 +24,10 @@ SLOW = aiohttp.ClientTimeout(total=10.0)
 HEAVY_SECONDS = 5.0
 """From so long an answer on, a question counts as work for the engine..."""
 HEAVY_PERIOD = 10.0
-"""... and is asked only so often while it is up: an SGLang encoder encodes an image for it (facts on SGLang 5.1)."""
+"""... and is asked only so often while it is up: an SGLang encoder encodes an image for it.
+
+See docs/engine-facts/sglang.md#encoder-disaggregation.
+"""
 UNSEEN = "down"
 """Reason of the epoch that begins when an engine goes down whose end no connection tells."""
 PATIENCE = 3
@@ -97,7 +100,10 @@ class Probe:
         return False
 
     async def _ask(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """Return what an engine that came up says of itself, once: its answers may be heavy (facts on SGLang 6)."""
+        """Return what an engine that came up says of itself, once: its answers may be heavy.
+
+        See docs/engine-facts/sglang.md#http-endpoints.
+        """
         if self._settings.engine != "sglang":
             version = (await self._json(session, "/version")).get("version")
             return {"version": version if isinstance(version, str) else ""}

@@ -4,7 +4,8 @@ Messages arrive twice (live and replayed), late, or not at all; what leaves is e
 or the statement that something was lost. The caller asks the engine for a replay when told to (:class:`Ask`), hands in
 what comes, and says when the answer ended or failed.
 
-A frame carries no engine instance (facts on vLLM 2.3), so instances are told apart by what they sent: a batch that is
+A frame carries no engine instance (docs/engine-facts/vllm.md#event-frames), so instances are told apart by what they
+sent: a batch that is
 seen again under its number must be the same bytes. A restarted sidecar begins with the last batch of its journal as
 proof.
 """

@@ -1,6 +1,7 @@
 """The sockets towards one engine: per data parallel rank a SUB that binds, a DEALER per replay, a monitor.
 
-The engine's publisher connects to us (facts on vLLM 2.2), so the end of its connection is the end of the engine:
+The engine's publisher connects to us (docs/engine-facts/vllm.md#event-sockets), so the end of its connection is the
+end of the engine:
 nothing in the frames would tell. What decides is in :mod:`mmrouter_sidecar.engine.event_order` and
 :mod:`mmrouter_sidecar.feed.relay`;
 here frames are received, replays are asked for, and time is kept.

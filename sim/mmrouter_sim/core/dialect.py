@@ -32,7 +32,7 @@ class Dialect(Protocol):
 
 
 class VllmDialect:
-    """vLLM: hashes over CBOR or pickle, media named beside the token ids (facts on vLLM 2.3 to 2.6)."""
+    """vLLM: hashes over CBOR or pickle, media named beside the token ids (docs/engine-facts/vllm.md#event-frames)."""
 
     single = False
 

@@ -1,4 +1,6 @@
-"""KV events and their encoding, byte for byte as vLLM 0.32 puts them on the wire (facts on vLLM 2.3, 2.4).
+"""KV events and their encoding, byte for byte as vLLM 0.32 puts them on the wire.
+
+See docs/engine-facts/vllm.md#event-frames.
 
 The batch around them is SGLang's too.
 
@@ -13,7 +15,7 @@ import msgspec
 
 PublishedHash = int | bytes
 
-MEDIUM = "GPU"  # the engine says so on every device (facts on vLLM 10)
+MEDIUM = "GPU"  # the engine says so on every device (docs/engine-facts/vllm.md#devices)
 FULL_ATTENTION = "full_attention"
 
 

@@ -4,7 +4,8 @@
     hash[-1] = H(seed text)
 
 ``H`` is SHA-256 over the canonical CBOR (``sha256_cbor``) or the pickle (``sha256``) of its argument. The hashed extra
-keys are tagged with their kind, the published ones are not (facts on vLLM 2.5). Nothing here comes from
+keys are tagged with their kind, the published ones are not (docs/engine-facts/vllm.md#block-hashes). Nothing here
+comes from
 ``mmrouter_lib.block_keys``: the engine must not agree with the router because both call one function.
 """
 

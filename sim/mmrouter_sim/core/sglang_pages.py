@@ -1,4 +1,6 @@
-"""SGLang's pages: how they are named from token ids, and the events about them (facts on SGLang 1.2 to 1.5, 2).
+"""SGLang's pages: how they are named from token ids, and the events about them.
+
+See docs/engine-facts/sglang.md#event-frames.
 
     digest[i]  = SHA-256(digest[i-1] || words of page i)
     digest[-1] = nothing, or SHA-256 of a tag and the cache salt

@@ -25,7 +25,7 @@ from mmrouter_sim.vllm.errors import RequestError, json_response, note_refusal
 from mmrouter_sim.vllm.schema import parse
 
 OPEN = ("/health", "/ready", "/metrics")
-"""Paths that never want the API key; all others do (facts on SGLang 6)."""
+"""Paths that never want the API key; all others do (docs/engine-facts/sglang.md#http-endpoints)."""
 
 Handler = Callable[[Engine, Request], Awaitable[Response]]
 
@@ -109,7 +109,7 @@ async def _failure(_request: Request, error: Exception) -> Response:
 
 
 async def _ready(engine: Engine, _request: Request) -> Response:
-    """503 from SIGTERM on, while requests still run (facts on SGLang 6)."""
+    """503 from SIGTERM on, while requests still run (docs/engine-facts/sglang.md#http-endpoints)."""
     return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE if engine.draining else HTTPStatus.OK)
 
 

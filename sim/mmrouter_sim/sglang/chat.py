@@ -65,7 +65,10 @@ async def _encoded(engine: Engine, body: ChatRequest) -> list[Embedding] | None:
 
 
 async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
-    """Make a prompt beside the steps. The engine takes requests while it drains (facts on SGLang 6)."""
+    """Make a prompt beside the steps. The engine takes requests while it drains.
+
+    See docs/engine-facts/sglang.md#http-endpoints.
+    """
     return await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
 
 

@@ -1,4 +1,4 @@
-"""``/encode`` of a simulated SGLang encoder (facts on SGLang 5.1)."""
+"""``/encode`` of a simulated SGLang encoder (docs/engine-facts/sglang.md#encoder-disaggregation)."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,6 @@
-"""What engines of a simulated SGLang ask their encoders, and what they get (facts on SGLang 5.1, ``zmq_to_tokenizer``).
+"""What engines of a simulated SGLang ask their encoders, and what they get.
+
+See docs/engine-facts/sglang.md#encoder-disaggregation, ``zmq_to_tokenizer``.
 
 A language engine spreads the images of a request at random over its encoder URLs, posts each share to ``/encode`` and
 waits at a socket of its own, where the encoders send what they made. What a real embedding holds nobody else sees, so

@@ -16,7 +16,7 @@ from mmrouter_sim.sglang.pairing import side
 from mmrouter_sim.vllm.flags import Parser, Settings, add_sim_flags, cost_of, dashed, replayed, template
 
 DRAIN_SECONDS = 30 * 86_400.0
-"""The engine waits for its last request without bound (facts on SGLang 6)."""
+"""The engine waits for its last request without bound (docs/engine-facts/sglang.md#http-endpoints)."""
 
 _NO_EFFECT = (
     "--model-type",
@@ -56,7 +56,7 @@ _BACKENDS = ("mooncake", "nixl", "ascend", "mori", "mooncake_tcp")  # with the f
 
 
 class _Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``--kv-events-config``, with the engine's defaults (facts on SGLang 1.1)."""
+    """``--kv-events-config``, with the engine's defaults (docs/engine-facts/sglang.md#kv-event-flags)."""
 
     publisher: Literal["null", "zmq"] = "null"
     endpoint: str = "tcp://*:5557"

@@ -1,4 +1,5 @@
-"""``/metrics`` with SGLang's names and labels (facts on SGLang 6), read from the ranks when somebody scrapes."""
+"""``/metrics`` with SGLang's names and labels (docs/engine-facts/sglang.md#http-endpoints), read from the ranks when
+somebody scrapes."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,6 @@
-"""How simulated SGLang engines of a pair meet: rooms at the prefill engine's bootstrap port (facts on SGLang 5.2).
+"""How simulated SGLang engines of a pair meet: rooms at the prefill engine's bootstrap port.
+
+See docs/engine-facts/sglang.md#prefill-decode.
 
 Each waits for the other: a prefill engine computes nothing before the decode engine of its room is there, and answers
 once that one has the blocks. As with the other side channel, what a real transfer moves nobody else sees, so the wire

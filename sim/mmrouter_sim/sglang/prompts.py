@@ -17,7 +17,7 @@ from mmrouter_sim.vllm.errors import RequestError
 from mmrouter_sim.vllm.prompts import Prompt
 
 ONE_VALUE = frozenset({"llava", "llava_next"})
-"""Model types whose tokens all get the first sentinel (facts on SGLang 2.4)."""
+"""Model types whose tokens all get the first sentinel (docs/engine-facts/sglang.md#identity-per-family)."""
 
 _ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
 

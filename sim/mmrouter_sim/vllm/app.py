@@ -26,7 +26,8 @@ from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference", "/sim")
-"""Paths that want the API key; the others never do (facts on vLLM 8.6). The last one is the simulator's own."""
+"""Paths that want the API key; the others never do (docs/engine-facts/vllm.md#requests-that-end-the-engine). The
+last one is the simulator's own."""
 
 Handler = Callable[[Engine, Request], Awaitable[Response]]
 
@@ -107,7 +108,7 @@ async def _failure(_request: Request, error: Exception) -> Response:
 
 
 async def _health(_engine: Engine, _request: Request) -> Response:
-    """200 to the very end, while draining too, as the engine has it (facts on vLLM 8.5)."""
+    """200 to the very end, while draining too, as the engine has it (docs/engine-facts/vllm.md#drain)."""
     return Response(status_code=HTTPStatus.OK)
 
 
@@ -163,7 +164,10 @@ async def _tokenize(engine: Engine, request: Request) -> Response:
 
 
 async def _rendered(engine: Engine, request: Request) -> Response:
-    """What the engine would be given for a chat: ids, and where which image stands (facts on vLLM 5)."""
+    """What the engine would be given for a chat: ids, and where which image stands.
+
+    See docs/engine-facts/vllm.md#renderer.
+    """
     body = parse(await request.body(), ChatRequest)
     generate.check_model(engine, body.model)
     check(body)

@@ -2,7 +2,8 @@
 
 What a real connector moves is memory that nobody but the two engines sees, so the wire between two simulators is their
 own: one JSON line asks, one answers, and a third says that the copy is done. What the outside sees is vLLM's
-(facts on vLLM 6, 7): parameters in answers and requests, held blocks with a lease, files of ECExampleConnector, events
+(docs/engine-facts/vllm.md#encoder-disaggregation): parameters in answers and requests, held blocks with a lease,
+files of ECExampleConnector, events
 of the engine that received, and its failures.
 """
 
@@ -83,7 +84,10 @@ class Configured(msgspec.Struct, frozen=True):
 
     @property
     def encodes(self) -> bool:
-        """An engine that only produces embeddings has no language model (facts on vLLM 6.1)."""
+        """An engine that only produces embeddings has no language model.
+
+        See docs/engine-facts/vllm.md#encoder-disaggregation.
+        """
         return self.ec is not None and self.ec.ec_role == "ec_producer"
 
     @property

@@ -1,4 +1,7 @@
-"""``/v1/chat/completions`` of an engine that only encodes: no token, and where the embeddings are (facts on vLLM 6)."""
+"""``/v1/chat/completions`` of an engine that only encodes: no token, and where the embeddings are.
+
+See docs/engine-facts/vllm.md#encoder-disaggregation.
+"""
 
 import time
 import uuid

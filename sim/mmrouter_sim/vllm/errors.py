@@ -1,4 +1,5 @@
-"""Errors in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}`` (captures, facts on vLLM 3.2, 8)."""
+"""Errors in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}`` (captures,
+docs/engine-facts/vllm.md#image-uuid)."""
 
 import logging
 from http import HTTPStatus

@@ -35,7 +35,10 @@ RANK_HEADER = "x-data-parallel-rank"
 REQUEST_HEADER = "x-request-id"
 
 SHUT_DOWN = RequestError("cannot schedule new futures after shutdown", status=500)
-"""What the engine says to a request that comes, or is under way, when it goes down (facts on vLLM 8.5)."""
+"""What the engine says to a request that comes, or is under way, when it goes down.
+
+See docs/engine-facts/vllm.md#drain.
+"""
 
 
 @dataclass(slots=True)
@@ -81,7 +84,8 @@ class Job:
             return None
         details = prompt_details(settings, self.request, self.prompt)
         if self.received:
-            # What was received counts as neither; what the prefill had cached is passed on (facts on vLLM 7.1).
+            # What was received counts as neither; what the prefill had cached is passed on
+            # (docs/engine-facts/vllm.md#prefill-decode).
             reported = (self.body.kv_transfer_params or {}).get("remote_prefill_cached_tokens", 0)
             details |= {"cached_tokens": reported, "created_cache_tokens": 0}
         return details

@@ -1,4 +1,5 @@
-"""``/metrics`` with vLLM's names and labels (facts on vLLM 8.2), read from the ranks when somebody scrapes.
+"""``/metrics`` with vLLM's names and labels (docs/engine-facts/vllm.md#metrics), read from the ranks when somebody
+scrapes.
 
 Only metrics that have a meaning here are there: load, prefix and processor cache, tokens, latency, geometry.
 """

@@ -4,7 +4,8 @@ that the engine does not make.
 *learned*: Qwen2.5-VL without a preprocessing cache, so the engine's sentinels follow from pixels that only it has.
 *artifact*: Qwen3-VL, whose sentinels the router computes once its canary has proved how.
 
-An engine publishes when it finds the time (facts on SGLang 1.5), so everything here waits for a state, never for time.
+An engine publishes when it finds the time (docs/engine-facts/sglang.md#block-size-and-timing), so everything here
+waits for a state, never for time.
 """
 
 import json

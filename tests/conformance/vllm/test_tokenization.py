@@ -26,7 +26,10 @@ from mmrouter_lib.prompt import PlaceholderError, PromptImage, render_arguments
 
 LEAST = 300
 OUT_OF_ORDER = " before <|image_"
-"""Phi-3: a text that names image 2 first. vLLM renders it, and serving it ends the engine (facts on vLLM 8.6)."""
+"""Phi-3: a text that names image 2 first. vLLM renders it, and serving it ends the engine.
+
+See docs/engine-facts/vllm.md#requests-that-end-the-engine.
+"""
 REFUSED_BY_THE_ENGINE = {"no tools in the list"}
 """What the engine alone refuses, for a reason that is not in the prompt: ``tools`` must not be an empty list."""
 

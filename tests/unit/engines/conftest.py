@@ -113,7 +113,10 @@ def _files(body: dict[str, Any]) -> Iterator[str]:
 
 
 def _identifiers(body: dict[str, Any], images: Path, model: str) -> Iterator[str]:
-    """The identifier of every image of a request: its uuid, else vLLM's default hash (facts on vLLM 3.3)."""
+    """The identifier of every image of a request: its uuid, else vLLM's default hash.
+
+    See docs/engine-facts/vllm.md#default-image-hash.
+    """
     for part in _image_parts(body):
         yield part.get("uuid") or _default_hash((images / part["image_url"]["url"]["$image"]).read_bytes(), model)
 

@@ -1,4 +1,5 @@
-"""What vLLM says of files, and what it says of other things (its own sentences, facts on vLLM 3.2)."""
+"""What vLLM says of files, and what it says of other things (its own sentences,
+docs/engine-facts/vllm.md#image-uuid)."""
 
 from pathlib import Path
 

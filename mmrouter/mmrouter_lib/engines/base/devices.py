@@ -1,6 +1,6 @@
 """What an engine must be told of the accelerator it runs on: data, keyed by ``pools[].accelerator.kind``.
 
-vLLM finds its device by its build, so it has no flag here (facts on vLLM 10).
+vLLM finds its device by its build, so it has no flag here (docs/engine-facts/vllm.md#devices).
 """
 
 from dataclasses import dataclass

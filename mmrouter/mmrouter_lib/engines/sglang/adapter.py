@@ -26,10 +26,11 @@ from mmrouter_lib.engines.vllm.request import ImageRewrite, Rewritten
 
 FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md). It serves others,
-too, but expands some of them, LLaVA among them, by code of its own in its scheduler (facts on SGLang 2.4)."""
+too, but expands some of them, LLaVA among them, by code of its own in its scheduler
+(docs/engine-facts/sglang.md#identity-per-family)."""
 
 HEALTH_PATH = "/ready"
-"""What a probe asks: cheap, unlike ``/health``, and 503 while draining (facts on SGLang 6)."""
+"""What a probe asks: cheap, unlike ``/health``, and 503 while draining (docs/engine-facts/sglang.md#http-endpoints)."""
 
 __all__ = [
     "API_KEY_ENV",

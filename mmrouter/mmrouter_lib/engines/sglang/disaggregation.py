@@ -1,4 +1,6 @@
-"""Requests that two SGLang engines serve together: how they find each other (facts on SGLang 5.2).
+"""Requests that two SGLang engines serve together: how they find each other.
+
+See docs/engine-facts/sglang.md#prefill-decode.
 
 Both get the client's request as it is, at once, and the same headers: where the prefill engine's bootstrap server
 listens, and a room that is this request's alone. The client's answer is the decode engine's.

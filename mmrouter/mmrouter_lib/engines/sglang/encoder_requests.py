@@ -2,7 +2,8 @@
 
 A language engine spreads the images of a request at random over the encoder URLs that it was started with, and posts
 each share to ``<url>/encode``; the encoder sends the embeddings to the engine by another way and answers ``null``
-(facts on SGLang 5.1). So the engine gets as many URLs as requests usually have images, all of them the sidecar's: each
+(docs/engine-facts/sglang.md#encoder-disaggregation). So the engine gets as many URLs as requests usually have
+images, all of them the sidecar's: each
 share is then one image, and the sidecar chooses.
 
 Which encoder encodes an image decides more than the work: the engine names an image by its embedding, and two devices

@@ -1,4 +1,4 @@
-"""SGLang's KV events -> :mod:`mmrouter_lib.engines.base.events` (facts on SGLang 1.2 to 1.6).
+"""SGLang's KV events -> :mod:`mmrouter_lib.engines.base.events` (docs/engine-facts/sglang.md#event-frames).
 
 A payload is a msgpack array ``[ts, events, data parallel rank]``. Events are maps that name their type; older releases
 send positional arrays in the same field order. Hashes are signed 64-bit numbers. An image's identity stands in the

@@ -1,7 +1,8 @@
 """What SGLang makes of an image and of a page of tokens: pure formulas, proved against a running 0.5.23.
 
 An image's placeholder tokens are overwritten by *sentinels*, a function of the image's item hash, so identity lives in
-the token ids (facts on SGLang 2.1). Item hashes come from the processed pixels, which only the engine has, or on the
+the token ids (docs/engine-facts/sglang.md#sentinels). Item hashes come from the processed pixels, which only the
+engine has, or on the
 *artifact path* from the encoded bytes and a fingerprint of the processor, which anyone can compute (2.5). Pages are
 chained over whole SHA-256 digests of which 64 bits are published (1.3).
 """

@@ -28,7 +28,7 @@ REPLAY_STEPS = 10_000
 
 PREPROCESS_CACHE_MB = 256
 """Host memory that Qwen-VL engines keep processed images in. Any size above 0 makes an image's identity a function of
-its encoded bytes, which the router predicts (facts on SGLang 2.5)."""
+its encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
 
 OWNED_FLAGS: Final[dict[str, str]] = {
     "--model-path": "model.id",
@@ -111,7 +111,10 @@ ASKS_ENCODERS: Final = frozenset({"worker", "prefill"})
 """Roles whose engines have their images encoded where there are encoders."""
 
 ENCODER_HEALTH_SECONDS = 30
-"""An encoder has no cheap probe: its ``/health`` encodes an image, after those that wait (facts on SGLang 5.1)."""
+"""An encoder has no cheap probe: its ``/health`` encodes an image, after those that wait.
+
+See docs/engine-facts/sglang.md#encoder-disaggregation.
+"""
 
 
 def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
@@ -161,7 +164,8 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
         command=["sglang", "serve", "--model-type", "llm"],
         args=[*args, *engine.args, *pool.args],
         env=_environment(dep, pool),
-        # /health of a language engine generates a token, and with it a block (facts on SGLang 6).
+        # /health of a language engine generates a token, and with it a block
+        # (docs/engine-facts/sglang.md#http-endpoints).
         health_path="/health" if encodes else "/ready",
         health_seconds=ENCODER_HEALTH_SECONDS if encodes else 5,
         ports={"bootstrap": BOOTSTRAP_PORT} if pool.role == "prefill" else {},
@@ -172,7 +176,7 @@ def _cache_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
     from mmrouter_lib.api import block_size_of  # noqa: PLC0415
 
     flags = flag("--page-size", block_size_of(dep, pool))
-    # A decode engine keeps no prefix cache, so it has no events (facts on SGLang 1.5).
+    # A decode engine keeps no prefix cache, so it has no events (docs/engine-facts/sglang.md#block-size-and-timing).
     return flags if pool.role == "decode" else [*flags, *flag("--kv-events-config", _events_config())]
 
 
@@ -226,7 +230,10 @@ def _chosen(path: str, connector: Mapping[str, Any], keys: Mapping[str, str]) ->
 
 
 def _events_config() -> dict[str, Any]:
-    """A concrete host makes the publisher connect, so the sidecar, which starts first, binds (facts on SGLang 1.1)."""
+    """A concrete host makes the publisher connect, so the sidecar, which starts first, binds.
+
+    See docs/engine-facts/sglang.md#kv-event-flags.
+    """
     return {
         "publisher": "zmq",
         "endpoint": f"tcp://$(POD_LOOPBACK):{EVENTS_PORT}",

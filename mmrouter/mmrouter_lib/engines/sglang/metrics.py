@@ -1,4 +1,4 @@
-"""What an SGLang engine's ``/metrics`` says of its load and its pages (facts on SGLang 6)."""
+"""What an SGLang engine's ``/metrics`` says of its load and its pages (docs/engine-facts/sglang.md#http-endpoints)."""
 
 import math
 import re

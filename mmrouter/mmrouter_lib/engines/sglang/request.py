@@ -7,7 +7,8 @@ from typing import Any, Final
 from mmrouter_lib.engines.vllm.request import ImageRewrite, Rewritten
 
 REFUSED_FIELDS: Final = (
-    "mm_hashes",  # ends Qwen3-VL engines, and lets one tenant name another's pixels (facts on SGLang 3)
+    # Ends Qwen3-VL engines, and lets one tenant name the pixels of another.
+    "mm_hashes",
     "mm_content_hashes",
     "content_hash",
     "extra_key",

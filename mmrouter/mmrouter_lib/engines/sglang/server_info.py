@@ -1,7 +1,8 @@
 """What an SGLang engine says of itself in ``/server_info`` and ``/model_info``, as far as identity depends on it.
 
 The sidecar reads both once per start of the engine and hands the result on in its heartbeats as a map of texts
-(``facts``), from which the router chooses and computes an image's identity (facts on SGLang 2.5, 6).
+(``facts``), from which the router chooses and computes an image's identity
+(docs/engine-facts/sglang.md#artifact-identity).
 """
 
 import json

@@ -3,11 +3,13 @@
     digest[i] = SHA-256(canonical CBOR of (digest[i-1], (token ids), extra keys or None))
     digest[-1] = SHA-256(canonical CBOR of the seed text)
 
-Extra keys are published without their kind and hashed with it (facts on vLLM 2.5). On the wire a hash is the digest or,
+Extra keys are published without their kind and hashed with it (docs/engine-facts/vllm.md#block-hashes). On the wire
+a hash is the digest or,
 by default, its low 64 bits.
 
 Groups with a sliding window announce fewer blocks than their tokens have, and which ones is not said: a prefix, a
-suffix, any subset, or none at all (facts on vLLM 4.5). :func:`align` finds out. Extra keys are published for the named
+suffix, any subset, or none at all (docs/engine-facts/vllm.md#sliding-windows). :func:`align` finds out. Extra keys
+are published for the named
 blocks only; those of a block in between are assumed to be none, or an image that reaches into it from its neighbours.
 A wrong assumption cannot do harm: no later hash agrees with it, so the blocks after it stay unaligned.
 

@@ -1,6 +1,7 @@
 """How vLLM engines hand KV blocks and embeddings to each other: connector flags by role and accelerator.
 
-What ``engine.kvConnector`` and ``engine.ecConnector`` say replaces the defaults (facts on vLLM 6.1, 7.1). Both are the
+What ``engine.kvConnector`` and ``engine.ecConnector`` say replaces the defaults
+(docs/engine-facts/vllm.md#encoder-disaggregation). Both are the
 JSON of vLLM's own flags; where they are left out, the role is filled in, because it differs from pool to pool, and that
 blocks which do not come are computed: vLLM's own default is to fail the request (``kv_load_failure_policy`` of 0.32).
 """
@@ -45,7 +46,9 @@ def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], 
         env["MMROUTER_HANDOVER_WAYS"] = ",".join(_ways(dep, pool))
     nixl = pool.role in ("prefill", "decode") or (takes_plugin(dep) and dep.spec.routing.transfer == "nixl")
     if nixl and DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
-        env["UCX_TLS"] = "tcp,self,sm"  # UCX finds no transport of an accelerator there (facts on vLLM 7.1)
+        env["UCX_TLS"] = (
+            "tcp,self,sm"  # UCX finds no transport of an accelerator there (docs/engine-facts/vllm.md#prefill-decode)
+        )
     encodes, generates = pool.role == "encoder", pool.role in ("worker", "prefill")
     if encodes or (generates and any(other.role == "encoder" for other in dep.spec.pools)):
         config, more = _ec_connector(dep, pool, "ec_producer" if encodes else "ec_consumer")

@@ -1,4 +1,6 @@
-"""Requests of a chat that several vLLM engines serve together, and what each tells the next (facts on vLLM 6.2, 7.1).
+"""Requests of a chat that several vLLM engines serve together, and what each tells the next.
+
+See docs/engine-facts/vllm.md#encoder-disaggregation.
 
 An encoder gets the images alone, a prefill engine the chat with one token to make, a decode engine the chat as the
 client sent it. What they tell each other is passed on untouched: only where an image stands in the whole prompt is

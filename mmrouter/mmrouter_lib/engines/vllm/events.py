@@ -1,4 +1,4 @@
-"""vLLM's KV events -> :mod:`mmrouter_lib.engines.base.events` (facts on vLLM 2.3 to 2.6, 2.10).
+"""vLLM's KV events -> :mod:`mmrouter_lib.engines.base.events` (docs/engine-facts/vllm.md#event-frames).
 
 A payload is a msgpack array ``[ts, events, data parallel rank]``. Today's releases send each event as a map that names
 its type; older ones send positional arrays in the same field order. Hashes are 64-bit numbers or whole digests. Unknown

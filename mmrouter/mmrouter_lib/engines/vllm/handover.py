@@ -63,7 +63,7 @@ processor cache, or it did not keep the image. ``unnamed``: the renderer gave th
 _REASONS: Final[frozenset[str]] = frozenset(get_args(Reason))
 
 _MISS: Final = b"Cache miss for "
-"""How vLLM 0.32 says, in a 400, that it does not hold an image (facts on vLLM 3.2)."""
+"""How vLLM 0.32 says, in a 400, that it does not hold an image (docs/engine-facts/vllm.md#image-uuid)."""
 
 T = TypeVar("T")
 

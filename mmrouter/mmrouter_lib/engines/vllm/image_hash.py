@@ -1,4 +1,4 @@
-"""How vLLM names an image that comes without a ``uuid`` (facts on vLLM 3.2, 3.3).
+"""How vLLM names an image that comes without a ``uuid`` (docs/engine-facts/vllm.md#image-uuid).
 
 The name hashes the encoded file, the ``--model`` text of that engine and the request's processor options, each framed
 by its length and tagged by its kind. The router never relies on it: it sends a ``uuid`` with every image. It is needed

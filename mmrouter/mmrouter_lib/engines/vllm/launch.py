@@ -1,7 +1,8 @@
 """The command line of vLLM: each flag that exactness, the wiring or a field of the resource depends on.
 
 Engines are ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs those that change
-a prompt, no others (facts on vLLM 5). An encoder has no KV cache, so nothing about one is said to it (facts on vLLM 6).
+a prompt, no others (docs/engine-facts/vllm.md#renderer). An encoder has no KV cache, so nothing about one is said to
+it (docs/engine-facts/vllm.md#encoder-disaggregation).
 How engines hand tensors to each other stands in :mod:`mmrouter_lib.engines.vllm.connectors`.
 """
 
@@ -147,7 +148,7 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-processor-kwargs", set_options)
     if spec.routing.transfer != "none" and pool.shared_memory.scope == "node":
-        # Encoded images then come as files of this folder (facts on vLLM 3.2).
+        # Encoded images then come as files of this folder (docs/engine-facts/vllm.md#image-uuid).
         args += flag("--allowed-local-media-path", SHARED_DIR)
     args += transfer
     if not renders and pool.parallelism.tensor > 1:
@@ -165,7 +166,10 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
 
 
 def _events_config() -> dict[str, Any]:
-    """A concrete host makes the publisher connect, so the sidecar, which starts first, binds (facts on vLLM 2.2)."""
+    """A concrete host makes the publisher connect, so the sidecar, which starts first, binds.
+
+    See docs/engine-facts/vllm.md#event-sockets.
+    """
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

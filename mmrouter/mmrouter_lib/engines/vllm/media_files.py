@@ -1,7 +1,8 @@
 """Images that vLLM reads from a folder instead of the request: what is sent, and how it says that it could not.
 
 ``--allowed-local-media-path FOLDER`` lets a chat name files below it; identity and blocks are those of our ``uuid``, as
-with bytes (facts on vLLM 3.2). Its answers leave out paths, so what it says is recognised by the words around them.
+with bytes (docs/engine-facts/vllm.md#image-uuid). Its answers leave out paths, so what it says is recognised by the
+words around them.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a vLLM engine's ``/metrics`` says of its load and its blocks (facts on vLLM 8.2)."""
+"""What a vLLM engine's ``/metrics`` says of its load and its blocks (docs/engine-facts/vllm.md#metrics)."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""vLLM's renderer: what to ask it, and how to read its answer (facts on vLLM 5).
+"""vLLM's renderer: what to ask it, and how to read its answer (docs/engine-facts/vllm.md#renderer).
 
 ``POST /v1/chat/completions/render`` does everything to a chat request but run the model. With our ``uuid`` beside every
 image the answer names images by it, verbatim, so ids and placeholders are all that block keys need.

@@ -17,7 +17,10 @@ REFUSED_FIELDS = (
 """Body fields that steer caches, transfers or other people's requests; the router alone may set them."""
 
 REFUSED_XARGS = ("kv_cache_report_mode", "kv_transfer_params", "ec_transfer_params")
-"""Keys of ``vllm_xargs``. A report of reused blocks looks like new copies of them (facts on vLLM 2.7)."""
+"""Keys of ``vllm_xargs``. A report of reused blocks looks like new copies of them.
+
+See docs/engine-facts/vllm.md#what-publishes-no-events.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ def rewrite_chat(
 ) -> Rewritten:
     """Return the body that the engine gets; ``body`` stays as it is, and what does not change is shared with it.
 
-    ``uuid`` stands beside ``image_url``; inside that object vLLM ignores it (facts on vLLM 3.1). Raises ``ValueError``
+    ``uuid`` stands beside ``image_url``; inside that object vLLM ignores it (docs/engine-facts/vllm.md#image-uuid).
+    Raises ``ValueError``
     when an image names a part that does not exist.
     """
     removed: dict[str, None] = {}
@@ -118,7 +122,8 @@ def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
     """Return the request field that a vLLM error answer is about, ``None`` where that is not known.
 
     ``status`` is the HTTP status, ``body`` the decoded answer. vLLM leaves ``param`` null for most faults of images and
-    prompts, so the sentences that it uses for them are recognised (captures of 0.32; facts on vLLM 8.6).
+    prompts, so the sentences that it uses for them are recognised (captures of 0.32;
+    docs/engine-facts/vllm.md#requests-that-end-the-engine).
     """
     if status < 400:
         return None

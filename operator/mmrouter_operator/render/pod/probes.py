@@ -3,7 +3,8 @@
 How an engine pod ends: the kubelet runs the engine's ``preStop`` hook at once, and stops the native sidecar only after
 the engine has ended, so a hook of the sidecar's own would come too late. The engine's hook therefore asks the sidecar,
 on the pod's loopback, to say "draining" to every router, and waits until they have heard it. Only then SIGTERM follows,
-after which engines let requests finish and refuse new ones (facts on vLLM 8.5, on SGLang 6). Routers also see the pod's
+after which engines let requests finish and refuse new ones (docs/engine-facts/vllm.md#drain, on SGLang 6). Routers
+also see the pod's
 ``deletionTimestamp``; the sidecar's word reaches them where there is none, as when a node shuts down.
 """
 
