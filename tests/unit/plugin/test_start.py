@@ -101,7 +101,7 @@ def test_no_command_is_a_wrong_use_and_a_command_that_is_not_there_is_said_to_be
 def test_the_command_that_an_init_container_runs_says_what_it_put_where_and_what_it_cannot_write(tmp_path: Path):
     command = [sys.executable, "-m", "mmrouter_cli", "plugin"]
     made = subprocess.run([*command, str(tmp_path / "plugin")], capture_output=True, text=True, check=True)
-    assert "mmrouter_handover.shm" in made.stdout
+    assert "mmrouter_handover" in made.stdout
     (tmp_path / "file").write_text("")
     refused = subprocess.run([*command, str(tmp_path / "file")], capture_output=True, text=True, check=False)
     assert (refused.returncode, "cannot be written" in refused.stderr) == (1, True)
@@ -111,11 +111,11 @@ def test_the_command_that_an_init_container_runs_says_what_it_put_where_and_what
 def test_the_folder_is_made_anew_as_a_whole_and_everybody_may_read_it(tmp_path: Path):
     folder = tmp_path / "plugin"
     names = install(folder)
-    (folder / "mmrouter_handover.plugin" / "left_by_an_older_release.py").write_text("")
+    (folder / "mmrouter_handover" / "plugin" / "left_by_an_older_release.py").write_text("")
     (folder / "mmrouter_plugin-0.0.1.dist-info").mkdir()
     assert install(folder) == names
     assert sorted(path.name for path in folder.iterdir()) == names
-    assert not (folder / "mmrouter_handover.plugin" / "left_by_an_older_release.py").exists()
+    assert not (folder / "mmrouter_handover" / "plugin" / "left_by_an_older_release.py").exists()
     assert not list(folder.rglob("__pycache__"))
     for path in folder.rglob("*"):
         assert path.stat().st_mode & 0o044 == 0o044, path
