@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from conformance import engine_process as rig
 
 from mmrouter_cli.test_images import data_uri

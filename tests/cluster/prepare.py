@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 from artefacts import made, status_of
 

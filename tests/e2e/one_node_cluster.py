@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 from artefacts import NotMadeError, build_images, made
 from e2e.node import Node, Programs, node

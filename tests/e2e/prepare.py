@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 from artefacts import build_images, made, prepared, status_of
 

@@ -32,7 +32,7 @@ def requirements() -> ModuleType:
 
 @pytest.fixture
 def images(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "hack"))
     return importlib.import_module("images")
 
 
@@ -63,7 +63,7 @@ def test_an_image_has_all_that_its_extras_need_and_no_tool_of_development(
     requirements: ModuleType, extras: tuple[str, ...]
 ) -> None:
     found = part(requirements, *extras)
-    assert needed("mmrouter", frozenset(extras), set()) <= set(found)
+    assert needed("mmrouter-k8s", frozenset(extras), set()) <= set(found)
     assert not {"pytest", "ruff", "mypy", "hypothesis", "openai", "torch", "vllm", "pip", "hatchling"} & set(found)
 
 

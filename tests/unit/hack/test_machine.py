@@ -8,7 +8,7 @@ import pytest
 from hack.machine import PROGRAMS
 from hack.machine import missing as lacks
 
-ROOT = making.TOOLS.parents[1]
+ROOT = making.TOOLS.parent
 PLUGINS = "containernetworking-plugins"
 BUILD = {"buildah", "mmdebstrap"}
 """What the images are built with on a machine without a registry."""

@@ -130,14 +130,16 @@ def test_pip_is_asked_whether_it_reaches_its_index(programs: Path) -> None:
     assert ran(programs, code, False).stdout == "pip reaches no index\n"
 
 
-@pytest.mark.parametrize(("script", "status"), [("e2e/stand.py", 3), ("e2e/prepare.py", 0), ("cluster/prepare.py", 0)])
+@pytest.mark.parametrize(
+    ("script", "status"), [("e2e/one_node_cluster.py", 3), ("e2e/prepare.py", 0), ("cluster/prepare.py", 0)]
+)
 def test_where_nothing_can_be_made_a_cluster_says_so_and_what_comes_before_the_tests_is_no_failure(
     tmp_path: Path, script: str, status: int
 ) -> None:
     cache = tmp_path / "file"
     cache.touch()
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MMROUTER_")}
-    command = [sys.executable, str(TOOLS.parent / script)]
+    command = [sys.executable, str(TOOLS.parent / "tests" / script)]
     done = subprocess.run(command, capture_output=True, text=True, env={**kept, "MMROUTER_CACHE": str(cache)})
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.splitlines()[-1].startswith(("cannot write ", "a node of a cluster needs "))
@@ -145,7 +147,8 @@ def test_where_nothing_can_be_made_a_cluster_says_so_and_what_comes_before_the_t
 
 def test_what_fails_before_the_tests_of_real_pods_is_a_failure(programs: Path) -> None:
     (programs / "kubectl").symlink_to("/bin/true")
-    code = f"import runpy, sys; runpy.run_path({str(TOOLS.parent / 'e2e' / 'prepare.py')!r}, run_name='__main__')"
+    script = str(TOOLS.parent / "tests" / "e2e" / "prepare.py")
+    code = f"import runpy, sys; runpy.run_path({script!r}, run_name='__main__')"
     done = ran(programs, code, True, MMROUTER_KUBECONFIG="any")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("go install of helm.sh/helm")
