@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from bench.cluster.engine import NEVER, Engine, Machine, Running
-from bench.cluster.load import Load
-from bench.cluster.policies import Policy
+from bench.cluster.routing_policies import Policy
+from bench.cluster.virtual_engine import NEVER, Engine, Machine, Running
+from bench.cluster.workloads import Load
 
 FEED: Final = 0.005
 """Seconds that a sidecar collects changes for before it sends them."""

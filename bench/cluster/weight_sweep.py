@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import asdict, replace
 
-from bench.cluster.cluster import ORACLE, OURS, TRACES, Case, Outcome, mean, outcome
+from bench.cluster.policy_comparison import ORACLE, OURS, TRACES, Case, Outcome, mean, outcome
 from bench.rows import Row, row
 from mmrouter_router.scheduling.scoring import WEIGHTS, Weights
 
@@ -30,7 +30,7 @@ def variants() -> list[tuple[str, Weights]]:
     return found
 
 
-def swept(traces: Path | None = None) -> list[Row]:
+def sweep(traces: Path | None = None) -> list[Row]:
     """Return a row per set of weights: its p95 over that of the weights in use, the mean of all cases.
 
     Raises ``OSError`` without Mooncake's traces: weights that were found on half of the cases would be others.

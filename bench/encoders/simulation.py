@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import cycle, product
 from typing import Final, Literal
 
-from bench.encoders.load import Arrival, Device, shared
+from bench.encoders.image_requests import Arrival, Device, shared
 from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.encoding import Encoder, Encoders, Image, Mode, Outcome
 

@@ -2,7 +2,7 @@
 
 from array import array
 
-from bench.placing.workload import BLOCK_SIZE, SEED
+from bench.placing.block_workload import BLOCK_SIZE, SEED
 from mmrouter_lib import feed
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_router.fleet.workers import Fleet, Member, Worker

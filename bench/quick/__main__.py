@@ -1,4 +1,4 @@
-"""``python -m bench.quick``: exit status 1 where something became worse by more than a quarter, and what."""
+"""``python -m bench.quick``: fail where a ratio or a count is over a quarter worse than the committed baseline."""
 
 import argparse
 import os
@@ -8,85 +8,84 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from bench.quick import counts, figures, proxy
-from bench.quick.figures import Figure
+from bench.quick import measurements, router_process
 from bench.quick.scenarios import scenarios
+from bench.quick.verdicts import FILE, Figure, Verdict, judge, least, read, write
 from mmrouter_lib import native
 
 ATTEMPTS: Final = 3
-"""Times that are worse are taken so often before they count."""
-Take = Callable[[], list[Figure]]
+"""How often times are measured before a worse one counts."""
+Measure = Callable[[], list[Figure]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, compare, say what came of it; return the exit status."""
+    """Measure, compare and print the verdicts; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.quick", description="Fail where a ratio or a count is a quarter worse than committed."
     )
-    parser.add_argument("--write-baseline", action="store_true", help=f"commit to the figures: {figures.FILE.name}")
+    parser.add_argument("--write-baseline", action="store_true", help=f"write the figures into {FILE.name}")
     options = parser.parse_args(argv)
     release = ".".join(platform.python_version_tuple()[:2])
     if options.write_baseline:
-        figures.write(measured(), release)
+        write(measure_all(), release)
         return 0
-    committed_by, committed = figures.read()
-    if release != committed_by:
-        sys.stdout.write(f"not run: the committed figures are of Python {committed_by}, this is {release}\n")
+    baseline_release, committed = read()
+    if release != baseline_release:
+        sys.stdout.write(f"not run: the committed figures are of Python {baseline_release}, this is {release}\n")
         return 0
-    return told(attempts(committed, measured, repeated))
+    return print_verdicts(attempts(committed, measure_all, measure_times))
 
 
-def measured() -> list[Figure]:
+def measure_all() -> list[Figure]:
     """Return every figure."""
-    found = []
+    figures = []
     with scenarios() as pieces:
-        parts: dict[str, Take] = {
-            "times": lambda: counts.times(pieces),
-            "calls": lambda: counts.calls(pieces),
-            "memory": lambda: counts.memory(pieces),
-            "kept": lambda: [counts.kept(pieces[-1])],
-            "instructions": lambda: counts.instructions(pieces),
-            "router": proxy.measure,
+        parts: dict[str, Measure] = {
+            "times": lambda: measurements.times(pieces),
+            "calls": lambda: measurements.calls(pieces),
+            "memory": lambda: measurements.memory(pieces),
+            "kept": lambda: [measurements.kept(pieces[-1])],
+            "instructions": lambda: measurements.instructions(pieces),
+            "router": router_process.measure,
         }
-        for name, take in parts.items():
+        for name, measure in parts.items():
             began = time.monotonic()
-            found += take()
+            figures += measure()
             sys.stderr.write(f"bench quick: {name} took {time.monotonic() - began:.0f} s\n")
-    return found
+    return figures
 
 
-def repeated() -> list[Figure]:
-    """Return the figures that other load disturbs, once more."""
+def measure_times() -> list[Figure]:
+    """Return the figures that other load on the machine disturbs."""
     with scenarios() as pieces:
-        return [*counts.times(pieces), *proxy.measure()]
+        return [*measurements.times(pieces), *router_process.measure()]
 
 
-def attempts(committed: dict[str, float], first: Take, again: Take) -> list[figures.Verdict]:
+def attempts(committed: dict[str, float], first: Measure, again: Measure) -> list[Verdict]:
     """Return the verdicts; where times alone are worse, the least of up to :data:`ATTEMPTS` counts."""
-    found = first()
+    figures = first()
     for _ in range(ATTEMPTS - 1):
-        worse = {verdict.name for verdict in figures.judge(committed, found) if verdict.fails}
-        if not worse or not all(figure.noisy for figure in found if figure.name in worse):
+        worse = {verdict.name for verdict in judge(committed, figures) if verdict.fails}
+        if not worse or not all(figure.noisy for figure in figures if figure.name in worse):
             break
-        found = figures.least(found, (figure for figure in again() if figure.noisy))
-    return figures.judge(committed, found)
+        figures = least(figures, (figure for figure in again() if figure.noisy))
+    return judge(committed, figures)
 
 
-def told(verdicts: Sequence[figures.Verdict]) -> int:
-    """Show the verdicts, what fails last; return the exit status."""
+def print_verdicts(verdicts: Sequence[Verdict]) -> int:
+    """Print the verdicts, failures last; return the exit status."""
     for verdict in sorted(verdicts, key=lambda verdict: verdict.fails):
         sys.stdout.write(f"{verdict.state:8} {verdict.text()}\n")
     failed = sum(verdict.fails for verdict in verdicts)
     if failed:
         sys.stdout.write(
-            f"{failed} of {len(verdicts)} figures fail; python -m bench.quick --write-baseline commits to them\n"
+            f"{failed} of {len(verdicts)} figures fail; python -m bench.quick --write-baseline accepts them\n"
         )
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    # Like is compared with like, here and in the processes that are started: the committed figures are of the form in
-    # Python, which every machine has.
+    # The baseline is of the pure Python form, which every machine has; child processes inherit the variable.
     os.environ[native.SWITCH] = "0"
     native.load()
     sys.exit(main())

@@ -19,11 +19,11 @@ import msgspec
 import pybase64
 from xxhash import xxh3_64_intdigest
 
-from bench.feed import sidecar
-from bench.placing import decision, routing
+from bench.feed import sidecar_ingest
+from bench.placing import decision_time, request_path
 from bench.placing import router_objects as bench_fleet
-from bench.placing.prompt import TINY, WORDS, conversation
-from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, split, vllm_payload
+from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, split, vllm_payload
+from bench.placing.tokenization import TINY, WORDS, conversation
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, pack_keys
 from mmrouter_lib.families.folder import find_json
@@ -58,7 +58,7 @@ def scenarios() -> Iterator[list[Scenario]]:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
-        ours = routing.Ours(TINY)
+        ours = request_path.Ours(TINY)
         try:
             yield [*choosing(), *ingesting(Path(folder)), tokens(), image(), whole(ours, loop)]
         finally:
@@ -70,7 +70,7 @@ def scenarios() -> Iterator[list[Scenario]]:
 def choosing() -> list[Scenario]:
     """Keys, index and placement of one prompt."""
     load = build(workers=WORKERS, blocks_per_worker=HELD, queries=1)
-    ours = decision.Ours(load)
+    ours = decision_time.Ours(load)
     ids = load.queries[0]
     data = ids.tobytes()
     table = {key: event.worker for event in load.events for key in event.keys}
@@ -133,7 +133,7 @@ def ingesting(folder: Path) -> list[Scenario]:
                 "block",
                 "msgpack",
                 partial(_relay, folder, seqs),
-                lambda relay, payloads=payloads: sidecar.carry(relay, payloads),  # type: ignore[misc]
+                lambda relay, payloads=payloads: sidecar_ingest.carry(relay, payloads),  # type: ignore[misc]
                 lambda _, payloads=payloads: [msgspec.msgpack.decode(payload) for payload in payloads],  # type: ignore[misc]
                 own,
             )
@@ -164,7 +164,7 @@ def tokens() -> Scenario:
 
 def image() -> Scenario:
     """An image of 1 MB: base64, identity, size."""
-    data = routing.picture(routing.IMAGE_BYTES)
+    data = request_path.picture(request_path.IMAGE_BYTES)
     uri = "data:image/jpeg;base64," + pybase64.b64encode(data).decode()
     key = bytes(32)
 
@@ -175,11 +175,11 @@ def image() -> Scenario:
     return Scenario("image of 1 MB", "image", "base64", _nothing, once, lambda _: pybase64.b64decode(uri[23:]))
 
 
-def whole(ours: routing.Ours, loop: asyncio.AbstractEventLoop) -> Scenario:
+def whole(ours: request_path.Ours, loop: asyncio.AbstractEventLoop) -> Scenario:
     """The whole routing cost, warm."""
-    talk = routing.Talk(ours)
+    talk = request_path.Talk(ours)
     loop.run_until_complete(ours.fill(talk.body(0)))
-    naive, numbers = routing.Naive(ours, talk.body(0)), count(1)
+    naive, numbers = request_path.Naive(ours, talk.body(0)), count(1)
 
     return Scenario(
         "whole routing cost, 8k tokens and an image of 1 MB",
@@ -225,4 +225,4 @@ def _relay(folder: Path, numbers: "count[int]") -> Any:
     def publish(frame: feed.Published) -> None:
         feed.encode(frame)
 
-    return sidecar.relaying(where, publish)
+    return sidecar_ingest.relaying(where, publish)

@@ -16,7 +16,7 @@ from typing import Self
 
 import psutil
 
-from bench.feed.sidecar_ends import Curve
+from bench.feed.fake_sidecars import Curve
 from bench.peers.environment import Peer, ensure
 from bench.placing.router_objects import resource
 from bench.serving.load_client import request, split

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cluster import cluster
+from bench.cluster import policy_comparison
 from bench.cluster import weight_sweep as clustersweep
-from bench.cluster.engine import NEVER, Engine, Machine, Running
-from bench.cluster.load import TRACE_BLOCK, Ask, mooncake, servegen
-from bench.cluster.policies import Dynamo, LeastLoaded, Ours, RoundRobin, TextPrefix
+from bench.cluster.routing_policies import Dynamo, LeastLoaded, Ours, RoundRobin, TextPrefix
 from bench.cluster.simulation import simulate
+from bench.cluster.virtual_engine import NEVER, Engine, Machine, Running
+from bench.cluster.workloads import TRACE_BLOCK, Ask, mooncake, servegen
 from mmrouter_router.scheduling.scoring import WEIGHTS
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.core.request import Request
@@ -281,7 +281,7 @@ def test_a_load_is_work_over_what_all_engines_do_and_sessions_are_what_can_be_re
 def test_parts_of_a_trace_share_only_what_the_whole_service_shares():
     if not (FOLDER / "mooncake").is_dir():
         pytest.skip(f"not run: no traces at {FOLDER} (MMROUTER_TRACES)")
-    load = mooncake(FOLDER / "mooncake", "conversation", 8, 0.5, 60.0, cluster.LARGE)
+    load = mooncake(FOLDER / "mooncake", "conversation", 8, 0.5, 60.0, policy_comparison.LARGE)
     copies = {key >> 32 for one in load.asks for key in one.keys}
     assert copies == {0, 1, 2, 3, 4}
     assert {key for one in load.asks for key in one.keys if key >> 32 == 0} == {0}
@@ -289,10 +289,10 @@ def test_parts_of_a_trace_share_only_what_the_whole_service_shares():
 
 
 def test_without_traces_their_rows_say_so_and_the_others_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "QUICK", (2,))
-    monkeypatch.setattr(cluster, "REUSED", 0.0)
-    monkeypatch.setitem(cluster.SECONDS, "servegen", {2: 5.0})
-    rows = cluster.run(quick=True, traces=tmp_path)
+    monkeypatch.setattr(policy_comparison, "QUICK", (2,))
+    monkeypatch.setattr(policy_comparison, "REUSED", 0.0)
+    monkeypatch.setitem(policy_comparison.SECONDS, "servegen", {2: 5.0})
+    rows = policy_comparison.run(quick=True, traces=tmp_path)
     missing = [item for item in rows if item.value is None]
     assert len(missing) == 4
     assert all(item.peer.startswith(f"not run: no traces at {tmp_path}") for item in missing)

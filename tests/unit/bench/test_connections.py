@@ -1,6 +1,6 @@
 """A router that fails under many clients has an error and no other figure."""
 
-from bench.serving.connections import Seen, rows
+from bench.serving.many_connections import Seen, rows
 
 
 def test_an_error_of_ours_is_the_only_row():

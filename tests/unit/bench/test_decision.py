@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.placing import decision
-from bench.placing.workload import build
+from bench.placing import decision_time
+from bench.placing.block_workload import build
 from mmrouter_router.fleet.index import Index
 from mmrouter_router.scheduling.scoring import Candidate, choose
 
@@ -16,7 +16,7 @@ def no_peers(monkeypatch):
 
 
 def test_equal_answers_give_rows_and_the_missing_peer_is_named():
-    rows = decision.compare(LOAD)
+    rows = decision_time.compare(LOAD)
     assert all(item.value is not None and item.value > 0 for item in rows if "Dynamo" not in item.name)
     missing = [item for item in rows if "Dynamo" in item.name]
     assert missing
@@ -27,25 +27,25 @@ def test_an_index_that_claims_a_block_too_many_is_found(monkeypatch):
     honest = Index.match
     lying = lambda *asked: {slot: depth + 1 for slot, depth in honest(*asked).items()}  # noqa: E731
     monkeypatch.setattr(Index, "match", lying)
-    with pytest.raises(decision.AnswersDifferError, match="query 0: ours has"):
-        decision.compare(LOAD)
+    with pytest.raises(decision_time.AnswersDifferError, match="query 0: ours has"):
+        decision_time.compare(LOAD)
 
 
 def test_an_index_that_loses_a_stored_block_is_found(monkeypatch):
     honest = Index.store
     monkeypatch.setattr(Index, "store", lambda self, slot, keys: honest(self, slot, list(keys)[1:]))
-    with pytest.raises(decision.AnswersDifferError):
-        decision.compare(LOAD)
+    with pytest.raises(decision_time.AnswersDifferError):
+        decision_time.compare(LOAD)
 
 
 def test_a_peer_that_answers_less_is_found():
-    with pytest.raises(decision.AnswersDifferError, match="answered 1 queries"):
-        decision.require_equal({"ours": [1, 2], "peer": [1]})
+    with pytest.raises(decision_time.AnswersDifferError, match="answered 1 queries"):
+        decision_time.require_equal({"ours": [1, 2], "peer": [1]})
 
 
 @pytest.mark.parametrize("policy", ["kv", "leastLoaded", "roundRobin", "consistentHash"])
 def test_the_fast_choice_is_the_first_of_the_ranking(policy):
-    ours = decision.Ours(LOAD)
+    ours = decision_time.Ours(LOAD)
     for number, depth in enumerate((0, 3, 3, 9)):
         rows = [
             Candidate(f"w{n}", f"w{n}", "p", min(n, depth), 10, prefill=number % 2 * n, held=n % 2) for n in range(7)

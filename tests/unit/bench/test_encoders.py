@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.encoders import encoders
 from bench.encoders import simulation as encodersim
-from bench.encoders.load import SAMPLE, Arrival, Device, Picture, arrivals, derive, load, pictures, shared
+from bench.encoders import split_comparison
+from bench.encoders.image_requests import SAMPLE, Arrival, Device, Picture, arrivals, derive, load, pictures, shared
 
 TRACES = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[4] / "shared" / "traces"))
-FLEET = encoders.FLEETS["8:3:1"]
+FLEET = split_comparison.FLEETS["8:3:1"]
 
 
 def asked(count=150, share=0.6, cv=2.0, seed=3):
@@ -74,22 +74,22 @@ def test_undivided_images_are_never_faster_than_divided_ones_in_the_mean():
 
 
 def test_the_same_seed_gives_the_same_figures():
-    assert encoders.cases((0.6,), 60) == encoders.cases((0.6,), 60)
+    assert split_comparison.cases((0.6,), 60) == split_comparison.cases((0.6,), 60)
 
 
 def test_repeated_images_are_encoded_once(monkeypatch):
-    monkeypatch.setattr(encoders, "REPEATS", 200)
-    monkeypatch.setattr(encoders, "REPEATED", 40)
-    shown, encodes = encoders.repeats()
+    monkeypatch.setattr(split_comparison, "REPEATS", 200)
+    monkeypatch.setattr(split_comparison, "REPEATED", 40)
+    shown, encodes = split_comparison.repeats()
     assert encodes == shown
     assert shown > 30
 
 
 def test_the_goals_of_the_encoder_scheduler_are_rows_of_that_name_and_met_on_a_short_run(monkeypatch):
-    short = encoders.cases
-    monkeypatch.setattr(encoders, "cases", lambda loads=encoders.LOADS: short(loads, 250))
-    monkeypatch.setattr(encoders, "REPEATS", 200)
-    rows = {item.name: item for item in encoders.run()}
+    short = split_comparison.cases
+    monkeypatch.setattr(split_comparison, "cases", lambda loads=split_comparison.LOADS: short(loads, 250))
+    monkeypatch.setattr(split_comparison, "REPEATS", 200)
+    rows = {item.name: item for item in split_comparison.run()}
     goals = ("p95_gain_over_round_robin", "worst_case_over_best_static", "over_pooled_bound")
     assert [rows[name].met for name in goals] == [True] * 3
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from bench.serving import load_client as loadgen
-from bench.serving import proxy
+from bench.serving import proxy_overhead
 from bench.serving.plain_engine import TOKENS, Engine
 
 
@@ -43,18 +43,20 @@ def test_answers_are_whole_or_not_there_yet():
         assert all(loadgen.split(data[:cut]) is None for cut in range(len(data)))
 
 
-def measured(us: float, cpu: float) -> proxy.Measured:
-    return proxy.Measured([us] * 100, paced_cpu=cpu, paced_tokens=1_000_000, burst_cpu=cpu, burst_tokens=1_000_000)
+def measured(us: float, cpu: float) -> proxy_overhead.Measured:
+    return proxy_overhead.Measured(
+        [us] * 100, paced_cpu=cpu, paced_tokens=1_000_000, burst_cpu=cpu, burst_tokens=1_000_000
+    )
 
 
 def test_ratios_are_to_the_better_of_the_peers():
     seen = {
-        proxy.DIRECT: measured(100, 1),
-        proxy.OURS: measured(200, 10),
+        proxy_overhead.DIRECT: measured(100, 1),
+        proxy_overhead.OURS: measured(200, 10),
         "a": measured(300, 8),
         "b": measured(600, 20),
     }
-    found = {item.name: item for item in proxy.rows(seen, [])}
+    found = {item.name: item for item in proxy_overhead.rows(seen, [])}
     assert found["proxy, plain JSON, 1 connection: added p50"].value == 100
     added = found["proxy, plain JSON, 1 connection: added p50, over the better Rust router"]
     assert (added.value, added.met, added.peer) == (0.5, True, "a: 200 us; b: 500 us")
@@ -63,7 +65,7 @@ def test_ratios_are_to_the_better_of_the_peers():
 
 
 def test_without_any_peer_the_ratio_is_not_run():
-    seen = {proxy.DIRECT: measured(100, 1), proxy.OURS: measured(200, 10)}
-    ratios = [item for item in proxy.rows(seen, ["no index"]) if "over" in item.name]
+    seen = {proxy_overhead.DIRECT: measured(100, 1), proxy_overhead.OURS: measured(200, 10)}
+    ratios = [item for item in proxy_overhead.rows(seen, ["no index"]) if "over" in item.name]
     assert len(ratios) == 4
     assert all(item.value is None and item.met is None and item.peer == "not run: no index" for item in ratios)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from bench.quick import __main__ as command
-from bench.quick import counts, figures, proxy, scenarios
-from bench.quick.figures import BaselineError, Figure, judge, least, read, write
+from bench.quick import measurements, router_process, scenarios, verdicts
 from bench.quick.scenarios import Scenario
+from bench.quick.verdicts import BaselineError, Figure, judge, least, read, write
 
 COMMITTED = {"time: a": 4.0, "calls: b": 100.0}
 
@@ -29,7 +29,7 @@ def test_more_than_a_quarter_is_worse_and_less_than_that_is_not():
 def test_a_figure_that_nobody_committed_to_or_that_nobody_measures_fails_and_one_that_cannot_be_measured_does_not():
     found = states(figure("time: new", 1.0), figure("time: a", None, why="no tool"))
     assert found == {"time: new": "new", "time: a": "not run", "calls: b": "gone"}
-    assert {"worse", "new", "gone"} == figures.FAILS
+    assert {"worse", "new", "gone"} == verdicts.FAILS
 
 
 def test_a_figure_may_have_a_factor_of_its_own():
@@ -45,11 +45,11 @@ def test_near_zero_a_difference_that_means_nothing_is_none():
 
 
 def test_the_end_names_the_figure_with_both_values_and_is_status_1(capsys):
-    assert command.told(judge(COMMITTED, [figure("time: a", 6.0), figure("calls: b", 90.0)])) == 1
+    assert command.print_verdicts(judge(COMMITTED, [figure("time: a", 6.0), figure("calls: b", 90.0)])) == 1
     *_, line, last = capsys.readouterr().out.splitlines()
     assert line == "worse    time: a: 6 x, committed 4, +50%"
     assert last.startswith("1 of 2 figures fail")
-    assert command.told(judge(COMMITTED, [figure("time: a", 4.0), figure("calls: b", 90.0)])) == 0
+    assert command.print_verdicts(judge(COMMITTED, [figure("time: a", 4.0), figure("calls: b", 90.0)])) == 0
 
 
 def test_only_times_are_measured_again_and_the_least_counts():
@@ -84,7 +84,7 @@ def test_the_committed_figures_are_those_that_are_measured():
         names = {f"{kind}: {piece.name}" for piece in pieces for kind in ("calls", "memory")}
         over = {f"{kind}: {piece.name}, over {piece.against}" for piece in pieces for kind in ("time", "instructions")}
         kept = f"kept: {pieces[-1].name}"
-    assert set(committed) == {*names, *over, kept, *proxy.CALLS.values(), *proxy.TIMES.values()}
+    assert set(committed) == {*names, *over, kept, *router_process.CALLS.values(), *router_process.TIMES.values()}
 
 
 def work(size: int) -> Scenario:
@@ -95,32 +95,32 @@ def work(size: int) -> Scenario:
 
 
 def test_twice_the_work_is_twice_the_calls_and_memory():
-    (once,), (twice,) = counts.memory([work(50_000)]), counts.memory([work(100_000)])
+    (once,), (twice,) = measurements.memory([work(50_000)]), measurements.memory([work(100_000)])
     assert twice.value == pytest.approx(2 * once.value, rel=0.1)
 
     def called(times: int) -> Scenario:
         return Scenario("calls", "unit", "", lambda: None, lambda _: [abs(n) for n in range(times)], len, times)
 
-    assert counts.calls([called(1000)])[0].value == pytest.approx(1.0, abs=0.01)
-    (slow,) = counts.times([work(50_000)], rounds=3)
+    assert measurements.calls([called(1000)])[0].value == pytest.approx(1.0, abs=0.01)
+    (slow,) = measurements.times([work(50_000)], rounds=3)
     assert slow.value > 2
 
 
 def test_what_a_repetition_keeps_is_seen():
     leak: list[object] = []
     keeps = Scenario("leak", "unit", "", lambda: None, lambda _: leak.extend([object() for _ in range(100)]), len)
-    assert counts.kept(keeps).value == pytest.approx(100, abs=5)
-    assert counts.kept(work(100)).value < counts.BLOCKS_SLACK
+    assert measurements.kept(keeps).value == pytest.approx(100, abs=5)
+    assert measurements.kept(work(100)).value < measurements.BLOCKS_SLACK
 
 
 def test_a_tool_that_is_not_there_is_a_reason_and_no_failure(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    found = [*counts.instructions([work(1)]), *proxy.system_calls(SimpleNamespace(), SimpleNamespace())]
+    found = [*measurements.instructions([work(1)]), *router_process.system_calls(SimpleNamespace(), SimpleNamespace())]
     assert [(one.value, "is not installed" in one.why) for one in found] == [(None, True)] * 3
 
 
 def test_dumps_of_callgrind_and_logs_of_strace_are_read():
-    assert counts.totals("version: 1\nsummary: 0\n\ntotals: 25448090\n") == 25448090
+    assert measurements.totals("version: 1\nsummary: 0\n\ntotals: 25448090\n") == 25448090
     log = [
         "100   1700000000.100000 epoll_wait(3, [], 1024, 5) = 0",
         "101   1700000000.200000 read(5, <unfinished ...>",
@@ -128,4 +128,4 @@ def test_dumps_of_callgrind_and_logs_of_strace_are_read():
         '100   1700000000.400000 sendto(5, ""..., 3, 0, NULL, 0) = 3',
         "100   1700000000.500000 --- SIGTERM {si_signo=SIGTERM} ---",
     ]
-    assert proxy.between(log, 1700000000.15, 1700000001.0) == 2
+    assert router_process.between(log, 1700000000.15, 1700000001.0) == 2

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from bench.cluster import routers as clusterrouters
-from bench.cluster.cluster import Case, Outcome
-from bench.cluster.engine import Machine
-from bench.cluster.load import servegen
-from bench.cluster.routers import Routers, spread, summary
+from bench.cluster import multiple_routers
+from bench.cluster.multiple_routers import Routers, spread, summary
+from bench.cluster.policy_comparison import Case, Outcome
 from bench.cluster.simulation import simulate
-from bench.serving.replicas import Measured, rows
+from bench.cluster.virtual_engine import Machine
+from bench.cluster.workloads import servegen
+from bench.serving.router_replicas import Measured, rows
 
 CASE = Case("servegen sessions", 2, 0.5)
 
@@ -56,7 +56,7 @@ def test_the_loss_is_over_one_router_in_the_same_case():
     found = {
         (CASE, (1, None)): Outcome(100, 200, 0.5),
         (CASE, (2, None)): Outcome(100, 260, 0.4),
-        (CASE, (2, clusterrouters.HEARD)): Outcome(100, 202, 0.5),
+        (CASE, (2, multiple_routers.HEARD)): Outcome(100, 202, 0.5),
     }
     told = {item.name: item for item in summary(found)}
     name = "2 routers before 2 engines"

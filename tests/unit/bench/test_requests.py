@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from bench.serving import load_client as loadgen
+from bench.serving.large_requests import KV, Measured, picture, rows
 from bench.serving.plain_engine import Engine
-from bench.serving.proxy import DIRECT, OURS
-from bench.serving.requests import KV, Measured, picture, rows
+from bench.serving.proxy_overhead import DIRECT, OURS
 from mmrouter_lib.image_size import probe
 from mmrouter_router.media.datauri import decode
 

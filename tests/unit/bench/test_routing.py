@@ -5,14 +5,14 @@ from array import array
 
 import pytest
 
-from bench.placing import routing
-from bench.placing.prompt import TINY
-from bench.placing.routing import COLD, NAIVE, WARM, AnswersDifferError, Naive, Timed, measure, rows
+from bench.placing import request_path
+from bench.placing.request_path import COLD, NAIVE, WARM, AnswersDifferError, Naive, Timed, measure, rows
+from bench.placing.tokenization import TINY
 
 
 async def test_both_ways_have_equal_tokens_and_overlaps_or_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(routing, "NAIVE_EVERY", 1)
-    monkeypatch.setattr(routing, "PROMPT_TOKENS", 1024)
+    monkeypatch.setattr(request_path, "NAIVE_EVERY", 1)
+    monkeypatch.setattr(request_path, "PROMPT_TOKENS", 1024)
     found = await measure("tiny tokenizer", TINY, rounds=2)
     assert all(item.value for item in found)
     answer = Naive.route
@@ -22,11 +22,11 @@ async def test_both_ways_have_equal_tokens_and_overlaps_or_nothing_is_said(monke
 
 
 async def test_a_cold_image_is_another_one_to_the_router_and_the_conversation_is_the_same(monkeypatch):
-    monkeypatch.setattr(routing, "PROMPT_TOKENS", 256)
-    ours = routing.Ours(TINY)
-    talk = routing.Talk(ours)
+    monkeypatch.setattr(request_path, "PROMPT_TOKENS", 256)
+    ours = request_path.Ours(TINY)
+    talk = request_path.Talk(ours)
     warm, cold = talk.body(1), talk.body(1, image=1)
-    assert len(warm) > routing.IMAGE_BYTES
+    assert len(warm) > request_path.IMAGE_BYTES
     await ours.fill(warm)
     (sent, ids, overlap), (_, same, none) = await ours.route(warm), await ours.route(cold)
     await ours.close()

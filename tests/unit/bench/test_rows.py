@@ -83,7 +83,7 @@ def test_a_part_that_fails_loses_no_other_part_of_the_page(monkeypatch, tmp_path
             raise RuntimeError("blocks are missing")
         return ROWS[:1]
 
-    monkeypatch.setattr(command, "_run", part)
+    monkeypatch.setattr(command, "run_benchmark", part)
     assert command.main(["memory", "proxy", "--write"]) == 1
     assert "failed: memory" in capsys.readouterr().err
     assert [name for name, _ in report.SECTION.findall(page.read_text())] == ["proxy"]

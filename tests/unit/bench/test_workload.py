@@ -1,6 +1,6 @@
 """The synthetic caches are caches, and their events are vLLM's."""
 
-from bench.placing.workload import BLOCK_SIZE, build, split, steps, vllm_payload
+from bench.placing.block_workload import BLOCK_SIZE, build, split, steps, vllm_payload
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_lib.engines.vllm.adapter import decode_batch
 

@@ -67,7 +67,7 @@ def run() -> list[Row]:
 
 
 def _environment() -> Path:
-    asked = [sys.executable, str(ROOT / "tests" / "tools" / "vllm_env.py"), "--where"]
+    asked = [sys.executable, str(ROOT / "hack" / "vllm_env.py"), "--where"]
     return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
-from bench.peers.dynamo import Dynamo, EngineSockets
+from bench.peers.dynamo_client import Dynamo, EngineSockets
 from bench.peers.environment import PeerMissingError
 from bench.placing import router_objects as bench_fleet
-from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
+from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
 from bench.rows import Row, not_run, percentile, row
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_router.fleet.index import mask_of

@@ -25,8 +25,8 @@ import msgspec
 import psutil
 import zmq
 
-from bench.feed.sidecar_ends import Curve
-from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
+from bench.feed.fake_sidecars import Curve
+from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
 from bench.rows import Row, percentile, row, to_json
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, unpack_keys

@@ -3,7 +3,7 @@
 The statistics are ``servegen_images.json``: for each client its share of the requests, how many images a request has (0
 to 12) and quantiles of an image's visual tokens, of a request's text and of an answer. They are derived from
 alibaba/ServeGen data/multimodal/mm-image @f891d1189e (Apache-2.0), which describes a day of a production image service;
-``python -m bench.encoders.load FOLDER`` derives them again.
+``python -m bench.encoders.image_requests FOLDER`` derives them again.
 """
 
 import ast

@@ -13,11 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from bench.cluster import cluster
-from bench.cluster.cluster import Case, Outcome, mean
-from bench.cluster.load import Ask, Load
-from bench.cluster.policies import Ours
+from bench.cluster import policy_comparison
+from bench.cluster.policy_comparison import Case, Outcome, mean
+from bench.cluster.routing_policies import Ours
 from bench.cluster.simulation import simulate
+from bench.cluster.workloads import Ask, Load
 from bench.rows import Row, not_run, percentile, row
 
 ROUTERS: Final = (1, 2, 4)
@@ -101,17 +101,17 @@ def spread(load: Load) -> Load:
 
 def outcome(case: Case, routers: int, traces: Path, seconds: float, delay: float | None = None) -> Outcome:
     """Run a case with so many routers, which hear of each other after ``delay`` seconds or never."""
-    load = spread(cluster.load_of(case, traces, seconds))
+    load = spread(policy_comparison.load_of(case, traces, seconds))
     policy = Routers(routers, case.engines, load.block_size, delay)
     watch = policy.watch if delay is not None else None
-    run = simulate(load, case.engines, cluster.machine_of(case.workload), policy, watch=watch)
+    run = simulate(load, case.engines, policy_comparison.machine_of(case.workload), policy, watch=watch)
     p50, p95 = (percentile(run.seconds, share) * 1e3 for share in (0.5, 0.95))
     return Outcome(p50, p95, run.hit_ratio, load.reusable)
 
 
-def rows(folder: Path = cluster.TRACES) -> list[Row]:
+def rows(folder: Path = policy_comparison.TRACES) -> list[Row]:
     """Measure; without Mooncake's traces on the other workloads only, and say so."""
-    every = list(cluster.cases(SIZES))
+    every = list(policy_comparison.cases(SIZES))
     here = [case for case in every if not case.workload.startswith("mooncake") or (folder / "mooncake").is_dir()]
     missing = (
         [] if len(here) == len(every) else [not_run("routers, mooncake", "x", f"no traces at {folder}", goal=GOAL)]

@@ -2,16 +2,16 @@
 
 The two are those of two frontend pods: each follows every feed, and tells the other one what it has under way. The same
 clients ask a third one, which has no peer, or both, half of them each; both ways take turns. What routers lose because
-they know of each other's work late or never is simulated (:mod:`bench.cluster.routers`).
+they know of each other's work late or never is simulated (:mod:`bench.cluster.multiple_routers`).
 """
 
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from bench.cluster import routers as clusterrouters
+from bench.cluster import multiple_routers
 from bench.command_child import Child
-from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
+from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
 from bench.rows import Row, row
 from bench.serving.router_processes import Ours, Process
 
@@ -39,7 +39,7 @@ class Measured:
 
 def run() -> list[Row]:
     """Measure both."""
-    return [*processes(), *clusterrouters.rows()]
+    return [*processes(), *multiple_routers.rows()]
 
 
 def processes() -> list[Row]:

@@ -12,8 +12,8 @@ import urllib.error
 import urllib.request
 from array import array
 
-from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
-from bench.placing.workload import build
+from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
+from bench.placing.block_workload import build
 from bench.rows import Row, row
 from bench.serving.router_processes import CONTROL_TOKEN, Ours
 from mmrouter_lib.block_keys import pack_keys

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bench.command_child import Child
-from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
+from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
 from bench.peers.environment import SGLANG_ROUTER, SMG, PeerMissingError
 from bench.rows import Row, not_run, percentile, row
 from bench.serving.router_processes import Ours, Process, rust

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.quick.figures import Figure
 from bench.quick.scenarios import Scenario
+from bench.quick.verdicts import Figure
 
 ROUNDS: Final = 7
 KEPT_AFTER: Final = 20
@@ -96,7 +96,7 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
         out = Path(folder) / "out"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
-        command += [sys.executable, "-m", "bench.quick.counted"]
+        command += [sys.executable, "-m", "bench.quick.callgrind_child"]
         # The same hashes, so the same collisions, in every run.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         try:

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from bench.command_child import Child
-from bench.feed.sidecar_ends import Curve, FeedEnds, address
+from bench.feed.fake_sidecars import Curve, FeedEnds, address
 from bench.rows import Row, row
 from bench.serving.router_processes import Ours, Process
 

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from bench.cluster.load import Ask
+from bench.cluster.workloads import Ask
 from bench.placing import router_objects as bench_fleet
 from mmrouter_lib import feed
 from mmrouter_router.fleet.index import Index

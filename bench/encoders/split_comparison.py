@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bench.encoders import simulation as sim
-from bench.encoders.load import BURSTY_CV, Arrival, Device, arrivals, load, pictures
+from bench.encoders.image_requests import BURSTY_CV, Arrival, Device, arrivals, load, pictures
 from bench.rows import Row, percentile, row
 
 SEED: Final = 7

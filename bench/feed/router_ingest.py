@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.command_child import Child
-from bench.feed import sidecar
-from bench.feed.sidecar_ends import Curve, FeedEnds, address
-from bench.peers.dynamo import Dynamo, EngineSockets
+from bench.feed import sidecar_ingest
+from bench.feed.fake_sidecars import Curve, FeedEnds, address
+from bench.peers.dynamo_client import Dynamo, EngineSockets
 from bench.peers.environment import DYNAMO, PeerMissingError
 from bench.placing import router_objects as bench_fleet
-from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, Event, Workload, build, split, steps, vllm_payload
+from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, Event, Workload, build, split, steps, vllm_payload
 from bench.rows import Row, not_run, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
@@ -75,7 +75,7 @@ def cases() -> list[Case]:
 
 def run() -> list[Row]:
     """Measure both event sizes; medians of rounds that take turns."""
-    rows = sidecar.run()
+    rows = sidecar_ingest.run()
     sidecars = {item.name: item.value for item in rows}
     for case in cases():
         deltas = case.deltas()
@@ -111,7 +111,7 @@ def receive(case: Case, deltas: Sequence[tuple[int, bytes]]) -> float:
     ips = [address(number) for number in range(case.load.workers)]
     with (
         FeedEnds(case.load.workers, curve) as ends,
-        Child("receiver", [sys.executable, "-m", "bench.feed.receiver"]) as receiver,
+        Child("receiver", [sys.executable, "-m", "bench.feed.receiver_process"]) as receiver,
     ):
         receiver.call(
             "follow",

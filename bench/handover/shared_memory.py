@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.command_child import Child
-from bench.handover import peer as handoverpeer
+from bench.handover import fresh_segment
 from bench.rows import Row, not_run, row, to_json
 from mmrouter_handover.shm import Pool
 
@@ -94,7 +94,7 @@ def measure(size: int, in_flight: int, rounds: int) -> Times:
     with (
         tempfile.TemporaryDirectory(prefix="mmrouter-bench-", dir=TMPFS) as root,
         Pool(root, "bench", limit_bytes=limit) as pool,
-        Child("reader", [sys.executable, "-m", "bench.handover.reader", root]) as reader,
+        Child("reader", [sys.executable, "-m", "bench.handover.reader_process", root]) as reader,
     ):
         gc.collect()
         gc.disable()
@@ -135,7 +135,7 @@ def _peer(into: Times, payloads: list[bytes], reader: Child, expected: list[int]
     segments = []
     for payload in payloads:
         began = time.perf_counter()
-        segments.append(handoverpeer.send(payload))
+        segments.append(fresh_segment.send(payload))
         into.peer_write.append(time.perf_counter() - began)
     for number, (segment, size) in enumerate(segments):
         answer = reader.call("peer", sent={"name": segment.name, "size": size}, summed=bool(expected))

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bench.command_child import Child, ChildError
-from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
+from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
 from bench.peers.environment import SGLANG_ROUTER, SMG, PeerMissingError
 from bench.rows import Row, not_run, row
 from bench.serving.router_processes import Ours, Process, rust

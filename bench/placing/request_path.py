@@ -27,8 +27,8 @@ import zmq
 from PIL import Image
 
 from bench.placing import router_objects as bench_fleet
-from bench.placing.prompt import REAL, TINY, WORDS
-from bench.placing.workload import BLOCK_SIZE
+from bench.placing.block_workload import BLOCK_SIZE
+from bench.placing.tokenization import REAL, TINY, WORDS
 from bench.rows import Row, not_run, percentile, row
 from mmrouter_lib.block_keys import pack_keys
 from mmrouter_router.app import Router

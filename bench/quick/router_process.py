@@ -13,9 +13,9 @@ from typing import Final
 import psutil
 
 from bench.command_child import Child
-from bench.feed.sidecar import cpu_of
-from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
-from bench.quick.figures import Figure
+from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
+from bench.feed.sidecar_ingest import cpu_of
+from bench.quick.verdicts import Figure
 from bench.serving.router_processes import Ours, Process
 
 ENGINE_PORT: Final = 8000

@@ -10,12 +10,12 @@ import sys
 import psutil
 
 from bench.command_child import Child
-from bench.feed.ingest import SLICE
-from bench.feed.sidecar_ends import Curve, FeedEnds, address
-from bench.peers.dynamo import Dynamo, EngineSockets
+from bench.feed.fake_sidecars import Curve, FeedEnds, address
+from bench.feed.router_ingest import SLICE
+from bench.peers.dynamo_client import Dynamo, EngineSockets
 from bench.peers.environment import DYNAMO, PeerMissingError
 from bench.placing import router_objects as bench_fleet
-from bench.placing.workload import BLOCK_SIZE, Workload, build, vllm_payload
+from bench.placing.block_workload import BLOCK_SIZE, Workload, build, vllm_payload
 from bench.rows import Row, not_run, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
@@ -50,7 +50,7 @@ def ours(load: Workload) -> int:
     curve = Curve.fresh()
     with (
         FeedEnds(load.workers, curve) as ends,
-        Child("receiver", [sys.executable, "-m", "bench.feed.receiver"]) as receiver,
+        Child("receiver", [sys.executable, "-m", "bench.feed.receiver_process"]) as receiver,
     ):
         receiver.call(
             "follow",

@@ -1,8 +1,8 @@
 """What a cluster is asked: requests of a real trace, and requests drawn from statistics of a real service.
 
 Mooncake's traces name each prompt's blocks of 512 tokens (equal id = equal beginning); they are read from a folder and
-are no part of this repository. The other requests are drawn from ``servegen_images.json`` (``bench.encoders.load``): a
-client's instructions, images and texts, in sessions that come back to what they showed.
+are no part of this repository. The other requests are drawn from ``bench/encoders/servegen_images.json``:
+a client's instructions, images and texts, in sessions that return to earlier images.
 """
 
 import json
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.cluster.engine import Machine
-from bench.encoders.load import Client
-from bench.encoders.load import load as clients
-from bench.placing.workload import tokens
+from bench.cluster.virtual_engine import Machine
+from bench.encoders.image_requests import Client
+from bench.encoders.image_requests import load as clients
+from bench.placing.block_workload import tokens
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_sim.core.hashing import Media
 

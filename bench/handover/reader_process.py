@@ -14,7 +14,7 @@ import zlib
 from multiprocessing import resource_tracker, shared_memory
 from typing import Any
 
-from bench.handover import peer as handoverpeer
+from bench.handover import fresh_segment
 from mmrouter_handover.shm import Reader, read_handle
 
 
@@ -36,7 +36,7 @@ def peer(sent: dict[str, Any], summed: bool) -> dict[str, Any]:
     assert segment.buf is not None
     raw = bytes(segment.buf[: sent["size"]])
     segment.close()
-    _, payload = handoverpeer.parts(raw)
+    _, payload = fresh_segment.parts(raw)
     seconds = time.perf_counter() - began
     resource_tracker.unregister(f"/{sent['name']}", "shared_memory")  # the writer removes it
     return {"seconds": seconds, **({"sum": zlib.crc32(payload)} if summed else {})}

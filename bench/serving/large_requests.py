@@ -1,7 +1,7 @@
 """What other requests than a short text cost a router process: long prompts, many clients at once, a picture.
 
-As in :mod:`bench.serving.proxy`, with a second process of ours whose policy is kv. All targets take turns in every
-round.
+Like :mod:`bench.serving.proxy_overhead`, with a second mmrouter process whose policy is kv. All targets take turns in
+every round.
 """
 
 import base64
@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bench.command_child import Child
-from bench.feed.sidecar_ends import FRONTEND, Curve, FeedEnds, address
+from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
 from bench.peers.environment import SGLANG_ROUTER, SMG, PeerMissingError
 from bench.rows import Row, not_run, percentile, row
-from bench.serving.proxy import CONNECTIONS, DIRECT, ENGINE_PORT, OURS, PAUSE_MS, compare
+from bench.serving.proxy_overhead import CONNECTIONS, DIRECT, ENGINE_PORT, OURS, PAUSE_MS, compare
 from bench.serving.router_processes import Ours, Process, rust
 
 ROUNDS = 4

@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from bench.cluster.engine import Machine
-from bench.cluster.load import Load, mooncake, servegen
-from bench.cluster.policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
+from bench.cluster.routing_policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
 from bench.cluster.simulation import simulate
+from bench.cluster.virtual_engine import Machine
+from bench.cluster.workloads import Load, mooncake, servegen
 from bench.rows import Row, not_run, percentile, row
 from mmrouter_router.scheduling.scoring import WEIGHTS, Weights
 
