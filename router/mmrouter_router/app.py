@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any, get_args
 
 import zmq.asyncio
 from fastapi import FastAPI
+from prometheus_client import Counter
 
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_router.api import control
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.routes import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
+from mmrouter_router.core.probe_images import small_pictures
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.dispatch.exchange import Exchange
 from mmrouter_router.dispatch.forwarder import Forwarder
@@ -45,9 +48,9 @@ from mmrouter_router.scheduling.placer import Decision, Placer, Standing
 from mmrouter_router.scheduling.scoring import BLIND
 from mmrouter_router.sentinels import Sentinels
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.tracing import tracing_to
+from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing
 from mmrouter_router.verify.canary import Canary
-from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests, small_pictures
+from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests
 from mmrouter_router.verify.sampling import RenderSampler, Sampler
 from mmrouter_router.verify.sentinel_learning import Learning
 
@@ -375,6 +378,16 @@ class Router:
             stopping=self.leaving.stopping,
             refusals=self.metrics.control_refusals,
         )
+
+
+def tracing_to(endpoint: str, spans: Counter) -> Tracing:
+    """Return the exporter of spans for an OTLP endpoint (empty: none); ``spans`` counts spans by result."""
+    if not endpoint:
+        return NO_TRACING
+    # Imported here so that only a router with tracing loads the SDK.
+    from mmrouter_router.telemetry.otlp_export import Otlp  # noqa: PLC0415
+
+    return Otlp.to(endpoint, os.environ, lambda result, count: spans.labels(result).inc(count))
 
 
 def _not_learned(decision: Decision, prepared: Prepared) -> None:

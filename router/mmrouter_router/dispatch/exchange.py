@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.dispatch.sglang_pair import Prefill, Refusal
 from mmrouter_router.explain.decisions import Trace
 from mmrouter_router.fleet.workers import Target
@@ -12,7 +13,6 @@ from mmrouter_router.http.upstream import Answer, Body, Upstream
 from mmrouter_router.scheduling.placer import Booking, Decision
 from mmrouter_router.telemetry.tracing import Span
 
-ENGINE_PORT = 8000
 DRAINING = b"cannot schedule new futures after shutdown"
 """What vLLM answers with status 500 while it drains (docs/engine-facts/vllm.md#drain)."""
 ERROR_LIMIT = 256 * 1024
@@ -92,9 +92,7 @@ class Exchange:
         Raises :class:`UpstreamError`.
         """
         own = self._own(target, request_id)
-        return await self._upstream.request(
-            target.worker.member.ip, ENGINE_PORT, "POST", path, {**headers, **own}, body
-        )
+        return await self._upstream.request(target.worker.member.ip, HTTP_PORT, "POST", path, {**headers, **own}, body)
 
     async def reply(
         self,

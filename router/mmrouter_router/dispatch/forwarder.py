@@ -21,7 +21,7 @@ from mmrouter_router.scheduling.pipeline_form import WHOLE, Form
 from mmrouter_router.scheduling.placer import Booking, Decision, FullError, NoWorkerError, Placer
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.tracing import Span, failure_of, scheduled, stage
+from mmrouter_router.telemetry.tracing import Span, failure_of, stage
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class Forwarder:
                     raise RequestError.queue_full(str(error)) from error
                 raise RequestError.no_worker(str(error)) from error
             if told:
-                told.tell(scheduled(decision))
+                told.tell(decision.span_attributes())
         return Placed(shape, decision, computes)
 
     async def _by_one(self, call: Call, past: Past, placed: Placed) -> Reply | str:

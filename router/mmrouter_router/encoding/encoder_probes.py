@@ -13,9 +13,9 @@ import orjson
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.vllm.disaggregation import StageError, encode_request, read_encoded
 from mmrouter_lib.engines.vllm.request import ImageRewrite
+from mmrouter_router.core.probe_images import new_nonce, small_pictures
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.upstream import Upstream, UpstreamError
-from mmrouter_router.verify.probe_requests import new_nonce, small_pictures
 
 log = logging.getLogger("mmrouter.probes")
 

@@ -23,10 +23,10 @@ from mmrouter_lib.feed import (
     Work,
     deciding,
 )
+from mmrouter_router.core.types import Scope
 from mmrouter_router.fleet import feed_sync as follow
 from mmrouter_router.fleet.index import Index, Slot, mask_of, window_blocks
 from mmrouter_router.fleet.rank_load import Loads, Usage
-from mmrouter_router.sentinels import Scope
 from mmrouter_router.telemetry.metrics import Metrics
 
 INDEXED_MEDIUM = "GPU"

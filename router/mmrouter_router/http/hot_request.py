@@ -3,21 +3,43 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.server import ServerState
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared
-
-if TYPE_CHECKING:
-    from mmrouter_router.http.connection import Tapped
 
 log = logging.getLogger("mmrouter.tap")
 
 LARGE: Final = 64 * 1024
 """Bytes of a body that are still to come from which they are read into one place."""
 _FAILED: Final = b"Internal Server Error"
+
+
+class Connection(Protocol):
+    """What a hot request uses of its client's connection."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    flow: FlowControl
+    server_state: ServerState
+    on_room: Callable[[], None] | None
+
+    def fill(self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None:
+        """Read the rest of a body of ``length`` bytes, which begins with ``pieces``, into one buffer."""
+        ...
+
+    def linger(self) -> None:
+        """Close the connection once the client has had time to read the answer."""
+        ...
+
+    def on_response_complete(self) -> None:
+        """Serve the connection's next request."""
+        ...
+
 
 Handler = Callable[["Direct"], Awaitable[None]]
 
@@ -36,7 +58,7 @@ class Direct:
     scope: Final[MutableMapping[str, Any]] = {}
 
     def __init__(
-        self, connection: "Tapped", path: str, headers: list[tuple[bytes, bytes]], keep_alive: bool, chunks: bool
+        self, connection: Connection, path: str, headers: list[tuple[bytes, bytes]], keep_alive: bool, chunks: bool
     ) -> None:
         """``chunks``: whether the client knows them; else an answer of no known length ends with its connection."""
         self.method, self.path, self.keep_alive = "POST", path, keep_alive

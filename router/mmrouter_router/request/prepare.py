@@ -26,11 +26,11 @@ from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage, TemplateError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
+from mmrouter_router.core.types import Exactness, Scope
 from mmrouter_router.intake import ChatRequest, Reason
 from mmrouter_router.media import Media, MediaResolver
 from mmrouter_router.request.renderer_client import Renderer, RendererError
-from mmrouter_router.scheduling.scoring import Exactness
-from mmrouter_router.sentinels import Filled, Scope, Sentinels, Values, fill, sha256_of
+from mmrouter_router.sentinels import Filled, Sentinels, Values, fill, sha256_of
 from mmrouter_router.telemetry.tracing import stage
 
 PROBE_CACHE = 4096

@@ -12,10 +12,10 @@ from operator import contains, indexOf, itemgetter
 from typing import Any, Self
 
 from mmrouter_lib.block_keys import Span
+from mmrouter_router.core.types import Scope
 from mmrouter_router.fleet.index import NOWHERE, Slot
 from mmrouter_router.fleet.workers import Caches, Fleet, Target, caches
 from mmrouter_router.scheduling.scoring import Table
-from mmrouter_router.sentinels import Scope
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,14 +11,15 @@ from functools import partial
 from typing import Final, Literal
 
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
+from mmrouter_router.core.types import Exactness, Scope
 from mmrouter_router.fleet.admission import is_let_in
 from mmrouter_router.fleet.rank_load import Usage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.candidates import Group
 from mmrouter_router.scheduling.pipeline_form import proves
-from mmrouter_router.scheduling.scoring import WEIGHTS, Choice, Exactness, Policy, Table, Weights, choose
-from mmrouter_router.sentinels import Scope
+from mmrouter_router.scheduling.scoring import WEIGHTS, Choice, Policy, Table, Weights, choose
+from mmrouter_router.telemetry.tracing import Value
 
 Standing = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
 """What a worker may be used for: with its overlap, without it, only where nobody else is (``waiting`` for its gates,
@@ -41,6 +42,21 @@ class Decision:
     reasons: tuple[str, ...]
     at: float = field(default_factory=time.time)
     keys: "array[int]" = field(default_factory=lambda: array("Q"))  # of the prompt, at the target's block size
+
+    def span_attributes(self) -> dict[str, Value]:
+        """Return the decision as attributes of a span. Reasons without their fields, which are the client's words."""
+        winner = self.choice.winner
+        return {
+            "mmrouter.worker": winner.name,
+            "mmrouter.pool": winner.pool,
+            "mmrouter.policy": self.policy,
+            "mmrouter.exactness": self.exactness,
+            "mmrouter.causes": sorted({reason.split(":")[0] for reason in self.reasons}),
+            "mmrouter.overlap_blocks": winner.overlap,
+            "mmrouter.prompt_blocks": winner.blocks,
+            "mmrouter.candidates": len(self.choice.candidates),
+            "mmrouter.reason": self.choice.reason,
+        }
 
 
 class NoWorkerError(Exception):

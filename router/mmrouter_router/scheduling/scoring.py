@@ -27,7 +27,6 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 Policy = Literal["kv", "leastLoaded", "roundRobin", "consistentHash"]
-Exactness = Literal["exact", "partial", "affinity"]
 BLIND: Final[frozenset[Policy]] = frozenset({"roundRobin", "consistentHash"})
 """Policies whose choice is the same whatever the prompt's blocks are."""
 

@@ -11,6 +11,6 @@ from mmrouter_router.sentinels.fill import Filled, fill
 from mmrouter_router.sentinels.observe import observe
 from mmrouter_router.sentinels.provider import Plan, plan
 from mmrouter_router.sentinels.store import Line, Sentinels, sha256_of
-from mmrouter_router.sentinels.table import Scope, Values
+from mmrouter_router.sentinels.table import Values
 
-__all__ = ["Asked", "Filled", "Line", "Plan", "Scope", "Sentinels", "Values", "fill", "observe", "plan", "sha256_of"]
+__all__ = ["Asked", "Filled", "Line", "Plan", "Sentinels", "Values", "fill", "observe", "plan", "sha256_of"]

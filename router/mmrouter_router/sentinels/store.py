@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mmrouter_lib.engines.sglang.identity import artifact_hash_of, sentinels
+from mmrouter_router.core.types import Scope
 from mmrouter_router.sentinels.align import Aligner, Asked, Lesson, Place
 from mmrouter_router.sentinels.provider import Plan, Provider, plan
-from mmrouter_router.sentinels.table import Scope, Table, Values
+from mmrouter_router.sentinels.table import Table, Values
 
 Event = Literal["calibrated", "proven", "learned", "ambiguous", "demoted"]
 

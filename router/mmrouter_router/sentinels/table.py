@@ -3,9 +3,6 @@
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
-Scope = tuple[str, str]
-"""Engine version and pool: what an image's sentinels depend on besides the image."""
-
 Values = tuple[int, ...]
 """The sentinels of one image, in the order in which they cycle from the start of its run."""
 

@@ -6,16 +6,10 @@ endpoint, makes OpenTelemetry's spans of it. Nothing of a request's content is t
 and kinds of errors, no text, no URL, no value of a header.
 """
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
-
-from prometheus_client import Counter
-
-if TYPE_CHECKING:
-    from mmrouter_router.scheduling.placer import Decision
+from typing import Final, Self
 
 Value = str | int | float | bool | Sequence[str]
 Headers = Iterable[tuple[bytes, bytes]]
@@ -77,16 +71,6 @@ NO_TRACING: Final = Tracing()
 _current: ContextVar[Span] = ContextVar("mmrouter_request", default=NOBODY)
 
 
-def tracing_to(endpoint: str, spans: Counter) -> Tracing:
-    """Return where spans go for an OTLP endpoint, empty for none; ``spans`` counts what became of them."""
-    if not endpoint:
-        return NO_TRACING
-    # Here, because only this way pays for the SDK.
-    from mmrouter_router.telemetry.otlp_export import Otlp  # noqa: PLC0415
-
-    return Otlp.to(endpoint, os.environ, lambda result, count: spans.labels(result).inc(count))
-
-
 def enter(span: Span) -> None:
     """Have the current task, and tasks that it starts, work for a request."""
     if span is not NOBODY:
@@ -113,22 +97,6 @@ def failure_of(error: BaseException) -> str:
     """Return the kind of an error. Its message may quote the request, and is not told."""
     code = getattr(error, "code", None)
     return code if isinstance(code, str) and code else type(error).__name__
-
-
-def scheduled(decision: "Decision") -> dict[str, Value]:
-    """Return what is told of a decision. Of its reasons the causes: the fields behind them are the client's words."""
-    winner = decision.choice.winner
-    return {
-        "mmrouter.worker": winner.name,
-        "mmrouter.pool": winner.pool,
-        "mmrouter.policy": decision.policy,
-        "mmrouter.exactness": decision.exactness,
-        "mmrouter.causes": sorted({reason.split(":")[0] for reason in decision.reasons}),
-        "mmrouter.overlap_blocks": winner.overlap,
-        "mmrouter.prompt_blocks": winner.blocks,
-        "mmrouter.candidates": len(decision.choice.candidates),
-        "mmrouter.reason": decision.choice.reason,
-    }
 
 
 def outcome(code: str) -> tuple[dict[str, Value], str]:

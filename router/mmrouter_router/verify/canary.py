@@ -11,21 +11,15 @@ from array import array
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys
+from mmrouter_router.core.probe_images import new_nonce, small_pictures
+from mmrouter_router.core.types import Scope
 from mmrouter_router.explain.parity import Difference, Prediction, first_difference
 from mmrouter_router.fleet.feed_client import Feed
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.scheduling.pipeline_form import publishes
-from mmrouter_router.sentinels import Scope, Sentinels, Values, fill, observe
+from mmrouter_router.sentinels import Sentinels, Values, fill, observe
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.verify.probe_requests import (
-    OwnRequestError,
-    OwnRequests,
-    Picture,
-    Question,
-    new_nonce,
-    prompt_tokens,
-    small_pictures,
-)
+from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests, Picture, Question, prompt_tokens
 
 log = logging.getLogger("mmrouter.canary")
 

@@ -5,8 +5,6 @@ The canary asks them to prove a worker, the learner to see what an engine makes 
 
 import asyncio
 import base64
-import io
-import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +12,16 @@ from typing import Any
 
 import msgspec
 import orjson
-from PIL import Image
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import EventError, Stored
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.sglang.disaggregation import decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
-from mmrouter_router.dispatch.exchange import ENGINE_PORT
+from mmrouter_router.core.probe_images import SIDE
 from mmrouter_router.fleet.feed_client import Feed
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.http.upstream import Upstream, UpstreamError
@@ -31,8 +29,6 @@ from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.renderer_client import RendererError
 from mmrouter_router.scheduling.placer import PARTNERS
 
-SIDE = 64  # pixels; a handful of tokens in every family
-COLOURS = ("#c02030", "#2030c0")
 PAIR_SECONDS = 25.0
 """How long two engines may take to answer together: each waits for the other one, for minutes if that one hangs. Less
 than the lease of a canary."""
@@ -59,16 +55,6 @@ class Question:
     body: bytes
     ids: "array[int]"
     span: Span
-
-
-def small_pictures() -> tuple[bytes, ...]:
-    """Return the canary's images as PNG files: the same on every router."""
-    pictures = []
-    for colour in COLOURS:
-        file = io.BytesIO()
-        Image.new("RGB", (SIDE, SIDE), colour).save(file, "PNG")
-        pictures.append(file.getvalue())
-    return tuple(pictures)
 
 
 class _Usage(msgspec.Struct):
@@ -195,7 +181,7 @@ class OwnRequests:
             headers["x-data-parallel-rank"] = str(rank)
         try:
             answer = await self._upstream.request(
-                worker.member.ip, ENGINE_PORT, "POST", "/v1/chat/completions", headers, question.body
+                worker.member.ip, HTTP_PORT, "POST", "/v1/chat/completions", headers, question.body
             )
             try:
                 body = await answer.read(64 * 1024)
@@ -232,11 +218,6 @@ def prompt_tokens(answer: bytes) -> int:
         return msgspec.json.decode(answer, type=_Answer).usage.prompt_tokens
     except msgspec.DecodeError as error:
         raise OwnRequestError(f"an answer does not say how long its prompt was: {error}") from error
-
-
-def new_nonce() -> str:
-    """Return a text that no prompt had before."""
-    return secrets.token_hex(8)
 
 
 def _messages(nonce: str, head: str, tail: str, *, system: bool) -> list[dict[str, Any]]:

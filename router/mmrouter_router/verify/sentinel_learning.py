@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mmrouter_lib import feed
+from mmrouter_router.core.types import Scope
 from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import Decision
-from mmrouter_router.sentinels import Asked, Line, Scope, Sentinels
+from mmrouter_router.sentinels import Asked, Line, Sentinels
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.canary import Canary
 from mmrouter_router.verify.probe_requests import OwnRequestError, Picture

@@ -14,8 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.exchange import ENGINE_PORT, Exchange
+from mmrouter_router.dispatch.exchange import Exchange
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.quarantine import Quarantine
 from mmrouter_router.fleet.workers import Fleet, Member
@@ -44,7 +45,7 @@ class Engine:
         self.ip = f"127.77.{os.getpid() % 250}.{next(_hosts)}"
 
     async def serve(self) -> None:
-        self.server = await asyncio.start_server(self._connection, self.ip, ENGINE_PORT)
+        self.server = await asyncio.start_server(self._connection, self.ip, HTTP_PORT)
 
     async def _connection(self, reader, writer) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):

@@ -15,8 +15,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.exchange import ENGINE_PORT, Exchange
+from mmrouter_router.dispatch.exchange import Exchange
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.fleet.workers import Fleet, Member
@@ -62,7 +63,7 @@ class Engine:
         self.ip = f"127.79.{os.getpid() % 250}.{next(_hosts)}"
 
     async def serve(self) -> None:
-        self.server = await asyncio.start_server(self._connection, self.ip, ENGINE_PORT)
+        self.server = await asyncio.start_server(self._connection, self.ip, HTTP_PORT)
 
     async def _connection(self, reader, writer) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -393,7 +394,7 @@ async def test_a_prefills_answer_is_read_to_its_end_though_the_clients_was_whole
         await rig.nothing_is_booked()
     assert len(prefill.asked) == 3
     assert prefill.left == 0
-    assert len(rig.upstream._idle[prefill.ip, ENGINE_PORT]) == 1  # one connection, given back each time
+    assert len(rig.upstream._idle[prefill.ip, HTTP_PORT]) == 1  # one connection, given back each time
 
 
 async def test_under_two_engines_that_end_a_request_is_refused_from_then_on(make):

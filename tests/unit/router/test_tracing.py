@@ -14,11 +14,12 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.scheduling.placer import Decision
 from mmrouter_router.telemetry import otlp_export as otlp
 from mmrouter_router.telemetry import span_queue as spanqueue
 from mmrouter_router.telemetry import tracing
 from mmrouter_router.telemetry.otlp_export import Otlp
-from mmrouter_router.telemetry.tracing import NOBODY, enter, failure_of, outcome, passed_on, scheduled, stage
+from mmrouter_router.telemetry.tracing import NOBODY, enter, failure_of, outcome, passed_on, stage
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, LEFT_OUT = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -178,13 +179,8 @@ def test_what_fails_is_told_by_its_kind_and_never_by_its_words(traced, collected
 def test_a_decision_is_told_without_the_clients_words():
     winner = SimpleNamespace(name="w-0", pool="worker", overlap=3, blocks=5)
     choice = SimpleNamespace(winner=winner, candidates=(winner, winner), reason="cost 2")
-    decision = SimpleNamespace(
-        choice=choice,
-        policy="kv",
-        exactness="partial",
-        reasons=("processor_options:messages[0].secret", "unknown:x", "unknown:y"),
-    )
-    told = scheduled(decision)
+    reasons = ("processor_options:messages[0].secret", "unknown:x", "unknown:y")
+    told = Decision(None, choice, "kv", "partial", reasons).span_attributes()
     assert told["mmrouter.causes"] == ["processor_options", "unknown"]
     assert (told["mmrouter.overlap_blocks"], told["mmrouter.prompt_blocks"], told["mmrouter.candidates"]) == (3, 5, 2)
     assert "secret" not in repr(told)
