@@ -75,7 +75,7 @@ bench-quick: venv ## fail where something became slower by a quarter; ARGS=--wri
 	@$(PY) -m bench.quick $(ARGS)
 
 soak: venv ## hand-overs between processes that are killed a thousand times; MMROUTER_SOAK takes another number of kills
-	@MMROUTER_SOAK=$${MMROUTER_SOAK:-1000} $(PY) -m pytest -q tests/unit/shm/test_soak.py $(ARGS)
+	@MMROUTER_SOAK=$${MMROUTER_SOAK:-1000} $(PY) -m pytest -q handover/tests/shm/test_soak.py $(ARGS)
 
 # pip-tools stays out of the development environment: it is needed here only, and brings its own pins.
 lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upgrade takes newer versions

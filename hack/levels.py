@@ -72,6 +72,7 @@ def program(name: str, *arguments: str) -> Step:
 
 
 LARGE_ROOMS = tuple(f"tests/unit/{room}" for room in ("router", "operator", "cli", "render"))
+OTHERS = ("tests/unit", "handover/tests")
 # Of the router: what waits for connections, for the most part.
 WAITING = (
     "tests/unit/router/media",
@@ -115,7 +116,9 @@ LEVELS = {
             Step("the compiled form, beside this interpreter", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
             Step("unit tests of the router's connections", tests=WAITING),
-            Step("unit tests of the other rooms", tests="tests/unit", without=(*LARGE_ROOMS, *ASIDE)),
+            Step(
+                "unit tests of the other rooms", tests=("tests/unit", "handover/tests"), without=(*LARGE_ROOMS, *ASIDE)
+            ),
             *(
                 Step(f"unit tests of {folder.rpartition('/')[2]}", tests=folder, without=WAITING)
                 for folder in LARGE_ROOMS

@@ -6,11 +6,9 @@ dead leave is gone within seconds without anybody but the janitors doing it.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +20,9 @@ import pytest
 import zmq
 from local.rig import wait_for
 from prometheus_client.parser import text_string_to_metric_families
-from unit.shm.conftest import TMPFS
-from unit.shm.crashes import taken
-from unit.shm.soak import FELL_BACK, READ, soak
 
+from handover.tests.shm.soak import FELL_BACK, READ, soak
+from handover.tests.support import bytes_below, shared_root
 from mmrouter_handover.shm import ledger
 from mmrouter_handover.shm.files import clock
 
@@ -111,9 +108,8 @@ def configure(folder: Path) -> None:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="mmrouter-node-", dir=TMPFS if os.access(TMPFS, os.W_OK) else None))
-    yield folder
-    shutil.rmtree(folder)
+    with shared_root() as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -157,7 +153,7 @@ def test_a_thousand_hand_overs_with_a_hundred_kills_leave_no_byte_and_fail_nothi
         assert hand_overs.outcomes[READ] > HAND_OVERS // 2, hand_overs.outcomes
         assert hand_overs.outcomes[FELL_BACK] >= HAND_OVERS // 7, hand_overs.outcomes
     with timed(LEFT_SECONDS, lambda: ledger(shared, clock())):
-        wait_for(lambda: not taken(shared), 4 * LEFT_SECONDS, "the janitors have cleared what the dead left")
+        wait_for(lambda: not bytes_below(shared), 4 * LEFT_SECONDS, "the janitors have cleared what the dead left")
     wait_for(two.answers, STARTED_SECONDS, "the janitor that was killed is back")
     assert one.metric("shm_reclaimed_total", reason="dead_writer") > 0
     assert one.metric("shm_errors_total") + two.metric("shm_errors_total") == 0
@@ -175,6 +171,6 @@ def test_what_the_last_pod_of_a_node_left_is_gone_before_the_next_ones_sidecar_a
         hand_overs.run(10, 1, lambda _: None)
     (shared / "m1-aa").mkdir()
     (shared / "m1-aa" / "encoder_cache.safetensors").write_bytes(bytes(1 << 20))
-    assert taken(shared) > 1 << 20
+    assert bytes_below(shared) > 1 << 20
     sidecars(3)
-    assert taken(shared) == 0
+    assert bytes_below(shared) == 0

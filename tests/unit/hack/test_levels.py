@@ -104,7 +104,7 @@ def test_no_file_of_the_tests_is_in_two_steps_or_in_none() -> None:
         for file in ([levels.ROOT / path] if path.endswith(".py") else (levels.ROOT / path).rglob("test_*.py"))
         if not any(file.is_relative_to(levels.ROOT / left_out) for left_out in step.without)
     )
-    every = set((levels.ROOT / "tests").rglob("test_*.py"))
+    every = {path for top in ("tests", "handover/tests") for path in (levels.ROOT / top).rglob("test_*.py")}
     assert {file: times for file, times in found.items() if times > 1} == {}
     assert every - set(found) == set()
 

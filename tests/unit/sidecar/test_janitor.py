@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.shm.conftest import TMPFS
-from unit.shm.crashes import crash_plains, crash_writer, taken
 
+from handover.tests.support import bytes_below, crash_plain_files, crash_pool, shared_root
 from mmrouter_handover.shm import Plains, Pool
 from mmrouter_handover.shm.files import clock
 from mmrouter_lib import feed
@@ -29,9 +26,8 @@ ENCODERS = "m1-aa/encoder_cache.safetensors"
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="mmrouter-janitor-", dir=TMPFS if os.access(TMPFS, os.W_OK) else None))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with shared_root() as folder:
+        yield folder
 
 
 class Node:
@@ -70,8 +66,8 @@ class Node:
         pool.put(b"x", "r")
         plains.put(b"y", ".png")
         (plains.folder / "draft-plain-1-1").write_bytes(b"half")
-        crash_writer(pool)
-        crash_plains(plains)
+        crash_pool(pool)
+        crash_plain_files(plains)
 
 
 @pytest.fixture
@@ -90,7 +86,7 @@ async def test_what_the_last_pod_of_a_node_left_is_cleared_before_the_next_ones_
     assert file.path.read_bytes() == b"mine"
     assert (node.removed("dead_writer"), node.removed("left_behind")) == (3, 2)
     assert node.removed("left_behind", "_bytes") == MIB + 2 * 4096
-    assert node.told[-1].taken == taken(node.folder)
+    assert node.told[-1].taken == bytes_below(node.folder)
     living.close()
 
 
@@ -280,9 +276,9 @@ async def test_the_bytes_are_told_by_state_and_the_pressure_with_them(node: Node
     await node.janitor().begin()
     assert node.metric("shm_bytes", state="leased") == 65536 + 4096
     assert node.metric("shm_bytes", state="encoder") == 8192
-    assert node.metric("shm_pressure_ratio") >= taken(node.folder) / (64 * MIB) > 0
+    assert node.metric("shm_pressure_ratio") >= bytes_below(node.folder) / (64 * MIB) > 0
     figures = node.told[-1]
-    assert (figures.taken, figures.limit, figures.above) == (taken(node.folder), 64 * MIB, False)
+    assert (figures.taken, figures.limit, figures.above) == (bytes_below(node.folder), 64 * MIB, False)
     assert figures.capacity >= figures.available > 0
     pool.close()
 
@@ -350,7 +346,7 @@ async def test_a_sidecar_clears_before_it_answers_and_tells_routers_how_full_the
     pool = Pool(node.folder, "w", limit_bytes=60 * MIB, high_water=1.0)
     leases = [pool.lease(MIB) for _ in range(55)]
     await router.heartbeat(lambda beat: beat.shared.above)
-    crash_writer(pool, leases)
+    crash_pool(pool, leases)
     beat = await router.heartbeat(lambda beat: not beat.shared.above)
     assert beat.shared.taken < 0.7 * 64 * MIB
     await router.heartbeat(lambda beat: beat.shared.taken == 0)

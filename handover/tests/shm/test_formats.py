@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from unit.shm.crashes import tried
 
+from handover.tests.support import outcome
 from mmrouter_handover.shm import DTYPES, Handle, HandOverError, read_handle
 from mmrouter_handover.shm.checksum import checksum
 from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS, Header, Page, decode_page, encode_page, state_of
@@ -96,7 +96,7 @@ def test_a_changed_byte_of_a_page_never_changes_what_is_read(place, change):
 
 @given(st.binary(max_size=200))
 def test_any_bytes_as_a_frame_are_a_header_or_a_typed_error(frame):
-    assert tried(lambda: decode_page(framed(frame)))[1] in ("", "refused")
+    assert outcome(lambda: decode_page(framed(frame)))[1] in ("", "refused")
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5)
@@ -105,7 +105,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
 @given(st.dictionaries(st.sampled_from([*HANDLE.to_json(), "more"]), JSON))
 def test_any_values_in_a_handle_are_a_handle_or_refused(changes):
     values = {**HANDLE.to_json(), **changes}
-    found, why = tried(lambda: read_handle(values))
+    found, why = outcome(lambda: read_handle(values))
     assert why == "refused" or found.to_json() == values
 
 

@@ -1,8 +1,7 @@
 """Who fails is left alone, longer each time, and whoever works again is as any other."""
 
+from handover.tests.support import Clock
 from mmrouter_handover.plugin.peer_backoff import FIRST_SECONDS, MAX_NAMES, MOST_SECONDS, Rest
-
-from .conftest import Clock
 
 
 def test_the_rest_doubles_up_to_a_bound_and_ends_with_the_first_success(clock: Clock):

@@ -8,8 +8,8 @@ import weakref
 from functools import partial
 
 import pytest
-from unit.shm.crashes import Clock, crash_writer, taken, tried
 
+from handover.tests.support import Clock, bytes_below, crash_pool, outcome
 from mmrouter_handover.shm import Handle, HandOverError, Pool, Reader, ledger, read_handle, reclaim
 from mmrouter_handover.shm import idle_release as tidier
 from mmrouter_handover.shm import pool as pools
@@ -41,7 +41,7 @@ def test_a_payload_arrives_as_it_was_put_and_its_slot_is_used_again(root):
             paths.add(handle.path)
         assert len(paths) == 2  # one slot of each of two classes
         assert pool.bytes == slot_bytes(65536) + slot_bytes(131_072)
-    assert taken(root) == 0
+    assert bytes_below(root) == 0
     assert os.listdir(root) == []
 
 
@@ -182,7 +182,7 @@ def test_idle_slots_of_one_class_make_room_for_another_and_the_bound_holds(root)
             for size in (64 * KIB, 256 * KIB, 128 * KIB, 65 * KIB):
                 leases = [pool.put(bytes(size), "r") for _ in range(limit // slot_bytes(size))]
                 assert pool.bytes <= limit
-                assert taken(root) <= limit + 4 * KIB
+                assert bytes_below(root) <= limit + 4 * KIB
                 for lease in leases:
                     assert read(reader, lease.handle) == bytes(size)
         assert pool.trim(keep_bytes=slot_bytes(64 * KIB)) > 0
@@ -203,7 +203,7 @@ def test_slots_that_nobody_uses_are_given_back_and_those_in_use_are_not(root):
         assert read(reader, kept.handle) == bytes(1000)
         pool.tidy()
         pool.tidy()
-        assert (pool.bytes, taken(root / pool.name)) == (0, 4 * KIB)
+        assert (pool.bytes, bytes_below(root / pool.name)) == (0, 4 * KIB)
     pool.tidy()
 
 
@@ -362,15 +362,15 @@ def test_case_61_of_the_field_a_crash_on_item_2_leaves_no_segment_and_the_reques
     assert pool.lent_bytes == 0
     leases = pool.put_all([(payload, name) for name, payload in images.items()])
     pool.lease(100)
-    crash_writer(pool)
+    crash_pool(pool)
     clock.now += 61
     assert reclaim(root, clock.now).slots == 4
-    assert taken(root) == 0
+    assert bytes_below(root) == 0
     assert os.listdir(root) == []
     with Reader(root) as reader:
         received = []
         for lease in leases:
-            found, reason = tried(partial(read, reader, lease.handle))
+            found, reason = outcome(partial(read, reader, lease.handle))
             assert (found, reason) == (None, "gone")
             received.append(images[lease.handle.refetch])
     assert received == list(images.values())

@@ -5,8 +5,8 @@ import stat
 import threading
 
 import pytest
-from unit.shm.crashes import Clock, crash_plains, taken, tried
 
+from handover.tests.support import Clock, bytes_below, crash_plain_files, outcome
 from mmrouter_handover.shm import HandOverError, Plains, Pool, ledger, reclaim
 from mmrouter_handover.shm.slot import LEASE_SECONDS, MAX_LEASE_SECONDS
 from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, slot_bytes
@@ -21,7 +21,7 @@ def clock():
 
 
 def full(call):
-    return tried(call)[1] == "full"
+    return outcome(call)[1] == "full"
 
 
 def test_a_plain_file_is_its_payload_and_nothing_else_and_is_gone_when_it_is_released(root):
@@ -172,8 +172,8 @@ def test_the_ledger_knows_plain_files(root, clock):
     assert (told.state, told.writer, told.lives, told.bytes) == ("leased", "router a", True, 2 * PAGE)
     assert (told.since, told.deadline) == (5000.5, 5010.5)
     assert (found["draft-plain-1388-1"].state, found["draft-plain-1388-1"].since) == ("writing", 5.0)
-    assert ledger(root, clock.now).bytes == taken(root)
-    crash_plains(plains)
+    assert ledger(root, clock.now).bytes == bytes_below(root)
+    crash_plain_files(plains)
     states = {entry.state for entry in ledger(root, clock.now).entries if entry.path.endswith(".png")}
     assert states == {"expired"}
 
@@ -185,7 +185,7 @@ def test_what_a_dead_writer_left_is_kept_until_its_deadline_and_half_of_a_file_n
     (plains.folder / "draft-plain-1-1").write_bytes(b"half")
     clock.now += 10
     assert reclaim(root, clock.now).files == 0  # its writer lives
-    crash_plains(plains)
+    crash_plain_files(plains)
     first = reclaim(root, clock.now)
     assert (first.files, first.kept, first.pools, first.bytes) == (2, 2, 0, 2 * PAGE)
     assert not short.path.exists()
@@ -203,7 +203,7 @@ def test_a_deadline_further_away_than_any_lease_lasts_protects_nothing(root, clo
     files = [plains.put(b"x"), plains.put(b"y")]
     for file, seconds in zip(files, (MAX_LEASE_SECONDS, MAX_LEASE_SECONDS + 2), strict=True):
         os.utime(file.path, (0, clock.now + seconds))
-    crash_plains(plains)
+    crash_plain_files(plains)
     assert (reclaim(root, clock.now).kept, [file.path.exists() for file in files]) == (1, [True, False])
 
 
@@ -234,7 +234,7 @@ def test_threads_that_write_at_once_each_have_their_own_file_and_the_bytes_are_c
         for thread in threads:
             thread.join()
         assert {file.path.read_bytes() for file in files.values()} == set(payloads)
-        assert plains.bytes == taken(plains.folder) - PAGE  # its owner file
+        assert plains.bytes == bytes_below(plains.folder) - PAGE  # its owner file
         for file in files.values():
             file.release()
         assert plains.bytes == 0

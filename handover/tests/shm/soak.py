@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unit.shm import soak_process as soakend
-from unit.shm.soak_process import LEASE_SECONDS, is_cancelled, is_plain
+from handover.tests.shm import soak_process as soakend
+from handover.tests.shm.soak_process import LEASE_SECONDS, is_cancelled, is_plain
 
 HELD = 3
 READ, FELL_BACK = "read", "fell back"

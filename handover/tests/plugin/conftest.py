@@ -1,9 +1,6 @@
-"""A clock that tests set, a packed item, and a shared folder."""
+"""Packed items, and the reason of a refusal."""
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -11,19 +8,6 @@ from mmrouter_handover.plugin.packed_item import Field, Node, Packer, Plan, Upda
 from mmrouter_handover.plugin.wire import HandOverFailed
 
 SETTINGS, NAME = "settings of both", "m1-a"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -57,11 +41,3 @@ def refusal(act: Callable[[], object]) -> str:
     except HandOverFailed as failed:
         return failed.reason
     return ""
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """A root on tmpfs where there is one."""
-    where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="mmrouter-plugin-", dir=where) as folder:
-        yield Path(folder)

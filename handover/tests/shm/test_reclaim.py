@@ -4,8 +4,8 @@ import os
 
 import msgspec
 import pytest
-from unit.shm.crashes import Clock, crash_writer, taken
 
+from handover.tests.support import Clock, bytes_below, crash_pool
 from mmrouter_handover.shm import HandOverError, Pool, Reader, ledger, reclaim
 from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS
 from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, slot_bytes
@@ -26,9 +26,9 @@ def test_a_living_writer_keeps_everything_also_what_has_expired(root, clock):
     with Pool(root, "w", limit_bytes=MIB, now=clock) as pool, Reader(root) as reader:
         handle = pool.put(b"x", "r", seconds=1).handle
         clock.now += 1000
-        before = taken(root)
+        before = bytes_below(root)
         assert reclaim(root, clock.now).slots == 0
-        assert taken(root) == before
+        assert bytes_below(root) == before
         with reader.open(handle) as view:
             assert bytes(view.data) == b"x"
 
@@ -38,7 +38,7 @@ def test_a_dead_writers_lease_is_kept_until_its_deadline_and_a_slot_that_is_read
     short, long, acknowledged = (pool.put(name, "r", seconds=s) for name, s in ((b"s", 5), (b"l", 50), (b"a", 50)))
     pool.lease(7)  # never published
     reader.open(acknowledged.handle).release()
-    crash_writer(pool)
+    crash_pool(pool)
     view = reader.open(short.handle)
     first = reclaim(root, clock.now)
     assert (first.slots, first.kept, first.pools) == (2, 2, 0)
@@ -50,7 +50,7 @@ def test_a_dead_writers_lease_is_kept_until_its_deadline_and_a_slot_that_is_read
     with reader.open(long.handle) as view:
         assert bytes(view.data) == b"l"
     assert reclaim(root, clock.now).pools == 1
-    assert taken(root) == 0
+    assert bytes_below(root) == 0
     assert os.listdir(root) == []
     reader.close()
 
@@ -71,7 +71,7 @@ def test_the_ledger_tells_every_byte_whose_it_is_and_in_which_state(root, clock)
     (root / "pool-file").write_bytes(b"n")
     (root / "pool-dangling").symlink_to("nowhere")
     found = ledger(root, clock.now)
-    assert found.bytes == taken(root)
+    assert found.bytes == bytes_below(root)
     told = {entry.path: entry for entry in found.entries}
     assert [told[lease.handle.path].state for lease in leases] == ["expired", "acknowledged", "released", "leased"]
     first = told[leases[0].handle.path]
@@ -89,7 +89,7 @@ def test_the_ledger_tells_every_byte_whose_it_is_and_in_which_state(root, clock)
     used = {entry.path: entry.used for entry in ledger(root, clock.now).entries}
     assert (used["stranger"], used["folder/inside"], used[leases[0].handle.path]) == (2e9, 3e9, None)
     assert 0 <= found.pressure <= 1
-    crash_writer(pool)
+    crash_pool(pool)
     assert not ledger(root, clock.now).entries[-1].lives
     reader.close()
 
@@ -138,7 +138,7 @@ def test_a_pool_that_is_being_made_is_not_taken_for_a_dead_one(root, clock, monk
 def test_slots_of_a_version_that_is_not_known_are_kept_for_as_long_as_any_lease_can_last(root, clock):
     pool = Pool(root, "w", limit_bytes=MIB, now=clock)
     path = root / pool.put(b"x", "r", seconds=1).handle.path
-    crash_writer(pool)
+    crash_pool(pool)
     with path.open("r+b") as file:
         file.seek(7)
         file.write(b"\x09")
@@ -153,14 +153,14 @@ def test_slots_of_a_version_that_is_not_known_are_kept_for_as_long_as_any_lease_
 def test_a_header_that_claims_the_future_does_not_keep_its_bytes(root, clock):
     pool = Pool(root, "w", limit_bytes=MIB, now=lambda: clock.now + 1e6)
     pool.put(b"x", "r")
-    crash_writer(pool)
+    crash_pool(pool)
     assert reclaim(root, clock.now).slots == 1
 
 
 def test_two_janitors_do_not_undo_each_other(root, clock):
     pool = Pool(root, "w", limit_bytes=MIB, now=clock)
     pool.put(b"x", "r", seconds=1)
-    crash_writer(pool)
+    crash_pool(pool)
     clock.now += 2
     total = reclaim(root, clock.now) + reclaim(root, clock.now)
     assert (total.slots, total.pools) == (1, 1)
@@ -171,7 +171,7 @@ def test_a_handle_to_what_was_reclaimed_is_gone_for_a_reader_that_has_it_mapped(
     pool, reader = Pool(root, "w", limit_bytes=MIB, now=clock), Reader(root)
     handle = pool.put(b"x", "r", seconds=1).handle
     reader.open(handle).release()
-    crash_writer(pool)
+    crash_pool(pool)
     assert reclaim(root, clock.now).slots == 1
     for each in (reader, Reader(root)):
         with each, pytest.raises(HandOverError, match="gone"):

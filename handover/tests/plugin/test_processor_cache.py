@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
+from handover.tests.support import Clock
 from mmrouter_handover.plugin.pending_items import Kept
 from mmrouter_handover.plugin.processor_cache import HandedOverCache, Processed
 from mmrouter_handover.plugin.wire import HandOverFailed
-
-from .conftest import Clock
 
 
 class Lru:

@@ -9,9 +9,8 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
-from unit.shm.conftest import TMPFS
-from unit.shm.crashes import Clock, crash_plains, crash_writer, taken, tried
 
+from handover.tests.support import TMPFS, Clock, bytes_below, crash_plain_files, crash_pool, outcome
 from mmrouter_handover.shm import Plains, Pool, Reader, ledger, reclaim
 from mmrouter_handover.shm.slot_sizes import file_bytes, slot_bytes
 
@@ -70,12 +69,12 @@ class Leases(RuleBasedStateMachine):
         for which in (0, 1):
             self.kill_a_writer(which)
         for pool in self.pools:
-            crash_writer(pool)
+            crash_pool(pool)
         for plains in self.plains:
-            crash_plains(plains)
+            crash_plain_files(plains)
         self.clock.now += 3600
         reclaim(self.root, self.clock.now)
-        left = taken(self.root), os.listdir(self.root)
+        left = bytes_below(self.root), os.listdir(self.root)
         shutil.rmtree(self.root)
         assert left == (0, [])
 
@@ -99,7 +98,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(target=handles, which=st.integers(0, 1), size=st.sampled_from(SIZES), seconds=st.sampled_from((1.0, 10.0)))
     def put(self, which, size, seconds):
-        found, why = tried(lambda: self.hand_over(which, size, seconds))
+        found, why = outcome(lambda: self.hand_over(which, size, seconds))
         if found is None:
             assert why == "full"
             assert self.pools[which].lent_bytes + slot_bytes(size) > LIMIT
@@ -122,7 +121,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(target=drafts, which=st.integers(0, 1), size=st.sampled_from(SIZES))
     def begin(self, which, size):
-        lease, why = tried(lambda: self.pools[which].lease(size))
+        lease, why = outcome(lambda: self.pools[which].lease(size))
         if lease is None:
             assert why == "full"
             return multiple()
@@ -142,7 +141,7 @@ class Leases(RuleBasedStateMachine):
     def open(self, item, which):
         handle, payload, _, _ = item
         key = (handle.path, handle.generation)
-        view, why = tried(lambda: self.readers[which].open(handle))
+        view, why = outcome(lambda: self.readers[which].open(handle))
         if view is None:
             assert why in ("stale", "gone")
             assert self.promised.get(key, 0.0) <= self.clock.now
@@ -155,7 +154,7 @@ class Leases(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def try_every_handle_that_there_ever_was(self, which):
         for handle, payload, *_ in self.all_handed_over:
-            view, why = tried(partial(self.readers[which].open, handle))
+            view, why = outcome(partial(self.readers[which].open, handle))
             if view is None:
                 assert why in ("stale", "gone")
                 assert self.promised.get((handle.path, handle.generation), 0.0) <= self.clock.now
@@ -189,7 +188,7 @@ class Leases(RuleBasedStateMachine):
     def put_a_plain_file(self, which, size, seconds, key):
         plains = self.plains[which]
         payload = key.encode() * size if key else self.payload(size)
-        file, why = tried(lambda: plains.put(payload, f".{size}", key=key, seconds=seconds))
+        file, why = outcome(lambda: plains.put(payload, f".{size}", key=key, seconds=seconds))
         if file is None:
             assert why == "full"
             assert plains.bytes + file_bytes(size) > LIMIT
@@ -233,8 +232,8 @@ class Leases(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def kill_a_writer(self, which):
-        crash_writer(self.pools[which], [draft for draft in self.unpublished if draft._pool is self.pools[which]])
-        crash_plains(self.plains[which])
+        crash_pool(self.pools[which], [draft for draft in self.unpublished if draft._pool is self.pools[which]])
+        crash_plain_files(self.plains[which])
         self.replace(which)
 
     def replace(self, which):
@@ -252,12 +251,12 @@ class Leases(RuleBasedStateMachine):
 
     @rule()
     def janitor(self):
-        before = taken(self.root)
+        before = bytes_below(self.root)
         folders = os.listdir(self.root)
         done = reclaim(self.root, self.clock.now)
         assert {writer.name for writer in (*self.pools, *self.plains)} <= set(os.listdir(self.root))
         assert len(folders) - len(os.listdir(self.root)) == done.pools
-        assert taken(self.root) <= before - done.bytes
+        assert bytes_below(self.root) <= before - done.bytes
         # What is held can still be read, and what is promised lies where it lay.
         for view in self.held:
             assert (self.root / view.handle.path).exists()
@@ -282,7 +281,7 @@ class Leases(RuleBasedStateMachine):
     @invariant()
     def bytes_are_conserved(self):
         found = ledger(self.root, self.clock.now)
-        assert found.bytes == taken(self.root)
+        assert found.bytes == bytes_below(self.root)
         for pool in self.pools:
             slots = [entry.bytes for entry in found.entries if entry.path.startswith(f"{pool.name}/slot-")]
             idle = sum(slot.size for slot in pool._idle_slots())

@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from handover.tests.support import Clock
 from mmrouter_handover.plugin.arena import GENERATION, HEAD_BYTES, Arena, Part
 
-from .conftest import Clock, refusal
+from .conftest import refusal
 
 LIMIT = 4096
 

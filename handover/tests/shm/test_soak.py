@@ -7,9 +7,8 @@ import os
 import random
 import time
 
-from unit.shm.crashes import taken
-from unit.shm.soak import FELL_BACK, READ, soak
-
+from handover.tests.shm.soak import FELL_BACK, READ, soak
+from handover.tests.support import bytes_below
 from mmrouter_handover.shm import ledger, reclaim
 from mmrouter_handover.shm.files import clock
 
@@ -38,7 +37,7 @@ def test_killed_writers_and_readers_fail_no_request_read_nothing_wrong_and_leave
 def nothing_is_left(root):
     """Return after how many seconds the janitor had cleared the folder."""
     began = time.monotonic()
-    while taken(root):
+    while bytes_below(root):
         reclaim(root, clock())
         assert time.monotonic() - began < 4 * LEFT_SECONDS, ledger(root, clock())
         time.sleep(0.05)

@@ -1,0 +1,67 @@
+"""Helpers of the hand-over's tests, also used by the sidecar's: crashes, byte counts, and a clock."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from mmrouter_handover.shm import HandOverError, Lease, Plains, Pool
+
+T = TypeVar("T")
+TMPFS = Path("/dev/shm")
+
+
+class Clock:
+    """A monotonic clock that the test sets, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def shared_root() -> Iterator[Path]:
+    """Make an empty root folder, on tmpfs where the machine has one."""
+    parent = TMPFS if os.access(TMPFS, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="mmrouter-handover-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def bytes_below(root: Path) -> int:
+    """Return the bytes of all files below a folder, as the kernel counts them."""
+    return sum(
+        os.lstat(os.path.join(folder, name)).st_blocks * 512 for folder, _, names in os.walk(root) for name in names
+    )
+
+
+def crash_pool(pool: Pool, drafts: Iterable[Lease] = ()) -> None:
+    """Close the file descriptors of a pool without cleaning up, as SIGKILL does.
+
+    ``drafts`` are leases that were not published: their buffers keep the mapping and its lock, so they go too.
+    """
+    for draft in drafts:
+        draft.buffer.release()
+    for slot in (*pool._lent.values(), *pool._idle_slots()):
+        slot.close()
+    os.close(pool._owner)
+    os.close(pool._folder)
+    pool._closed = True
+
+
+def crash_plain_files(plains: Plains) -> None:
+    """Close the file descriptors of a writer of plain files without cleaning up."""
+    os.close(plains._owner)
+    os.close(plains._folder)
+    plains._closed = True
+
+
+def outcome(call: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of a call, and the reason if it raised :class:`HandOverError`."""
+    try:
+        return call(), ""
+    except HandOverError as error:
+        return None, error.reason
