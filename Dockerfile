@@ -34,6 +34,7 @@ COPY router router
 COPY handover handover
 COPY sim sim
 COPY cli cli
+COPY kube kube
 RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist . && \
     docker/project.sh /opt/mmrouter
 

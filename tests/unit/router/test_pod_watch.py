@@ -11,8 +11,8 @@ import pytest
 from cluster.pki import make_keys
 from unit.router.test_pods import POD
 
+from mmrouter_kube import list_watch
 from mmrouter_router.core.settings import ApiServer
-from mmrouter_router.fleet import pod_watch as podwatch
 from mmrouter_router.fleet.pod_watch import watch_pods
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -172,7 +172,7 @@ async def test_a_list_that_is_no_json_is_asked_for_again(keys, tmp_path):
 
 
 async def test_a_server_that_ends_every_watch_at_once_is_asked_after_ever_longer_pauses(keys, tmp_path, monkeypatch):
-    monkeypatch.setattr(podwatch, "STEADY_SECONDS", 60.0)  # on a busy machine, "at once" may take a second
+    monkeypatch.setattr(list_watch, "STEADY_SECONDS", 60.0)  # on a busy machine, "at once" may take a second
     ended = (200, (), [event("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "6"}})])
     api = Api(keys, tmp_path, listing("5"), ended)
     async with api.running():
@@ -180,7 +180,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_after_ever_longer
         began = asyncio.get_running_loop().time()
         await api.until(lambda: len(api.asked) >= 5)
         # Three pauses, the first of which is half of the shortest backoff at least, and each the double of the last.
-        assert asyncio.get_running_loop().time() - began >= podwatch.FIRST_BACKOFF / 2 * (1 + 2 + 4) - 0.01
+        assert asyncio.get_running_loop().time() - began >= list_watch.FIRST_BACKOFF / 2 * (1 + 2 + 4) - 0.01
 
 
 async def test_the_token_is_read_for_every_request(keys, tmp_path):

@@ -1,0 +1,1 @@
+"""Access to the Kubernetes API that operator and router share."""
