@@ -1,4 +1,4 @@
-"""The figures in docs/performance.md: between two markers, a section per part, each from one run of that part."""
+"""Write docs/performance-figures.md: between two markers, a section per benchmark, each from one run of it."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.rows import Row, markdown
 from mmrouter_lib import native
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance-figures.md"
 BEGIN = "<!-- figures: written by python -m bench --write -->"
 END = "<!-- end of figures -->"
 SECTION = re.compile(r"^### (\w+)\n(.*?)(?=^### |\Z)", re.MULTILINE | re.DOTALL)

@@ -7,6 +7,8 @@ import msgspec
 from rich.table import Table
 
 NOT_RUN = "not run: "
+LONGEST_CELL = 120
+"""Characters of a peer's text in a Markdown table."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -85,7 +87,13 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """Return the rows as a Markdown table."""
+    """Return the rows as a Markdown table; a peer's text that is too long for a cell becomes a note below it."""
     lines = ["| figure | value | goal | met | peer |", "|---|---:|---:|---|---|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(item)) + " |" for item in rows]
-    return "\n".join(lines)
+    notes: list[str] = []
+    for item in rows:
+        *left, peer = (cell.replace("|", "\\|") for cell in cells(item))
+        if len(peer) > LONGEST_CELL:
+            notes.append(f"{len(notes) + 1}. {peer}")
+            peer = f"note {len(notes)}"
+        lines.append("| " + " | ".join([*left, peer]) + " |")
+    return "\n".join([*lines, "", *notes] if notes else lines)
