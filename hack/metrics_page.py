@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from mmrouter_lib.engines.vllm.metrics import Load
+from mmrouter_lib.engines.base.metrics import RankLoad
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_router.media.types import MediaMetrics
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
@@ -30,7 +30,7 @@ def registries() -> dict[str, CollectorRegistry]:
     MediaMetrics(router.registry)
     sidecar = SidecarMetrics()
     sidecar.watch(lambda: Counted(batches=1, events={"stored": 1}, held=1, aside=1))
-    sidecar.load.saw("", {0: Load(0, 0, 0.5)})
+    sidecar.load.saw("", {0: RankLoad(0, 0, 0.5)})
     return {"router": router.registry, "sidecar": sidecar.registry, "operator": OperatorMetrics().registry}
 
 

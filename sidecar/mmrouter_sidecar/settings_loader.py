@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError, load_deployment
 from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
-from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import LaunchError
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_sidecar.logs import log_to_stderr
 from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, to_json
@@ -34,7 +34,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
     spec = dep.spec
     pool = _pool(dep, env)
     try:
-        launch = adapter(spec.engine.type).launch(dep, pool)
+        launch = LAUNCHERS[spec.engine.type].launch(dep, pool)
     except LaunchError as error:
         raise SettingsError(f"pool {pool.name} is no engine of this release: {error}") from error
     identity_key = _read(secrets / "identity.key")

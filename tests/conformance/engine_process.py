@@ -25,6 +25,7 @@ from mmrouter_lib.api.paths import MODEL_DIR
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import Batch, Stored
 from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
+from mmrouter_lib.engines.launchers import LAUNCHERS
 
 BLOCK_SIZE = 32  # the CPU attention of vLLM takes multiples of 32 only
 START_SECONDS = 600
@@ -253,7 +254,7 @@ def command(model_dir: Path, ip: str, kind: str) -> Launch:
             "spec": spec,
         }
     )
-    made: Launch = adapter(kind).launch(dep, dep.spec.pools[0])
+    made: Launch = LAUNCHERS[dep.spec.engine.type].launch(dep, dep.spec.pools[0])
     places = {"$(POD_IP)": ip, "$(POD_LOOPBACK)": ip, "$(SGLANG_API_KEY)": API_KEY, MODEL_DIR: str(model_dir)}
     return replace(made, args=[expanded(arg, places) for arg in made.args])
 

@@ -12,7 +12,7 @@ import psutil
 from local.rig import Deployment
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmrouter_lib.engines.vllm.adapter import API_KEY_ENV
+from mmrouter_lib.engines.vllm.launch import API_KEY_ENV
 
 
 @dataclass(frozen=True)

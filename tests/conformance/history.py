@@ -10,7 +10,7 @@ from local.rig import Deployment
 
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 
 END = b"\xff" * 8
 

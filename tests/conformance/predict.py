@@ -11,7 +11,8 @@ from conformance.workload import Case
 
 from mmrouter_lib import families
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
-from mmrouter_lib.engines.vllm.adapter import ImageRewrite, rewrite_chat
+from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.families import Family
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.media_identity import media_identity, to_wire

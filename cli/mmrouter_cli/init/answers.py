@@ -11,7 +11,7 @@ import yaml
 
 from mmrouter_lib.api import AcceleratorKind, EngineType, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import NAME_LENGTH
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS, SGLANG_VERSION, VLLM_VERSION
+from mmrouter_operator.render.pod.accelerators import ACCELERATORS, ENGINE_VERSIONS
 
 ENGINES: Final = get_args(EngineType)
 KINDS: Final = get_args(AcceleratorKind)
@@ -190,13 +190,12 @@ def _image_lines(answers: Answers) -> str:
 
 
 def _placeholder(answers: Answers) -> str:
-    version = SGLANG_VERSION if answers.engine == "sglang" else VLLM_VERSION
+    version = ENGINE_VERSIONS[answers.engine]
     return f"registry.example/{answers.engine}-{answers.accelerator}:{version}"
 
 
 def _published(engine_type: str, kind: str) -> str:
-    row = ACCELERATORS[_kind(kind)]
-    return row.sglang_image if engine_type == "sglang" else row.vllm_image
+    return ACCELERATORS[_kind(kind)].images.get(engine_type, "")
 
 
 def _kind(text: str) -> AcceleratorKind:

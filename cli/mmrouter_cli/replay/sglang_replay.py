@@ -17,7 +17,7 @@ from mmrouter_cli.replay.model_folder import load as load_model
 from mmrouter_cli.replay.report import Report
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines.base.events import Cleared, EventError, Stored
-from mmrouter_lib.engines.sglang.adapter import decode_batch
+from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import (
     SENTINEL_BASE,
     legacy_sentinels,

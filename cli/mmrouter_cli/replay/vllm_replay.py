@@ -14,7 +14,7 @@ from mmrouter_cli.replay.report import Report
 from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
 from mmrouter_lib.block_keys import block_keys, chain, namespace_seed
 from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 
 KEY = bytes(range(32))
 """Any key does: a replay is one deployment, alone."""

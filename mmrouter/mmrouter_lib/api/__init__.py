@@ -11,9 +11,9 @@ from mmrouter_lib.api.deployment import (
     parse_deployment,
     to_json,
 )
-from mmrouter_lib.api.owned_flags import EngineType
+from mmrouter_lib.api.engine_types import ENGINE_TYPES, EngineType
 from mmrouter_lib.api.quantity import quantity_bytes, quantity_value
-from mmrouter_lib.api.sections.accelerator import DEFAULT_BLOCK_SIZE, Accelerator, AcceleratorKind
+from mmrouter_lib.api.sections.accelerator import Accelerator, AcceleratorKind
 from mmrouter_lib.api.sections.engine import ChatTemplate, Engine, ProcessorOptions
 from mmrouter_lib.api.sections.frontend import ApiKeys, Frontend, Service
 from mmrouter_lib.api.sections.model import Model
@@ -25,7 +25,7 @@ from mmrouter_lib.api.status import Condition, FrontendStatus, PoolStatus, Routi
 
 __all__ = [
     "API_VERSION",
-    "DEFAULT_BLOCK_SIZE",
+    "ENGINE_TYPES",
     "KIND",
     "Accelerator",
     "AcceleratorKind",

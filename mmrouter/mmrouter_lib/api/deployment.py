@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from mmrouter_lib.api.base import DNS_LABEL
+from mmrouter_lib.api.engine_types import ENGINE_TYPES
 from mmrouter_lib.api.rules import Resource
-from mmrouter_lib.api.sections.accelerator import DEFAULT_BLOCK_SIZE, DEFAULT_PAGE_SIZE
 from mmrouter_lib.api.sections.pools import Pool
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.api.status import Status
@@ -102,8 +102,8 @@ def to_json(dep: MMRouterDeployment) -> dict[str, Any]:
 
 def block_size_of(dep: MMRouterDeployment, pool: Pool) -> int:
     """Return a pool's tokens per KV block: its own, else the engine's, else the default of engine and accelerator."""
-    default = DEFAULT_PAGE_SIZE if dep.spec.engine.type == "sglang" else DEFAULT_BLOCK_SIZE
-    return pool.block_size or dep.spec.engine.block_size or default[pool.accelerator.kind]
+    defaults = ENGINE_TYPES[dep.spec.engine.type].default_block_sizes
+    return pool.block_size or dep.spec.engine.block_size or defaults[pool.accelerator.kind]
 
 
 def _explain(detail: Any) -> tuple[str, str]:

@@ -1,9 +1,12 @@
 """`spec`: everything a user says, and the rules that hold between its sections."""
 
+from collections.abc import Callable
+
 from pydantic import Field, model_validator
 
 from mmrouter_lib.api import owned_flags as flags
 from mmrouter_lib.api.base import by_key
+from mmrouter_lib.api.engine_types import ENGINE_TYPES, EngineTraits
 from mmrouter_lib.api.rules import Broken, Resource, broken, rule
 from mmrouter_lib.api.sections.engine import Engine
 from mmrouter_lib.api.sections.frontend import Frontend
@@ -16,6 +19,11 @@ from mmrouter_lib.api.sections.routing import Routing
 def _any(role: Role) -> str:
     """CEL for: a pool of that role is there."""
     return f"self.pools.exists(p, p.role == '{role}')"
+
+
+def _engine_is(able: Callable[[EngineTraits], bool]) -> str:
+    """CEL for: the engine type has a trait."""
+    return " || ".join(f"self.engine.type == '{traits.type}'" for traits in ENGINE_TYPES.values() if able(traits))
 
 
 class Spec(Resource):
@@ -96,20 +104,22 @@ class Spec(Resource):
         return Broken(f"pools[{self._first('encoder')}].weight", "one encoder pool must have a weight above 0")
 
     @rule(
-        "pools", "renderer pools exist for engine type vllm only", f"self.engine.type == 'vllm' || !{_any('renderer')}"
+        "pools",
+        "renderer pools exist for engine type vllm only",
+        f"{_engine_is(lambda traits: traits.has_renderers)} || !{_any('renderer')}",
     )
-    def _renderers_are_vllm(self) -> bool | Broken:
-        if self.engine.type == "vllm" or self._first("renderer") is None:
+    def _renderers_are_supported(self) -> bool | Broken:
+        if ENGINE_TYPES[self.engine.type].has_renderers or self._first("renderer") is None:
             return True
         return Broken(f"pools[{self._first('renderer')}].role", "renderer pools exist for engine type vllm only")
 
     @rule(
         "routing.transfer",
         "transfer: shm and nixl are for engine type vllm; SGLang engines process images themselves",
-        "self.engine.type == 'vllm' || self.routing.transfer == 'none'",
+        f"{_engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer == 'none'",
     )
-    def _transfer_is_vllm(self) -> bool:
-        return self.engine.type == "vllm" or self.routing.transfer == "none"
+    def _transfer_is_supported(self) -> bool:
+        return ENGINE_TYPES[self.engine.type].supports_transfer or self.routing.transfer == "none"
 
     @rule(
         "routing.transfer",

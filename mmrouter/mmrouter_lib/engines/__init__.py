@@ -1,22 +1,22 @@
-"""One file per engine: launch flags, event decoding, request rewriting, metric names."""
+"""Engine adapters: launch flags, event decoding, request rewriting and metric names of each engine type."""
 
-from types import ModuleType
+from collections.abc import Mapping
+from typing import Final
+
+from mmrouter_lib.engines.base.adapter import EngineAdapter
+from mmrouter_lib.engines.sglang.adapter import SGLANG
+from mmrouter_lib.engines.vllm.adapter import VLLM
+
+__all__ = ["ADAPTERS", "EngineAdapter", "adapter"]
+
+ADAPTERS: Final[Mapping[str, EngineAdapter]] = {adapter.type: adapter for adapter in (VLLM, SGLANG)}
 
 
-def adapter(engine_type: str) -> ModuleType:
-    """Return the module of an engine (``spec.engine.type``): ``mmrouter_lib.engines.vllm.adapter`` or ``.sglang``.
-
-    Both offer ``decode_batch``, ``launch``, ``OWNED_FLAGS``, ``rewrite_chat``, ``prompt_error_field``, ``METRICS``,
-    ``parse_load``, ``parse_block_size``, ``REFUSED_FIELDS`` and ``FAMILIES``. Raises ``ValueError`` for another engine.
-    """
-    # The adapters import the resource's models, which import the adapters' flags: the arrow is taken at call time.
-    match engine_type:
-        case "vllm":
-            from mmrouter_lib.engines.vllm import adapter as vllm  # noqa: PLC0415
-
-            return vllm
-        case "sglang":
-            from mmrouter_lib.engines.sglang import adapter as sglang  # noqa: PLC0415
-
-            return sglang
-    raise ValueError(f"there is no adapter for engine type {engine_type!r}, only for vllm and sglang")
+def adapter(engine_type: str) -> EngineAdapter:
+    """Return the adapter of ``spec.engine.type``. Raises ``ValueError`` for another engine."""
+    try:
+        return ADAPTERS[engine_type]
+    except KeyError:
+        raise ValueError(
+            f"there is no adapter for engine type {engine_type!r}, only for {' and '.join(ADAPTERS)}"
+        ) from None

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
-from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import chosen_flags
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
 LAYOUT: Final = "mmrouter.io/kv-layout"
@@ -71,15 +71,15 @@ def layouts(dep: MMRouterDeployment) -> dict[str, dict[str, str]]:
     What a pool leaves to its engine counts as what the others say, where they agree and an engine may choose it.
     """
     pools = [pool for pool in dep.spec.pools if pool.role in SET_ROLES]
-    engine = adapter(dep.spec.engine.type)
-    said: dict[str, dict[str, str]] = {pool.name: _said(dep, pool, engine.KV_EXACT_FLAGS) for pool in pools}
-    for flag, choices in engine.KV_EXACT_FLAGS.items():
+    engine = LAUNCHERS[dep.spec.engine.type]
+    said: dict[str, dict[str, str]] = {pool.name: _said(dep, pool, engine.kv_exact_flags) for pool in pools}
+    for flag, choices in engine.kv_exact_flags.items():
         values = {layout[flag] for layout in said.values()} - {""}
         chosen = {value for value in values if choices is None or value in choices}
         if len(chosen) == 1:
             for layout in said.values():
                 layout[flag] = layout[flag] or next(iter(chosen))
-    if engine.KV_EXACT_BLOCK_SIZE:
+    if engine.kv_exact_block_size:
         for pool in pools:
             said[pool.name]["blockSize"] = str(block_size_of(dep, pool))
     return said

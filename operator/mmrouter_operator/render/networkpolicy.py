@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Role
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import BOOTSTRAP_PORT, SIDE_CHANNEL_PORT
 from mmrouter_lib.engines.base.launch import HTTP_PORT as ENGINE_PORT
 from mmrouter_operator.model.config import OperatorConfig
@@ -118,8 +119,8 @@ def _transferring(dep: MMRouterDeployment) -> list[Role]:
 def _transfer_policy(dep: MMRouterDeployment, roles: list[Role]) -> dict[str, Any]:
     engines = engine_pods(dep, *roles)
     ports: list[int | tuple[int, int]] = list(TRANSFER_PORTS)
-    if dep.spec.engine.type == "sglang":
-        ports.insert(0, ENGINE_PORT)  # a language engine asks the encoders itself
+    if adapter(dep.spec.engine.type).asks_encoders_itself:
+        ports.insert(0, ENGINE_PORT)
     peers = [{"podSelector": engines}]
     return _policy(
         dep,

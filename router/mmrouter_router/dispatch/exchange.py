@@ -83,7 +83,7 @@ class Exchange:
 
     def __init__(self, upstream: Upstream, engine: EngineType, engine_key: str) -> None:
         self._upstream = upstream
-        self._request_id_header: str = getattr(adapter(engine), "REQUEST_ID_HEADER", "x-request-id")
+        self._request_id_header = adapter(engine).request_id_header
         self._authorization = f"Bearer {engine_key}"
 
     async def post(self, target: Target, request_id: str, path: str, body: Body, headers: Mapping[str, str]) -> Answer:

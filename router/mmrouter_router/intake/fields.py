@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmrouter_lib.api import EngineType
-from mmrouter_lib.engines.vllm.adapter import REFUSED_FIELDS, REFUSED_XARGS
+from mmrouter_lib.engines.vllm.request import REFUSED_FIELDS, REFUSED_XARGS
 
 Cause = Literal[
     "unknown_field",

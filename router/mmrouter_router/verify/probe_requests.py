@@ -18,6 +18,7 @@ from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import EventError, Stored
 from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.base.request import ImageRewrite
 from mmrouter_lib.engines.sglang.disaggregation import decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
@@ -119,9 +120,7 @@ class OwnRequests:
             messages = _messages(nonce, head, tail, system=system)
             uri = f"data:{picture.mime};base64," + base64.b64encode(picture.data).decode()
             body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
-            image = self._adapter.ImageRewrite(
-                message=len(messages) - 1, part=1, url=uri, uuid=to_wire(picture.identity)
-            )
+            image = ImageRewrite(message=len(messages) - 1, part=1, url=uri, uuid=to_wire(picture.identity))
             rewritten = self._adapter.rewrite_chat(body, [image], model=self._model, cache_salt=None).body
             try:
                 ids, spans = await self._prompt(messages, rewritten, picture)

@@ -8,7 +8,6 @@ import aiohttp
 
 from mmrouter_lib import metadata_digests as metadata
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.sglang.server_info import INFO_PATH, MODEL_PATH, parse_info
 from mmrouter_sidecar.feed.relay import Relay
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
@@ -42,7 +41,7 @@ class Probe:
         self._base = f"http://{settings.pod_ip}:{settings.ports.engine}"
         self._failures = 0
         self._adapter = adapter(settings.engine)
-        self._path = settings.health_path or self._adapter.HEALTH_PATH
+        self._path = settings.health_path or self._adapter.health_path
         heavy = settings.health_seconds > HEAVY_SECONDS
         self._period = HEAVY_PERIOD if heavy else 0.0
         self._patience = aiohttp.ClientTimeout(total=settings.health_seconds) if heavy else TIMEOUT
@@ -104,17 +103,14 @@ class Probe:
 
         See docs/engine-facts/sglang.md#http-endpoints.
         """
-        if self._settings.engine != "sglang":
-            version = (await self._json(session, "/version")).get("version")
-            return {"version": version if isinstance(version, str) else ""}
-        server, model = await self._json(session, INFO_PATH), await self._json(session, MODEL_PATH)
-        if not (server and model):
+        paths = self._adapter.info_paths
+        info = self._adapter.parse_info([await self._json(session, path) for path in paths])
+        if info is None:
             return {}
-        info = parse_info(server, model)
         if info.version and not info.publishes:
-            log.error("the engine publishes no KV events: %s says so", INFO_PATH)
-        known = {} if info.block_size is None else {"block_size": info.block_size}
-        return {"version": info.version, "identity": info.facts, **known}
+            log.error("the engine publishes no KV events according to %s", paths[0])
+        block_size = {} if info.block_size is None else {"block_size": info.block_size}
+        return {"version": info.version, "identity": info.facts, **block_size}
 
     async def _json(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
         try:

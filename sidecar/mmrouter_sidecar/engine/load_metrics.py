@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from mmrouter_lib.engines.vllm.metrics import Load
+from mmrouter_lib.engines.base.metrics import RankLoad
 
 LOOKS = 60
 """Looks over which ``mmrouter_sidecar_busy_ratio`` is taken: a minute, at one look a second."""
@@ -20,10 +20,10 @@ class EngineLoad:
     def __init__(self) -> None:
         self.text = ""
         """The engine's own metrics, as it wrote them; empty while it is down."""
-        self._ranks: Mapping[int, Load] = {}
+        self._ranks: Mapping[int, RankLoad] = {}
         self._busy: deque[bool] = deque(maxlen=LOOKS)
 
-    def saw(self, text: str, ranks: Mapping[int, Load]) -> None:
+    def saw(self, text: str, ranks: Mapping[int, RankLoad]) -> None:
         """Keep a look: the text and each rank's load in it."""
         self.text, self._ranks = text, ranks
         if ranks:

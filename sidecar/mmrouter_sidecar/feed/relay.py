@@ -14,9 +14,8 @@ import msgspec
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
+from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import Batch, EventError
-from mmrouter_lib.engines.sglang import adapter as sglang
-from mmrouter_lib.engines.vllm import adapter as vllm
 from mmrouter_sidecar.blocks.journal import Epoch, Flush, Journal, Record, Verdict
 from mmrouter_sidecar.blocks.ledger import Change, Ledger, Op
 from mmrouter_sidecar.engine.event_order import SAME_ENGINE
@@ -33,7 +32,6 @@ DISCONNECTED = "disconnected"
 """Reason of an epoch that begins because the engine's connection ended."""
 
 Decoder = Callable[[bytes], Batch]
-DECODERS: dict[str, Decoder] = {"vllm": vllm.decode_batch, "sglang": sglang.decode_batch}
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -63,11 +61,11 @@ class Relay:
     ) -> None:
         self._settings, self._metrics, self._publish = settings, metrics, publish
         self._clock, self._monotonic = clock, monotonic
-        if settings.engine not in DECODERS:
+        if settings.engine not in ADAPTERS:
             raise SettingsError(
-                f"engine.type: events of {settings.engine!r} cannot be read, only {', '.join(DECODERS)}"
+                f"engine.type: events of {settings.engine!r} cannot be read, only {', '.join(ADAPTERS)}"
             )
-        self._decode = DECODERS[settings.engine]
+        self._decode = ADAPTERS[settings.engine].decode_batch
         self.ledger = Ledger(settings.seed)
         self.canaries = Canaries(0)
         self.facts = EngineFacts(revision=settings.revision)

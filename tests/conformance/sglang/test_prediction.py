@@ -21,8 +21,11 @@ from conformance.scenarios import Scenario, faults, fetched, scenarios, served_i
 from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
 
 from mmrouter_lib.engines.base.events import Batch, Cleared
-from mmrouter_lib.engines.sglang.adapter import ImageRewrite, decode_batch, parse_info, rewrite_chat
+from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import artifact_hash, sentinels
+from mmrouter_lib.engines.sglang.request import rewrite_chat
+from mmrouter_lib.engines.sglang.server_info import INFO_PATHS, parse_info
 from mmrouter_router.sentinels.fill import fill
 from mmrouter_router.sentinels.provider import plan
 
@@ -131,7 +134,8 @@ def run(
 
 def fingerprint_of(served: Engine) -> str:
     """Return what the router's provider makes of the engine's own account, at its first try."""
-    info = parse_info(served.client.get("/server_info").json(), served.client.get("/model_info").json())
+    info = parse_info([served.client.get(path).json() for path in INFO_PATHS])
+    assert info is not None
     chosen = plan(info.version, info.facts)
     assert chosen.candidates, chosen.why
     return chosen.candidates[0].digest()

@@ -44,7 +44,7 @@ from local.rig import Deployment, running, wait_for
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
 from mmrouter_lib.engines.base.launch import REPLAY_PORT
-from mmrouter_lib.engines.sglang.adapter import decode_batch
+from mmrouter_lib.engines.sglang.events import decode_batch
 
 MODELS = {"learned": "Qwen/Qwen2.5-VL-7B-Instruct", "artifact": "Qwen/Qwen3-VL-2B-Instruct"}
 FAMILIES = {"learned": "qwen2_5_vl", "artifact": "qwen3_vl"}

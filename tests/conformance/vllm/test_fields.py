@@ -20,7 +20,8 @@ from conformance.workload import STORY, WEATHER
 from prometheus_client import CollectorRegistry
 
 from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.engines.vllm.adapter import ImageRewrite, prompt_error_field, rewrite_chat
+from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.vllm.request import prompt_error_field, rewrite_chat
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import CurveKeys, Settings

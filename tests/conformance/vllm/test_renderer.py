@@ -15,7 +15,7 @@ from conformance.rendering import renderer
 from conformance.workload import workload
 
 from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.engines.vllm.adapter import launch
+from mmrouter_lib.engines.vllm.launch import launch
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.renderer_client import Renderer, RendererError

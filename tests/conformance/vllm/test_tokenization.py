@@ -19,7 +19,8 @@ from conformance.rendering import Rendered, Renderer
 from conformance.vllm.conftest import Served
 from conformance.workload import Case, case, user
 
-from mmrouter_lib.engines.vllm.adapter import ImageRewrite, rewrite_chat
+from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PlaceholderError, PromptImage, render_arguments

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_lib.api import SpecError, parse_deployment
+from mmrouter_lib.api.engine_types.vllm import OWNED_FLAGS
 from mmrouter_lib.api.owned_flags import is_flag
-from mmrouter_lib.engines.vllm.adapter import OWNED_FLAGS
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_other_flags_pass(document: Any, args: list[str]) -> None:
     parse_deployment(document(engine={"type": "vllm", "args": args}))
 
 
-@given(st.sampled_from(sorted(OWNED_FLAGS)), st.sampled_from(["", "=1", "=a=b"]), st.booleans())
+@given(st.sampled_from(sorted(owned.name for owned in OWNED_FLAGS)), st.sampled_from(["", "=1", "=a=b"]), st.booleans())
 def test_underscores_and_values_never_hide_a_flag(name: str, value: str, underscores: bool) -> None:
     spelled = "--" + name[2:].replace("-", "_") if underscores and name.startswith("--") else name
     assert is_flag(spelled + value, name)

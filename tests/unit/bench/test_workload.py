@@ -2,7 +2,7 @@
 
 from bench.placing.block_workload import BLOCK_SIZE, build, split, steps, vllm_payload
 from mmrouter_lib.block_keys import block_keys
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 
 LOAD = build(workers=3, blocks_per_worker=200, queries=2)
 

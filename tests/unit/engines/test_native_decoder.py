@@ -13,15 +13,14 @@ from unit.engines.sglang_rows import capture_rows, rows
 from unit.engines.sglang_rows import captures as sglang_captures
 
 from mmrouter_lib import native
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import Batch, EventError
-from mmrouter_lib.engines.sglang import adapter as sglang
-from mmrouter_lib.engines.vllm import adapter as vllm
 
 if native.form != "native":
     pytest.skip(f"not run: {native.why}", allow_module_level=True)
 READERS: dict[str, tuple[Callable[[bytes], Batch], int]] = {
-    "vllm": (vllm.decode_batch, 4),
-    "sglang": (sglang.decode_batch, 8),
+    "vllm": (adapter("vllm").decode_batch, 4),
+    "sglang": (adapter("sglang").decode_batch, 8),
 }
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 ENGINES = pytest.mark.parametrize("engine", READERS)

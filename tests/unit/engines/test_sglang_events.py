@@ -8,7 +8,7 @@ import pytest
 from unit.engines.sglang_rows import capture_rows, rows
 
 from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Removed, Stored
-from mmrouter_lib.engines.sglang.adapter import IGNORED_REASONS, decode_batch
+from mmrouter_lib.engines.sglang.events import IGNORED_REASONS, decode_batch
 from mmrouter_lib.engines.sglang.identity import page_digest, page_hashes
 
 pytestmark = pytest.mark.usefixtures("form")

@@ -5,17 +5,11 @@ from typing import Any
 import pytest
 from unit.engines.sglang_rows import capture_rows
 
-from mmrouter_lib.engines.sglang.adapter import (
-    METRICS,
-    REFUSED_FIELDS,
-    ImageRewrite,
-    Load,
-    parse_block_size,
-    parse_info,
-    parse_load,
-    prompt_error_field,
-    rewrite_chat,
-)
+from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.sglang.metrics import METRICS, parse_block_size, parse_load
+from mmrouter_lib.engines.sglang.request import REFUSED_FIELDS, prompt_error_field, rewrite_chat
+from mmrouter_lib.engines.sglang.server_info import parse_info
 
 URI = "data:image/png;base64,AAAA"
 
@@ -106,16 +100,17 @@ sglang:token_usage{dp_rank="1"} 0.25
 sglang:token_usage{dp_rank="0"} NaN
 sglang:page_size{dp_rank="0"} 32.0
 """
-    assert parse_load(text) == {0: Load(3.0, 0.0, 0.0), 1: Load(0.0, 2.0, 0.25)}
+    assert parse_load(text) == {0: RankLoad(3.0, 0.0, 0.0), 1: RankLoad(0.0, 2.0, 0.25)}
     assert parse_block_size(text) == 32
-    assert parse_load("sglang:num_running_reqs 1.0\n") == {0: Load(1.0, 0.0, 0.0)}
+    assert parse_load("sglang:num_running_reqs 1.0\n") == {0: RankLoad(1.0, 0.0, 0.0)}
     assert parse_load("") == {}
     assert parse_block_size("sglang:page_size x\n") is None
 
 
 def test_what_an_engine_says_of_itself_is_what_identity_needs() -> None:
     rows = {row["case"]: row["reply"] for row in capture_rows("qwen3_vl.page4.jsonl")}
-    info = parse_info(rows["server_info.kv_events"], rows["model_info"])
+    info = parse_info([rows["server_info.kv_events"], rows["model_info"]])
+    assert info is not None
     assert (info.version, info.block_size, info.publishes) == ("0.5.23", 4, True)
     assert info.facts["model_type"] == "qwen3_vl"
     assert info.facts["architectures"] == '["Qwen3VLForConditionalGeneration"]'
@@ -123,6 +118,9 @@ def test_what_an_engine_says_of_itself_is_what_identity_needs() -> None:
 
 
 def test_odd_answers_leave_things_out() -> None:
-    info = parse_info({"version": 5, "kv_events": None, "revision": None, "mm_process_config": {"image": {}}}, {})
+    server = {"version": 5, "kv_events": None, "revision": None, "mm_process_config": {"image": {}}}
+    assert parse_info([server, {}]) is None
+    info = parse_info([server, {"model_type": None}])
+    assert info is not None
     assert (info.version, info.block_size, info.publishes) == ("", None, False)
     assert info.facts == {"version": "", "revision": "null", "mm_process_config": '{"image":{}}'}

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrouter_lib.engines.base.request import ImageRewrite
 from mmrouter_lib.engines.vllm.disaggregation import (
     StageError,
     decode_request,
@@ -16,7 +17,6 @@ from mmrouter_lib.engines.vllm.disaggregation import (
     why_whole,
     with_embeddings,
 )
-from mmrouter_lib.engines.vllm.request import ImageRewrite
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 0, "stream": True}
 

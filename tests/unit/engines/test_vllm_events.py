@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_lib.block_keys import Span, block_keys, chain, namespace_seed, span_extra
-from mmrouter_lib.engines.base.events import Batch, Cleared, Ignored, Ragged, Removed, Stored
-from mmrouter_lib.engines.vllm.adapter import IGNORED_REASONS, EventError, decode_batch
+from mmrouter_lib.engines.base.events import Batch, Cleared, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.engines.vllm.events import IGNORED_REASONS, decode_batch
 from mmrouter_lib.media_identity import foreign_identity, to_wire
 
 pytestmark = pytest.mark.usefixtures("form")

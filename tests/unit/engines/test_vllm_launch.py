@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from mmrouter_lib.api import SpecError, parse_deployment
+from mmrouter_lib.api.engine_types.vllm import OWNED_FLAGS
 from mmrouter_lib.engines.base.launch import LaunchError, chosen_flags
-from mmrouter_lib.engines.vllm.adapter import KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
 from mmrouter_lib.engines.vllm.connectors import embedding_cache_bytes
+from mmrouter_lib.engines.vllm.launch import KV_LAYOUT_FLAGS, launch
 
 
 def deployment(**spec: Any) -> Any:
@@ -101,7 +102,7 @@ def test_every_flag_that_launch_sets_is_refused_from_users() -> None:
         pool={"accelerator": {"kind": "nvidia", "count": 4}, "parallelism": {"tensor": 2, "data": 2}},
     )
     flags = {arg for arg in args if arg.startswith("--")}
-    assert flags <= set(OWNED_FLAGS)
+    assert flags <= {owned.name for owned in OWNED_FLAGS}
     for flag in flags:
         with pytest.raises(SpecError, match=r"engine\.args"):
             deployment(engine={"type": "vllm", "args": [flag]})

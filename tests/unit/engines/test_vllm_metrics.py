@@ -2,7 +2,8 @@
 
 import pytest
 
-from mmrouter_lib.engines.vllm.adapter import Load, parse_block_size, parse_load
+from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.vllm.metrics import parse_block_size, parse_load
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -18,7 +19,7 @@ vllm:cache_config_info{block_size="32",engine="0",hash_block_size="16",num_gpu_b
 
 
 def test_load_is_read_per_rank() -> None:
-    assert parse_load(TEXT) == {0: Load(3, 2, 0.25), 1: Load(1, 0, 0.001)}
+    assert parse_load(TEXT) == {0: RankLoad(3, 2, 0.25), 1: RankLoad(1, 0, 0.001)}
 
 
 def test_the_engines_own_block_size_is_read_and_not_the_hash_block_size() -> None:
@@ -41,4 +42,4 @@ def test_what_is_not_said_is_not_invented(text: str) -> None:
 
 
 def test_samples_without_labels_belong_to_rank_zero() -> None:
-    assert parse_load("vllm:num_requests_waiting 4\n") == {0: Load(0, 4, 0)}
+    assert parse_load("vllm:num_requests_waiting 4\n") == {0: RankLoad(0, 4, 0)}

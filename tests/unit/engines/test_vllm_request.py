@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from mmrouter_lib.engines.vllm.adapter import REFUSED_FIELDS, ImageRewrite, prompt_error_field, rewrite_chat
+from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.vllm.request import REFUSED_FIELDS, prompt_error_field, rewrite_chat
 
 BIG = "data:image/png;base64," + "A" * 1_000_000
 

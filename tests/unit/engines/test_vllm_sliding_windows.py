@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mmrouter_lib.block_keys import block_keys, namespace_seed
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.feed import Group, deciding
 from mmrouter_router.fleet.index import Index, window_blocks
 from mmrouter_sidecar.blocks.ledger import Ledger

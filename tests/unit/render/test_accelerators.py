@@ -12,7 +12,7 @@ from unit.render.objects import Object, change, container, pod_of, variables, wi
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, block_size_of, to_json
 from mmrouter_lib.block_keys import Span, block_keys
-from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.pod.accelerators import ACCELERATORS
@@ -164,12 +164,6 @@ def test_pool_and_user_add_to_selector_and_tolerations(whole: MMRouterDeployment
     assert [item["key"] for item in pod["tolerations"]] == ["amd.com/gpu", "spot"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_block_sizes_are_those_of_the_api(shortest: MMRouterDeployment, kind: str) -> None:
-    dep = with_pool(shortest, accelerator={"kind": kind})
-    assert ACCELERATORS[kind].block_size == block_size_of(dep, dep.spec.pools[0])  # type: ignore[index]
-
-
 @pytest.mark.parametrize(
     ("engine", "kind", "image"),
     [
@@ -231,7 +225,7 @@ def test_each_role_is_launched_or_refused_with_the_field_that_helps(
     refused = set()
     for pool in base.spec.pools:
         try:
-            assert adapter(engine).launch(base, pool).args
+            assert LAUNCHERS[engine].launch(base, pool).args
         except ValueError as error:
             refused.add((pool.role, getattr(error, "path", "")))
     no_embeddings = {("encoder", "engine.ecConnector"), ("prefill", "engine.ecConnector")}

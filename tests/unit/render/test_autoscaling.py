@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_lib.api import MMRouterDeployment, quantity_value, to_json
-from mmrouter_lib.engines.vllm.metrics import Load
+from mmrouter_lib.engines.base.metrics import RankLoad
 from mmrouter_operator.model.capabilities import KEDA_API, Capabilities
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.autoscaling import METRICS, ROLES, quantity
@@ -116,7 +116,7 @@ def test_the_query_uses_labels_that_the_pod_monitor_gives(whole: MMRouterDeploym
 
 def test_every_metric_is_one_that_a_sidecar_exports() -> None:
     load = EngineLoad()
-    load.saw("", {0: Load()})
+    load.saw("", {0: RankLoad()})
     assert set(METRICS.values()) <= {family.name for family in load.collect()}
     assert set(METRICS) == set(ROLES)
 

@@ -8,7 +8,7 @@ from unit.render.test_children import GOLDENS, load
 from unit.render.test_pods_inputs import COMPATIBILITY, hashes, templates
 
 from mmrouter_lib.api import MMRouterDeployment, to_json
-from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.render import SecretData, render
 from mmrouter_operator.render.kv_layouts import LAYOUT, unequal
 
@@ -111,5 +111,4 @@ def test_unequal_pools_are_one_set_that_changes_together_and_their_hashes_tell_o
 @pytest.mark.parametrize("engine", list(DISAGGREGATED))
 def test_what_keeps_pools_apart_is_among_what_makes_another_set(engine: str) -> None:
     """Else the label would change under pods whose set, and hash, stay as they are."""
-    known = adapter(engine)
-    assert known.KV_EXACT_FLAGS.keys() <= known.KV_LAYOUT_FLAGS
+    assert LAUNCHERS[engine].kv_exact_flags.keys() <= LAUNCHERS[engine].kv_layout_flags

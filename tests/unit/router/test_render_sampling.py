@@ -12,7 +12,8 @@ import uvicorn
 from unit.router.test_prepare import MODEL, image, prepare, text  # noqa: F401  (a fixture)
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.vllm.adapter import ImageRewrite, rewrite_chat
+from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.explain.decisions import Trace
 from mmrouter_router.fleet.workers import Member

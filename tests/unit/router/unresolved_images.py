@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmrouter_lib.block_keys import Span, namespace_seed
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.prompt import PromptImage, expand_ids
 from mmrouter_router.fleet.index import Index

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.feed import Group
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_sidecar.blocks.block_table import Cache

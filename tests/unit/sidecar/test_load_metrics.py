@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
 
-from mmrouter_lib.engines.vllm.metrics import Load
+from mmrouter_lib.engines.base.metrics import RankLoad
 from mmrouter_sidecar.engine.load_metrics import LOOKS, EngineLoad
 
 RANKS = """\
@@ -18,7 +18,7 @@ vllm:num_requests_waiting{engine="1"} 5.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 vllm:kv_cache_usage_perc{engine="1"} 0.75
 """
-IDLE, BUSY = {0: Load(), 1: Load()}, {0: Load(), 1: Load(running=1.0)}
+IDLE, BUSY = {0: RankLoad(), 1: RankLoad()}, {0: RankLoad(), 1: RankLoad(running=1.0)}
 
 
 def gauges(load: EngineLoad) -> dict[str, float]:
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_the_ranks_of_an_engine_are_one_value() -> None:
     load = EngineLoad()
-    load.saw("", {0: Load(3, 2, 0.25), 1: Load(0, 5, 0.75)})
+    load.saw("", {0: RankLoad(3, 2, 0.25), 1: RankLoad(0, 5, 0.75)})
     assert gauges(load) == {
         "mmrouter_sidecar_kv_usage_ratio": 0.5,
         "mmrouter_sidecar_queue_depth": 7.0,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.feed import deciding
 from mmrouter_lib.media_identity import foreign_identity
 from mmrouter_router.fleet.index import Index, window_blocks

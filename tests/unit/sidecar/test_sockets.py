@@ -17,7 +17,7 @@ import zmq.asyncio
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, chain
 from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_sidecar.engine import sockets as engine_module
 
 REPOSITORY = Path(__file__).parents[3]

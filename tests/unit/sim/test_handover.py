@@ -11,7 +11,7 @@ import zmq.asyncio
 from unit.sim.test_events import ask
 from unit.sim.test_http import LONG, image, png, samples, text
 
-from mmrouter_lib.engines.vllm.adapter import decode_batch
+from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_sim.encoder_engine import Kept
 from mmrouter_sim.vllm.flags import parse
 

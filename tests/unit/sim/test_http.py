@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmrouter_lib.engines.vllm.adapter import Load, parse_load
+from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.vllm.metrics import parse_load
 from mmrouter_sim.media import default_identifier
 
 CHAT = "/v1/chat/completions"
@@ -345,7 +346,7 @@ async def test_metrics_carry_the_engines_names_and_labels(serve):
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total"):
         assert ("vllm:" + name, "1") in values
     assert sum(v for (name, _), v in values.items() if name == "vllm:time_to_first_token_seconds_count") == 2
-    assert parse_load(page) == {rank: Load(running=0, waiting=0, kv_usage=0.0) for rank in (0, 1)}
+    assert parse_load(page) == {rank: RankLoad(running=0, waiting=0, kv_usage=0.0) for rank in (0, 1)}
 
 
 async def test_a_rank_header_pins_the_rank(serve):

@@ -125,7 +125,7 @@ def test_the_rendered_command_line_is_understood():
 
 def test_every_flag_that_we_render_is_known(tiny):
     api = pytest.importorskip("mmrouter_lib.api")
-    from mmrouter_lib.engines.vllm.adapter import launch
+    from mmrouter_lib.engines.vllm.launch import launch
 
     worker = {"name": "w", "role": "worker", "accelerator": {"kind": "cpu"}, "parallelism": {"data": 2, "tensor": 2}}
     deployment = api.parse_deployment(

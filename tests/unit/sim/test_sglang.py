@@ -15,8 +15,11 @@ import zmq.asyncio
 from PIL import Image
 
 from mmrouter_lib.engines.base.events import Cleared
-from mmrouter_lib.engines.sglang.adapter import Load, decode_batch, parse_info, parse_load
+from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash, page_hashes, run_ids, sentinels
+from mmrouter_lib.engines.sglang.metrics import parse_load
+from mmrouter_lib.engines.sglang.server_info import parse_info
 from mmrouter_sim.core.events import encode_events
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
@@ -244,7 +247,9 @@ async def test_events_hold_sentinels_that_the_router_can_compute(serve_sglang, u
         status, info = await client.get("/server_info")
         assert (status, info["kv_events"]["block_size"], info["kv_events"]["endpoint_port_base"]) == (200, 16, port)
         _, model = await client.get("/model_info")
-        facts = parse_info(info, model).facts
+        parsed = parse_info([info, model])
+        assert parsed is not None
+        facts = parsed.facts
         assert (facts["version"], facts["model_type"]) == ("0.5.23", "qwen2_vl")
         data = png()
         _, reply = await client.chat(
@@ -275,7 +280,7 @@ async def test_probes_and_metrics_are_open_and_the_rest_wants_the_key(serve_sgla
         assert await client.get(path) == (401, {"error": "Unauthorized"})
         assert (await client.get(path, headers={"authorization": "Bearer k"}))[0] == 200
     _, page = await client.get("/metrics")
-    assert parse_load(page) == {0: Load(), 1: Load()}
+    assert parse_load(page) == {0: RankLoad(), 1: RankLoad()}
     client.engine.draining = True
     assert (await client.get("/ready"))[0] == 503
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}

@@ -9,27 +9,6 @@ from mmrouter_lib.api.rules import Broken, Resource, broken, rule
 
 AcceleratorKind = Literal["nvidia", "amd", "intel-i915", "intel-xe", "gaudi", "cpu"]
 
-DEFAULT_BLOCK_SIZE: dict[AcceleratorKind, int] = {
-    "nvidia": 16,
-    "amd": 16,
-    "intel-i915": 64,
-    "intel-xe": 64,
-    "gaudi": 128,
-    "cpu": 128,
-}
-"""Tokens per vLLM block where neither pool nor engine says: the engine's own defaults per platform."""
-
-DEFAULT_PAGE_SIZE: dict[AcceleratorKind, int] = {
-    "nvidia": 16,
-    "amd": 16,
-    "intel-i915": 64,
-    "intel-xe": 64,
-    "gaudi": 64,
-    "cpu": 16,
-}
-"""Tokens per SGLang page where neither pool nor engine says. The engine's own default is 1, a hash for every token;
-16 is the smallest that its attention backends for CUDA take, 64 the smallest of those for XPU."""
-
 
 class Claim(Resource):
     """A claim on devices by dynamic resource allocation (DRA)."""

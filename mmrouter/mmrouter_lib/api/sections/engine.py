@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from mmrouter_lib.api import owned_flags as flags
 from mmrouter_lib.api.base import Argument, ConfigMapKey, Image, Opaque
-from mmrouter_lib.api.owned_flags import EngineType
+from mmrouter_lib.api.engine_types import EngineType
 from mmrouter_lib.api.rules import Resource, immutable, rule
 
 BlockSize = Annotated[int, Field(ge=1, le=1024)]

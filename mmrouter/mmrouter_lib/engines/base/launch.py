@@ -1,12 +1,12 @@
 """What every adapter's ``launch`` returns, and the ports of an engine pod (docs/architecture.md)."""
 
 import json
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mmrouter_lib.api import MMRouterDeployment
+    from mmrouter_lib.api import EngineType, MMRouterDeployment, Pool
 
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
@@ -33,6 +33,24 @@ class Launch:
     """Name -> port on which other engines reach this one, besides :data:`HTTP_PORT`."""
     health_seconds: int = 5
     """How long an answer of the health path may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLauncher:
+    """How one engine type is started, and which of its flags decide whether two engines can exchange KV blocks."""
+
+    type: "EngineType"
+    launch: "Callable[[MMRouterDeployment, Pool], Launch]"
+    """Return the command line of one pool's engines. Raises :class:`LaunchError`."""
+    api_key_env: str
+    """Variable of the container that holds the key which requests must carry."""
+    kv_layout_flags: frozenset[str]
+    """User's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
+    kv_exact_flags: Mapping[str, frozenset[str] | None]
+    """Flags that engines which exchange KV blocks must agree on -> values that an engine may choose by itself,
+    ``None``: any."""
+    kv_exact_block_size: bool
+    """Whether engines which exchange KV blocks need the same block size."""
 
 
 class LaunchError(ValueError):

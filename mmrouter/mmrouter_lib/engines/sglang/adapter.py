@@ -1,66 +1,43 @@
-"""The SGLang adapter: everything about SGLang that the rest of the project uses, in one import.
+"""The SGLang adapter. How SGLang names images is in :mod:`mmrouter_lib.engines.sglang.identity`."""
 
-``decode_batch`` reads its events, ``rewrite_chat`` makes its requests, ``parse_load`` reads its metrics, ``launch``
-makes its command line. How it names images is in :mod:`mmrouter_lib.engines.sglang.identity`. Facts about SGLang
-stand in
-these files and nowhere else.
-"""
+from typing import Final
 
-from mmrouter_lib.engines.base.events import EventError
-from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
-from mmrouter_lib.engines.sglang.disaggregation import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
-from mmrouter_lib.engines.sglang.events import IGNORED_REASONS, decode_batch
-from mmrouter_lib.engines.sglang.launch import API_KEY_ENV, KV_LAYOUT_FLAGS, OWNED_FLAGS, launch
+from mmrouter_lib.engines.base.adapter import EngineAdapter
+from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.metrics import METRICS, parse_block_size, parse_load
-from mmrouter_lib.engines.sglang.request import (
-    REFUSED_FIELDS,
-    REFUSED_HEADER_PREFIX,
-    REFUSED_PART_FIELDS,
-    REQUEST_ID_HEADER,
-    prompt_error_field,
-    rewrite_chat,
+from mmrouter_lib.engines.sglang.request import REFUSED_FIELDS, REQUEST_ID_HEADER, prompt_error_field, rewrite_chat
+from mmrouter_lib.engines.sglang.server_info import INFO_PATHS, parse_info
+
+SGLANG: Final = EngineAdapter(
+    type="sglang",
+    # /health generates a token; /ready is cheap, and answers 503 while draining
+    # (docs/engine-facts/sglang.md#http-endpoints).
+    health_path="/ready",
+    decode_batch=decode_batch,
+    metrics=METRICS,
+    parse_load=parse_load,
+    parse_block_size=parse_block_size,
+    info_paths=INFO_PATHS,
+    parse_info=parse_info,
+    rewrite_chat=rewrite_chat,
+    prompt_error_field=prompt_error_field,
+    refused_fields=REFUSED_FIELDS,
+    request_id_header=REQUEST_ID_HEADER,
+    divergent_fields={
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "add_special_tokens": False,
+        "reasoning_effort": None,
+        "session_id": None,
+    },
+    normalizes_messages=True,
+    # SGLang expands the placeholders of some other families, LLaVA among them, in its scheduler
+    # (docs/engine-facts/sglang.md#identity-per-family).
+    families=frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}),
+    learns_image_identity=True,
+    asks_encoders_itself=True,
+    pairs_prefill_and_decode=True,
+    publishing_roles=frozenset({"worker", "prefill"}),
 )
-from mmrouter_lib.engines.sglang.server_info import INFO_PATH, EngineInfo, parse_info
-from mmrouter_lib.engines.vllm.metrics import Load
-from mmrouter_lib.engines.vllm.request import ImageRewrite, Rewritten
-
-FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md). It serves others,
-too, but expands some of them, LLaVA among them, by code of its own in its scheduler
-(docs/engine-facts/sglang.md#identity-per-family)."""
-
-HEALTH_PATH = "/ready"
-"""What a probe asks: cheap, unlike ``/health``, and 503 while draining (docs/engine-facts/sglang.md#http-endpoints)."""
-
-__all__ = [
-    "API_KEY_ENV",
-    "EVENTS_PORT",
-    "FAMILIES",
-    "HEALTH_PATH",
-    "HTTP_PORT",
-    "IGNORED_REASONS",
-    "INFO_PATH",
-    "KV_EXACT_BLOCK_SIZE",
-    "KV_EXACT_FLAGS",
-    "KV_LAYOUT_FLAGS",
-    "METRICS",
-    "OWNED_FLAGS",
-    "REFUSED_FIELDS",
-    "REFUSED_HEADER_PREFIX",
-    "REFUSED_PART_FIELDS",
-    "REPLAY_PORT",
-    "REQUEST_ID_HEADER",
-    "EngineInfo",
-    "EventError",
-    "ImageRewrite",
-    "Launch",
-    "Load",
-    "Rewritten",
-    "decode_batch",
-    "launch",
-    "parse_block_size",
-    "parse_info",
-    "parse_load",
-    "prompt_error_field",
-    "rewrite_chat",
-]

@@ -2,22 +2,23 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
+from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR
 from mmrouter_lib.engines.base.devices import DEVICES
 from mmrouter_lib.engines.base.launch import (
     BOOTSTRAP_PORT,
     EVENTS_PORT,
     HTTP_PORT,
     REPLAY_PORT,
+    EngineLauncher,
     Launch,
     LaunchError,
     flag,
 )
+from mmrouter_lib.engines.sglang.disaggregation import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
 from mmrouter_lib.engines.sglang.encoder_requests import TRANSFER, urls
-
-if TYPE_CHECKING:
-    from mmrouter_lib.api import MMRouterDeployment, Pool
 
 API_KEY_ENV = "SGLANG_API_KEY"
 """Variable of the container from which the ``--api-key`` argument is filled; the engine itself reads none."""
@@ -29,69 +30,6 @@ REPLAY_STEPS = 10_000
 PREPROCESS_CACHE_MB = 256
 """Host memory that Qwen-VL engines keep processed images in. Any size above 0 makes an image's identity a function of
 its encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
-
-OWNED_FLAGS: Final[dict[str, str]] = {
-    "--model-path": "model.id",
-    "--model": "model.id",
-    "--model-type": "",
-    "--revision": "model.revision",
-    "--tokenizer-path": "",
-    "--tokenizer-mode": "",
-    "--tokenizer-worker-num": "",  # several have no API key
-    "--skip-tokenizer-init": "",
-    "--served-model-name": "model.servedName",
-    "--trust-remote-code": "model.trustRemoteCode",
-    "--config": "engine.args",
-    "--host": "",
-    "--port": "",
-    "--fastapi-root-path": "",
-    "--ssl-keyfile": "",
-    "--ssl-certfile": "",
-    "--api-key": "",
-    "--admin-api-key": "",
-    "--grpc-mode": "",
-    "--smg-grpc-mode": "",
-    "--page-size": "engine.blockSize",
-    "--disable-radix-cache": "",
-    "--enable-session-radix-cache": "",
-    "--kv-events-config": "",
-    "--enable-metrics": "",
-    "--enable-cache-report": "",
-    "--chat-template": "engine.chatTemplate",
-    "--hf-chat-template-name": "engine.chatTemplate",
-    "--trust-request-chat-template": "",
-    "--default-chat-template-kwargs": "",
-    "--allow-auto-truncate": "",
-    "--mm-process-config": "engine.processor",
-    "--trust-mm-content-hashes": "",
-    "--limit-mm-data-per-request": "routing.media.maxImages",
-    "--encoder-only": "pools[].role",
-    "--language-only": "pools[].role",
-    "--language-model-only": "",
-    "--encoder-transfer-backend": "engine.ecConnector",
-    "--encoder-urls": "",
-    "--encoder-register-urls": "",
-    "--encoder-bootstrap-port": "",
-    "--enable-prefix-mm-cache": "",
-    "--enable-adaptive-dispatch-to-encoder": "",
-    "--disaggregation-mode": "pools[].role",
-    "--disaggregation-transfer-backend": "engine.kvConnector",
-    "--disaggregation-ib-device": "engine.kvConnector",
-    "--disaggregation-bootstrap-port": "",
-    "--tensor-parallel-size": "pools[].parallelism.tensor",
-    "--tp-size": "pools[].parallelism.tensor",
-    "--tp": "pools[].parallelism.tensor",
-    "--data-parallel-size": "pools[].parallelism.data",
-    "--dp-size": "pools[].parallelism.data",
-    "--dp": "pools[].parallelism.data",
-    "--decode-context-parallel-size": "",  # multiplies the block size
-    "--dcp-size": "",
-}
-"""Flags refused in ``engine.args`` and ``pools[].args`` -> the field to use instead, empty where there is none.
-
-``--mm-preprocess-cache-size-mb`` stays the user's: it may be larger, or set for a model whose name does not tell that
-it is a Qwen-VL, and the sidecar reads from the engine what it is.
-"""
 
 _QWEN_VL = re.compile(r"qwen[\d.]*-?vl", re.IGNORECASE)
 KV_LAYOUT_FLAGS: Final = frozenset(
@@ -117,15 +55,12 @@ See docs/engine-facts/sglang.md#encoder-disaggregation.
 """
 
 
-def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
+def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     """Return the command line of one pool's engines.
 
     Raises ``LaunchError`` for a role that SGLang does not have, and where prefill and decode engines on this
     accelerator have no way to hand over KV blocks.
     """
-    # The models import the adapters' flag tables, so the arrow back is taken at call time.
-    from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR  # noqa: PLC0415
-
     if pool.role == "renderer":
         raise LaunchError("role", "SGLang has no renderer: it stands beside vLLM engines only")
     spec = dep.spec
@@ -172,20 +107,18 @@ def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
     )
 
 
-def _cache_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
-    from mmrouter_lib.api import block_size_of  # noqa: PLC0415
-
+def _cache_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
     flags = flag("--page-size", block_size_of(dep, pool))
     # A decode engine keeps no prefix cache, so it has no events (docs/engine-facts/sglang.md#block-size-and-timing).
     return flags if pool.role == "decode" else [*flags, *flag("--kv-events-config", _events_config())]
 
 
-def asks_encoders(dep: "MMRouterDeployment", pool: "Pool") -> bool:
+def asks_encoders(dep: MMRouterDeployment, pool: Pool) -> bool:
     """Whether the pool's engines have all their images encoded by encoders: such an engine encodes none itself."""
     return pool.role in ASKS_ENCODERS and any(other.role == "encoder" for other in dep.spec.pools)
 
 
-def _encoding_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+def _encoding_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
     """Encoders keep embeddings; the others are told of our sidecar, which finds the encoder that has one."""
     asks, connector = asks_encoders(dep, pool), dep.spec.engine.ec_connector
     if not asks and pool.role != "encoder":
@@ -201,7 +134,7 @@ def _encoding_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
     return ["--language-only", *way, "--encoder-urls", *urls("$(POD_LOOPBACK)")]
 
 
-def _role_flags(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+def _role_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
     engine, encoding = dep.spec.engine, _encoding_flags(dep, pool)
     if pool.role not in ("prefill", "decode"):
         return encoding
@@ -243,9 +176,19 @@ def _events_config() -> dict[str, Any]:
     }
 
 
-def _environment(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, str]:
+def _environment(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
     env = {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
     if asks_encoders(dep, pool):
         # It would ask our sidecar for the health of each of its encoders, and take them off its list.
         env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] = "0"
     return env
+
+
+SGLANG: Final = EngineLauncher(
+    type="sglang",
+    launch=launch,
+    api_key_env=API_KEY_ENV,
+    kv_layout_flags=KV_LAYOUT_FLAGS,
+    kv_exact_flags=KV_EXACT_FLAGS,
+    kv_exact_block_size=KV_EXACT_BLOCK_SIZE,
+)

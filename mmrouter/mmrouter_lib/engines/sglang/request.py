@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from mmrouter_lib.engines.vllm.request import ImageRewrite, Rewritten
+from mmrouter_lib.engines.base.request import ImageRewrite, Removed, Rewritten, error_of, rewrite_messages, without
 
 REFUSED_FIELDS: Final = (
     # Ends Qwen3-VL engines, and lets one tenant name the pixels of another.
@@ -39,58 +39,25 @@ REQUEST_ID_HEADER: Final = "x-override-rid"
 def rewrite_chat(
     body: Mapping[str, Any], images: Sequence[ImageRewrite], *, model: str, cache_salt: str | None
 ) -> Rewritten:
-    """Return the body that the engine gets; ``body`` stays as it is, and what does not change is shared with it.
+    """Return the body that the engine gets; ``body`` stays as it is, and unchanged values are shared with it.
 
     Images become ``data:`` URIs of the bytes that were hashed. The engine has no field for an identity on this
-    endpoint, so ``ImageRewrite.uuid`` is not sent. Raises ``ValueError`` when an image names a part that is not there.
+    endpoint, so ``ImageRewrite.uuid`` is not sent. Raises ``ValueError`` when an image names a part that does not
+    exist.
     """
-    removed: dict[str, None] = {}
-    new = dict(body)
-    for name in REFUSED_FIELDS:
-        if new.pop(name, None) is not None:
-            removed[name] = None
-    new["model"] = model
-    if cache_salt is not None:
-        new["cache_salt"] = cache_salt
-    by_place = {(image.message, image.part): image for image in images}
-    messages = new.get("messages")
-    if isinstance(messages, list):
-        new["messages"] = [_message(number, message, by_place, removed) for number, message in enumerate(messages)]
-    if by_place:
-        message, part = next(iter(by_place))
-        raise ValueError(f"messages[{message}].content[{part}] does not exist")
+    new, removed = rewrite_messages(body, images, REFUSED_FIELDS, _rewrite_part, model=model, cache_salt=cache_salt)
     return Rewritten(new, tuple(removed))
 
 
-def _message(number: int, message: Any, images: dict[tuple[int, int], ImageRewrite], removed: dict[str, None]) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    parts = [_part(part, images.pop((number, place), None), removed) for place, part in enumerate(content)]
-    return {**message, "content": parts}
-
-
-def _part(part: Any, image: ImageRewrite | None, removed: dict[str, None]) -> Any:
-    if not isinstance(part, dict):
-        if image is not None:
-            raise ValueError(f"messages[{image.message}].content[{image.part}] is not an object")
-        return part
-    part = _strip(part, "", removed)
+def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
+    part = without(part, REFUSED_PART_FIELDS, "", removed)
     holders = [name for name in ("image_url", "video_url", "audio_url") if isinstance(part.get(name), dict)]
-    part = part | {name: _strip(part[name], f"{name}.", removed) for name in holders}
+    part = part | {name: without(part[name], REFUSED_PART_FIELDS, f"{name}.", removed) for name in holders}
     if image is None:
         return part
     old = part.get("image_url")
-    kept = old if isinstance(old, dict) else {}
-    return {**part, "type": "image_url", "image_url": {**kept, "url": image.url}}
-
-
-def _strip(value: dict[str, Any], prefix: str, removed: dict[str, None]) -> dict[str, Any]:
-    found = [name for name in REFUSED_PART_FIELDS if name in value]
-    if not found:
-        return value
-    removed.update((prefix + name, None) for name in found)
-    return {name: item for name, item in value.items() if name not in found}
+    fields = old if isinstance(old, dict) else {}
+    return {**part, "type": "image_url", "image_url": {**fields, "url": image.url}}
 
 
 _VALIDATION = re.compile(r"'loc': \('body', '([A-Za-z_]\w*)'")
@@ -114,8 +81,7 @@ def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
     """
     if status < 400:
         return None
-    error = body.get("error")
-    error = error if isinstance(error, Mapping) else body
+    error = error_of(body)
     message, param = error.get("message"), error.get("param")
     if isinstance(param, str) and param:
         return param

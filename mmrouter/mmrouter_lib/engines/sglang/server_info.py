@@ -1,18 +1,16 @@
-"""What an SGLang engine says of itself in ``/server_info`` and ``/model_info``, as far as identity depends on it.
+"""What an SGLang engine reports in ``/server_info`` and ``/model_info``, as far as image identity depends on it.
 
-The sidecar reads both once per start of the engine and hands the result on in its heartbeats as a map of texts
-(``facts``), from which the router chooses and computes an image's identity
-(docs/engine-facts/sglang.md#artifact-identity).
+The sidecar reads both once per start of the engine and sends the result in its heartbeats as a map of texts
+(``facts``), from which the router computes an image's identity (docs/engine-facts/sglang.md#artifact-identity).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
+from mmrouter_lib.engines.base.server_info import EngineInfo
 
-INFO_PATH: Final = "/server_info"
-MODEL_PATH: Final = "/model_info"
+INFO_PATHS: Final = ("/server_info", "/model_info")
 
 _ARGUMENTS = (
     "revision",
@@ -30,18 +28,14 @@ _ARGUMENTS = (
 """Resolved arguments that decide how an image is named."""
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
-    """``facts``: name -> text. ``version`` and ``model_type`` as they are; the others are JSON."""
+def parse_info(answers: Sequence[Mapping[str, Any]]) -> EngineInfo | None:
+    """Read the answers of :data:`INFO_PATHS`; fields that are missing or of another type are left out.
 
-    version: str
-    block_size: int | None
-    """Tokens per block of the events, ``None`` where the engine publishes none."""
-    publishes: bool
-    facts: dict[str, str]
-
-
-def parse_info(server: Mapping[str, Any], model: Mapping[str, Any]) -> EngineInfo:
-    """Read the decoded answers of both endpoints; what is missing or of another type is left out."""
+    Returns ``None`` when one of them failed.
+    """
+    server, model = answers
+    if not (server and model):
+        return None
     version = server.get("version")
     version = version if isinstance(version, str) else ""
     events = server.get("kv_events")

@@ -6,13 +6,11 @@ JSON of vLLM's own flags; where they are left out, the role is filled in, becaus
 blocks which do not come are computed: vLLM's own default is to fail the request (``kv_load_failure_policy`` of 0.32).
 """
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from mmrouter_lib.api import MMRouterDeployment, Pool, quantity_bytes
 from mmrouter_lib.engines.base.devices import DEVICES
 from mmrouter_lib.engines.base.launch import SIDE_CHANNEL_PORT, SIXTEEN_BITS, LaunchError, flag, takes_plugin
-
-if TYPE_CHECKING:
-    from mmrouter_lib.api import MMRouterDeployment, Pool
 
 KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
     "--dtype": SIXTEEN_BITS,
@@ -32,7 +30,7 @@ SIDE_CHANNEL: Final = "side-channel"
 """Name of the port on which engines agree on a transfer."""
 
 
-def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], dict[str, str]]:
+def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict[str, str]]:
     """Return the flags and the environment of a pool's transfers; both empty for an engine that works for itself.
 
     Raises ``LaunchError`` where there is no default and the resource names no connector.
@@ -57,13 +55,13 @@ def transfer_flags(dep: "MMRouterDeployment", pool: "Pool") -> tuple[list[str], 
     return args, env
 
 
-def _ways(dep: "MMRouterDeployment", pool: "Pool") -> list[str]:
+def _ways(dep: MMRouterDeployment, pool: Pool) -> list[str]:
     """Return how our plugin hands over what renderers have processed, the best way first."""
     ways = {"nixl": dep.spec.routing.transfer == "nixl", "shm": pool.shared_memory.scope == "node", "inline": True}
     return [way for way, there in ways.items() if there]
 
 
-def _kv_connector(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, Any]:
+def _kv_connector(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
     chosen = dep.spec.engine.kv_connector
     if chosen:
         if not isinstance(chosen.get("kv_connector"), str):
@@ -83,7 +81,7 @@ def _kv_connector(dep: "MMRouterDeployment", pool: "Pool") -> dict[str, Any]:
     }
 
 
-def embedding_cache_bytes(dep: "MMRouterDeployment", pool: "Pool") -> int | None:
+def embedding_cache_bytes(dep: MMRouterDeployment, pool: Pool) -> int | None:
     """Return how many bytes of embeddings an encoder keeps for others, ``None`` where its connector does not say."""
     try:
         config, _ = _ec_connector(dep, pool, "ec_producer")
@@ -94,9 +92,7 @@ def embedding_cache_bytes(dep: "MMRouterDeployment", pool: "Pool") -> int | None
     return size if isinstance(size, int) and size > 0 else None
 
 
-def _ec_connector(dep: "MMRouterDeployment", pool: "Pool", role: str) -> tuple[dict[str, Any], dict[str, str]]:
-    from mmrouter_lib.api import quantity_bytes  # noqa: PLC0415 - the models import the adapters' flag tables
-
+def _ec_connector(dep: MMRouterDeployment, pool: Pool, role: str) -> tuple[dict[str, Any], dict[str, str]]:
     chosen = dep.spec.engine.ec_connector
     if chosen:
         if not isinstance(chosen.get("ec_connector"), str):

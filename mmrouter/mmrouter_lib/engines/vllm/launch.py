@@ -6,22 +6,22 @@ it (docs/engine-facts/vllm.md#encoder-disaggregation).
 How engines hand tensors to each other stands in :mod:`mmrouter_lib.engines.vllm.connectors`.
 """
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
+from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
 from mmrouter_lib.engines.base.launch import (
     EVENTS_PORT,
     HTTP_PORT,
     REPLAY_PORT,
     SIDE_CHANNEL_PORT,
+    EngineLauncher,
     Launch,
     flag,
     plugin_command,
     takes_plugin,
 )
-from mmrouter_lib.engines.vllm.connectors import SIDE_CHANNEL, transfer_flags
-
-if TYPE_CHECKING:
-    from mmrouter_lib.api import MMRouterDeployment, Pool
+from mmrouter_lib.engines.vllm.connectors import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS, SIDE_CHANNEL, transfer_flags
 
 API_KEY_ENV = "VLLM_API_KEY"
 """Variable from which the engine reads the key that requests must carry."""
@@ -30,71 +30,6 @@ EVENTS_HWM = 10_000
 """Messages that an engine keeps while its sidecar is away. They are the engine's memory: far below vLLM's 100,000."""
 REPLAY_STEPS = 10_000
 
-OWNED_FLAGS: Final[dict[str, str]] = {
-    "--model": "model.id",
-    "--revision": "model.revision",
-    "--tokenizer": "",
-    "--tokenizer-mode": "",
-    "--tokenizer-revision": "model.revision",
-    "--skip-tokenizer-init": "",
-    "--served-model-name": "model.servedName",
-    "--trust-remote-code": "model.trustRemoteCode",
-    "--hf-token": "model.tokenSecret",
-    "--config": "engine.args",
-    "--host": "",
-    "--port": "",
-    "--uds": "",
-    "--root-path": "",
-    "--ssl-keyfile": "",
-    "--ssl-certfile": "",
-    "--api-key": "",
-    "--headless": "",
-    "--grpc": "",
-    "--block-size": "engine.blockSize",
-    "--enable-prefix-caching": "",
-    "--prefix-caching-hash-algo": "",
-    "--kv-events-config": "",
-    "--enable-prompt-tokens-details": "",
-    "--chat-template": "engine.chatTemplate",
-    "--chat-template-content-format": "",
-    "--trust-request-chat-template": "",
-    "--default-chat-template-kwargs": "",
-    "--interleave-mm-strings": "",
-    "--exclude-tools-when-tool-choice-none": "",
-    "--mm-processor-kwargs": "engine.processor",
-    "--media-io-kwargs": "",
-    "--enable-tower-connector-lora": "",
-    "--enable-prompt-embeds": "",
-    "--enable-mm-embeds": "",
-    "--limit-mm-per-prompt": "routing.media.maxImages",
-    "--allowed-local-media-path": "routing.transfer",
-    "--mm-encoder-only": "pools[].role",
-    "--kv-transfer-config": "engine.kvConnector",
-    "--ec-transfer-config": "engine.ecConnector",
-    "--shutdown-timeout": "pools[].updates.drainSeconds",
-    "--tensor-parallel-size": "pools[].parallelism.tensor",
-    "-tp": "pools[].parallelism.tensor",
-    "--data-parallel-size": "pools[].parallelism.data",
-    "-dp": "pools[].parallelism.data",
-    "--data-parallel-rank": "",
-    "-dpn": "",
-    "--data-parallel-start-rank": "",
-    "-dpr": "",
-    "--data-parallel-size-local": "",
-    "-dpl": "",
-    "--data-parallel-hybrid-lb": "",
-    "-dph": "",
-    "--data-parallel-external-lb": "",
-    "-dpe": "",
-    "--data-parallel-multi-port-external-lb": "",
-    "-dpm": "",
-}
-"""Flags refused in ``engine.args`` and ``pools[].args`` -> the field to use instead, empty where there is none.
-
-vLLM takes them with underscores, with ``=``, with a dotted suffix (``--kv-events-config.endpoint``), negated
-(``--no-``) and shortened; all of these are the same flag.
-"""
-
 KV_LAYOUT_FLAGS: Final = frozenset(
     {"--dtype", "--kv-cache-dtype", "--quantization", "-q", "--calculate-kv-scales", "--hf-overrides"}
     | {"--pipeline-parallel-size", "-pp", "--attention-backend", "--mamba-cache-dtype"}
@@ -102,15 +37,11 @@ KV_LAYOUT_FLAGS: Final = frozenset(
 """A user's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
 
 
-def launch(dep: "MMRouterDeployment", pool: "Pool") -> Launch:
+def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     """Return the command line of one pool's engines.
 
     Raises ``LaunchError`` where engines of this role and accelerator have no way to hand over what they make.
     """
-    # The models import the adapters' flag tables, so the arrow back is taken at call time.
-    from mmrouter_lib.api import block_size_of  # noqa: PLC0415
-    from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR  # noqa: PLC0415
-
     spec = dep.spec
     model, engine = spec.model, spec.engine
     renders, caches = pool.role == "renderer", pool.role not in ("renderer", "encoder")
@@ -186,3 +117,13 @@ def _environment() -> dict[str, str]:
         "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes on the wire for each hash instead of 34
         "VLLM_NO_USAGE_STATS": "1",  # engines need no way out of the cluster
     }
+
+
+VLLM: Final = EngineLauncher(
+    type="vllm",
+    launch=launch,
+    api_key_env=API_KEY_ENV,
+    kv_layout_flags=KV_LAYOUT_FLAGS,
+    kv_exact_flags=KV_EXACT_FLAGS,
+    kv_exact_block_size=KV_EXACT_BLOCK_SIZE,
+)

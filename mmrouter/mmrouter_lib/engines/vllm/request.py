@@ -1,9 +1,10 @@
-"""Chat requests to vLLM: what the router sets, what a client may not set, and what an answer's error is about."""
+"""Chat requests to vLLM: what the router sets, what clients may not set, and which field an error is about."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from mmrouter_lib.engines.base.request import ImageRewrite, Removed, Rewritten, error_of, rewrite_messages, without
 
 REFUSED_FIELDS = (
     "cache_salt",
@@ -23,83 +24,28 @@ See docs/engine-facts/vllm.md#what-publishes-no-events.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRewrite:
-    """What one image part becomes: ``messages[message].content[part]``, bytes as a ``data:`` URI, identity as text."""
-
-    message: int
-    part: int
-    url: str
-    uuid: str
-
-
-@dataclass(slots=True)
-class Rewritten:
-    """The body for the engine and the names of what a client had set and may not (a bounded set, fit for a label)."""
-
-    body: dict[str, Any]
-    removed: tuple[str, ...]
-
-
 def rewrite_chat(
     body: Mapping[str, Any], images: Sequence[ImageRewrite], *, model: str, cache_salt: str | None
 ) -> Rewritten:
-    """Return the body that the engine gets; ``body`` stays as it is, and what does not change is shared with it.
+    """Return the body that the engine gets; ``body`` stays as it is, and unchanged values are shared with it.
 
-    ``uuid`` stands beside ``image_url``; inside that object vLLM ignores it (docs/engine-facts/vllm.md#image-uuid).
-    Raises ``ValueError``
-    when an image names a part that does not exist.
+    ``uuid`` stands beside ``image_url``; vLLM ignores it inside that object (docs/engine-facts/vllm.md#image-uuid).
+    Raises ``ValueError`` when an image names a part that does not exist.
     """
-    removed: dict[str, None] = {}
-    new = dict(body)
-    for name in REFUSED_FIELDS:
-        if new.pop(name, None) is not None:
-            removed[name] = None
-    _strip_xargs(new, removed)
-    new["model"] = model
-    if cache_salt is not None:
-        new["cache_salt"] = cache_salt
-    by_place = {(image.message, image.part): image for image in images}
-    messages = new.get("messages")
-    if isinstance(messages, list):
-        new["messages"] = [_message(number, message, by_place, removed) for number, message in enumerate(messages)]
-    if by_place:
-        message, part = next(iter(by_place))
-        raise ValueError(f"messages[{message}].content[{part}] does not exist")
+    new, removed = rewrite_messages(body, images, REFUSED_FIELDS, _rewrite_part, model=model, cache_salt=cache_salt)
+    xargs = new.get("vllm_xargs")
+    if isinstance(xargs, dict):
+        new["vllm_xargs"] = without(xargs, REFUSED_XARGS, "vllm_xargs.", removed)
     return Rewritten(new, tuple(removed))
 
 
-def _strip_xargs(body: dict[str, Any], removed: dict[str, None]) -> None:
-    xargs = body.get("vllm_xargs")
-    if not isinstance(xargs, dict) or not any(name in xargs for name in REFUSED_XARGS):
-        return
-    removed.update((f"vllm_xargs.{name}", None) for name in REFUSED_XARGS if name in xargs)
-    body["vllm_xargs"] = {name: value for name, value in xargs.items() if name not in REFUSED_XARGS}
-
-
-def _message(number: int, message: Any, images: dict[tuple[int, int], ImageRewrite], removed: dict[str, None]) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    parts = [_part(part, images.pop((number, place), None), removed) for place, part in enumerate(content)]
-    return {**message, "content": parts}
-
-
-def _part(part: Any, image: ImageRewrite | None, removed: dict[str, None]) -> Any:
-    if not isinstance(part, dict):
-        if image is not None:
-            raise ValueError(f"messages[{image.message}].content[{image.part}] is not an object")
-        return part
-    if "uuid" in part:
-        removed["uuid"] = None
-        part = {name: value for name, value in part.items() if name != "uuid"}
+def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
+    part = without(part, ("uuid",), "", removed)
     if image is None:
         return part
     old = part.get("image_url")
-    kept = {name: value for name, value in old.items() if name != "uuid"} if isinstance(old, dict) else {}
-    if isinstance(old, dict) and "uuid" in old:
-        removed["image_url.uuid"] = None
-    return {**part, "type": "image_url", "image_url": {**kept, "url": image.url}, "uuid": image.uuid}
+    fields = without(old, ("uuid",), "image_url.", removed) if isinstance(old, dict) else {}
+    return {**part, "type": "image_url", "image_url": {**fields, "url": image.url}, "uuid": image.uuid}
 
 
 _PARAMETER = re.compile(r"\(parameter=([A-Za-z_][\w.]*)")
@@ -127,8 +73,7 @@ def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
     """
     if status < 400:
         return None
-    error = body.get("error")
-    error = error if isinstance(error, Mapping) else body
+    error = error_of(body)
     message, param = error.get("message"), error.get("param")
     if not isinstance(param, str) or not param:
         found = _PARAMETER.search(message) if isinstance(message, str) else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from mmrouter_lib.api import DEFAULT_BLOCK_SIZE, AcceleratorKind
+from mmrouter_lib.api import AcceleratorKind
 from mmrouter_lib.engines.base.devices import DEVICES, Device
 
 NodeLabel = tuple[str, str | None]
@@ -19,8 +19,6 @@ NodeLabel = tuple[str, str | None]
 class AcceleratorRow:
     """One kind of device, as its device plugin and node labels name it."""
 
-    block_size: int
-    """Tokens per vLLM block by default."""
     engine: Device
     """What engines are told of it: device flag, where KV blocks lie while they travel."""
     resource: str | None = None
@@ -34,16 +32,15 @@ class AcceleratorRow:
     devices, so no pod sets it: it is for processes that share a pod's devices."""
     env: Mapping[str, str] = field(default_factory=dict)
     """What every engine on it needs in its environment."""
-    vllm_image: str = ""
-    """Default engine image; empty where vLLM's project publishes none."""
-    sglang_image: str = ""
-    """Default engine image; empty where SGLang's project publishes none under a plain version."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """Default engine image by engine type, where the engine's project publishes one under a plain version."""
     startup_seconds: int = 3600
     """How long an engine may take until it answers: weights come from a network, kernels are compiled."""
 
 
-VLLM_VERSION: Final = "v0.32.0"
-SGLANG_VERSION: Final = "v0.5.23"
+_VLLM: Final = "v0.32.0"
+_SGLANG: Final = "v0.5.23"
+ENGINE_VERSIONS: Final[Mapping[str, str]] = {"vllm": _VLLM, "sglang": _SGLANG}
 
 _YES: Final = "true"
 _INTEL_GPU_LABELS: Final[tuple[NodeLabel, ...]] = (
@@ -54,7 +51,6 @@ _INTEL_GPU_LABELS: Final[tuple[NodeLabel, ...]] = (
 
 ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
     "nvidia": AcceleratorRow(
-        block_size=DEFAULT_BLOCK_SIZE["nvidia"],
         engine=DEVICES["nvidia"],
         resource="nvidia.com/gpu",
         node_labels=(
@@ -65,11 +61,9 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("cloud.google.com/gke-accelerator", None),
         ),
         affinity_mask="CUDA_VISIBLE_DEVICES",
-        vllm_image=f"vllm/vllm-openai:{VLLM_VERSION}",
-        sglang_image=f"lmsysorg/sglang:{SGLANG_VERSION}",
+        images={"vllm": f"vllm/vllm-openai:{_VLLM}", "sglang": f"lmsysorg/sglang:{ENGINE_VERSIONS['sglang']}"},
     ),
     "amd": AcceleratorRow(
-        block_size=DEFAULT_BLOCK_SIZE["amd"],
         engine=DEVICES["amd"],
         resource="amd.com/gpu",
         node_labels=(
@@ -79,28 +73,25 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("beta.amd.com/gpu.device-id", None),
         ),
         affinity_mask="HIP_VISIBLE_DEVICES",
-        vllm_image=f"vllm/vllm-openai-rocm:{VLLM_VERSION}",
+        images={"vllm": f"vllm/vllm-openai-rocm:{_VLLM}"},
     ),
     "intel-i915": AcceleratorRow(
-        block_size=DEFAULT_BLOCK_SIZE["intel-i915"],
         engine=DEVICES["intel-i915"],
         resource="gpu.intel.com/i915",
         node_labels=_INTEL_GPU_LABELS,
         affinity_mask="ZE_AFFINITY_MASK",
-        vllm_image=f"vllm/vllm-openai-xpu:{VLLM_VERSION}",
+        images={"vllm": f"vllm/vllm-openai-xpu:{_VLLM}"},
         startup_seconds=5400,
     ),
     "intel-xe": AcceleratorRow(
-        block_size=DEFAULT_BLOCK_SIZE["intel-xe"],
         engine=DEVICES["intel-xe"],
         resource="gpu.intel.com/xe",
         node_labels=_INTEL_GPU_LABELS,
         affinity_mask="ZE_AFFINITY_MASK",
-        vllm_image=f"vllm/vllm-openai-xpu:{VLLM_VERSION}",
+        images={"vllm": f"vllm/vllm-openai-xpu:{_VLLM}"},
         startup_seconds=5400,
     ),
     "gaudi": AcceleratorRow(
-        block_size=DEFAULT_BLOCK_SIZE["gaudi"],
         engine=DEVICES["gaudi"],
         resource="habana.ai/gaudi",
         node_labels=(
@@ -112,11 +103,10 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
         startup_seconds=7200,
     ),
     "cpu": AcceleratorRow(
-        block_size=DEFAULT_BLOCK_SIZE["cpu"],
         engine=DEVICES["cpu"],
         # Nobody hands a device to this pod, so no plugin says that it has none: an image made for CUDA asks the
         # container runtime for all devices of the node, and would get those of others.
         env={"NVIDIA_VISIBLE_DEVICES": "void"},
-        vllm_image=f"vllm/vllm-openai-cpu:{VLLM_VERSION}",
+        images={"vllm": f"vllm/vllm-openai-cpu:{_VLLM}"},
     ),
 }

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mmrouter_lib.api import EngineType, MMRouterDeployment, Pool, SpecError
+from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
 from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR
-from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, takes_plugin
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import common
 from mmrouter_operator.render.pod import handover_plugin as plugin
@@ -55,7 +55,8 @@ def engine_image(dep: MMRouterDeployment, pool: Pool, path: str, config: Operato
     """Return the image: the pool's, the deployment's, the site's, or the built-in table's. Raises ``SpecError``."""
     kind = pool.accelerator.kind
     site = config.engine_images.get(f"{dep.spec.engine.type}/{kind}", "")
-    image = pool.image or dep.spec.engine.image or site or _default_image(dep.spec.engine.type, pool)
+    default = ACCELERATORS[kind].images.get(dep.spec.engine.type, "")
+    image = pool.image or dep.spec.engine.image or site or default
     if not image:
         raise SpecError(
             [(f"{path}.image", f"there is no default engine image for {kind}: name one here or in engine.image")]
@@ -63,18 +64,12 @@ def engine_image(dep: MMRouterDeployment, pool: Pool, path: str, config: Operato
     return image
 
 
-def _default_image(engine_type: EngineType, pool: Pool) -> str:
-    row = ACCELERATORS[pool.accelerator.kind]
-    return row.sglang_image if engine_type == "sglang" else row.vllm_image
-
-
 def _launch(dep: MMRouterDeployment, pool: Pool, path: str) -> Launch:
     try:
-        launch: Launch = adapter(dep.spec.engine.type).launch(dep, pool)
+        return LAUNCHERS[dep.spec.engine.type].launch(dep, pool)
     except LaunchError as error:
         field = f"spec.{error.path}" if error.path.startswith("engine.") else f"{path}.{error.path}"
         raise SpecError([(field, str(error))]) from error
-    return launch
 
 
 def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorConfig) -> list[dict[str, Any]]:
@@ -83,7 +78,7 @@ def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorCo
     env = [
         *common.downward_env(),
         common.value_env("MMROUTER_POOL", pool.name),
-        {"name": adapter(dep.spec.engine.type).API_KEY_ENV, "valueFrom": key},
+        {"name": LAUNCHERS[dep.spec.engine.type].api_key_env, "valueFrom": key},
         *(common.value_env(name, value) for name, value in launch.env.items()),
         *(common.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
         *(plugin.env(dep, pool) if takes_plugin(dep) else []),

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, Role, block_size_of, quantity_bytes
-from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import chosen_flags, takes_plugin
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.render.pod.shared_memory import frontends_share, is_shared, limit_bytes
 
 Layout = dict[str, Any]
@@ -112,7 +112,7 @@ def kv_layout(dep: MMRouterDeployment, pool: Pool, image: str) -> Layout:
         "blockSize": block_size_of(dep, pool),
         "tensor": pool.parallelism.tensor,
         "connector": engine.kv_connector,
-        "flags": chosen_flags([*engine.args, *pool.args], adapter(engine.type).KV_LAYOUT_FLAGS),
+        "flags": chosen_flags([*engine.args, *pool.args], LAUNCHERS[engine.type].kv_layout_flags),
         **({"prompt": prompt} if prompt and pool.role in SET_ROLES else {}),
     }
 
