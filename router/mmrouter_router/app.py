@@ -33,8 +33,8 @@ from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
 from mmrouter_router.fleet.load_gossip import Sharing
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.handover import ByBytes, Delivery, handover_of
-from mmrouter_router.http.body_budget import Room
-from mmrouter_router.http.server import OTHERS_SECONDS, Leaving, Server, serve
+from mmrouter_router.http.body_budget import BodyBudget
+from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, serve
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.intake import Limits
 from mmrouter_router.intake.tenants import Tenants
@@ -167,7 +167,7 @@ class Router:
             answered=self._answered,
             tracing=self.tracing,
             looks=self._looks(),
-            room=Room(quantity_bytes(spec.frontend.max_held_bytes)),
+            body_budget=BodyBudget(quantity_bytes(spec.frontend.max_held_bytes)),
         )
         self.reporter = Reporter(
             router_id=settings.router_id,
@@ -180,7 +180,7 @@ class Router:
             possible=lambda: self.own.possible,
             degraded=lambda: self.stages.form().degraded,
         )
-        self.leaving = Leaving()
+        self.shutdown = Shutdown()
         self.peers: tuple[discovery.Peer, ...] = ()
         self._context = zmq.asyncio.Context()
         # One group for everything that runs: what none of us expects ends the process loudly, never one feed silently.
@@ -223,13 +223,13 @@ class Router:
                 if worker.member.ready and not worker.member.draining
             )
             self._ready = (self._rostered and known) or time.monotonic() - self._started > READY_SECONDS
-        return self._ready and not self.leaving.begun
+        return self._ready and not self.shutdown.draining
 
     def roster(self, roster: discovery.Roster) -> None:
         """Take over who is there."""
         self.peers = tuple(p for p in roster.peers if p.ip != self.settings.pod_ip)
         if roster.leaving:
-            self.leaving.begin("this pod is being deleted")
+            self.shutdown.drain("this pod is being deleted")
         # A renderer has no cache and no sidecar: there is nothing to follow and nowhere to route to.
         members = [member for member in roster.members if member.role != RENDERER_ROLE]
         self.renderer.roster(member for member in roster.members if member.role == RENDERER_ROLE)
@@ -256,8 +256,8 @@ class Router:
         ip, drain = self.settings.host, self.settings.drain_seconds
         clients = Server(self.client_app(), ip, CLIENT_PORT, drain_seconds=drain)
         others = [
-            Server(self._control_app(), ip, control.CONTROL_PORT, drain_seconds=OTHERS_SECONDS),
-            Server(metrics_app(self.metrics, lambda: self.ready), ip, METRICS_PORT, drain_seconds=OTHERS_SECONDS),
+            Server(self._control_app(), ip, control.CONTROL_PORT, drain_seconds=ADMIN_DRAIN_SECONDS),
+            Server(metrics_app(self.metrics, lambda: self.ready), ip, METRICS_PORT, drain_seconds=ADMIN_DRAIN_SECONDS),
         ]
         log.info(
             "router %s serves %s on %s:%d",
@@ -282,7 +282,7 @@ class Router:
                 for part in some:  # those that this deployment has
                     if part is not None:
                         background.append(tasks.create_task(part.run(), name=type(part).__name__))
-                await serve(clients, others, self.leaving)
+                await serve(clients, others, self.shutdown)
                 for task in [*background, *self._canaries.values(), *(task for _, task in self._feeds.values())]:
                     task.cancel()
         finally:
@@ -315,7 +315,7 @@ class Router:
         while True:
             self._changed.clear()
             provable = [worker for worker in self.fleet if proves(worker.member.role)]
-            for worker in provable if self.own.possible and not self.leaving.begun else ():
+            for worker in provable if self.own.possible and not self.shutdown.draining else ():
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))
@@ -359,7 +359,7 @@ class Router:
         """Return the app for clients."""
         model = {"id": self.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
         model["root"] = self.settings.deployment.spec.model.id
-        return client_app(self.chat, self.tenants, self.metrics, self.leaving, lambda: self.ready, model)
+        return client_app(self.chat, self.tenants, self.metrics, self.shutdown, lambda: self.ready, model)
 
     def _control_app(self) -> FastAPI:
         return control.create(
@@ -375,7 +375,7 @@ class Router:
             prompter=self.preparer.prompter,
             peers=lambda: self.peers,
             report=self.reporter.report,
-            stopping=self.leaving.stopping,
+            stopping=self.shutdown.stopping,
             refusals=self.metrics.control_refusals,
         )
 

@@ -22,7 +22,7 @@ from mmrouter_router.core.request_ids import RequestIds
 from mmrouter_router.dispatch.exchange import ERROR_LIMIT, Reply
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.explain.decisions import Counts, Decisions, Trace, seen_afterwards
-from mmrouter_router.http.body_budget import Held, Room
+from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
@@ -63,20 +63,20 @@ class Chat:
         debug_headers: bool,
         answered: Callable[[Trace, Prepared, Outgoing], None],
         tracing: Tracing = NO_TRACING,
-        room: Room | None = None,
+        body_budget: BodyBudget | None = None,
         looks: Callable[[str], bool] = lambda request_id: True,
     ) -> None:
         """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait.
 
-        ``room``: for the bodies of all requests together; ``None``: of 1 GiB. ``looks``: whether a request's prompt is
-        predicted; false only where its placement does not depend on it.
+        ``body_budget``: for the bodies of all requests together; ``None``: 1 GiB. ``looks``: whether a request's prompt
+        is predicted; false only where its placement does not depend on it.
         """
         self._served_model, self._engine, self._limits = served_model, engine, limits
         self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._adapter = adapter(engine)
         self._decisions, self._metrics, self._answered = decisions, metrics, answered
         self._tracing = tracing
-        self._room = room or Room(1 << 30)
+        self.body_budget = body_budget or BodyBudget(1 << 30)
         self._looks = looks
         self._ids = RequestIds(f"{router_id}-")
         self._intake_seconds, self._prepare_seconds = (metrics.stage.labels(name) for name in ("intake", "prepare"))
@@ -103,9 +103,9 @@ class Chat:
         span = self._tracing.request(client.method, path, client.headers)
         enter(span)
         code = "499"
-        held = Held(self._room)
+        reservation = BodyReservation(self.body_budget)
         try:
-            code = str(await self._answer(client, request_id, received, held))
+            code = str(await self._answer(client, request_id, received, reservation))
         except RequestError as error:
             code = str(error.status)
             if error.code in OVERLOADED:
@@ -127,7 +127,7 @@ class Chat:
             code = "500"
             raise
         finally:
-            held.release()
+            reservation.release()
             self._metrics.in_flight -= 1
             _child(self._answers, self._metrics.requests, path, code).inc()
             if span:
@@ -171,13 +171,13 @@ class Chat:
             return parse_chat(raw, self._limits, self._served_model, self._engine)
         return parse_forwarded(raw, self._limits, self._served_model)
 
-    async def _answer(self, client: Client, request_id: str, received: float, held: Held) -> int:
+    async def _answer(self, client: Client, request_id: str, received: float, reservation: BodyReservation) -> int:
         path, headers = client.path, client.headers
         if client.method != "POST":
             raise RequestError.method_not_allowed(client.method, path)
         tenant = self._tenants.authenticate(headers)
         with stage("receive") as span:
-            raw = await client.body(self._limits.max_request_bytes, held.grow)
+            raw = await client.body(self._limits.max_request_bytes, reservation.grow)
             if span:
                 span.tell({"http.request.body.size": len(raw)})
         trusted = self._trusted(headers)
@@ -311,4 +311,4 @@ async def _refuse(client: Client, error: RequestError, extra: list[tuple[bytes, 
     body = error.to_body()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    await client.whole(error.status, headers + extra, body)
+    await client.respond(error.status, headers + extra, body)

@@ -10,8 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from mmrouter_router.api.chat import FORWARDED, Chat
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import Message, Receive, Scope, Send
-from mmrouter_router.http.hot_request import Direct
-from mmrouter_router.http.server import Leaving
+from mmrouter_router.http.hot_request import HotRequest
+from mmrouter_router.http.server import Shutdown
 from mmrouter_router.intake.tenants import Tenants
 from mmrouter_router.request.engine_request import CHAT
 from mmrouter_router.telemetry.metrics import Metrics
@@ -21,7 +21,7 @@ MODELS, HEALTH = "/v1/models", "/health"
 
 
 def client_app(
-    chat: Chat, tenants: Tenants, metrics: Metrics, leaving: Leaving, ready: Callable[[], bool], model: dict[str, Any]
+    chat: Chat, tenants: Tenants, metrics: Metrics, shutdown: Shutdown, ready: Callable[[], bool], model: dict[str, Any]
 ) -> Any:
     """Return the ASGI app for clients; ``model`` is its entry in the list of models.
 
@@ -31,19 +31,19 @@ def client_app(
     hot = frozenset((CHAT, *FORWARDED))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if leaving.begun:
-            send = leaving.closing(send)
+        if shutdown.draining:
+            send = shutdown.closing(send)
         if scope["type"] == "http" and scope["path"] in hot:
             await chat(scope, receive, send)
         else:
             await fallback(scope, receive, _counting(metrics, scope, send))
 
-    async def direct(client: Direct) -> None:
-        if leaving.begun:
+    async def serve_hot(client: HotRequest) -> None:
+        if shutdown.draining:
             client.keep_alive = False
         await chat.answer(client)
 
-    app.hot = {path.encode(): direct for path in hot}  # type: ignore[attr-defined] # read by our server's connections
+    app.hot = {path.encode(): serve_hot for path in hot}  # type: ignore[attr-defined] # read by our server's connections
     return app
 
 

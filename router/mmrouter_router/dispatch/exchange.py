@@ -40,7 +40,7 @@ class Reply:
         """End the booking and give the connection back (or drop it: the engine then aborts)."""
         self.booking.end()
         if self.half is not None:
-            self.half.end(whole=self.answer.whole)
+            self.half.end(whole=self.answer.complete)
         self.answer.close()
         self.span.end()
 

@@ -40,13 +40,13 @@ class Refusal:
     status: int
     body: bytes
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    whole: bool = True
+    complete: bool = True
 
     async def piece(self) -> bytes:
         """Return what follows: nothing, all of it is in ``body``."""
         return b""
 
-    def rest(self) -> bytes:
+    def remaining(self) -> bytes:
         """Return what follows: nothing."""
         return b""
 

@@ -1,37 +1,37 @@
-"""Bytes of request bodies that a router holds: bounded, so that a crowd is refused before memory is short."""
+"""Budget in bytes for the request bodies that a router holds in memory; a body beyond it is refused with 429."""
 
 from mmrouter_router.core.errors import RequestError
 
 
-class Room:
-    """``limit`` bytes for all requests together."""
+class BodyBudget:
+    """``limit`` bytes for the bodies of all requests together."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.held = 0
+        self.used = 0
 
 
-class Held:
-    """What one request has of the room. Call ``release`` in every case."""
+class BodyReservation:
+    """One request's share of the budget. Call ``release`` in every case."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
         self._size = 0
 
     def grow(self, size: int) -> None:
-        """Hold ``size`` bytes in all. Raises :class:`RequestError` (429) where others hold too many for that.
+        """Reserve ``size`` bytes in all. Raises :class:`RequestError` (429) where other requests leave too little.
 
-        A request that is alone is taken: how large one may be is another limit.
+        The only request is always admitted: the size of a single body has a limit of its own.
         """
-        room, more = self._room, size - self._size
+        budget, more = self._budget, size - self._size
         if more <= 0:
             return
-        if room.held > self._size and room.held + more > room.limit:
-            raise RequestError.router_full(room.held, room.limit)
-        room.held += more
+        if budget.used > self._size and budget.used + more > budget.limit:
+            raise RequestError.router_full(budget.used, budget.limit)
+        budget.used += more
         self._size = size
 
     def release(self) -> None:
-        """Give everything back; may be called any number of times."""
-        self._room.held -= self._size
+        """Return the bytes to the budget; idempotent."""
+        self._budget.used -= self._size
         self._size = 0

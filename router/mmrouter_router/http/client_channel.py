@@ -1,4 +1,7 @@
-"""The client's end of one request, whoever serves it: an ASGI server, or our own connection (:mod:`.tap`)."""
+"""The interface through which a request is read and answered, and its implementation for ASGI servers.
+
+:class:`.hot_request.HotRequest` implements it for the router's own connections.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -20,10 +23,10 @@ class ClientGoneError(Exception):
 
 
 class Source(Protocol):
-    """An answer that may not be complete yet."""
+    """The body of an engine's answer, which may still be arriving."""
 
-    def rest(self) -> bytes | None:
-        """Return what has not been read, where all of it is there; ``None`` where some is still to come."""
+    def remaining(self) -> bytes | None:
+        """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
         ...
 
     async def piece(self) -> bytes:
@@ -31,63 +34,59 @@ class Source(Protocol):
         ...
 
     async def pour(self, sink: Sink) -> None:
-        """Write the rest into a sink as it comes; return when all of it is there."""
+        """Write the unread bytes into a sink as they arrive; return at the end of the body."""
         ...
 
 
 class Client(Protocol):
-    """One request of a client, and the way to answer it. The task that answers is cancelled when the client leaves."""
+    """A client's request and the means to answer it. The task that answers is cancelled when the client disconnects."""
 
     @property
-    def method(self) -> str:
-        """As in the request's first line."""
-        ...
+    def method(self) -> str: ...
 
     @property
     def path(self) -> str:
-        """Without a query."""
+        """Without the query."""
         ...
 
     @property
-    def headers(self) -> Headers:
-        """All of them, in their order."""
-        ...
+    def headers(self) -> Headers: ...
 
     @property
     def gone(self) -> bool:
-        """Whether the client has left before its answer's end."""
+        """Whether the client disconnected before the end of its answer."""
         ...
 
     async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
-        """Return the request's body; ``grow`` is told how large it gets, before it is there where that is known.
+        """Return the request's body; ``grow`` gets its size, in advance where the head declares it.
 
         Raises :class:`RequestError` (413) above ``limit`` bytes and what ``grow`` raises; :class:`ClientGoneError`.
         """
         ...
 
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer at once; ``headers`` say how long the body is."""
+    async def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole answer; ``headers`` hold the body's length."""
         ...
 
     async def stream(self, status: int, headers: Headers, first: bytes, source: Source) -> None:
-        """Answer with ``first`` and what comes after it. Raises what the source raises."""
+        """Send an answer that begins with ``first`` and continues with ``source``. Raises what the source raises."""
         ...
 
 
-def declared(headers: Headers, limit: int, grow: Callable[[int], None]) -> int | None:
-    """Return the body's length where the head tells it. Raises what :meth:`Client.body` raises for it."""
+def declared_length(headers: Headers, limit: int, grow: Callable[[int], None]) -> int | None:
+    """Return the body's length where the head declares it. Raises what :meth:`Client.body` raises for it."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit():
             length = int(value)
             if length > limit:
                 raise RequestError.too_large(limit)
-            grow(length)  # before it comes: what is refused is not waited for
+            grow(length)  # a body beyond the budget is refused before it arrives
             return length
     return None
 
 
 class AsgiClient:
-    """A client behind an ASGI server."""
+    """A :class:`Client` behind an ASGI server."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
@@ -95,11 +94,11 @@ class AsgiClient:
         self.headers: Headers = scope["headers"]
         self.gone = False
         self._receive, self._send = receive, send
-        self._watch: asyncio.Task[None] | None = None
+        self._disconnect_watch: asyncio.Task[None] | None = None
 
     async def body(self, limit: int, grow: Callable[[int], None]) -> bytes:
-        """Return the request's body, and watch from here on whether the client leaves."""
-        declared(self.headers, limit, grow)
+        """Return the request's body and begin to watch for a disconnect."""
+        declared_length(self.headers, limit, grow)
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -117,16 +116,14 @@ class AsgiClient:
                 break
         task = asyncio.current_task()
         assert task is not None
-        self._watch = asyncio.create_task(self._leaves(task))
+        self._disconnect_watch = asyncio.create_task(self._cancel_on_disconnect(task))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer at once."""
+    async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def stream(self, status: int, headers: Headers, first: bytes, source: Source) -> None:
-        """Answer with ``first`` and what comes after it."""
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": first, "more_body": True})
         while piece := await source.piece():
@@ -134,12 +131,12 @@ class AsgiClient:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def close(self) -> None:
-        """Watch no more. Call it in every case."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        """End the watch for a disconnect. Call it in every case."""
+        if self._disconnect_watch is not None:
+            self._disconnect_watch.cancel()
+            await asyncio.gather(self._disconnect_watch, return_exceptions=True)
 
-    async def _leaves(self, task: asyncio.Task[Any]) -> None:
+    async def _cancel_on_disconnect(self, task: asyncio.Task[Any]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.gone = True

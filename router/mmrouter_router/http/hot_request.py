@@ -1,4 +1,4 @@
-"""One request of a hot route, whose task writes its answer to the client's connection (:mod:`.tap`) itself."""
+"""One request of a hot route, whose task reads its body from and writes its answer to the client's connection."""
 
 import asyncio
 import logging
@@ -10,111 +10,104 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared
+from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared_length
 
-log = logging.getLogger("mmrouter.tap")
+log = logging.getLogger("mmrouter.http")
 
-LARGE: Final = 64 * 1024
-"""Bytes of a body that are still to come from which they are read into one place."""
+LARGE_BODY: Final = 64 * 1024
+"""Missing bytes of a body from which they are read into one buffer without the parser."""
 _FAILED: Final = b"Internal Server Error"
 
 
 class Connection(Protocol):
-    """What a hot request uses of its client's connection."""
+    """What a hot request uses of its client's connection (:mod:`.connection`)."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     flow: FlowControl
     server_state: ServerState
-    on_room: Callable[[], None] | None
+    on_writable: Callable[[], None] | None
 
-    def fill(self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None:
-        """Read the rest of a body of ``length`` bytes, which begins with ``pieces``, into one buffer."""
-        ...
+    def read_body(self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None: ...
 
-    def linger(self) -> None:
-        """Close the connection once the client has had time to read the answer."""
-        ...
+    def linger(self) -> None: ...
 
-    def on_response_complete(self) -> None:
-        """Serve the connection's next request."""
-        ...
+    def on_response_complete(self) -> None: ...
 
 
-Handler = Callable[["Direct"], Awaitable[None]]
+Handler = Callable[["HotRequest"], Awaitable[None]]
 
 
-class _Unheard:
-    """The event that uvicorn's connection sets for a cycle of its own; ours is told otherwise."""
+class _UnusedEvent:
+    """The event that uvicorn sets on its own cycles; a hot request gets its input through :meth:`HotRequest.feed`."""
 
     def set(self) -> None:
-        """Nobody waits."""
+        pass
 
 
-class Direct:
-    """One request of a hot route: a :class:`~mmrouter_router.http.client_channel.Client`, and a sink for its answer."""
+class HotRequest:
+    """A :class:`~mmrouter_router.http.client_channel.Client`, and the sink of its answer."""
 
-    message_event: Final = _Unheard()
+    message_event: Final = _UnusedEvent()
     scope: Final[MutableMapping[str, Any]] = {}
 
     def __init__(
-        self, connection: Connection, path: str, headers: list[tuple[bytes, bytes]], keep_alive: bool, chunks: bool
+        self, connection: Connection, path: str, headers: list[tuple[bytes, bytes]], keep_alive: bool, chunked: bool
     ) -> None:
-        """``chunks``: whether the client knows them; else an answer of no known length ends with its connection."""
+        """``chunked``: the client understands chunks; else the connection's end delimits an answer without a length."""
         self.method, self.path, self.keep_alive = "POST", path, keep_alive
         self.headers: Headers = headers
         self.task: asyncio.Task[None] | None = None
         self.response_complete = self.disconnected = False
         self._connection, self._transport = connection, connection.transport
         self._pieces: list[bytes] = []
-        self.size = 0  # of the body that the parser has brought
+        self.size = 0  # bytes of the body that the parser has delivered
         self.more_body = True
-        self._each = False  # the reader looks at every piece, because nobody said how many there are
+        self._wake_per_piece = False  # the length is unknown, so the reader checks the limit at every piece
         self._wake: asyncio.Future[Any] | None = None
         self.response_started = False
-        self._left: int | None = None  # bytes of the answer's body that are still to come; None: nobody knows
-        self._chunks = chunks
+        self._left: int | None = None  # bytes of the answer's body to be written, None where its length is unknown
+        self._chunked = chunked
 
     async def run(self, handler: Handler) -> None:
-        """Have the request answered. What is not answered to its end is cut, so that the client sees it is short."""
+        """Run the handler; close the connection of an incomplete answer, so that the client sees the truncation."""
         try:
             await handler(self)
         except BaseException as error:
-            log.error("%s: not answered", self.path, exc_info=error)
+            log.error("%s: request failed", self.path, exc_info=error)
             if not self.response_started:
                 length = (b"content-length", b"%d" % len(_FAILED))
                 self.keep_alive = False
-                await self.whole(500, ((b"content-type", b"text/plain; charset=utf-8"), length), _FAILED)
+                await self.respond(500, ((b"content-type", b"text/plain; charset=utf-8"), length), _FAILED)
         finally:
             if not self.response_complete and not self.disconnected:
                 self._transport.close()
 
-    # -- the request -------------------------------------------------------------------------------------------------
+    # -- request -----------------------------------------------------------------------------------------------------
 
     @property
     def gone(self) -> bool:
-        """Whether the client has left before its answer's end."""
         return self.disconnected
 
-    def lost(self) -> None:
-        """The connection is closed."""
+    def disconnect(self) -> None:
+        """Cancel the task after the client disconnected."""
         if not self.response_complete and self.task is not None and not self.task.cancelling():
             self.disconnected = True
             self.task.cancel()
 
     @property
     def waiting(self) -> bool:
-        """Whether some of the body is awaited."""
+        """Whether the task waits for more of the body."""
         return self._wake is not None and not self._wake.done()
 
-    def late(self, error: RequestError) -> None:
-        """Wait no more for the body."""
+    def fail_body(self, error: RequestError) -> None:
+        """Raise ``error`` in a task that waits for the body."""
         if self._wake is not None and not self._wake.done():
             self.keep_alive = False
             self._wake.set_exception(error)
 
-    def took(self, piece: bytes | None) -> None:
-        """Some of the body is there; ``None``: all of it."""
+    def feed(self, piece: bytes | None) -> None:
+        """Add a piece of the body; ``None``: the body is complete."""
         if self.response_complete:
             return
         if piece is None:
@@ -122,18 +115,17 @@ class Direct:
         else:
             self._pieces.append(piece)
             self.size += len(piece)
-        if (not self.more_body or self._each) and self._wake is not None and not self._wake.done():
+        if (not self.more_body or self._wake_per_piece) and self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
     async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
-        """Return the request's body."""
-        length = declared(self.headers, limit, grow)
-        self._each = length is None
-        if length is not None and length - self.size > LARGE and self.more_body:
-            filled: asyncio.Future[bytearray] = self._connection.loop.create_future()
-            self._wake = filled
-            self._connection.fill(self._pieces, length, filled)
-            return await filled
+        length = declared_length(self.headers, limit, grow)
+        self._wake_per_piece = length is None
+        if length is not None and length - self.size > LARGE_BODY and self.more_body:
+            done: asyncio.Future[bytearray] = self._connection.loop.create_future()
+            self._wake = done
+            self._connection.read_body(self._pieces, length, done)
+            return await done
         self._connection.flow.resume_reading()
         while self.more_body:
             if self.size > limit:
@@ -149,67 +141,65 @@ class Direct:
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    # -- the answer --------------------------------------------------------------------------------------------------
+    # -- answer ------------------------------------------------------------------------------------------------------
 
-    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer at once."""
+    async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         if not self.disconnected:
             self._transport.write(self._head(status, headers) + body)
             self._complete_response()
 
     async def stream(self, status: int, headers: Headers, first: bytes, source: Source) -> None:
-        """Answer with ``first`` and what comes after it."""
         if self.disconnected:
             return
         head = self._head(status, headers)
-        rest = source.rest()
-        if rest is not None and self._left == len(first) + len(rest):
-            self._transport.write(b"".join((head, first, rest)))
+        remaining = source.remaining()
+        if remaining is not None and self._left == len(first) + len(remaining):
+            self._transport.write(b"".join((head, first, remaining)))
             self._complete_response()
             return
-        if first and self._left is None and self._chunks:
+        if first and self._left is None and self._chunked:
             self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(first), first))
         else:
             self._transport.write(head)
             if first:
                 self.write(first)
-        if rest:
-            self.write(rest)
+        if remaining:
+            self.write(remaining)
         await source.pour(self)
         if self.disconnected:
             return
         if self._left:
-            raise ConnectionError("an answer is shorter than its head says")
-        if self._left is None and self._chunks:
+            raise ConnectionError("the answer is shorter than its content-length")
+        if self._left is None and self._chunked:
             self._transport.write(b"0\r\n\r\n")
         self._complete_response()
 
     @property
     def full(self) -> bool:
-        """Whether the client is behind, so that nothing more should be written now."""
+        """Whether the write buffer is above its high-water mark."""
         return self._connection.flow.write_paused
 
-    def when_room(self, then: Callable[[], None] | None) -> None:
-        """Have a function called whenever the client has caught up, or is gone; ``None`` ends that."""
-        self._connection.on_room = then
+    def when_writable(self, callback: Callable[[], None] | None) -> None:
+        """Set the function that is called when the buffer has drained or the client disconnected; ``None``: none."""
+        self._connection.on_writable = callback
 
     def write(self, piece: bytes) -> None:
-        """Write a piece, which is not empty. A client that is gone gets nothing.
+        """Write a piece, which is not empty; does nothing after a disconnect.
 
-        Raises ``ValueError`` for bytes beyond the length that the answer's head has told.
+        Raises ``ValueError`` for bytes beyond the answer's content-length.
         """
         if self.disconnected or self.response_complete:
             return
         if self._left is None:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunks else piece)
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
             return
         if len(piece) > self._left:
-            raise ValueError("an answer is longer than its head says")
+            raise ValueError("the answer is longer than its content-length")
         self._left -= len(piece)
         self._transport.write(piece)
 
     def _head(self, status: int, headers: Headers) -> bytes:
-        """Return the answer's head, and note how its body is delimited. Raises ``ValueError`` for a broken header."""
+        """Return the answer's head and note how its body is delimited. Raises ``ValueError`` for a header injection."""
         lines = [STATUS_LINE[status]]
         for name, value in self._connection.server_state.default_headers:
             lines.append(b"%b: %b\r\n" % (name, value))
@@ -221,7 +211,7 @@ class Direct:
             lines.append(b"%b: %b\r\n" % (name, value))
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
-        if self._left is None and self._chunks:
+        if self._left is None and self._chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
         head = b"".join(lines)
         if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):

@@ -1,7 +1,7 @@
-"""A listening socket: connections that come together are taken together.
+"""A listening socket that accepts connections in small batches.
 
-The loop's own server takes one connection a turn, and a turn serves whatever is there already. So of many connections
-that come at once the last would wait for the requests of all others, again and again.
+asyncio's own server accepts one connection per turn of the event loop, and each turn also serves all requests that are
+ready. In a burst of connections the last one would wait for the requests of all others, over and over.
 """
 
 import asyncio
@@ -11,36 +11,36 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-log = logging.getLogger("mmrouter.listener")
+log = logging.getLogger("mmrouter.http")
 
-TOGETHER: Final = 8
-"""Connections that are taken in one turn. With all of a crowd in one turn everybody would wait for everybody: engines
-would have nothing to do until the last one is taken, and then all at once.
+BATCH: Final = 8
+"""Connections accepted per turn. Accepting a whole burst at once would leave engines idle until the last is accepted,
+and then flood them.
 """
 RETRY_SECONDS: Final = 1.0
-"""Until the next try where there is no file left for a connection: it waits in the system's queue meanwhile."""
-_FULL: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+"""Pause after the process ran out of file descriptors; connections wait in the kernel's queue meanwhile."""
+_EXHAUSTED: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class Listener:
-    """What asyncio's server is to a uvicorn server, for one address."""
+    """Replaces ``asyncio.Server`` in a uvicorn server, for one address."""
 
-    def __init__(self, connected: Callable[[], asyncio.Protocol], host: str, port: int, backlog: int) -> None:
-        """``connected`` makes the protocol of a connection. Raises ``OSError`` where the address cannot be had."""
+    def __init__(self, protocol_factory: Callable[[], asyncio.Protocol], host: str, port: int, backlog: int) -> None:
+        """Raises ``OSError`` where the address cannot be bound."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=backlog)
         self._socket.setblocking(False)
-        self._connected = connected
-        self._rounds = backlog // TOGETHER + 1  # until the system's queue is empty
+        self._protocol_factory = protocol_factory
+        self._max_batches = backlog // BATCH + 1  # until the kernel's queue is empty
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[object]] = set()  # taken, and not yet the server's
+        self._opening: set[asyncio.Task[object]] = set()  # accepted, not yet handed to their protocol
         self._retry: asyncio.TimerHandle | None = None
         self._closed = False
-        self._loop.add_reader(self._socket, self._take)
+        self._loop.add_reader(self._socket, self._accept_batch)
         log.info("listening on %s, port %d", host, port)
 
     def close(self) -> None:
-        """Take no connection any more, but for those that the system has accepted for us: they would be reset."""
+        """Stop listening, after accepting what the kernel has already accepted: closing would reset those."""
         if self._closed:
             return
         self._closed = True
@@ -48,30 +48,30 @@ class Listener:
             self._retry.cancel()
         else:
             self._loop.remove_reader(self._socket)
-        for _ in range(self._rounds):
-            if not self._take():
+        for _ in range(self._max_batches):
+            if not self._accept_batch():
                 break
         self._socket.close()
 
     async def wait_closed(self) -> None:
-        """Return once every connection that was taken is the server's."""
+        """Return once every accepted connection has its protocol."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
-    def _take(self) -> bool:
-        """Take who is there. Returns whether there may be more."""
-        for _ in range(TOGETHER):
+    def _accept_batch(self) -> bool:
+        """Accept up to ``BATCH`` connections. Returns whether there may be more."""
+        for _ in range(BATCH):
             try:
                 connection, _ = self._socket.accept()
             except BlockingIOError:
                 return False
-            except ConnectionAbortedError:  # gone before it was taken
+            except ConnectionAbortedError:  # the client left before it was accepted
                 continue
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in _EXHAUSTED:
                     self._pause(error)
                     return False
                 raise
-            opening = self._loop.create_task(self._loop.connect_accepted_socket(self._connected, connection))
+            opening = self._loop.create_task(self._loop.connect_accepted_socket(self._protocol_factory, connection))
             self._opening.add(opening)
             opening.add_done_callback(self._opened)
         return True
@@ -79,14 +79,14 @@ class Listener:
     def _opened(self, opening: asyncio.Task[object]) -> None:
         self._opening.discard(opening)
         if not opening.cancelled() and (error := opening.exception()) is not None:
-            log.warning("a connection is lost before it begins: %s", error)
+            log.warning("an accepted connection was lost: %s", error)
 
     def _pause(self, error: OSError) -> None:
-        log.error("connections wait, because none can be taken: %s", error)
+        log.error("cannot accept connections, will retry: %s", error)
         if not self._closed:
             self._loop.remove_reader(self._socket)
             self._retry = self._loop.call_later(RETRY_SECONDS, self._resume)
 
     def _resume(self) -> None:
         self._retry = None
-        self._loop.add_reader(self._socket, self._take)
+        self._loop.add_reader(self._socket, self._accept_batch)

@@ -1,10 +1,9 @@
-"""HTTP/1.1 client of the data path: pooled connections, httptools parser, answer bytes passed on as they come.
+"""HTTP/1.1 client for engines: pooled connections, httptools parser, answers passed on as they arrive.
 
-The hot route has its own transport because a general client costs several times the CPU of a decision (facts on
-performance 3). It speaks only what engines speak: one request at a time per connection, no redirects, no cookies,
-no proxies. Reading stops while the consumer is behind, so a slow client holds at most ``HIGH_WATER`` bytes.
-
-A consumer takes pieces, or has them poured into a client's connection in the moment they come (:mod:`.tap`).
+A general client costs several times the CPU of a routing decision. This one speaks only what engines speak: one request
+at a time per connection, no redirects, no cookies, no proxies. It stops reading while the consumer is behind, so a slow
+client holds at most ``HIGH_WATER`` bytes. A consumer pulls pieces, or has them poured into a client's connection by the
+callback that receives them.
 """
 
 import asyncio
@@ -18,30 +17,28 @@ import httptools
 
 HIGH_WATER = 256 * 1024
 Body = bytes | tuple[bytes | memoryview, ...]
-"""What is sent: at once, or in pieces that nobody puts together, because they are large."""
+"""A request's body: one buffer, or several that are too large to be joined."""
 IDLE_SECONDS = 4.0
-"""uvicorn closes idle connections after 5 s; ours are given up earlier, so that a reuse rarely meets a close."""
+"""Idle connections are dropped before uvicorn closes them after 5 s, so that a reuse rarely meets a close."""
 
 
 class Sink(Protocol):
-    """Where a body is poured into."""
+    """The consumer of a body, with back pressure."""
 
     @property
     def full(self) -> bool:
-        """Whether nothing more should be written now."""
+        """Whether the source should pause."""
         ...
 
-    def when_room(self, then: Callable[[], None] | None) -> None:
-        """Have a function called whenever it is not full any more; ``None`` ends that."""
+    def when_writable(self, callback: Callable[[], None] | None) -> None:
+        """Set the function that is called when the sink is no longer full; ``None``: none."""
         ...
 
-    def write(self, piece: bytes) -> None:
-        """Take a piece."""
-        ...
+    def write(self, piece: bytes) -> None: ...
 
 
 class UpstreamError(ConnectionError):
-    """The engine could not be reached or broke off; ``sent``: it may have the request, ``began``: it answered."""
+    """The engine is unreachable or broke off; ``sent``: it may have the request, ``began``: it began to answer."""
 
     def __init__(self, message: str, *, sent: bool, began: bool = False) -> None:
         super().__init__(message)
@@ -50,7 +47,7 @@ class UpstreamError(ConnectionError):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; parses one answer at a time."""
+    """One connection to an engine; parses one answer at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -77,7 +74,7 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # bytes that nobody asked for: the connection cannot be trusted any more
+        if self._parser is None:  # bytes without a request: the connection is out of step
             self.close()
             return
         self._began = True
@@ -86,16 +83,16 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self.close()
         if self._sink is not None:
-            self._spill(self._sink)
+            self._flush(self._sink)
             if not self.complete and not self.closed:
-                return  # nothing for whoever waits: it is there for the end
+                return  # pour() waits for the end only
         self._notify()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         if exc is None and not self.complete and self._headers_done and self._ends_with_close():
             self.complete = True
-        self._parser = None  # which knows this connection: without it both go at once
+        self._parser = None  # break the reference cycle so that both are freed without the garbage collector
         if self.on_lost is not None:
             self.on_lost()
             self.on_lost = None
@@ -104,11 +101,11 @@ class _Connection(asyncio.Protocol):
     # -- httptools
 
     def on_message_begin(self) -> None:
-        if self._headers_done:  # not of the next request's: it has not been sent
-            raise ConnectionError("an answer that nobody asked for")
+        if self._headers_done:  # a second answer to one request
+            raise ConnectionError("an answer without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._headers_done:  # else it stands behind the body, and is no header of the answer
+        if not self._headers_done:  # trailers are no headers of the answer
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -119,13 +116,13 @@ class _Connection(asyncio.Protocol):
         if self.status >= 200:
             self._headers_done = True
         else:
-            self.headers.clear()  # 1xx: the real answer follows
+            self.headers.clear()  # 1xx: the final answer follows
 
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
         self._buffered += len(body)
         if self._buffered > HIGH_WATER:
-            self._hold()
+            self._pause()
 
     def on_message_complete(self) -> None:
         if self._headers_done:
@@ -134,7 +131,7 @@ class _Connection(asyncio.Protocol):
     # -- use
 
     async def send(self, head: bytes, body: Body) -> None:
-        """Send one request and wait for the answer's headers, which may come before all of the request is out."""
+        """Send one request and wait for the answer's headers, which may precede the end of the request."""
         assert self.transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._began = self._headers_done = False
@@ -146,63 +143,57 @@ class _Connection(asyncio.Protocol):
             await self._wait()
 
     async def piece(self) -> bytes:
-        """Return the body's next bytes, empty at its end. Raises :class:`UpstreamError` when the answer breaks off."""
         while not self._chunks:
             if self.complete:
                 return b""
             if self.closed:
                 raise UpstreamError("the engine broke off its answer", sent=True, began=True)
             await self._wait()
-        data = self._taken()
-        self._go_on()
+        data = self._take_buffered()
+        self._resume()
         return data
 
-    def rest(self) -> bytes | None:
-        """Return what has not been taken of a body that is complete, ``None`` of any other."""
+    def remaining(self) -> bytes | None:
         if not self.complete:
             return None
-        data = self._taken() if self._chunks else b""
-        self._go_on()
+        data = self._take_buffered() if self._chunks else b""
+        self._resume()
         return data
 
     async def pour(self, sink: Sink) -> None:
-        """Write the rest of the body into a sink as it comes. Raises what :meth:`piece` raises."""
         self._sink = sink
-        sink.when_room(self._go_on)
+        sink.when_writable(self._resume)
         try:
-            if self._chunks:
-                self._spill(sink)
+            self._flush(sink)
             while not self.complete:
                 if self.closed:
                     raise UpstreamError("the engine broke off its answer", sent=True, began=True)
                 await self._wait()
         finally:
             self._sink = None
-            sink.when_room(None)
+            sink.when_writable(None)
 
-    def _spill(self, sink: Sink) -> None:
-        """Write what is there."""
+    def _flush(self, sink: Sink) -> None:
         if self._chunks:
             try:
-                sink.write(self._taken())
-            except ValueError:  # the engine says more than it said it would
+                sink.write(self._take_buffered())
+            except ValueError:  # more bytes than the answer's content-length
                 self.close()
             if sink.full:
-                self._hold()
+                self._pause()
 
-    def _taken(self) -> bytes:
+    def _take_buffered(self) -> bytes:
         data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._buffered = 0
         return data
 
-    def _hold(self) -> None:
-        """Stop reading until there is room."""
+    def _pause(self) -> None:
         if not self._paused and self.transport is not None and not self.closed:
             self._paused = True
             self.transport.pause_reading()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self._paused and self.transport is not None and not self.closed:
             self._paused = False
             self.transport.resume_reading()
@@ -211,10 +202,10 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         if not self.complete or not self._keep_alive or self.closed or self._chunks or self.transport is None:
             return False
-        return not self.transport.get_write_buffer_size()  # an engine may answer what it has not read
+        return not self.transport.get_write_buffer_size()  # an engine may answer before it has read the request
 
     def close(self) -> None:
-        """Drop the connection: the engine sees a disconnect and aborts the request."""
+        """Abort the connection; the engine sees a disconnect and aborts the request."""
         self.closed = True
         if self.transport is not None:
             self.transport.abort()
@@ -236,7 +227,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Answer:
-    """An engine's answer: status and headers now, body as it comes. Call ``close`` in every case."""
+    """An engine's answer: status and headers, and its body as it arrives. Call ``close`` in every case."""
 
     def __init__(self, pool: "Upstream", address: tuple[str, int], connection: _Connection) -> None:
         self._pool, self._address, self._connection = pool, address, connection
@@ -244,31 +235,28 @@ class Answer:
         self.headers = connection.headers
 
     @property
-    def whole(self) -> bool:
-        """Whether all of it has come."""
+    def complete(self) -> bool:
+        """Whether the whole body has arrived."""
         return self._connection.complete
 
     async def piece(self) -> bytes:
         """Return the body's next bytes, de-chunked, as they arrived; empty at its end.
 
-        Raises :class:`UpstreamError` when the answer breaks off.
+        Raises :class:`UpstreamError` when the engine breaks off its answer.
         """
         return await self._connection.piece()
 
-    def rest(self) -> bytes | None:
-        """Return what has not been read, where all of it is there; ``None`` where some is still to come."""
-        return self._connection.rest()
+    def remaining(self) -> bytes | None:
+        """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
+        return self._connection.remaining()
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the rest of the body's bytes, piece by piece. Raises what :meth:`piece` raises."""
+        """Yield the unread pieces of the body. Raises what :meth:`piece` raises."""
         while piece := await self._connection.piece():
             yield piece
 
     async def pour(self, sink: Sink) -> None:
-        """Write the rest of the body into a sink as it comes; return when all of it is there.
-
-        Raises what :meth:`piece` raises.
-        """
+        """Write the body into a sink as it arrives; return at its end. Raises what :meth:`piece` raises."""
         await self._connection.pour(sink)
 
     async def read(self, limit: int) -> bytes:
@@ -281,7 +269,7 @@ class Answer:
         return bytes(data[:limit])
 
     def close(self) -> None:
-        """Give the connection back, or drop it when the answer was not read to its end (the engine then aborts)."""
+        """Return the connection to the pool, or abort it where the answer was not read to its end."""
         self._pool.release(self._address, self._connection)
 
 
@@ -297,7 +285,7 @@ class Upstream:
     ) -> Answer:
         """Send a request and return once the answer's headers are there. Raises :class:`UpstreamError`.
 
-        A kept connection that turns out to be closed before the engine said anything is replaced by a fresh one once.
+        Retries once on a fresh connection where an idle one turns out to be closed before the engine answered.
         """
         address = (host, port)
         length = len(body) if isinstance(body, bytes) else sum(map(len, body))
@@ -312,13 +300,13 @@ class Upstream:
             try:
                 fresh = await self._connect(address)
             except UpstreamError as error:
-                # Not an idle close: the engine is gone, and it may have gone with this request.
+                # Not an idle close: the engine is down, possibly because of this request.
                 raise UpstreamError(str(error), sent=True) from error
             return await self._exchange(address, fresh, head, body)
         return await self._exchange(address, await self._connect(address), head, body)
 
     def release(self, address: tuple[str, int], connection: _Connection) -> None:
-        """Keep a connection whose answer was read whole, drop any other."""
+        """Pool a connection whose answer was read completely, abort any other."""
         if connection.reusable:
             connection.idle_since = time.monotonic()
             self._idle.setdefault(address, []).append(connection)
@@ -326,7 +314,7 @@ class Upstream:
             connection.close()
 
     def close(self) -> None:
-        """Drop all idle connections."""
+        """Close all idle connections."""
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()
@@ -357,11 +345,11 @@ class Upstream:
                 _, connection = await loop.create_connection(partial(_Connection, loop), *address)
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=False) from error
-        connection.on_lost = lambda: self._lost(address, connection)
+        connection.on_lost = lambda: self._forget(address, connection)
         return connection
 
-    def _lost(self, address: tuple[str, int], connection: _Connection) -> None:
-        """Forget a connection that is closed: nobody asks for those of an engine that is gone."""
+    def _forget(self, address: tuple[str, int], connection: _Connection) -> None:
+        """Remove a closed connection, which no request would take once its engine is gone."""
         idle = self._idle.get(address)
         if idle is not None:
             if connection in idle:

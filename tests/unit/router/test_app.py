@@ -96,7 +96,7 @@ async def test_the_deletion_of_its_own_pod_ends_its_readiness():
         assert r.ready
         r.roster(Roster((), leaving=True))
         assert not r.ready
-        assert not r.leaving.stopping.is_set()
+        assert not r.shutdown.stopping.is_set()
 
 
 async def test_a_pod_with_another_address_is_followed_anew_and_nothing_of_its_cache_is_left():

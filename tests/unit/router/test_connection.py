@@ -34,7 +34,7 @@ class App:
     async def __call__(self, scope, receive, send) -> None:
         client = AsgiClient(scope, receive, send)
         body = b"asgi %d" % len(await client.body(LIMIT, lambda size: None))
-        await client.whole(200, [(b"content-length", b"%d" % len(body))], body)
+        await client.respond(200, [(b"content-length", b"%d" % len(body))], body)
         await client.close()
 
 
@@ -60,7 +60,7 @@ class Front:
             raise
         except RequestError as error:
             body = error.to_body()
-            await client.whole(error.status, [(b"content-length", b"%d" % len(body))], body)
+            await client.respond(error.status, [(b"content-length", b"%d" % len(body))], body)
             return
         answer = await self.upstream.request("127.0.0.1", self.engine.port, "POST", "/", {})
         try:
@@ -395,7 +395,7 @@ async def test_a_handler_that_fails_is_a_500_and_one_that_does_not_end_its_answe
 
 async def test_a_header_that_holds_a_line_break_is_never_sent(front):
     async def breaks(client) -> None:
-        await client.whole(200, [(b"content-length", b"0"), (b"x", b"a\r\nset-cookie: b")], b"")
+        await client.respond(200, [(b"content-length", b"0"), (b"x", b"a\r\nset-cookie: b")], b"")
 
     front.server.config.app.hot = {b"/": breaks}
     async with client(front) as made:

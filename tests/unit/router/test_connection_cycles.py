@@ -48,7 +48,7 @@ async def hot(client) -> None:
         await client.body(1024, lambda size: None)
     except asyncio.CancelledError:  # the client has left
         return
-    await client.whole(200, [(b"content-length", b"2")], b"hi")
+    await client.respond(200, [(b"content-length", b"2")], b"hi")
 
 
 cold.hot = {b"/hot": hot}

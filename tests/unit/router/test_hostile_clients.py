@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import AsgiClient, ClientGoneError
-from mmrouter_router.http.client_timeouts import LONGEST_SECONDS, PATIENCE, Clock, untaken
-from mmrouter_router.http.connection import HEAD_LIMIT, Tapped
-from mmrouter_router.http.hot_request import Direct
+from mmrouter_router.http.client_timeouts import CLIENT_TIMEOUTS, MAX_STEP_SECONDS, ProcessClock, unread_bytes
+from mmrouter_router.http.connection import HEAD_LIMIT, ClientConnection
 from mmrouter_router.http.server import Server
 
 PORT = 8000
@@ -62,7 +61,7 @@ class Front:
         except (asyncio.CancelledError, ClientGoneError):
             self.left.set()
             return
-        await client.whole(status, [(b"content-length", b"%d" % len(said))], said)
+        await client.respond(status, [(b"content-length", b"%d" % len(said))], said)
 
     async def _told(self, client) -> bytes:
         if (b"authorization", b"no") in client.headers:
@@ -96,22 +95,19 @@ class Front:
 
     def look(self, now: float) -> None:
         for connection in tuple(self.server.server_state.connections):
-            connection.look(PATIENCE, now)
+            connection.check_timeouts(CLIENT_TIMEOUTS, now)
 
     async def connected(self, count: int) -> None:
         await until(lambda: len(self.server.server_state.connections) == count)
 
-    def connection(self) -> Tapped:
+    def connection(self) -> ClientConnection:
         """The only one."""
         (one,) = self.server.server_state.connections
         return one
 
     def came(self) -> int:
         """Bytes of the body that is coming."""
-        one = self.connection()
-        if one._filling is not None:
-            return one._filling.at
-        return one.cycle.size if isinstance(one.cycle, Direct) else one._came
+        return self.connection().body_received
 
 
 async def until(condition) -> None:
@@ -337,11 +333,11 @@ async def test_a_connection_that_brings_no_request_is_closed(begin):
         if begin.endswith(b"POST"):
             await reader.readuntil(b"]\n")
             writer.write(b" ")
-        await until(lambda: not begin or front.connection()._around)
+        await until(lambda: not begin or front.connection().unparsed)
         front.look(LATER)
-        front.look(LATER + PATIENCE.head_seconds)
+        front.look(LATER + CLIENT_TIMEOUTS.head_seconds)
         await front.connected(1)
-        front.look(LATER + PATIENCE.head_seconds + 1)
+        front.look(LATER + CLIENT_TIMEOUTS.head_seconds + 1)
         assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
@@ -360,9 +356,9 @@ async def test_a_body_that_does_not_come_is_not_waited_for(hot, body):
         # The way through ASGI always awaits it; the other one's task may not have come to that yet.
         await until(lambda: front.came() == 5 and getattr(front.connection().cycle, "waiting", front.held))
         front.look(LATER)
-        front.look(LATER + PATIENCE.stalled_seconds)
+        front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds)
         assert len(front.server.server_state.connections) == 1
-        front.look(LATER + PATIENCE.stalled_seconds + 1)
+        front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds + 1)
         answer = await asyncio.wait_for(reader.read(), 5)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"connection: close" in answer
@@ -378,7 +374,7 @@ async def test_a_body_that_comes_slowly_and_steadily_is_read_to_its_end(hot):
             writer.write(bytes(step))
             await writer.drain()
             await until(lambda number=number: front.seen or front.came() == step * (number + 1))
-        front.look(LATER + PATIENCE.stalled_seconds + 14)
+        front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds + 14)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
@@ -389,7 +385,7 @@ async def test_the_rest_of_a_refused_body_is_not_waited_for_either():
         writer.write(b"a few bytes")  # which end the time that the server gives idle connections
         await until(lambda: front.connection().timeout_keep_alive_task is None)
         front.look(LATER)
-        front.look(LATER + PATIENCE.head_seconds + 1)
+        front.look(LATER + CLIENT_TIMEOUTS.head_seconds + 1)
         assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
@@ -410,22 +406,22 @@ async def test_the_servers_own_clock_looks_at_its_connections():
         await front.connected(1)
         looks: list[float] = []
         connection = next(iter(front.server.server_state.connections))
-        connection.look = lambda patience, now: looks.append(now)
+        connection.check_timeouts = lambda patience, now: looks.append(now)
         for _ in range(2):
             await front.server.on_tick(10)
         assert 0 <= looks[0] < looks[1]
-        del connection.look
+        del connection.check_timeouts
 
 
 @given(st.lists(st.floats(0, 1000)))
 def test_while_the_process_stands_still_nobody_is_late(pauses):
-    clock, now, shown = Clock(), 5000.0, [0.0]
-    assert clock.at(now) == 0
+    clock, now, shown = ProcessClock(), 5000.0, [0.0]
+    assert clock.advance(now) == 0
     for pause in pauses:
         now += pause
-        shown.append(clock.at(now))
+        shown.append(clock.advance(now))
     steps = [after - before for before, after in itertools.pairwise(shown)]
-    assert steps == pytest.approx([min(pause, LONGEST_SECONDS) for pause in pauses], abs=1e-6)
+    assert steps == pytest.approx([min(pause, MAX_STEP_SECONDS) for pause in pauses], abs=1e-6)
 
 
 # -- at the end --------------------------------------------------------------------------------------------------------
@@ -449,7 +445,7 @@ async def test_what_is_no_request_does_not_stand_in_the_answer_to_the_one_before
         await client.stream(200, [], b"one", Slow())
 
     class Slow:
-        def rest(self) -> None:
+        def remaining(self) -> None:
             return None
 
         async def piece(self) -> bytes:
@@ -467,7 +463,7 @@ async def test_what_is_no_request_does_not_stand_in_the_answer_to_the_one_before
             writer.write(request(LINES[0], [], FRAMED[0]))
             await reader.readuntil(b"one\r\n")
             writer.write(b"no request\r\n\r\n")
-            await until(lambda: front.connection()._deaf)
+            await until(lambda: front.connection().input_ended)
             front.go.set()
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"0\r\n\r\nHTTP/1.1 400 ")
 
@@ -510,7 +506,7 @@ class Endless:
     def __init__(self) -> None:
         self.cut = asyncio.Event()
 
-    def rest(self) -> None:
+    def remaining(self) -> None:
         return None
 
     async def piece(self) -> bytes:
@@ -518,7 +514,7 @@ class Endless:
 
     async def pour(self, sink) -> None:
         room = asyncio.Event()
-        sink.when_room(room.set)
+        sink.when_writable(room.set)
         try:
             while True:
                 room.clear()
@@ -551,16 +547,16 @@ async def test_a_client_that_takes_nothing_is_cut_and_one_that_takes_a_little_is
                 # Turns of the loop, because a time in which it had none says nothing.
                 while not connection.flow.write_paused or still < 25:
                     await asyncio.sleep(0.002)
-                    still = still + 1 if untaken(connection.transport) == before else 0
-                    before = untaken(connection.transport)
+                    still = still + 1 if unread_bytes(connection.transport) == before else 0
+                    before = unread_bytes(connection.transport)
             for _ in range(3):
                 front.look(now)
-                now += PATIENCE.taking_seconds - 1
+                now += CLIENT_TIMEOUTS.answer_stall_seconds - 1
                 made.recv(262_144)  # not enough for anything to be written
-                await until(lambda before=before: untaken(connection.transport) != before)
-                before = untaken(connection.transport)
+                await until(lambda before=before: unread_bytes(connection.transport) != before)
+                before = unread_bytes(connection.transport)
             front.look(now)
             assert not endless.cut.is_set()
-            front.look(now + PATIENCE.taking_seconds + 1)
+            front.look(now + CLIENT_TIMEOUTS.answer_stall_seconds + 1)
             await asyncio.wait_for(endless.cut.wait(), 5)
             await front.connected(0)

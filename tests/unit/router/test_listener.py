@@ -12,13 +12,13 @@ import uvloop
 from uvicorn.config import STARTUP_FAILURE
 
 from mmrouter_router.http import listener
-from mmrouter_router.http.listener import TOGETHER, Listener
+from mmrouter_router.http.listener import BATCH, Listener
 from mmrouter_router.http.server import Server
 
 PORT = 8000
 FEW = 6
 """Turns: to make what was taken a connection, and what the loop has to do beside."""
-CROWD = 8 * TOGETHER
+CROWD = 8 * BATCH
 _hosts = itertools.count(1)
 
 
@@ -75,7 +75,7 @@ def test_connections_that_come_together_are_taken_in_a_few_turns_of_the_loop():
     async def run() -> None:
         rig = Rig()
         clients = [rig.connect() for _ in range(CROWD)]
-        assert await rig.turns_until(CROWD, most=CROWD) <= CROWD / TOGETHER + FEW
+        assert await rig.turns_until(CROWD, most=CROWD) <= CROWD / BATCH + FEW
         assert {await rig.heard(client) for client in clients} == {b"hello"}
         for client in clients:
             client.close()
@@ -90,8 +90,8 @@ def test_a_crowd_is_taken_in_parts_so_that_those_who_are_there_are_served_in_bet
         clients = [rig.connect() for _ in range(CROWD)]
         while not rig.begun:
             await asyncio.sleep(0)
-        assert len(rig.begun) <= TOGETHER
-        assert await rig.turns_until(CROWD, most=CROWD) <= CROWD / TOGETHER + FEW
+        assert len(rig.begun) <= BATCH
+        assert await rig.turns_until(CROWD, most=CROWD) <= CROWD / BATCH + FEW
         for client in clients:
             client.close()
         rig.listener.close()

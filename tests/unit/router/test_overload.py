@@ -9,7 +9,7 @@ from unit.router.test_placer import BLOCK, IDS, KEYS, Rig, deployment, prepared
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.discovery import Roster
-from mmrouter_router.http.body_budget import Held, Room
+from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.request.engine_request import CHAT
 from mmrouter_router.scheduling.placer import Booking, FullError, Placer
 
@@ -73,29 +73,29 @@ def test_a_dry_run_is_answered_whatever_waits():
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 80)), max_size=60))
 def test_the_room_never_holds_more_than_its_limit_except_of_one_request_alone(steps):
-    room, held = Room(100), {}
+    room, held = BodyBudget(100), {}
     for who, size in steps:
         if size == 0:
             if who in held:
                 held.pop(who).release()
             continue
         try:
-            held.setdefault(who, Held(room)).grow(size * 2)
+            held.setdefault(who, BodyReservation(room)).grow(size * 2)
         except RequestError:
-            assert room.held + size * 2 > room.limit
-        assert room.held == sum(one._size for one in held.values())
-        assert room.held <= room.limit or sum(one._size > 0 for one in held.values()) == 1
+            assert room.used + size * 2 > room.limit
+        assert room.used == sum(one._size for one in held.values())
+        assert room.used <= room.limit or sum(one._size > 0 for one in held.values()) == 1
     for one in held.values():
         one.release()
         one.release()
-    assert room.held == 0
+    assert room.used == 0
 
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_for_which_there_is_no_room_is_a_429_that_says_when_to_come_back_and_is_counted(declared):
     async with router() as r:
-        other = Held(r.chat._room)
-        other.grow(r.chat._room.limit)
+        other = BodyReservation(r.chat.body_budget)
+        other.grow(r.chat.body_budget.limit)
         transport = httpx.ASGITransport(r.client_app())
 
         async def pieces():
@@ -110,12 +110,12 @@ async def test_a_body_for_which_there_is_no_room_is_a_429_that_says_when_to_come
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["code"] == "router_full"
         assert r.metrics.overload.labels("router_full")._value.get() == 1
-        assert r.chat._room.held == r.chat._room.limit, "what it had taken is given back"
+        assert r.chat.body_budget.used == r.chat.body_budget.limit, "what it had taken is given back"
         other.release()
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             answer = await client.post(CHAT, json={"model": "t", "messages": [{"role": "user", "content": "x"}]})
         assert answer.status_code == 503, "there is no engine"
-        assert r.chat._room.held == 0
+        assert r.chat.body_budget.used == 0
 
 
 async def test_full_queues_are_a_429_that_says_when_to_come_back_and_is_counted():

@@ -8,7 +8,7 @@ import signal
 import httpx
 import pytest
 
-from mmrouter_router.http.server import Leaving, Server, serve
+from mmrouter_router.http.server import Server, Shutdown, serve
 
 PORT, OTHER_PORT = 8000, 9090
 _hosts = itertools.count(1)
@@ -20,14 +20,14 @@ class Process:
     def __init__(self, drain_seconds: float = 20.0) -> None:
         self.ip = f"127.83.{os.getpid() % 250}.{next(_hosts)}"
         self.url, self.other = f"http://{self.ip}:{PORT}", f"http://{self.ip}:{OTHER_PORT}"
-        self.leaving, self.go, self.held = Leaving(), asyncio.Event(), asyncio.Event()
+        self.shutdown, self.go, self.held = Shutdown(), asyncio.Event(), asyncio.Event()
         self._clients = Server(self._app, self.ip, PORT, drain_seconds=drain_seconds)
         self._others = Server(self._app, self.ip, OTHER_PORT, drain_seconds=1)
         self.task: asyncio.Task | None = None
 
     async def _app(self, scope, receive, send) -> None:
-        if self.leaving.begun and scope["server"][1] == PORT:
-            send = self.leaving.closing(send)
+        if self.shutdown.draining and scope["server"][1] == PORT:
+            send = self.shutdown.closing(send)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/held":
             await send({"type": "http.response.body", "body": b"one ", "more_body": True})
@@ -36,14 +36,14 @@ class Process:
         await send({"type": "http.response.body", "body": b"two"})
 
     async def __aenter__(self) -> "Process":
-        self.task = asyncio.create_task(serve(self._clients, [self._others], self.leaving))
+        self.task = asyncio.create_task(serve(self._clients, [self._others], self.shutdown))
         while not (self._clients.started and self._others.started):
             await asyncio.sleep(0.005)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.go.set()
-        self.leaving.stop("the test is over")
+        self.shutdown.stop("the test is over")
         await asyncio.wait_for(self.task, 20)
 
     async def refuses(self) -> None:
@@ -61,17 +61,17 @@ class Process:
 async def test_while_it_leaves_new_connections_are_taken_and_each_answer_closes_its_own():
     async with Process() as process, httpx.AsyncClient(base_url=process.url) as client:
         assert "connection" not in (await client.get("/")).headers
-        process.leaving.begin("its pod is being deleted")
+        process.shutdown.drain("its pod is being deleted")
         for _ in range(2):
             answer = await client.get("/")
             assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-        assert not process.leaving.stopping.is_set()
+        assert not process.shutdown.stopping.is_set()
 
 
 async def test_a_request_on_a_kept_connection_is_answered_after_the_listener_has_closed():
     async with Process() as process, httpx.AsyncClient(base_url=process.url) as client:
         await client.get("/")
-        process.leaving.stop("SIGTERM")
+        process.shutdown.stop("SIGTERM")
         await process.refuses()
         answer = await client.get("/")
         assert (answer.text, answer.headers["connection"]) == ("two", "close")
@@ -81,7 +81,7 @@ async def test_an_answer_that_is_under_way_is_finished_and_the_other_ports_answe
     async with Process() as process, httpx.AsyncClient(timeout=20) as client:
         answer = asyncio.create_task(client.get(f"{process.url}/held"))
         await process.held.wait()
-        process.leaving.stop("SIGTERM")
+        process.shutdown.stop("SIGTERM")
         await process.refuses()
         await asyncio.sleep(1.5)  # longer than idle connections are kept
         assert (await client.get(process.other)).status_code == 200
@@ -97,7 +97,7 @@ async def test_an_answer_that_outlasts_the_drain_time_is_broken_off_not_ended():
     async with Process(drain_seconds=1) as process, httpx.AsyncClient(timeout=20) as client:
         answer = asyncio.create_task(client.get(f"{process.url}/held"))
         await process.held.wait()
-        process.leaving.stop("SIGTERM")
+        process.shutdown.stop("SIGTERM")
         with pytest.raises(httpx.RemoteProtocolError):
             await answer
         await asyncio.wait_for(process.task, 10)
@@ -105,7 +105,7 @@ async def test_an_answer_that_outlasts_the_drain_time_is_broken_off_not_ended():
 
 async def test_without_connections_the_end_is_immediate():
     async with Process(drain_seconds=600) as process:
-        process.leaving.stop("SIGTERM")
+        process.shutdown.stop("SIGTERM")
         await asyncio.wait_for(process.task, 20)  # not the drain time, of which this is a small part
 
 
