@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from mmrouter_handover.shm import HandOverError, Lease, Plains, Pool
+from mmrouter_handover.shm import HandOverError, Lease, Pool
 
 T = TypeVar("T")
 TMPFS = Path("/dev/shm")
@@ -45,18 +45,7 @@ def crash_pool(pool: Pool, drafts: Iterable[Lease] = ()) -> None:
     """
     for draft in drafts:
         draft.buffer.release()
-    for slot in (*pool._lent.values(), *pool._idle_slots()):
-        slot.close()
-    os.close(pool._owner)
-    os.close(pool._folder)
-    pool._closed = True
-
-
-def crash_plain_files(plains: Plains) -> None:
-    """Close the file descriptors of a writer of plain files without cleaning up."""
-    os.close(plains._owner)
-    os.close(plains._folder)
-    plains._closed = True
+    pool.abandon()
 
 
 def outcome(call: Callable[[], T]) -> tuple[T | None, str]:

@@ -1,6 +1,6 @@
 """The checksum of an item that travels over the network: the sampled one of ``mmrouter_handover.shm``."""
 
-from mmrouter_handover.shm.checksum import checksum as transfer_checksum
+from mmrouter_handover.shm.slot_format import checksum as transfer_checksum
 
 
 def checksum(payload: memoryview) -> int:

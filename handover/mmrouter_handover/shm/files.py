@@ -1,7 +1,7 @@
-"""Files and locks below the root. Names are opened part by part and never through a link.
+"""Open, create, lock and name files below the root; symbolic links are never followed.
 
-Locks are flock(2): they belong to an open file and go with the process that opened it, whatever ends it. A child
-that is forked without exec shares them, so it must not outlive its parent.
+Locks are flock(2): they belong to an open file and the kernel drops them when its process ends, however it ends. A
+child that is forked without exec shares them, so it must not outlive its parent.
 """
 
 import errno
@@ -13,21 +13,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from mmrouter_handover.shm.handles import HandOverError
+from mmrouter_handover.shm.slot_format import CLOCK_SLACK_SECONDS, MAX_LEASE_SECONDS
 
 POOL_PREFIX = "pool-"
 SLOT_PREFIX = "slot-"
 PLAIN_PREFIX = "plain-"
 DRAFT_PREFIX = "draft-"
-"""A plain file that is not whole yet."""
+"""Prefix of a plain file that is still being written."""
 OWNER = "owner"
 FOLDER_MODE = 0o2770
 FILE_MODE = 0o660
-"""Readers are other users of the same group: they lock, and write what they acknowledge."""
+"""Readers are other users of the same group: they lock slots and write acknowledgements."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = _FILE | os.O_CREAT | os.O_EXCL
+
+PlainState = Literal["writing", "leased", "expired"]
 
 
 def clock() -> float:
@@ -37,7 +41,7 @@ def clock() -> float:
 
 @contextmanager
 def folder(path: str | Path, *, below: int | None = None) -> Iterator[int]:
-    """Open a folder, ``below`` another one that is open already. Raises ``OSError``."""
+    """Open a folder, relative to the open folder ``below`` if given. Raises ``OSError``."""
     number = os.open(path, FOLDER, dir_fd=below)
     try:
         yield number
@@ -46,7 +50,7 @@ def folder(path: str | Path, *, below: int | None = None) -> Iterator[int]:
 
 
 def open_file(name: str, below: int) -> int:
-    """Open an existing regular file for reading and writing. Raises ``OSError``, also where it is something else."""
+    """Open an existing regular file for reading and writing. Raises ``OSError``, also for any other kind of file."""
     number = os.open(name, _FILE, dir_fd=below)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -55,10 +59,10 @@ def open_file(name: str, below: int) -> int:
 
 
 def create_file(name: str, below: int, mode: int = FILE_MODE) -> int:
-    """Make a file that must not exist. Raises ``OSError``."""
+    """Create a file that must not exist. Raises ``OSError``."""
     number = os.open(name, _NEW, mode, dir_fd=below)
     try:
-        os.fchmod(number, mode)  # whatever the umask says
+        os.fchmod(number, mode)  # independent of the umask
     except OSError:
         os.close(number)
         raise
@@ -68,7 +72,8 @@ def create_file(name: str, below: int, mode: int = FILE_MODE) -> int:
 def open_slot(root: int, path: str) -> int:
     """Open ``<pool>/<slot>`` below the root. Raises :class:`HandOverError`."""
     pool, _, name = path.partition("/")
-    if not is_slot_path(pool, name):
+    is_slot = pool.startswith(POOL_PREFIX) and name.startswith(SLOT_PREFIX)
+    if not is_slot or "/" in name or "\0" in path:
         raise HandOverError("refused", f"{path[:80]!r} is no slot")
     try:
         with folder(pool, below=root) as number:
@@ -77,11 +82,6 @@ def open_slot(root: int, path: str) -> int:
         raise HandOverError("gone", f"there is no {path}") from error
     except OSError as error:  # a link, a folder, a pipe, no permission
         raise HandOverError("refused", f"{path}: {error.strerror}") from error
-
-
-def is_slot_path(pool: str, name: str) -> bool:
-    """Whether the two parts name a slot and nothing else."""
-    return pool.startswith(POOL_PREFIX) and name.startswith(SLOT_PREFIX) and "/" not in name and "\0" not in pool + name
 
 
 def lock(number: int, *, exclusive: bool) -> bool:
@@ -94,20 +94,19 @@ def lock(number: int, *, exclusive: bool) -> bool:
 
 
 def lock_waiting(number: int, *, exclusive: bool) -> None:
-    """Take a lock that others hold for microseconds only."""
+    """Take a lock that other holders keep for microseconds only."""
     fcntl.flock(number, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
 
 
 def unlock(number: int) -> None:
-    """Give a lock up."""
     fcntl.flock(number, fcntl.LOCK_UN)
 
 
 def is_exported(mapping: mmap.mmap) -> bool:
-    """Whether any buffer points into a mapping: memoryviews, parts of them, arrays.
+    """Whether any buffer points into a mapping: memoryviews, slices of them, arrays.
 
-    A memoryview does not count its parts, a mapping counts everything, and says so when it is asked to change its size.
-    It is asked for one that there cannot be, so it looks at nothing else and asks nothing of the kernel.
+    A memoryview does not count its slices, but a mapping counts every export and refuses to be resized while there are
+    any. An impossible size is asked for, so the check makes no system call.
     """
     try:
         mapping.resize(-1)
@@ -115,16 +114,48 @@ def is_exported(mapping: mmap.mmap) -> bool:
         return True
     except (ValueError, TypeError):  # the latter of a read-only one
         return False
-    raise AssertionError("a mapping of less than no bytes")
+    raise AssertionError("resize(-1) succeeded")
 
 
 def remove(name: str, below: int, number: int) -> int:
-    """Free a slot's memory, also where a reader keeps it mapped, and remove its name; return the bytes that it had.
+    """Free a slot's memory, even while a reader keeps it mapped, and remove its name; return the bytes freed.
 
-    The caller holds its exclusive lock: a reader touches the mapping only under a shared one, after a look at the size.
+    The caller holds the exclusive lock: a reader touches its mapping only under the shared lock, after it checked the
+    size.
     """
     freed = os.fstat(number).st_blocks * 512
     os.ftruncate(number, 0)
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=below)
     return freed
+
+
+def plain_name(since: float, unique: str, suffix: str) -> str:
+    """Return the name of a plain file that is made at ``since``, seconds on the node's CLOCK_BOOTTIME."""
+    return f"{PLAIN_PREFIX}{int(since * 1000):x}-{unique}{suffix}"
+
+
+def plain_since(name: str) -> float | None:
+    """Return when a plain file or its draft was made; ``None`` if the name does not contain it."""
+    try:
+        return int(name.removeprefix(DRAFT_PREFIX).removeprefix(PLAIN_PREFIX).partition("-")[0], 16) / 1000
+    except ValueError:
+        return None
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name in a writer's folder is that of a plain file or of its draft."""
+    return name.startswith((PLAIN_PREFIX, DRAFT_PREFIX))
+
+
+def plain_state(name: str, modified: float, lives: bool, now: float) -> PlainState:
+    """Return the state of a plain file whose time of modification, its deadline, is ``modified``.
+
+    A living writer removes its files itself, so their deadlines do not matter. A deadline further away than the longest
+    lease is ignored: it would keep its bytes for ever.
+    """
+    if name.startswith(DRAFT_PREFIX):
+        return "writing"
+    if lives or now < modified <= now + MAX_LEASE_SECONDS + CLOCK_SLACK_SECONDS:
+        return "leased"
+    return "expired"

@@ -1,4 +1,4 @@
-"""Every byte below the root: whose, since when, how much, in which state."""
+"""List every file below the root with its writer, age, size and state."""
 
 import contextlib
 import os
@@ -10,22 +10,19 @@ from typing import Literal
 import msgspec
 
 from mmrouter_handover.shm import files
-from mmrouter_handover.shm import pool_owner as owner
 from mmrouter_handover.shm.handles import HandOverError
-from mmrouter_handover.shm.plain_file_marks import is_plain, plain_state, since_of
-from mmrouter_handover.shm.slot import Page, State, decode_page, state_of
-from mmrouter_handover.shm.slot_sizes import HEADER_BYTES
+from mmrouter_handover.shm.slot_format import State, read_page, state_of
+from mmrouter_handover.shm.writer_folder import Owner, read_owner
 
 Kind = State | Literal["owner", "unreadable", "other"]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One file. ``since`` and ``deadline`` are seconds on the node's CLOCK_BOOTTIME, null where nobody says.
+    """One file. ``since`` and ``deadline`` are seconds on the node's CLOCK_BOOTTIME, null if unknown.
 
-    ``state``: of a slot as in ``slot.State``, or ``unreadable``; of a plain file as in ``marks.PlainState``; ``owner``
-    is a writer's owner file, ``other`` no file of this library. ``lives``: whether the writer does. ``bytes``: memory
-    that the file takes. ``used``: of a file that is not of this library, when it was read or written last, in seconds
-    since 1970.
+    ``state``: ``slot_format.State`` or ``unreadable`` for a slot, ``files.PlainState`` for a plain file, ``owner`` for
+    a writer's owner file, ``other`` for any other file. ``lives``: whether the writer does. ``bytes``: memory of the
+    file. ``used``: when an ``other`` file was last read or written, in seconds since 1970.
     """
 
     path: str
@@ -40,7 +37,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """All entries, and the size of the file system that they are on."""
+    """All entries, and the size of their file system."""
 
     entries: tuple[Entry, ...]
     capacity_bytes: int
@@ -53,21 +50,16 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def pressure(self) -> float:
-        """Share of the file system that is taken, by whomever: 0 to 1."""
+        """Used share of the file system, by any file: 0 to 1."""
         return 1 - self.available_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
 
 def ledger(root: str | Path, now: float) -> Ledger:
-    """Return what is below ``root``. It takes no lock that a writer or a reader could miss. Raises ``OSError``."""
+    """Return all files below ``root``, without delaying writers or readers by locks. Raises ``OSError``."""
     with files.folder(root) as number:
         space = os.fstatvfs(number)
         entries = tuple(_entries(number, now))
     return Ledger(entries, space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
-
-
-def read_page(number: int) -> Page:
-    """Return the beginning of an open slot. Raises :class:`HandOverError`."""
-    return decode_page(os.pread(number, HEADER_BYTES, 0))
 
 
 def _entries(root: int, now: float) -> Iterator[Entry]:
@@ -80,11 +72,11 @@ def _entries(root: int, now: float) -> Iterator[Entry]:
 
 
 def _pool(pool: int, name: str, now: float) -> Iterator[Entry]:
-    whose, lives = owner.read(pool)
+    owner, lives = read_owner(pool)
     for inside in sorted(os.listdir(pool)):
         path = f"{name}/{inside}"
-        if is_plain(inside):
-            yield from _plain(pool, inside, path, whose, lives, now)
+        if files.is_plain(inside):
+            yield from _plain(pool, inside, path, owner, lives, now)
             continue
         if not inside.startswith(files.SLOT_PREFIX) and inside != files.OWNER:
             yield from _others(pool, inside, path)
@@ -99,21 +91,21 @@ def _pool(pool: int, name: str, now: float) -> Iterator[Entry]:
         try:
             size = os.fstat(file).st_blocks * 512
             if inside == files.OWNER:
-                yield Entry(path, size, "owner", whose.writer, lives, whose.since)
+                yield Entry(path, size, "owner", owner.writer, lives, owner.since)
                 continue
             try:
                 page = read_page(file)
             except HandOverError:
-                yield Entry(path, size, "unreadable", whose.writer, lives)
+                yield Entry(path, size, "unreadable", owner.writer, lives)
                 continue
             header = page.header
             state = state_of(page, now)
-            yield Entry(path, size, state, whose.writer, lives, header.since, header.deadline, header.generation)
+            yield Entry(path, size, state, owner.writer, lives, header.since, header.deadline, header.generation)
         finally:
             os.close(file)
 
 
-def _plain(pool: int, name: str, path: str, whose: owner.Owner, lives: bool, now: float) -> Iterator[Entry]:
+def _plain(pool: int, name: str, path: str, owner: Owner, lives: bool, now: float) -> Iterator[Entry]:
     try:
         status = os.stat(name, dir_fd=pool, follow_symlinks=False)
     except FileNotFoundError:
@@ -121,13 +113,13 @@ def _plain(pool: int, name: str, path: str, whose: owner.Owner, lives: bool, now
     if not stat.S_ISREG(status.st_mode):
         yield from _others(pool, name, path)
         return
-    state = plain_state(name, status.st_mtime, lives, now)
+    state = files.plain_state(name, status.st_mtime, lives, now)
     deadline = None if state == "writing" else status.st_mtime
-    yield Entry(path, status.st_blocks * 512, state, whose.writer, lives, since_of(name), deadline)
+    yield Entry(path, status.st_blocks * 512, state, owner.writer, lives, files.plain_since(name), deadline)
 
 
 def _others(folder: int, name: str, path: str) -> Iterator[Entry]:
-    """What is not ours: counted, never opened, and no link is followed."""
+    """List files of other programs without opening them or following links."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:

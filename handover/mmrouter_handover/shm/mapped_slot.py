@@ -1,38 +1,38 @@
-"""One slot as its writer has it: an open file, its mapping, and the lease that it stands under."""
+"""One slot as its writer has it: an open file, its mapping, and its current lease."""
 
 import contextlib
 import mmap
 import os
 
 from mmrouter_handover.shm import files
-from mmrouter_handover.shm.slot import (
+from mmrouter_handover.shm.slot_format import (
     ACKED_AT,
     ACKED_RELEASED,
     GENERATION,
+    PAGE_BYTES,
     RELEASED_AT,
     WRITTEN_AT,
     Header,
     encode_page,
     is_over,
 )
-from mmrouter_handover.shm.slot_sizes import PAGE_BYTES
 
 
 class MappedSlot:
-    """A slot file whose pages are there. Made with its exclusive lock held."""
+    """A slot file with all its pages allocated and mapped. It is created with its exclusive lock held."""
 
     def __init__(self, folder: int, pool: str, name: str, size: int) -> None:
-        """Make the file: ``size`` bytes with the header. Raises ``OSError`` (ENOSPC) and leaves nothing behind."""
+        """Create the file of ``size`` bytes, header included. Raises ``OSError`` (ENOSPC) and leaves nothing behind."""
         self.name = name
         self.size = size
         self.class_bytes = size - PAGE_BYTES
         self.path = f"{pool}/{name}"
         self.generation = 0
-        """Of the last lease."""
+        """Generation of the last lease."""
         self.deadline = 0.0
         self.published = False
         self.round = 0
-        """When it became idle, as its pool counts."""
+        """Trimming round of the pool in which the slot became idle."""
         self._folder = folder
         self._number = files.create_file(name, folder)
         try:
@@ -50,17 +50,17 @@ class MappedSlot:
         return memoryview(self._map)[PAGE_BYTES : PAGE_BYTES + length]
 
     @property
-    def used(self) -> bool:
-        """Whether anything of this process points into the slot, which is whole: a payload, a part of it, an array."""
+    def is_used(self) -> bool:
+        """Whether a payload view, a slice or an array of this process points into the slot, which is whole."""
         return files.is_exported(self._map)
 
     def begin(self, generation: int) -> None:
-        """Say that a payload is being written. The caller has the exclusive lock."""
+        """Mark that a payload is being written. The caller has the exclusive lock."""
         self.generation, self.published = generation, False
         GENERATION.pack_into(self._map, WRITTEN_AT, generation)
 
     def publish(self, header: Header) -> None:
-        """Say what the slot holds, and let readers come."""
+        """Write the header, and unlock the slot for readers."""
         self._write(header)
         self.deadline, self.published = header.deadline, True
         files.unlock(self._number)
@@ -69,22 +69,22 @@ class MappedSlot:
         raw = encode_page(header)
         self._map[: len(raw)] = raw
 
-    def give_up(self) -> None:
-        """Say that the lease is over; also while somebody reads."""
+    def release(self) -> None:
+        """Mark the lease as released; allowed while a reader has the slot."""
         GENERATION.pack_into(self._map, RELEASED_AT, self.generation)
 
-    def over(self, now: float) -> bool:
-        """Whether the lease is over. Readers may still be in the slot."""
+    def is_over(self, now: float) -> bool:
+        """Whether the lease is over. Readers may still have the slot."""
         acked, released = ACKED_RELEASED.unpack_from(self._map, ACKED_AT)
         return is_over(self.generation, self.deadline, acked, released, now)
 
-    def take(self) -> bool:
-        """Get the exclusive lock; false where somebody reads."""
+    def try_lock(self) -> bool:
+        """Get the exclusive lock; return false while a reader has the slot."""
         return files.lock(self._number, exclusive=True)
 
     @property
-    def whole(self) -> bool:
-        """Whether the file still has its pages. To touch the mapping of one that was cut would end the process."""
+    def is_whole(self) -> bool:
+        """Whether the file still has its pages. Touching the mapping of a truncated file would kill the process."""
         return self._map.size() == self.size
 
     def remove(self) -> None:
@@ -93,7 +93,7 @@ class MappedSlot:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file, and leave it where it is."""
-        with contextlib.suppress(BufferError):  # a lease's buffer is still with the caller: it goes with that
+        """Close the file and leave it where it is."""
+        with contextlib.suppress(BufferError):  # a lease's buffer is still in use: the mapping goes with it
             self._map.close()
         os.close(self._number)

@@ -1,4 +1,4 @@
-"""The reader's side: a payload where it lies, for as long as it is held."""
+"""The reader's side of leased slots: map a slot, lock it, check it against its handle, and read it in place."""
 
 import contextlib
 import mmap
@@ -8,20 +8,27 @@ from collections import OrderedDict
 from pathlib import Path
 
 from mmrouter_handover.shm import files
-from mmrouter_handover.shm.checksum import checksum
 from mmrouter_handover.shm.handles import Handle, HandOverError
-from mmrouter_handover.shm.slot import ACKED_AT, GENERATION, Page, decode_page
-from mmrouter_handover.shm.slot_sizes import HEADER_BYTES, PAGE_BYTES, slot_bytes
+from mmrouter_handover.shm.slot_format import (
+    ACKED_AT,
+    GENERATION,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    Page,
+    checksum,
+    decode_page,
+    slot_bytes,
+)
 
 MAPPED_BYTES = 4 << 30
 MADV_POPULATE_READ = 22
 
 
 class View:
-    """A payload that is being read: ``data`` is flat, of bytes and read-only, and lies in the slot itself.
+    """A payload that is being read: ``data`` is a flat, read-only view of bytes in the slot itself.
 
-    The slot stays as it is until :meth:`release`. What keeps the buffer of ``data`` (a numpy array, a slice) must be
-    gone by then; ``torch.frombuffer`` keeps no hold that could be seen, so a tensor made by it is to be cloned before.
+    The slot does not change until :meth:`release`. Arrays and slices of ``data`` must be gone by then.
+    ``torch.frombuffer`` exports no visible buffer, so clone a tensor made by it before.
     """
 
     def __init__(self, reader: "Reader", slot: "_Slot", handle: Handle) -> None:
@@ -31,9 +38,9 @@ class View:
         self._slot: _Slot | None = slot
 
     def release(self, *, acknowledge: bool = True) -> None:
-        """Let the slot go; ``acknowledge`` says that nobody will read it again, so the writer may use it at once.
+        """Unlock the slot; ``acknowledge`` ends its lease, so that the writer may reuse it at once.
 
-        Raises ``BufferError``, and holds on to the slot, while something still uses ``data``. Again, it does nothing.
+        Raises ``BufferError``, and keeps the slot, while something still uses ``data``. Repeated calls do nothing.
         """
         if self._slot is not None:
             self.data.release()
@@ -48,7 +55,7 @@ class View:
 
 
 class _Slot:
-    """An open file with its mapping, and how many views of it there are: the shared lock is theirs together."""
+    """An open, mapped slot file, and the number of its views, which share one lock."""
 
     def __init__(self, number: int, length: int) -> None:
         """Map the file of a slot for ``length`` bytes. Raises :class:`HandOverError` and ``OSError``."""
@@ -58,9 +65,9 @@ class _Slot:
         try:
             require_size(os.fstat(number).st_size, length)
             self.map = mmap.mmap(number, self.size, access=mmap.ACCESS_READ)
-            with contextlib.suppress(OSError):  # before Linux 5.14: then the pages are looked up at the first reading
+            with contextlib.suppress(OSError):  # before Linux 5.14: pages are then mapped at the first read
                 self.map.madvise(MADV_POPULATE_READ)
-        except BaseException:  # whatever it is, nobody else has the descriptor
+        except BaseException:  # also KeyboardInterrupt: the descriptor has no other owner
             os.close(number)
             raise
 
@@ -68,13 +75,13 @@ class _Slot:
         return memoryview(self.map)[PAGE_BYTES : PAGE_BYTES + length]
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # it goes with the last that uses it
+        with contextlib.suppress(BufferError):  # the mapping goes with its last user
             self.map.close()
         os.close(self.number)
 
 
 class Reader:
-    """Opens handles below ``root``. Mappings are kept, up to ``mapped_bytes``. Usable from several threads."""
+    """Opens handles below ``root``. Caches mappings up to ``mapped_bytes``. Usable from several threads."""
 
     def __init__(self, root: str | Path, *, mapped_bytes: int = MAPPED_BYTES) -> None:
         """Open the root. Raises ``OSError``."""
@@ -84,7 +91,7 @@ class Reader:
         self._mutex = threading.Lock()
 
     def open(self, handle: Handle) -> View:
-        """Return the payload of a handle, locked and compared with it. Raises :class:`HandOverError`."""
+        """Return the payload of a handle, locked and verified. Raises :class:`HandOverError`."""
         with self._mutex:
             slot = self._slots.get(handle.path) or self._add(handle)
             if not slot.views and not files.lock(slot.number, exclusive=False):
@@ -93,19 +100,24 @@ class Reader:
             try:
                 self._require(slot, handle)
                 view = View(self, slot, handle)
-            except BaseException:  # whatever it is, nobody else would drop the lock
+            except BaseException:  # also KeyboardInterrupt: no other code would drop the lock
                 self._leave(slot)
                 raise
             self._slots.move_to_end(handle.path)
             return view
 
+    @property
+    def mapped_slots(self) -> int:
+        """Number of cached mappings."""
+        return len(self._slots)
+
     def sweep(self) -> None:
-        """Forget mappings of slots that are no more, and the oldest above the bound."""
+        """Close the mappings of removed slots, and the oldest ones above the bound."""
         with self._mutex:
             self._sweep()
 
     def close(self) -> None:
-        """Forget all mappings and end all views: to be called when none is in use."""
+        """Close all mappings. Call it when no view is in use."""
         with self._mutex:
             for slot in self._slots.values():
                 slot.close()
@@ -122,10 +134,9 @@ class Reader:
 
     @staticmethod
     def _require(slot: _Slot, handle: Handle) -> None:
-        """Raise unless the slot, which is locked, holds what the handle says."""
+        """Raise unless the locked slot matches the handle."""
         require_size(slot.map.size(), handle.length)
-        page = decode_page(slot.map[:HEADER_BYTES])
-        require_same(page, handle)
+        require_same(decode_page(slot.map[:HEADER_BYTES]), handle)
         with slot.payload(handle.length) as payload:
             if checksum(payload, handle.check) != handle.checksum:
                 raise HandOverError("corrupt", "the payload's checksum differs")
@@ -135,7 +146,7 @@ class Reader:
             if slot.views == 1 and files.is_exported(slot.map):
                 raise BufferError("something still uses the data of this view, or of another one of its slot")
             if generation:
-                # Before the lock goes: nobody can have begun to use the slot for something else.
+                # Before unlocking: the writer cannot have reused the slot yet.
                 os.pwrite(slot.number, GENERATION.pack(generation), ACKED_AT)
             self._leave(slot)
 
@@ -164,7 +175,7 @@ class Reader:
 
 
 def require_size(size: int, length: int) -> None:
-    """Raise :class:`HandOverError` unless a file has the size of a slot for ``length`` bytes; 0 is a removed one."""
+    """Raise :class:`HandOverError` unless a file has the size of a slot for ``length`` bytes; 0 means removed."""
     if not size:
         raise HandOverError("gone", "the slot was removed")
     if size < slot_bytes(length):
@@ -174,7 +185,7 @@ def require_size(size: int, length: int) -> None:
 
 
 def require_same(page: Page, handle: Handle) -> None:
-    """Raise :class:`HandOverError` unless a page is the one that a handle names."""
+    """Raise :class:`HandOverError` unless a header page is the one that a handle names."""
     header = page.header
     if (
         handle.generation != header.generation
@@ -182,6 +193,6 @@ def require_same(page: Page, handle: Handle) -> None:
         or page.released == header.generation
     ):
         raise HandOverError("stale", f"generation {handle.generation} is over, the slot is at {header.generation}")
-    said = (f"{header.pool}/{header.name}", header.length, header.check, header.checksum, header.dtype, header.shape)
-    if said != (handle.path, handle.length, handle.check, handle.checksum, handle.dtype, handle.shape):
-        raise HandOverError("corrupt", "the slot's header is not what the handle says")
+    fields = (f"{header.pool}/{header.name}", header.length, header.check, header.checksum, header.dtype, header.shape)
+    if fields != (handle.path, handle.length, handle.check, handle.checksum, handle.dtype, handle.shape):
+        raise HandOverError("corrupt", "the slot's header does not match the handle")

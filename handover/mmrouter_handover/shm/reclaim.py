@@ -1,4 +1,4 @@
-"""What a janitor does: free what dead writers left, and nothing that anybody may still read."""
+"""Remove the files of dead writers, except those that a reader may still use."""
 
 import contextlib
 import os
@@ -6,18 +6,17 @@ import time
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import astuple
 
 from mmrouter_handover.shm import files
 from mmrouter_handover.shm.handles import HandOverError
-from mmrouter_handover.shm.ledger import read_page
-from mmrouter_handover.shm.plain_file_marks import is_plain, plain_state
-from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS, state_of
+from mmrouter_handover.shm.slot_format import MAX_LEASE_SECONDS, read_page, state_of
 
 
 class Reclaimed(msgspec.Struct, frozen=True):
-    """What one call did: ``slots`` and plain ``files`` that it removed, their ``bytes``, and folders (``pools``).
+    """Number of removed ``slots``, plain ``files`` and folders (``pools``), and their ``bytes``.
 
-    ``kept``: slots and plain files of dead writers that are still leased or read; the next call looks again.
+    ``kept``: slots and plain files of dead writers that are still leased or read; the next call checks them again.
     """
 
     slots: int = 0
@@ -27,20 +26,15 @@ class Reclaimed(msgspec.Struct, frozen=True):
     files: int = 0
 
     def __add__(self, other: "Reclaimed") -> "Reclaimed":
-        return Reclaimed(
-            self.slots + other.slots,
-            self.bytes + other.bytes,
-            self.pools + other.pools,
-            self.kept + other.kept,
-            self.files + other.files,
-        )
+        sums = (mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+        return Reclaimed(*sums)
 
 
 def reclaim(root: str | Path, now: float, *, only: str | None = None) -> Reclaimed:
-    """Remove slots and plain files of dead writers that nobody reads and no lease protects, then their folders.
+    """Remove slots and plain files of dead writers that have neither readers nor a lease, then their folders.
 
-    A writer is dead when nobody holds the lock of its owner file. ``only`` names one pool. Any number of janitors may
-    do this at once. Raises ``OSError`` where the root cannot be read.
+    A writer is dead when its owner file is not locked. ``only`` names one pool. Any number of janitors may do this at
+    once. Raises ``OSError`` if the root cannot be read.
     """
     done = Reclaimed()
     with files.folder(root) as number, contextlib.ExitStack() as open_files:
@@ -51,11 +45,11 @@ def reclaim(root: str | Path, now: float, *, only: str | None = None) -> Reclaim
 
 
 def _dead(root: int, only: str | None, open_files: contextlib.ExitStack) -> list[tuple[str, int]]:
-    """Return pools without a living owner; until the end of ``open_files`` no other janitor takes them."""
-    # Pools are made under a shared lock of the root: none of those that are found here is just being made.
+    """Return and lock the pools without a living owner, until ``open_files`` is closed."""
+    # Pools are created under a shared lock of the root, so none of those found here is half made.
     if not files.lock(root, exclusive=True):
         return []
-    found = []
+    dead = []
     try:
         for name in [only] if only else sorted(os.listdir(root)):
             if not name.startswith(files.POOL_PREFIX):
@@ -65,24 +59,24 @@ def _dead(root: int, only: str | None, open_files: contextlib.ExitStack) -> list
             except OSError:  # another janitor removed it, or it is no folder
                 continue
             try:
-                whose = files.open_file(files.OWNER, pool)
+                owner = files.open_file(files.OWNER, pool)
             except FileNotFoundError:
-                found.append((name, pool))  # killed while it was made
+                dead.append((name, pool))  # its writer died while creating it
                 continue
             except OSError:
                 continue
-            open_files.callback(os.close, whose)
-            if files.lock(whose, exclusive=True):
-                found.append((name, pool))
+            open_files.callback(os.close, owner)
+            if files.lock(owner, exclusive=True):
+                dead.append((name, pool))
     finally:
         files.unlock(root)
-    return found
+    return dead
 
 
 def _clear(pool: int, now: float) -> Reclaimed:
     done = Reclaimed()
     for name in sorted(os.listdir(pool)):
-        if is_plain(name):
+        if files.is_plain(name):
             done += _clear_plain(pool, name, now)
             continue
         if not name.startswith(files.SLOT_PREFIX):
@@ -92,7 +86,7 @@ def _clear(pool: int, now: float) -> Reclaimed:
         except OSError:
             continue
         try:
-            if _over(number, now) and files.lock(number, exclusive=True):
+            if _is_over(number, now) and files.lock(number, exclusive=True):
                 done += Reclaimed(slots=1, bytes=files.remove(name, pool, number))
             else:
                 done += Reclaimed(kept=1)
@@ -102,10 +96,10 @@ def _clear(pool: int, now: float) -> Reclaimed:
 
 
 def _clear_plain(pool: int, name: str, now: float) -> Reclaimed:
-    """Remove one plain file of a dead writer. Whoever has it open reads it to its end: only its name goes."""
+    """Unlink one plain file of a dead writer. A reader that has it open can still read it."""
     try:
         status = os.stat(name, dir_fd=pool, follow_symlinks=False)
-        if plain_state(name, status.st_mtime, False, now) == "leased":
+        if files.plain_state(name, status.st_mtime, False, now) == "leased":
             return Reclaimed(kept=1)
         os.unlink(name, dir_fd=pool)
     except OSError:  # another janitor took it, or it is a folder
@@ -113,19 +107,19 @@ def _clear_plain(pool: int, name: str, now: float) -> Reclaimed:
     return Reclaimed(files=1, bytes=status.st_blocks * 512)
 
 
-def _over(number: int, now: float) -> bool:
-    """Whether no lease protects a slot whose writer is dead."""
+def _is_over(number: int, now: float) -> bool:
+    """Whether the lease of a dead writer's slot is over."""
     try:
         return state_of(read_page(number), now) != "leased"
     except HandOverError as error:
         if error.reason != "refused":
-            return True  # its writer died before it said anything
-        # Another version wrote it: no lease lasts longer than this.
+            return True  # its writer died before it wrote a header
+        # Written by another version, whose leases are no longer than this.
         return time.time() - os.fstat(number).st_mtime > MAX_LEASE_SECONDS
 
 
 def _remove_folder(root: int, name: str, pool: int) -> bool:
-    """Remove a pool's folder if nothing but its owner file is left in it."""
+    """Remove a pool's folder if only its owner file is left in it."""
     if set(os.listdir(pool)) - {files.OWNER}:
         return False
     with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Hand-overs between real processes that are killed with -9 at random points, and what must hold of each."""
+"""Hand over payloads between real processes that are killed with SIGKILL at random points, and check each outcome."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from handover.tests.shm import soak_process as soakend
+from handover.tests.shm import soak_process as process_module
 from handover.tests.shm.soak_process import LEASE_SECONDS, is_cancelled, is_plain
 
 HELD = 3
@@ -24,22 +24,23 @@ class EndedError(Exception):
     """The process was killed before it answered."""
 
 
-class End:
-    """A writer or a reader; the next one is started before this one is needed no more, because Python starts slowly."""
+class PeerProcess:
+    """A writer or reader process, with a spare one that is already started, because Python starts slowly."""
 
     def __init__(self, kind: str, root: Path) -> None:
         self.kind, self.root = kind, root
         self.process, self.spare = self.start(), self.start()
         self.lives = 0
-        """How often another one took its place."""
+        """Number of replacements."""
         self.seconds = 0.002
+        """Moving average of the time of an answer."""
 
     def start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, soakend.__file__, self.kind, str(self.root)]
+        command = [sys.executable, process_module.__file__, self.kind, str(self.root)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, kill_after: float | None = None, **question: Any) -> Json:
-        """Return the answer; ``kill_after`` seconds after the question the process is killed, whatever it is doing."""
+        """Return the answer; the process is killed ``kill_after`` seconds after the question."""
         if self.process.poll() is not None:
             self.replace()
         killer = None
@@ -84,17 +85,17 @@ def _close(process: "subprocess.Popen[str]") -> None:
 
 
 class Soak:
-    """A writer and a reader, and everything that was handed over between them."""
+    """A writer, a reader, and everything that was handed over between them."""
 
     def __init__(self, root: Path, seed: str) -> None:
-        self.writer, self.reader = End("write", root), End("read", root)
+        self.writer, self.reader = PeerProcess("write", root), PeerProcess("read", root)
         self.rnd = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self._held: list[int] = []
         self._old: list[tuple[int, Json]] = []
 
     def run(self, hand_overs: int, kills: int, after_each: Callable[[bool], None]) -> None:
-        """Hand over, with kills at random points; ``after_each`` is told whether somebody was killed."""
+        """Hand over with kills at random points; ``after_each`` gets whether a process was killed."""
         ends = self.writer, self.reader
         chosen = set(self.rnd.sample(range(hand_overs), kills))
         for number in range(hand_overs):
@@ -102,23 +103,23 @@ class Soak:
             after = {victim: self.rnd.uniform(0, 2 * victim.seconds)} if victim is not None else {}
             self.outcomes[self._hand_over(number, after, hold=self.rnd.random() < 0.3)] += 1
             if len(self._held) > HELD:
-                self._let_go(self._held.pop(0))
+                self._release_view(self._held.pop(0))
             if self._old and self.rnd.random() < 0.2:
                 self._try_again(*self.rnd.choice(self._old))
             after_each(victim is not None)
         assert sum(self.outcomes.values()) == hand_overs
 
     def end(self) -> None:
-        """Kill whoever is left."""
+        """Kill both processes."""
         self.writer.end()
         self.reader.end()
 
-    def _hand_over(self, number: int, after: dict[End, float], *, hold: bool) -> str:
-        """One request: by hand-over, or by the re-fetch handle, which whoever asks still has. Return which.
+    def _hand_over(self, number: int, after: dict[PeerProcess, float], *, hold: bool) -> str:
+        """Run one request; return whether the hand-over or the re-fetch handle served it.
 
-        Anything else is an error: a payload that is wrong, or a refusal that nobody caused.
+        A wrong payload, or a refusal without a cause, is an assertion error.
         """
-        life, began = self.writer.lives, time.monotonic()  # no lease begins before
+        life, began = self.writer.lives, time.monotonic()  # before any lease begins
         try:
             written = self.writer.ask(after.get(self.writer), number=number)
             if "failed" in written:
@@ -129,11 +130,11 @@ class Soak:
                 assert written["handle"]["refetch"] == str(number)
             answer = self.reader.ask(after.get(self.reader), number=number, hold=hold, **written)
         except EndedError:
-            self._give_up(number)
+            self._finish(number)
             return FELL_BACK
-        self._give_up(number)
+        self._finish(number)
         if "failed" in answer:
-            # Cancelled, or protected no more: its writer is dead, and the reader came after the lease.
+            # Cancelled, or its writer is dead and the reader came after the end of the lease.
             late = self.writer.lives != life and time.monotonic() - began > LEASE_SECONDS
             assert is_cancelled(number) or late, (number, answer)
             assert answer["failed"] in (("gone",) if is_plain(number) else ("stale", "gone") if late else ("stale",))
@@ -143,8 +144,8 @@ class Soak:
             self._held.append(number)
         return READ
 
-    def _give_up(self, number: int) -> None:
-        """The engine has answered, or the request ended: who wrote a plain file removes it."""
+    def _finish(self, number: int) -> None:
+        """The request has ended: the writer releases its plain file."""
         if is_plain(number):
             try:
                 self.writer.ask(done=number)
@@ -152,12 +153,12 @@ class Soak:
                 return
 
     def _try_again(self, number: int, written: Json) -> None:
-        """Long after: it is what it was, or refused."""
+        """Read an old hand-over: it is unchanged, or refused."""
         answer = self.reader.ask(number=number, hold=False, **written)
         assert answer.get("wrong") is not True
         assert answer.get("failed", "stale") in ("stale", "gone")
 
-    def _let_go(self, number: int) -> None:
+    def _release_view(self, number: int) -> None:
         try:
             assert self.reader.ask(number=number).get("wrong", False) is False
         except EndedError:  # killed while it held the view
@@ -166,9 +167,9 @@ class Soak:
 
 @contextmanager
 def soak(root: Path, seed: str) -> Iterator[Soak]:
-    """A soak whose processes are gone at the end of the block."""
-    one = Soak(root, seed)
+    """Run a soak whose processes are ended with the block."""
+    session = Soak(root, seed)
     try:
-        yield one
+        yield session
     finally:
-        one.end()
+        session.end()

@@ -1,4 +1,4 @@
-"""Headers and handles: whatever arrives is read whole or refused with a reason, and nothing else happens."""
+"""Slot headers, handles, checksums and slot sizes: valid input is read, any other input is refused with a reason."""
 
 import json
 import pickle
@@ -12,9 +12,19 @@ from hypothesis import strategies as st
 
 from handover.tests.support import outcome
 from mmrouter_handover.shm import DTYPES, Handle, HandOverError, read_handle
-from mmrouter_handover.shm.checksum import checksum
-from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS, Header, Page, decode_page, encode_page, state_of
-from mmrouter_handover.shm.slot_sizes import HEADER_BYTES, PAGE_BYTES, evictions, size_class, slot_bytes
+from mmrouter_handover.shm.pool import evictions
+from mmrouter_handover.shm.slot_format import (
+    HEADER_BYTES,
+    MAX_LEASE_SECONDS,
+    PAGE_BYTES,
+    Header,
+    Page,
+    checksum,
+    decode_page,
+    encode_page,
+    slot_bytes,
+    state_of,
+)
 
 HANDLE = Handle("pool-a-00ff/slot-1f", 7, 24, "sampled", 5, "float32", (2, 3), "image 0")
 HEADER = Header("pool-a-00ff", "slot-1f", 7, 10.0, 20.0, 24, "sampled", 5, "float32", (2, 3))
@@ -22,7 +32,7 @@ AS_ARRAY = list(msgspec.to_builtins(HEADER))
 
 
 def framed(frame: bytes, version: int = 1, length: int | None = None, magic: bytes = b"mmrslot") -> bytes:
-    """A page that says what the test wants it to say, with a right checksum; written without the library."""
+    """Build a header page with a correct checksum around any frame, without the library."""
     head = magic + bytes([version]) + bytes(16) + (7).to_bytes(8, "little")
     head += (len(frame) if length is None else length).to_bytes(4, "little") + zlib.crc32(frame).to_bytes(4, "little")
     return (head + frame).ljust(HEADER_BYTES, b"\0")
@@ -34,13 +44,13 @@ def reason(page: bytes) -> str:
     return error.value.reason
 
 
-def test_a_header_and_a_handle_come_back_as_they_went():
+def test_headers_and_handles_round_trip():
     assert decode_page(encode_page(HEADER)) == Page(HEADER, 0, 0, 7)
     assert encode_page(HEADER) == framed(msgspec.msgpack.encode(AS_ARRAY))
     assert read_handle(json.dumps(HANDLE.to_json())) == read_handle(HANDLE.to_json()) == HANDLE
 
 
-def test_case_62_of_the_field_truncated_and_trailing_frames_are_rejected():
+def test_case_62_truncated_and_trailing_frames_are_rejected():
     page = encode_page(HEADER)
     frame = msgspec.msgpack.encode(AS_ARRAY)
     for cut in (0, 7, 39, 40, 48, HEADER_BYTES - 1):
@@ -61,7 +71,7 @@ class Bomb:
         return pytest.exit, ("a pickle was opened",)
 
 
-def test_case_62_of_the_field_pickles_are_refused_as_frames_as_extensions_and_as_handles():
+def test_case_62_pickles_are_refused_as_frames_as_extensions_and_as_handles():
     bomb = pickle.dumps(Bomb())
     assert reason(framed(bomb)) == "refused"
     for code in (-1, 1, 2, 3, 127):
@@ -74,7 +84,7 @@ def test_case_62_of_the_field_pickles_are_refused_as_frames_as_extensions_and_as
         read_handle(bomb)
 
 
-def test_another_version_is_refused_and_what_is_no_slot_is_corrupt():
+def test_another_version_is_refused_and_a_file_without_the_magic_is_corrupt():
     frame = msgspec.msgpack.encode(AS_ARRAY)
     assert reason(framed(frame, version=2)) == "refused"
     assert reason(framed(frame, magic=b"another")) == "corrupt"
@@ -83,7 +93,7 @@ def test_another_version_is_refused_and_what_is_no_slot_is_corrupt():
 
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 @example(50, 1)
-def test_a_changed_byte_of_a_page_never_changes_what_is_read(place, change):
+def test_a_changed_byte_never_changes_the_decoded_header(place, change):
     page = bytearray(encode_page(HEADER))
     page[place] ^= change
     try:
@@ -95,7 +105,7 @@ def test_a_changed_byte_of_a_page_never_changes_what_is_read(place, change):
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_as_a_frame_are_a_header_or_a_typed_error(frame):
+def test_any_frame_is_decoded_or_refused(frame):
     assert outcome(lambda: decode_page(framed(frame)))[1] in ("", "refused")
 
 
@@ -103,7 +113,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st
 
 
 @given(st.dictionaries(st.sampled_from([*HANDLE.to_json(), "more"]), JSON))
-def test_any_values_in_a_handle_are_a_handle_or_refused(changes):
+def test_any_handle_values_are_accepted_or_refused(changes):
     values = {**HANDLE.to_json(), **changes}
     found, why = outcome(lambda: read_handle(values))
     assert why == "refused" or found.to_json() == values
@@ -124,7 +134,7 @@ def test_any_text_is_refused_as_a_handle(text):
         "pool-" + "a" * 200 + "/slot-1",
     ],
 )  # fmt: skip
-def test_a_path_that_names_no_slot_is_refused(path):
+def test_a_path_that_is_not_a_slot_is_refused(path):
     with pytest.raises(HandOverError, match="refused"):
         read_handle({**HANDLE.to_json(), "path": path})
 
@@ -138,7 +148,7 @@ def test_a_path_that_names_no_slot_is_refused(path):
         {"refetch": ""}, {"extra": 1}, {"length": -24},
     ],
 )  # fmt: skip
-def test_a_handle_whose_values_contradict_each_other_is_refused(changes):
+def test_a_handle_with_contradicting_values_is_refused(changes):
     with pytest.raises(HandOverError, match="refused"):
         read_handle({**HANDLE.to_json(), **changes})
 
@@ -148,7 +158,7 @@ def test_a_handle_that_is_too_long_is_refused():
         read_handle(json.dumps({**HANDLE.to_json(), "refetch": "x" * 70_000}))
 
 
-def test_no_lease_is_longer_than_an_hour_so_no_header_keeps_its_bytes_for_ever():
+def test_a_lease_beyond_an_hour_or_from_the_future_is_not_honoured():
     too_long = [*AS_ARRAY]
     too_long[4] = too_long[3] + MAX_LEASE_SECONDS + 1
     assert reason(framed(msgspec.msgpack.encode(too_long))) == "refused"
@@ -157,16 +167,15 @@ def test_no_lease_is_longer_than_an_hour_so_no_header_keeps_its_bytes_for_ever()
 
 
 @given(st.integers(0, 1 << 40))
-def test_a_class_is_the_smallest_power_of_two_that_holds_the_payload(length):
-    found = size_class(length)
+def test_a_slot_holds_a_page_and_the_smallest_power_of_two_for_the_payload(length):
+    found = slot_bytes(length) - PAGE_BYTES
     assert found >= max(length, 1 << 16)
     assert found & (found - 1) == 0
     assert found == 1 << 16 or found < 2 * length
-    assert slot_bytes(length) == found + PAGE_BYTES
 
 
 @given(st.lists(st.integers(1, 100), max_size=12), st.integers(0, 300), st.integers(0, 600))
-def test_evictions_make_room_with_as_few_slots_as_possible_or_say_that_none_do(idle, free, wanted):
+def test_evictions_free_the_wanted_bytes_with_the_fewest_slots_or_return_none(idle, free, wanted):
     places = evictions(idle, free, wanted)
     if places is None:
         assert free + sum(idle) < wanted
@@ -181,7 +190,7 @@ OTHERS = bytes(value ^ 0x5A for value in range(256))
 
 
 @given(st.integers(0, 5 << 16), st.integers(0, 1 << 32))
-def test_a_full_checksum_finds_every_changed_byte_and_a_sampled_one_every_changed_64_kib(length, seed):
+def test_a_full_checksum_detects_a_changed_byte_and_a_sampled_one_a_changed_64_kib(length, seed):
     rnd = random.Random(seed)
     payload = bytearray(rnd.randbytes(length))
     before = {check: checksum(memoryview(payload), check) for check in ("sampled", "full")}
@@ -199,10 +208,10 @@ def test_a_full_checksum_finds_every_changed_byte_and_a_sampled_one_every_change
     assert checksum(memoryview(payload), "sampled") != before["sampled"]
 
 
-def test_the_sampled_checksum_tells_payloads_of_another_length_apart():
+def test_the_sampled_checksum_depends_on_the_length():
     assert checksum(memoryview(bytes(1 << 20)), "sampled") != checksum(memoryview(bytes((1 << 20) + 8)), "sampled")
 
 
-def test_every_dtype_that_is_handed_over_is_plain_numbers():
+def test_every_dtype_is_numeric():
     assert set(DTYPES.values()) == {1, 2, 4, 8}
     assert all("int" in name or "float" in name or name == "bool" for name in DTYPES)

@@ -1,18 +1,17 @@
-"""Leases under any order of events: a machine that draws them, real files and locks, and a clock that it turns."""
+"""Leases under any order of events: a state machine over real files and locks, with its own clock."""
 
 import os
-import shutil
-import tempfile
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from handover.tests.support import TMPFS, Clock, bytes_below, crash_plain_files, crash_pool, outcome
-from mmrouter_handover.shm import Plains, Pool, Reader, ledger, reclaim
-from mmrouter_handover.shm.slot_sizes import file_bytes, slot_bytes
+from handover.tests.support import Clock, bytes_below, crash_pool, outcome, shared_root
+from mmrouter_handover.shm import PlainFiles, Pool, Reader, ledger, reclaim
+from mmrouter_handover.shm.plain_files import file_bytes
+from mmrouter_handover.shm.slot_format import slot_bytes
 
 KIB = 1 << 10
 LIMIT = 3 * slot_bytes(1) + slot_bytes(100 * KIB)
@@ -20,9 +19,9 @@ SIZES = (1, 5000, 100 * KIB)
 
 
 class Leases(RuleBasedStateMachine):
-    """Two writers that die and come back, each of slots and of plain files, two readers, a janitor.
+    """Two writers that die and restart, each of slots and of plain files, two readers, and a janitor.
 
-    A payload is told from all others by its number, so whoever reads a slot that was used again reads another number.
+    Each payload contains its own number, so reading a reused slot yields another number.
     """
 
     handles = Bundle("handles")
@@ -32,30 +31,30 @@ class Leases(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="mmrouter-transfer-", dir=TMPFS if TMPFS.is_dir() else None))
+        self.stack = ExitStack()
+        self.root = self.stack.enter_context(shared_root())
         self.clock = Clock()
         self.count = 0
         self.pools = [self.pool(), self.pool()]
         self.plains = [self.plain(), self.plain()]
         self.plain_promises = {}
-        """Plain files that must be there: path to payload, deadline, and the rights to it; which end with their
-        writer."""
+        """Plain files that must exist: path to payload, deadline, rights (which end with their writer), and writer."""
         self.dead = set()
         self.readers = [Reader(self.root), Reader(self.root, mapped_bytes=1)]
         self.all_handed_over = []
         self.unpublished = []
         self.over = set()
-        """Handles that must not be read any more, by path and generation."""
+        """Handles that must not be readable, by path and generation."""
         self.promised = {}
         """Handles that must be readable: path and generation to deadline."""
         self.held = {}
-        """Views that are held, and what they must show."""
+        """Open views and their expected payloads."""
 
     def pool(self):
         return Pool(self.root, "writer", limit_bytes=LIMIT, high_water=1.0, now=self.clock)
 
     def plain(self):
-        return Plains(self.root, "writer", LIMIT, high_water=1.0, now=self.clock)
+        return PlainFiles(self.root, "writer", LIMIT, high_water=1.0, now=self.clock)
 
     def payload(self, size):
         self.count += 1
@@ -68,49 +67,47 @@ class Leases(RuleBasedStateMachine):
             reader.close()
         for which in (0, 1):
             self.kill_a_writer(which)
-        for pool in self.pools:
-            crash_pool(pool)
-        for plains in self.plains:
-            crash_plain_files(plains)
+        for writer in (*self.pools, *self.plains):
+            writer.abandon()
         self.clock.now += 3600
         reclaim(self.root, self.clock.now)
         left = bytes_below(self.root), os.listdir(self.root)
-        shutil.rmtree(self.root)
+        self.stack.close()
         assert left == (0, [])
 
     def hand_over(self, which, size, seconds):
         payload = self.payload(size)
         lease = self.pools[which].put(payload, f"payload {self.count}", seconds=seconds)
         key = (lease.handle.path, lease.handle.generation)
-        # The slot is nobody else's: not read, and under no lease that still holds.
+        # The slot has no reader and no other lease that still holds.
         assert all(view.handle.path != lease.handle.path for view in self.held)
         for path, generation in list(self.promised):
             if path == lease.handle.path:
                 assert self.promised.pop((path, generation)) <= self.clock.now
-        for handle, *_ in self.known(lease.handle.path):
+        for handle, *_ in self.handed_over_at(lease.handle.path):
             self.over.add((handle.path, handle.generation))
         self.over.discard(key)
         self.promised[key] = self.clock.now + seconds
         return lease, payload
 
-    def known(self, path):
+    def handed_over_at(self, path):
         return [item for item in self.all_handed_over if item[0].path == path]
 
     @rule(target=handles, which=st.integers(0, 1), size=st.sampled_from(SIZES), seconds=st.sampled_from((1.0, 10.0)))
     def put(self, which, size, seconds):
-        found, why = outcome(lambda: self.hand_over(which, size, seconds))
-        if found is None:
+        result, why = outcome(lambda: self.hand_over(which, size, seconds))
+        if result is None:
             assert why == "full"
             assert self.pools[which].lent_bytes + slot_bytes(size) > LIMIT
             return multiple()
-        lease, payload = found
+        lease, payload = result
         item = (lease.handle, payload, lease, self.pools[which])
         self.all_handed_over.append(item)
         return item
 
     @rule(target=views, which=st.integers(0, 1), size=st.sampled_from(SIZES), cancelled=st.booleans())
     def put_and_hold(self, which, size, cancelled):
-        """What matters most, and is rarely drawn step by step: a slot that is read while its lease ends."""
+        """A slot that is read while its lease ends: the main property, rarely drawn step by step."""
         item = self.put(which, size, 1.0)
         if not isinstance(item, tuple):
             return multiple()
@@ -125,16 +122,16 @@ class Leases(RuleBasedStateMachine):
         if lease is None:
             assert why == "full"
             return multiple()
-        for handle, *_ in self.known(f"{self.pools[which].name}/{lease._slot.name}"):
+        for handle, *_ in self.handed_over_at(f"{self.pools[which].name}/{lease.slot.name}"):
             key = (handle.path, handle.generation)
             assert self.promised.pop(key, 0.0) <= self.clock.now
             assert all(view.handle.path != handle.path for view in self.held)
             self.over.add(key)
-        self.unpublished.append(lease)
+        self.unpublished.append((self.pools[which], lease))
         return lease
 
     @rule(draft=drafts)
-    def give_a_draft_up(self, draft):
+    def release_a_draft(self, draft):
         draft.release()
 
     @rule(target=views, item=handles, which=st.integers(0, 1))
@@ -164,7 +161,7 @@ class Leases(RuleBasedStateMachine):
                 view.release(acknowledge=False)
 
     @rule(view=views, acknowledge=st.booleans())
-    def let_go(self, view, acknowledge):
+    def release_a_view(self, view, acknowledge):
         if view in self.held:
             view.release(acknowledge=acknowledge)
             del self.held[view]
@@ -206,15 +203,15 @@ class Leases(RuleBasedStateMachine):
             return
         payload, deadline, rights, plains = self.plain_promises[file.path]
         if plains in self.dead:
-            return  # whoever had the right is gone, and its promise lasts until the deadline
+            return  # its writer is dead: the file lasts until the deadline
         self.plain_promises[file.path] = payload, deadline, rights - {file}, plains
         if not rights - {file}:
             del self.plain_promises[file.path]
             assert not file.path.exists()
 
     @rule(file=plain_files)
-    def read_a_plain_file_that_is_given_up_meanwhile(self, file):
-        """As an engine does that is slow."""
+    def read_a_plain_file_that_is_released_meanwhile(self, file):
+        """As a slow engine does."""
         if file.path in self.plain_promises and file.path.exists():
             payload = self.plain_promises[file.path][0]
             with file.path.open("rb", buffering=0) as reader:
@@ -232,9 +229,12 @@ class Leases(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def kill_a_writer(self, which):
-        crash_pool(self.pools[which], [draft for draft in self.unpublished if draft._pool is self.pools[which]])
-        crash_plain_files(self.plains[which])
+        crash_pool(self.pools[which], self.drafts_of(self.pools[which]))
+        self.plains[which].abandon()
         self.replace(which)
+
+    def drafts_of(self, pool):
+        return [draft for owner, draft in self.unpublished if owner is pool]
 
     def replace(self, which):
         self.dead |= {self.pools[which], self.plains[which]}
@@ -242,9 +242,8 @@ class Leases(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def end_a_writer(self, which):
-        for draft in self.unpublished:
-            if draft._pool is self.pools[which]:
-                draft.release()
+        for draft in self.drafts_of(self.pools[which]):
+            draft.release()
         self.pools[which].close()
         self.plains[which].close()
         self.replace(which)
@@ -257,7 +256,7 @@ class Leases(RuleBasedStateMachine):
         assert {writer.name for writer in (*self.pools, *self.plains)} <= set(os.listdir(self.root))
         assert len(folders) - len(os.listdir(self.root)) == done.pools
         assert bytes_below(self.root) <= before - done.bytes
-        # What is held can still be read, and what is promised lies where it lay.
+        # Held views stay readable, and promised files stay in place.
         for view in self.held:
             assert (self.root / view.handle.path).exists()
         for (path, _), deadline in self.promised.items():
@@ -268,26 +267,25 @@ class Leases(RuleBasedStateMachine):
                 del self.plain_promises[path]
 
     @invariant()
-    def what_is_held_does_not_change(self):
+    def held_views_do_not_change(self):
         for view, payload in self.held.items():
             assert bytes(view.data) == payload
 
     @invariant()
-    def plain_files_are_there_until_they_are_given_up(self):
+    def plain_files_exist_until_they_are_released(self):
         for path, (payload, deadline, _, plains) in self.plain_promises.items():
             if plains not in self.dead or self.clock.now < deadline:
                 assert path.read_bytes() == payload
 
     @invariant()
     def bytes_are_conserved(self):
-        found = ledger(self.root, self.clock.now)
-        assert found.bytes == bytes_below(self.root)
+        files = ledger(self.root, self.clock.now)
+        assert files.bytes == bytes_below(self.root)
         for pool in self.pools:
-            slots = [entry.bytes for entry in found.entries if entry.path.startswith(f"{pool.name}/slot-")]
-            idle = sum(slot.size for slot in pool._idle_slots())
-            assert sum(slots) == pool.bytes == pool.lent_bytes + idle <= LIMIT
+            slots = [entry.bytes for entry in files.entries if entry.path.startswith(f"{pool.name}/slot-")]
+            assert pool.lent_bytes <= sum(slots) == pool.bytes <= LIMIT
         for plains in self.plains:
-            own = [entry.bytes for entry in found.entries if entry.path.startswith(f"{plains.name}/plain-")]
+            own = [entry.bytes for entry in files.entries if entry.path.startswith(f"{plains.name}/plain-")]
             assert sum(own) == plains.bytes <= LIMIT
 
 

@@ -1,4 +1,4 @@
-"""docs/transfer.md says what is true: its examples run, and its reasons are all that there are."""
+"""The examples of docs/transfer.md run, and its table lists every reason."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The writer's and the reader's side against each other, in one process: locks are of open files, so they are real."""
+"""Pools and readers in one process; flock(2) locks belong to open files, so they work here as between processes."""
 
 import json
 import os
@@ -9,12 +9,10 @@ from functools import partial
 
 import pytest
 
-from handover.tests.support import Clock, bytes_below, crash_pool, outcome
+from handover.tests.support import bytes_below, crash_pool, outcome
 from mmrouter_handover.shm import Handle, HandOverError, Pool, Reader, ledger, read_handle, reclaim
-from mmrouter_handover.shm import idle_release as tidier
-from mmrouter_handover.shm import pool as pools
-from mmrouter_handover.shm.checksum import checksum
-from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, slot_bytes
+from mmrouter_handover.shm import pool as pool_module
+from mmrouter_handover.shm.slot_format import PAGE_BYTES, checksum, slot_bytes
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -31,7 +29,7 @@ def read(reader: Reader, handle: Handle) -> bytes:
         return bytes(view.data)
 
 
-def test_a_payload_arrives_as_it_was_put_and_its_slot_is_used_again(root):
+def test_a_payload_arrives_unchanged_and_its_slot_is_reused(root):
     with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
         paths = set()
         for size in (0, 1, 7, 65536, 65537, 100_000, 131_072) * 3:
@@ -45,7 +43,7 @@ def test_a_payload_arrives_as_it_was_put_and_its_slot_is_used_again(root):
     assert os.listdir(root) == []
 
 
-def test_a_view_is_read_only_lies_in_the_slot_and_says_what_it_is(root):
+def test_a_view_is_a_read_only_window_on_the_slot(root):
     with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
         handle = pool.put(bytes(range(48)), "again", dtype="float64", shape=(2, 3)).handle
         with reader.open(handle) as view:
@@ -57,30 +55,28 @@ def test_a_view_is_read_only_lies_in_the_slot_and_says_what_it_is(root):
             assert view.data[0] == 0xFF
 
 
-def test_a_slot_is_not_used_again_before_it_is_acknowledged_given_up_or_expired(root):
-    clock = Clock()
+def test_a_slot_is_reused_only_when_acknowledged_released_or_expired(root, clock):
     with Pool(root, "writer", limit_bytes=4 * MIB, now=clock) as pool, Reader(root) as reader:
         read_one = pool.put(b"a", "r", seconds=5)
-        given_up = pool.put(b"b", "r", seconds=5)
-        forgotten = pool.put(b"c", "r", seconds=5)
-        paths = [lease.handle.path for lease in (read_one, given_up, forgotten)]
+        released = pool.put(b"b", "r", seconds=5)
+        unread = pool.put(b"c", "r", seconds=5)
+        paths = [lease.handle.path for lease in (read_one, released, unread)]
         assert len(set(paths)) == 3
         assert read(reader, read_one.handle) == b"a"
         assert pool.put(b"d", "r", seconds=50).handle.path == paths[0]
         assert why(reader, read_one.handle) == "stale"
-        given_up.release()
-        assert why(reader, given_up.handle) == "stale"
+        released.release()
+        assert why(reader, released.handle) == "stale"
         assert pool.put(b"e", "r", seconds=50).handle.path == paths[1]
-        given_up.release()  # again, and late: another lease has the slot by now
+        released.release()  # again, and late: another lease has the slot by now
         clock.now += 4.9
         assert pool.put(b"f", "r", seconds=50).handle.path not in paths
         clock.now += 0.2
         assert pool.put(b"g", "r", seconds=50).handle.path == paths[2]
-        assert why(reader, forgotten.handle) == "stale"
+        assert why(reader, unread.handle) == "stale"
 
 
-def test_a_slot_that_is_read_is_not_used_again_whatever_the_clock_or_the_writer_says(root):
-    clock = Clock()
+def test_a_slot_with_a_reader_is_not_reused_after_release_or_expiry(root, clock):
     with Pool(root, "writer", limit_bytes=MIB, now=clock) as pool, Reader(root) as reader, Reader(root) as other:
         lease = pool.put(b"x" * 1000, "r", seconds=5)
         view, second = reader.open(lease.handle), other.open(lease.handle)
@@ -96,7 +92,7 @@ def test_a_slot_that_is_read_is_not_used_again_whatever_the_clock_or_the_writer_
         assert pool.put(b"z", "r").handle.path == lease.handle.path
 
 
-def test_a_view_that_is_still_used_is_not_let_go(root):
+def test_a_view_with_a_live_slice_is_not_released(root):
     with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
         lease = pool.put(b"x" * 1000, "r")
         view = reader.open(lease.handle)
@@ -113,8 +109,7 @@ def test_a_view_that_is_still_used_is_not_let_go(root):
         assert pool.lent_bytes == slot_bytes(1000)
 
 
-def test_without_acknowledgement_a_payload_may_be_read_again_until_the_deadline(root):
-    clock = Clock()
+def test_an_unacknowledged_payload_can_be_read_again_until_its_deadline(root, clock):
     with Pool(root, "writer", limit_bytes=MIB, now=clock) as pool, Reader(root) as reader:
         lease = pool.put(b"abc", "r", seconds=5)
         for _ in range(3):
@@ -126,7 +121,7 @@ def test_without_acknowledgement_a_payload_may_be_read_again_until_the_deadline(
         assert pool.lent_bytes == 0
 
 
-def test_what_is_being_written_cannot_be_read_and_what_raised_is_released(root):
+def test_a_slot_being_written_is_unreadable_and_an_exception_releases_it(root):
     with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
         earlier = pool.put(b"first", "r").handle
         assert read(reader, earlier) == b"first"
@@ -141,7 +136,7 @@ def test_what_is_being_written_cannot_be_read_and_what_raised_is_released(root):
         assert pool.lent_bytes == 0
 
 
-def test_a_buffer_that_the_caller_still_points_into_is_neither_published_nor_used_again(root):
+def test_a_slot_whose_buffer_is_still_used_is_neither_published_nor_reused(root):
     with Pool(root, "writer", limit_bytes=MIB) as pool:
         lease = pool.lease(100)
         part = lease.buffer[:10]
@@ -156,14 +151,14 @@ def test_a_buffer_that_the_caller_still_points_into_is_neither_published_nor_use
 
 
 @pytest.mark.parametrize("values", [{"dtype": "object"}, {"shape": (3,)}, {"dtype": "float32", "shape": (5,)}])
-def test_a_payload_that_is_not_what_the_writer_says_is_not_published_and_leaves_nothing_lent(root, values):
+def test_a_wrong_dtype_or_shape_is_not_published_and_leaves_nothing_lent(root, values):
     with Pool(root, "writer", limit_bytes=MIB) as pool:
         with pytest.raises(ValueError, match=r"dtype|bytes"):
             pool.put(b"12345678", "r", **values)
         assert pool.lent_bytes == 0
 
 
-def test_above_the_high_water_mark_the_writer_is_told_full_and_below_it_goes_on(root):
+def test_above_the_high_water_mark_a_lease_is_full(root):
     with Pool(root, "writer", limit_bytes=10 * slot_bytes(1), high_water=0.5) as pool, Reader(root) as reader:
         leases = [pool.put(b"x", "r") for _ in range(5)]
         with pytest.raises(HandOverError) as error:
@@ -175,7 +170,7 @@ def test_above_the_high_water_mark_the_writer_is_told_full_and_below_it_goes_on(
             pool.put(bytes(20 * slot_bytes(1)), "r")
 
 
-def test_idle_slots_of_one_class_make_room_for_another_and_the_bound_holds(root):
+def test_idle_slots_of_one_class_are_evicted_for_another_within_the_bound(root):
     limit = 2 * slot_bytes(64 * KIB) + slot_bytes(256 * KIB)
     with Pool(root, "writer", limit_bytes=limit, high_water=1.0) as pool, Reader(root) as reader:
         for _ in range(4):
@@ -189,31 +184,31 @@ def test_idle_slots_of_one_class_make_room_for_another_and_the_bound_holds(root)
         assert pool.bytes <= slot_bytes(64 * KIB)
 
 
-def test_slots_that_nobody_uses_are_given_back_and_those_in_use_are_not(root):
+def test_unused_slots_are_trimmed_and_used_ones_are_not(root):
     with Pool(root, "writer", limit_bytes=16 * MIB) as pool, Reader(root) as reader:
         used, unused = (pool.put(bytes(size), "r") for size in (1000, 100_000))
         kept = pool.put(bytes(1000), "r")
         for lease in (used, unused):
             read(reader, lease.handle)
-        pool.tidy()  # takes them back
+        pool.trim_unused()  # takes them back
         assert pool.bytes == 2 * slot_bytes(1000) + slot_bytes(100_000)
         read(reader, pool.put(b"again", "r").handle)
-        pool.tidy()
+        pool.trim_unused()
         assert pool.bytes == 2 * slot_bytes(1000)
         assert read(reader, kept.handle) == bytes(1000)
-        pool.tidy()
-        pool.tidy()
+        pool.trim_unused()
+        pool.trim_unused()
         assert (pool.bytes, bytes_below(root / pool.name)) == (0, 4 * KIB)
-    pool.tidy()
+    pool.trim_unused()
 
 
-def test_a_thread_of_the_process_gives_back_what_the_pools_do_not_use(root, monkeypatch):
-    monkeypatch.setattr(tidier, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(pools, "TIDIER", tidier.Tidier())  # the process's own sleeps for half a minute
+def test_a_thread_trims_the_pools_of_the_process(root, monkeypatch):
+    monkeypatch.setattr(pool_module, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(pool_module, "TRIMMER", pool_module.Trimmer())  # the process's own sleeps for 30 seconds
     with Pool(root, "writer", limit_bytes=MIB) as pool, Pool(root, "other", limit_bytes=MIB) as other:
-        given_up, leased = pool.put(b"x", "r"), other.put(b"x", "r")
-        given_up.release()
-        deadline = time.monotonic() + 10
+        released, leased = pool.put(b"x", "r"), other.put(b"x", "r")
+        released.release()
+        deadline = time.monotonic() + 60
         while pool.bytes:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -221,13 +216,13 @@ def test_a_thread_of_the_process_gives_back_what_the_pools_do_not_use(root, monk
         with Reader(root) as reader:
             assert read(reader, leased.handle) == b"x"
     gone = weakref.ref(pool)
-    del pool, other, given_up, leased
-    while gone() is not None:  # the thread may be just at it
+    del pool, other, released, leased
+    while gone() is not None:  # the thread may be trimming it
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_a_removed_slot_frees_its_memory_although_a_reader_keeps_it_mapped(root):
+def test_a_removed_slot_frees_its_memory_while_a_reader_has_it_mapped(root):
     with Pool(root, "writer", limit_bytes=32 * MIB) as pool, Reader(root) as reader:
         handle = pool.put(os.urandom(16 * MIB), "r").handle
         number = os.open(root / handle.path, os.O_RDONLY)
@@ -237,10 +232,10 @@ def test_a_removed_slot_frees_its_memory_although_a_reader_keeps_it_mapped(root)
         os.close(number)
         assert why(reader, handle) == "gone"
         reader.sweep()
-        assert not reader._slots
+        assert reader.mapped_slots == 0
 
 
-def test_a_full_checksum_is_made_and_compared_where_it_is_asked_for(root):
+def test_a_full_checksum_is_computed_and_compared_on_request(root):
     payload = bytearray(os.urandom(MIB))
     with Pool(root, "writer", limit_bytes=8 * MIB) as pool, Reader(root) as reader:
         for check, found in (("full", "corrupt"), ("sampled", None)):
@@ -255,7 +250,7 @@ def test_a_full_checksum_is_made_and_compared_where_it_is_asked_for(root):
                 assert read(reader, handle) != payload
 
 
-def test_a_handle_that_says_otherwise_than_the_slot_is_corrupt_and_an_older_one_stale(root):
+def test_a_handle_that_differs_from_the_slot_is_corrupt_and_an_older_one_stale(root):
     with Pool(root, "writer", limit_bytes=8 * MIB) as pool, Reader(root) as reader:
         handle = pool.put(os.urandom(64), "r").handle
         values = handle.to_json()
@@ -276,7 +271,7 @@ def test_a_handle_that_says_otherwise_than_the_slot_is_corrupt_and_an_older_one_
             assert why(fresh, handle) == "truncated"
 
 
-def test_nothing_outside_the_root_is_opened_whatever_lies_in_the_place_of_a_slot(root, tmp_path):
+def test_only_regular_files_below_the_root_are_opened(root, tmp_path):
     secret = tmp_path / "slot-1"
     with Pool(root, "writer", limit_bytes=8 * MIB) as pool:
         real = pool.put(b"secret", "r").handle
@@ -307,7 +302,7 @@ def test_nothing_outside_the_root_is_opened_whatever_lies_in_the_place_of_a_slot
     assert secret.exists()
 
 
-def test_slots_are_for_the_group_and_for_nobody_else(root):
+def test_slots_are_accessible_to_the_group_only(root):
     before = os.umask(0o077)
     try:
         with Pool(root, "a writer/of: ours", limit_bytes=MIB) as pool:
@@ -319,14 +314,14 @@ def test_slots_are_for_the_group_and_for_nobody_else(root):
         os.umask(before)
 
 
-def test_two_pools_of_one_writer_have_nothing_in_common(root):
+def test_two_pools_of_one_writer_are_independent(root):
     with Pool(root, "w", limit_bytes=MIB) as one, Pool(root, "w", limit_bytes=MIB) as two, Reader(root) as reader:
         handles = [pool.put(name, "r").handle for pool, name in ((one, b"one"), (two, b"two"))]
         assert [handle.generation for handle in handles] == [1, 1]
         assert [read(reader, handle) for handle in handles] == [b"one", b"two"]
 
 
-def test_a_slot_that_somebody_cut_or_removed_is_given_up_and_never_touched_again(root):
+def test_a_truncated_slot_is_unread_and_never_touched_again(root):
     with Pool(root, "writer", limit_bytes=8 * MIB) as pool:
         leases = [pool.put(b"x", "r") for _ in range(3)]
         os.truncate(root / leases[0].handle.path, 0)
@@ -339,18 +334,17 @@ def test_a_slot_that_somebody_cut_or_removed_is_given_up_and_never_touched_again
         assert pool.bytes == slot_bytes(1)
 
 
-def test_mappings_are_kept_up_to_their_bound(root):
+def test_cached_mappings_are_bounded(root):
     with Pool(root, "w", limit_bytes=8 * MIB) as pool, Reader(root, mapped_bytes=2 * slot_bytes(1)) as reader:
         handles = [pool.put(b"x", "r").handle for _ in range(6)]
         for handle in handles:
             reader.open(handle).release(acknowledge=False)
-            assert len(reader._slots) <= 3
+            assert reader.mapped_slots <= 3
         assert read(reader, handles[0]) == b"x"
 
 
-def test_case_61_of_the_field_a_crash_on_item_2_leaves_no_segment_and_the_request_goes_on_by_its_refetch_handle(root):
-    """Raised in the writer, and once more with the writer killed there."""
-    clock = Clock()
+def test_case_61_a_crash_on_item_2_leaves_no_segment_and_the_refetch_handle_serves_the_request(root, clock):
+    """Once with an exception in the writer, and once with the writer killed."""
     images = {"image 0": b"first", "image 1": b"second", "image 2": b"third"}
 
     class Unreadable:
@@ -376,7 +370,7 @@ def test_case_61_of_the_field_a_crash_on_item_2_leaves_no_segment_and_the_reques
     assert received == list(images.values())
 
 
-def test_case_61_of_the_field_a_failing_reader_frees_the_slot(root):
+def test_case_61_a_failing_reader_frees_the_slot(root):
     with Pool(root, "writer", limit_bytes=MIB) as pool, Reader(root) as reader:
         lease = pool.put(b"x", "r")
         with pytest.raises(ZeroDivisionError), reader.open(lease.handle):
@@ -385,7 +379,7 @@ def test_case_61_of_the_field_a_failing_reader_frees_the_slot(root):
         assert pool.lent_bytes == 0
 
 
-def test_case_65_of_the_field_a_request_cancelled_mid_stream_frees_at_once_what_nobody_reads(root):
+def test_case_65_a_cancelled_request_frees_unread_slots_at_once(root):
     with Pool(root, "writer", limit_bytes=8 * MIB) as pool, Reader(root) as reader:
         unread, being_read = pool.put_all([(b"a", "r"), (b"b", "r")])
         view = reader.open(being_read.handle)
@@ -399,8 +393,7 @@ def test_case_65_of_the_field_a_request_cancelled_mid_stream_frees_at_once_what_
         assert pool.bytes == 0
 
 
-def test_a_pool_that_is_closed_leaves_what_is_leased_to_the_janitor(root):
-    clock = Clock()
+def test_closing_a_pool_leaves_leased_slots_to_the_janitor(root, clock):
     with Reader(root) as reader:
         with Pool(root, "w", limit_bytes=MIB, now=clock) as pool:
             kept, done = pool.put(b"kept", "r", seconds=5).handle, pool.put(b"done", "r").handle

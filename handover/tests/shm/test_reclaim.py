@@ -1,28 +1,22 @@
-"""The janitor takes what the dead left and nothing else; the ledger tells every byte."""
+"""``reclaim`` removes the files of dead writers only; ``ledger`` accounts for every byte."""
 
 import os
 
 import msgspec
 import pytest
 
-from handover.tests.support import Clock, bytes_below, crash_pool
+from handover.tests.support import bytes_below, crash_pool
 from mmrouter_handover.shm import HandOverError, Pool, Reader, ledger, reclaim
-from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS
-from mmrouter_handover.shm.slot_sizes import PAGE_BYTES, slot_bytes
+from mmrouter_handover.shm.slot_format import MAX_LEASE_SECONDS, PAGE_BYTES, slot_bytes
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 def states(root, clock):
     return {entry.path: entry.state for entry in ledger(root, clock.now).entries}
 
 
-def test_a_living_writer_keeps_everything_also_what_has_expired(root, clock):
+def test_a_living_writer_keeps_even_expired_slots(root, clock):
     with Pool(root, "w", limit_bytes=MIB, now=clock) as pool, Reader(root) as reader:
         handle = pool.put(b"x", "r", seconds=1).handle
         clock.now += 1000
@@ -33,7 +27,7 @@ def test_a_living_writer_keeps_everything_also_what_has_expired(root, clock):
             assert bytes(view.data) == b"x"
 
 
-def test_a_dead_writers_lease_is_kept_until_its_deadline_and_a_slot_that_is_read_after_it(root, clock):
+def test_slots_of_a_dead_writer_last_until_deadline_and_last_reader(root, clock):
     pool, reader = Pool(root, "w", limit_bytes=MIB, now=clock), Reader(root)
     short, long, acknowledged = (pool.put(name, "r", seconds=s) for name, s in ((b"s", 5), (b"l", 50), (b"a", 50)))
     pool.lease(7)  # never published
@@ -55,7 +49,7 @@ def test_a_dead_writers_lease_is_kept_until_its_deadline_and_a_slot_that_is_read
     reader.close()
 
 
-def test_the_ledger_tells_every_byte_whose_it_is_and_in_which_state(root, clock):
+def test_the_ledger_lists_every_byte_with_its_writer_and_state(root, clock):
     pool, reader = Pool(root, "router a", limit_bytes=4 * MIB, now=clock), Reader(root)
     leases = [pool.put(bytes([n]) * 70_000, "r", seconds=5 + n) for n in range(4)]
     reader.open(leases[1].handle).release()
@@ -72,16 +66,16 @@ def test_the_ledger_tells_every_byte_whose_it_is_and_in_which_state(root, clock)
     (root / "pool-dangling").symlink_to("nowhere")
     found = ledger(root, clock.now)
     assert found.bytes == bytes_below(root)
-    told = {entry.path: entry for entry in found.entries}
-    assert [told[lease.handle.path].state for lease in leases] == ["expired", "acknowledged", "released", "leased"]
-    first = told[leases[0].handle.path]
+    entries = {entry.path: entry for entry in found.entries}
+    assert [entries[lease.handle.path].state for lease in leases] == ["expired", "acknowledged", "released", "leased"]
+    first = entries[leases[0].handle.path]
     assert (first.writer, first.lives, first.since, first.deadline) == ("router a", True, 1000.0, 1005.0)
     assert first.bytes == slot_bytes(70_000)
     assert sorted(entry.state for entry in found.entries if entry.path.startswith(pool.name)) == sorted(
         ["owner", "expired", "acknowledged", "released", "leased", "writing"]
     )
-    assert told["pool-x-1/slot-1"].state == "unreadable"
-    assert {path for path, entry in told.items() if entry.state == "other"} == {
+    assert entries["pool-x-1/slot-1"].state == "unreadable"
+    assert {path for path, entry in entries.items() if entry.state == "other"} == {
         "stranger", "folder/inside", "pool-x-1/notes", "pool-file", "pool-dangling",
     }  # fmt: skip
     os.utime(root / "stranger", (2e9, 1e9))
@@ -94,7 +88,7 @@ def test_the_ledger_tells_every_byte_whose_it_is_and_in_which_state(root, clock)
     reader.close()
 
 
-def test_what_is_not_of_this_library_is_never_removed(root, clock):
+def test_files_of_other_programs_are_never_removed(root, clock):
     (root / "stranger").write_bytes(b"x")
     (root / "pool-x-1").mkdir()
     (root / "pool-x-1" / "notes").write_bytes(b"n")
@@ -105,7 +99,7 @@ def test_what_is_not_of_this_library_is_never_removed(root, clock):
     assert sorted(root.rglob("*")) == before
 
 
-def test_what_a_writer_left_that_was_killed_before_it_said_anything_is_removed(root, clock):
+def test_folders_of_writers_killed_during_creation_are_removed(root, clock):
     (root / "pool-a-1").mkdir()
     (root / "pool-b-1").mkdir()
     (root / "pool-b-1" / "owner").write_bytes(b'{"wri')
@@ -115,8 +109,8 @@ def test_what_a_writer_left_that_was_killed_before_it_said_anything_is_removed(r
     assert os.listdir(root) == []
 
 
-def test_a_pool_that_is_being_made_is_not_taken_for_a_dead_one(root, clock, monkeypatch):
-    """The janitor comes at every point of the making."""
+def test_a_pool_under_construction_is_not_reclaimed(root, clock, monkeypatch):
+    """The janitor runs between the system calls of the construction."""
     calls = []
     real = os.open
 
@@ -135,7 +129,7 @@ def test_a_pool_that_is_being_made_is_not_taken_for_a_dead_one(root, clock, monk
     pool.close()
 
 
-def test_slots_of_a_version_that_is_not_known_are_kept_for_as_long_as_any_lease_can_last(root, clock):
+def test_slots_of_an_unknown_version_are_kept_for_the_longest_lease(root, clock):
     pool = Pool(root, "w", limit_bytes=MIB, now=clock)
     path = root / pool.put(b"x", "r", seconds=1).handle.path
     crash_pool(pool)
@@ -150,14 +144,14 @@ def test_slots_of_a_version_that_is_not_known_are_kept_for_as_long_as_any_lease_
     assert os.listdir(root) == []
 
 
-def test_a_header_that_claims_the_future_does_not_keep_its_bytes(root, clock):
+def test_a_header_from_the_future_does_not_keep_its_bytes(root, clock):
     pool = Pool(root, "w", limit_bytes=MIB, now=lambda: clock.now + 1e6)
     pool.put(b"x", "r")
     crash_pool(pool)
     assert reclaim(root, clock.now).slots == 1
 
 
-def test_two_janitors_do_not_undo_each_other(root, clock):
+def test_a_second_janitor_finds_nothing_left(root, clock):
     pool = Pool(root, "w", limit_bytes=MIB, now=clock)
     pool.put(b"x", "r", seconds=1)
     crash_pool(pool)
@@ -167,7 +161,7 @@ def test_two_janitors_do_not_undo_each_other(root, clock):
     assert msgspec.to_builtins(total)["kept"] == 0
 
 
-def test_a_handle_to_what_was_reclaimed_is_gone_for_a_reader_that_has_it_mapped(root, clock):
+def test_a_reclaimed_slot_is_gone_for_a_reader_that_has_it_mapped(root, clock):
     pool, reader = Pool(root, "w", limit_bytes=MIB, now=clock), Reader(root)
     handle = pool.put(b"x", "r", seconds=1).handle
     reader.open(handle).release()

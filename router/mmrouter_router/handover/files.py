@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from mmrouter_handover.shm import HandOverError, PlainFile, Plains
+from mmrouter_handover.shm import HandOverError, PlainFile, PlainFiles
 from mmrouter_lib.engines.vllm.media_files import MIME_SUFFIXES
 from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.handover.cost import Raw
@@ -27,7 +27,7 @@ class Folder:
 
     def __init__(self, root: Path, writer: str, limit_bytes: int, total_bytes: int) -> None:
         """``limit_bytes``: of this router's files, ``total_bytes``: of everybody's. Raises ``OSError``."""
-        self._plains = Plains(root, writer, limit_bytes, total_bytes=total_bytes)
+        self._plains = PlainFiles(root, writer, limit_bytes, total_bytes=total_bytes)
 
     async def put(self, name: str, media: Media) -> PlainFile:
         """Write an image; those who name the same one share its file. Raises :class:`HandOverError`."""

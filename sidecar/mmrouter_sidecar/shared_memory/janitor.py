@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mmrouter_handover.shm import Ledger, Reclaimed, ledger, reclaim
 from mmrouter_handover.shm import files as places
-from mmrouter_handover.shm.slot import MAX_LEASE_SECONDS
+from mmrouter_handover.shm.slot_format import MAX_LEASE_SECONDS
 from mmrouter_lib import feed
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings

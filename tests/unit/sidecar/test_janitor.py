@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from handover.tests.support import bytes_below, crash_plain_files, crash_pool, shared_root
-from mmrouter_handover.shm import Plains, Pool
+from handover.tests.support import bytes_below, crash_pool, shared_root
+from mmrouter_handover.shm import PlainFiles, Pool
 from mmrouter_handover.shm.files import clock
 from mmrouter_lib import feed
 from mmrouter_sidecar.metrics import Counted, Metrics
@@ -62,12 +62,12 @@ class Node:
 
     def crashed(self) -> None:
         """What two writers leave that are killed: leases that are not over, a plain file, half of one."""
-        pool, plains = Pool(self.folder, "w", limit_bytes=8 * MIB), Plains(self.folder, "r", 8 * MIB)
+        pool, plains = Pool(self.folder, "w", limit_bytes=8 * MIB), PlainFiles(self.folder, "r", 8 * MIB)
         pool.put(b"x", "r")
         plains.put(b"y", ".png")
         (plains.folder / "draft-plain-1-1").write_bytes(b"half")
         crash_pool(pool)
-        crash_plain_files(plains)
+        plains.abandon()
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_what_the_last_pod_of_a_node_left_is_cleared_before_the_next_ones_
     node.crashed()
     node.encoded("m1-aa")
     (node.folder / "core.1234").write_bytes(bytes(MIB))
-    living = Plains(node.folder, "router", MIB)
+    living = PlainFiles(node.folder, "router", MIB)
     file = living.put(b"mine")
     await node.janitor().begin()
     assert sorted(os.listdir(node.folder)) == sorted([living.name, "sidecar-pod-1"])

@@ -1,19 +1,21 @@
-"""The beginning of a slot: what it says, in which state it is, and when it may be used again. Bytes to values only.
+"""The binary format of a slot file: its header page, its size, its state, and the checksum of its payload.
 
     0   magic, 7 bytes, and the version of the format, 1 byte
     8   generation that a reader has acknowledged, u64
-    16  generation that the writer has given up, u64
-    24  generation that is written or was written last, u64
+    16  generation that the writer has released, u64
+    24  generation that is being written or was written last, u64
     32  length of the frame, u32
     36  CRC-32 of the frame, u32
     40  the frame: a msgpack array, :class:`Header`; zeros after it, to 512 bytes
+    4096  the payload
 
-Numbers are little endian. Acknowledged and given up stand at places of their own, because they are written while others
-read; everything else is written only under the exclusive lock, so whoever holds a shared lock reads it whole. The third
-generation is written before the first byte of a payload and the frame after the last: where they differ, the writer is
-at work, or was killed at it.
+Numbers are little endian. The acknowledged and the released generation have fields of their own, because they are
+written while others read; everything else is written under the exclusive lock only, so a holder of the shared lock
+reads a consistent header. The third generation is written before the first byte of a payload and the frame after the
+last: where they differ, the writer is at work, or was killed at it.
 """
 
+import os
 import struct
 import zlib
 from typing import Annotated, Literal
@@ -21,31 +23,59 @@ from typing import Annotated, Literal
 import msgspec
 
 from mmrouter_handover.shm.handles import Check, Count, HandOverError, Shape, require_layout
-from mmrouter_handover.shm.slot_sizes import HEADER_BYTES
 
+PAGE_BYTES = 4096
+"""The header's part of a slot file; the payload begins after it, aligned for every dtype and every transport."""
+HEADER_BYTES = 512
+"""Bytes of the first page that are written; the rest stays untouched, because every cache line costs."""
+MIN_CLASS_BYTES = 1 << 16
 VERSION = 1
 MAGIC = b"mmrslot"
 LEASE_SECONDS = 60.0
 MAX_LEASE_SECONDS = 3600.0
-"""No lease is longer. A header that claims more is corrupt: it would keep its bytes for ever."""
+"""Longest lease. A header that claims more is corrupt: it would keep its bytes for ever."""
 CLOCK_SLACK_SECONDS = 1.0
-_ZEROS = bytes(HEADER_BYTES)
-_HEAD = struct.Struct("<7sBQQQII")
 ACKED_AT = 8
 RELEASED_AT = 16
 WRITTEN_AT = 24
 GENERATION = struct.Struct("<Q")
 ACKED_RELEASED = struct.Struct("<QQ")
 """Both, from ``ACKED_AT`` on."""
+SMALL_BYTES = 1 << 16
+STRIDE_WORDS = 8191
+"""8-byte words between two samples: a little less than sixteen pages, so the offset within a page varies."""
+EDGE_BYTES = 64
+_ZEROS = bytes(HEADER_BYTES)
+_HEAD = struct.Struct("<7sBQQQII")
 
 State = Literal["writing", "leased", "expired", "acknowledged", "released"]
 """``writing``: no handle names it. ``leased``: a handle to it may be read. The others are free."""
 
 
-class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the writer says of a slot. ``since`` and ``deadline`` are seconds on the node's CLOCK_BOOTTIME.
+def slot_bytes(length: int) -> int:
+    """Return the file size of a slot for ``length`` bytes: a page and the next power of two, at least 64 KiB."""
+    return PAGE_BYTES + max(MIN_CLASS_BYTES, 1 << (length - 1).bit_length() if length else 0)
 
-    Generation 0 is that of a slot that was never published.
+
+def checksum(payload: memoryview, check: Check) -> int:
+    """Return the CRC-32 of every byte (``full``, or at most 64 KiB), or of one word in 64 KiB and the last 64 bytes.
+
+    ``payload`` is flat and of bytes. The full checksum detects any change of up to four adjacent bytes, and others with
+    a probability of 1 - 2**-32. The sampled one detects another payload, one that is half overwritten, any exchanged
+    64 KiB, and a wrong length, but mostly not a few changed bytes: it is the second proof, after the generation and the
+    reader's lock.
+    """
+    if check == "full" or len(payload) <= SMALL_BYTES:
+        return zlib.crc32(payload)
+    whole = len(payload) & ~7
+    sampled = zlib.crc32(payload[:whole].cast("Q")[::STRIDE_WORDS].tobytes(), len(payload) & 0xFFFFFFFF)
+    return zlib.crc32(payload[-EDGE_BYTES:], sampled)
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The writer's description of a slot. ``since`` and ``deadline`` are seconds on the node's CLOCK_BOOTTIME.
+
+    Generation 0 means that the slot was never published.
     """
 
     pool: str
@@ -61,7 +91,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Page(msgspec.Struct, frozen=True):
-    """The beginning of a slot."""
+    """A decoded header page: the header, and the three generations beside it."""
 
     header: Header
     acked: int = 0
@@ -74,7 +104,7 @@ _decoder = msgspec.msgpack.Decoder(Header)
 
 
 def encode_page(header: Header) -> bytes:
-    """Return the beginning of a slot that is as its header says. Raises ``ValueError`` if that does not fit."""
+    """Return the header page of a slot. Raises ``ValueError`` if the header does not fit."""
     frame = _encoder.encode(header)
     head = _HEAD.pack(MAGIC, VERSION, 0, 0, header.generation, len(frame), zlib.crc32(frame))
     if len(head) + len(frame) > HEADER_BYTES:
@@ -83,10 +113,10 @@ def encode_page(header: Header) -> bytes:
 
 
 def decode_page(raw: bytes) -> Page:
-    """Return what the beginning of a slot says.
+    """Return the decoded header page of a slot.
 
-    Raises :class:`HandOverError`: ``truncated`` where it ends too early, ``refused`` where it is of another version,
-    more than one frame or contradicts itself, ``corrupt`` where it is none.
+    Raises :class:`HandOverError`: ``truncated`` if it ends too early, ``refused`` if it has another version, more than
+    one frame or contradicting fields, ``corrupt`` if it is not a slot.
     """
     if len(raw) < HEADER_BYTES:
         raise HandOverError("truncated", f"a header of {len(raw)} bytes")
@@ -113,8 +143,13 @@ def decode_page(raw: bytes) -> Page:
     return Page(header, acked, released, written)
 
 
+def read_page(number: int) -> Page:
+    """Return the header page of an open slot. Raises :class:`HandOverError`."""
+    return decode_page(os.pread(number, HEADER_BYTES, 0))
+
+
 def state_of(page: Page, now: float) -> State:
-    """Return the state of a slot at ``now``, without knowing who holds its lock."""
+    """Return the state of a slot at ``now``, regardless of its lock."""
     header = page.header
     if page.written != header.generation:
         return "writing"
@@ -126,5 +161,5 @@ def state_of(page: Page, now: float) -> State:
 
 
 def is_over(generation: int, deadline: float, acked: int, released: int, now: float) -> bool:
-    """Whether no handle to a published slot is to be honoured. Whoever takes it must also get its exclusive lock."""
+    """Whether a published slot's lease has ended. Reusing the slot also requires its exclusive lock."""
     return generation in (acked, released) or now >= deadline
