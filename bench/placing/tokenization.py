@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from bench.rows import Row, not_run, percentile, row
-from mmrouter_lib.families.folder import find_json
+from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
 

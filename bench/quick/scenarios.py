@@ -26,9 +26,9 @@ from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build,
 from bench.placing.tokenization import TINY, WORDS, conversation
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, pack_keys
-from mmrouter_lib.families.folder import find_json
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.media_identity import media_identity
+from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
 from mmrouter_router.media.datauri import decode

@@ -84,7 +84,7 @@ def load(name: str, folder: Path, *, chat_template: str | None, processor: Mappi
     if unknown:
         raise ValueError(f"--mm-processor-kwargs: {unknown[0]!r} is not simulated")
     config = _read(folder / "config.json")
-    family = families.load(folder, Limits(**processor))
+    family = families.load_family(folder, Limits(**processor))
     if family is None:
         raise ValueError(f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is not simulated")
     prompter = Prompter.load(folder, chat_template=chat_template, family=family)

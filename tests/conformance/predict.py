@@ -48,13 +48,13 @@ class Predictor:
 
     @classmethod
     def load(cls, model_dir: Path, block_size: int) -> Self:
-        family = families.load(model_dir, None)
+        family = families.load_family(model_dir, None)
         assert family is not None, f"{model_dir} is of no family that is modelled"
         return cls(family, Prompter.load(model_dir, family=family), model_dir.name, block_size)
 
     def of_family(self, model_dir: Path) -> Self:
         """Return this predictor with another model's image geometry, as a wrong family would count."""
-        family = families.load(model_dir, None)
+        family = families.load_family(model_dir, None)
         assert family is not None
         return replace(self, family=family)
 

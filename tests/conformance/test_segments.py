@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mmrouter_lib.families.folder import find_json
+from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache, cut_tokens
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from mmrouter_cli.replay.capture import CaptureError
-from mmrouter_lib.families import Family, ModelFolderError, ProcessorLimits
-from mmrouter_lib.families import load as load_family
+from mmrouter_lib.families import Family, ModelFolderError, ProcessorLimits, load_family
 from mmrouter_lib.prompt import Prompter
 
 

@@ -1,14 +1,24 @@
 """Model families: image size -> number and layout of placeholder tokens, exactly as the engine's processor has it.
 
-A family is a file here with ``MODEL_TYPE`` and ``load``, and a line in :func:`load`.
+Every module of this package registers the families it implements
+(:func:`~mmrouter_lib.families.base.registry.register`); adding a family adds one module.
 """
 
-from pathlib import Path
+import importlib
+import pkgutil
 
-from mmrouter_lib.families import llava, llavanext, phi3v, qwen2vl, qwen3vl, qwen25vl
-from mmrouter_lib.families.family import Codec, Family, ImageSizeError, ProcessorLimits
-from mmrouter_lib.families.folder import ModelFolderError, read_json
-from mmrouter_lib.families.layout import Expanded, PlaceholderError, PromptImage, expand_ids
+from mmrouter_lib.families.base.expansion import expand_ids
+from mmrouter_lib.families.base.family import (
+    Codec,
+    Expanded,
+    Family,
+    ImageSizeError,
+    PlaceholderError,
+    ProcessorLimits,
+    PromptImage,
+)
+from mmrouter_lib.families.base.registry import is_proved, load_family
+from mmrouter_lib.model_folder import ModelFolderError
 
 __all__ = [
     "Codec",
@@ -20,29 +30,10 @@ __all__ = [
     "ProcessorLimits",
     "PromptImage",
     "expand_ids",
-    "load",
+    "is_proved",
+    "load_family",
 ]
 
-
-def load(model_dir: Path, processor: ProcessorLimits | None) -> Family | None:
-    """Return the family of a model folder, ``None`` for a ``model_type`` or vision tower that is not modelled.
-
-    ``processor`` holds the resource's processor options, which win over the folder's. Raises :class:`ModelFolderError`
-    for a folder whose config.json cannot be read, or of a known family with a geometry that cannot be used.
-    """
-    config = read_json(model_dir, "config.json")
-    match config.get("model_type"):
-        case qwen2vl.MODEL_TYPE:
-            return qwen2vl.load(model_dir, config, processor)
-        case qwen25vl.MODEL_TYPE:
-            return qwen25vl.load(model_dir, config, processor)
-        case qwen3vl.MODEL_TYPE:
-            return qwen3vl.load(model_dir, config, processor)
-        case llava.MODEL_TYPE:
-            return llava.load(model_dir, config, processor)
-        case llavanext.MODEL_TYPE:
-            return llavanext.load(model_dir, config, processor)
-        case phi3v.MODEL_TYPE:
-            return phi3v.load(model_dir, config, processor)
-        case _:
-            return None
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.ispkg:
+        importlib.import_module(f"{__name__}.{_module.name}")

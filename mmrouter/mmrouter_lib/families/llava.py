@@ -1,15 +1,16 @@
 """LLaVA-1.5: every image becomes one square picture, so every image has the same number of tokens, 576 as published.
 
-vLLM 0.32 puts the beginning-of-text token in front of a prompt only where the request asks for special tokens, although
-``add_bos_token`` is set: its chat does not ask (captures of LLaVA-1.5), with or without an image.
+vLLM 0.32 starts a prompt with the beginning-of-text token only where the request asks for special tokens, although
+``add_bos_token`` is set. Its chat endpoint does not ask, with or without an image (recorded requests of LLaVA-1.5).
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter_lib.families.clip import ClipFamily, load_tower
-from mmrouter_lib.families.family import ImageSizeError, ProcessorLimits
+from mmrouter_lib.families.base.clip import ClipFamily, load_tower
+from mmrouter_lib.families.base.family import ImageSizeError, ProcessorLimits
+from mmrouter_lib.families.base.registry import register
 
 MODEL_TYPE = "llava"
 
@@ -36,3 +37,8 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     if tower is None:
         return None
     return Llava(tower.placeholder_id, tower.placeholder_text, tower.base_tokens)
+
+
+# SGLang expands the placeholders of LLaVA in its scheduler, by rules that are not modelled
+# (docs/engine-facts/sglang.md#identity-per-family).
+register(MODEL_TYPE, load, proved_on=("vllm",))

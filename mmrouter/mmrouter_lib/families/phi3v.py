@@ -1,7 +1,6 @@
 """Phi-3-vision and Phi-3.5-vision: tiles of 336 pixels with separators, and numbered tags that no vocabulary has.
 
-Everything here is facts on routing 2.2 and 2.3 and docs/engine-facts/vllm.md#requests-that-end-the-engine, observed
-on vLLM 0.32.
+The rules were observed on vLLM 0.32 (docs/engine-facts/vllm.md#placeholder-counts).
 """
 
 import math
@@ -14,9 +13,18 @@ from types import MappingProxyType
 from typing import Any
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.families.family import Codec, ImageSizeError, ProcessorLimits
-from mmrouter_lib.families.folder import ModelFolderError, find_json, image_processor, no_limits, positive_int
-from mmrouter_lib.families.layout import Expanded, PlaceholderError, PromptImage, run
+from mmrouter_lib.families.base.expansion import placeholder_run
+from mmrouter_lib.families.base.family import (
+    Codec,
+    Expanded,
+    ImageSizeError,
+    PlaceholderError,
+    ProcessorLimits,
+    PromptImage,
+    refuse_options,
+)
+from mmrouter_lib.families.base.registry import register
+from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, positive_int
 
 MODEL_TYPE = "phi3_v"
 TILE = 336
@@ -67,8 +75,8 @@ class Phi3V:
     def check(self, codec: Codec) -> None:
         """Raise :class:`ModelFolderError` for a tokenizer that begins no text with a token of its own.
 
-        The tags are no tokens, so the tokenizer has nothing to know about them; but the rule by which a text is cut at
-        them is proved for tokenizers that put one token in front of each piece.
+        The tags are no tokens, so no vocabulary needs them. The rule by which a text is cut at them is proved only for
+        tokenizers that put one token in front of each piece.
         """
         begin = codec.encode("", add_special_tokens=True)
         if len(begin) != 1 or begin[0] != codec.begin_id:
@@ -77,12 +85,12 @@ class Phi3V:
     def expand(self, codec: Codec, text: str, images: Sequence[PromptImage], *, add_special_tokens: bool) -> Expanded:
         """Return the expanded prompt.
 
-        Without images the text is tokenised as it is. With any, its ids are decoded, the text is cut at every numbered
-        tag, known or not, and the pieces are tokenised one by one, each begun with the beginning-of-text token. Tag n
-        becomes image n where it first stands; what else is cut off keeps its text's tokens.
+        Without images the text is tokenized as it is. With images, its ids are decoded, the text is cut at every
+        numbered tag, and the pieces are tokenized one by one, each with a beginning-of-text token. Tag n becomes image
+        n where it first occurs; all other tags keep their text's tokens.
 
-        Raises :class:`PlaceholderError` unless the tags 1 to n first appear in this order: vLLM takes lengths by the
-        number in the tag and pictures by position, and ends on a request where that differs.
+        Raises :class:`PlaceholderError` unless the tags 1 to n first appear in this order: vLLM takes lengths by tag
+        number and pictures by position, and ends on a request where they differ.
         """
         ids = codec.encode(text, add_special_tokens=add_special_tokens)
         if not images:
@@ -97,7 +105,7 @@ class Phi3V:
                 raise PlaceholderError(f"the prompt names {tag} before <|image_{len(spans) + 1}|>")
             if number is not None and len(spans) + 1 == number <= len(images):
                 image = images[number - 1]
-                filled = run(ids.typecode, self.placeholder_id, number - 1, image)
+                filled = placeholder_run(ids.typecode, self.placeholder_id, number - 1, image)
                 spans.append(Span(offset=len(out), length=image.count, identity=image.identity))
                 out += filled
             elif tag:
@@ -151,7 +159,7 @@ def tiles(width: int, height: int, num_crops: int) -> tuple[int, int]:
 
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Phi3V:
     """Return the family of a folder. Raises :class:`ModelFolderError` for a geometry that vLLM does not compute."""
-    no_limits(limits, "min_pixels", "max_pixels", family=MODEL_TYPE)
+    refuse_options(limits, "min_pixels", "max_pixels", family=MODEL_TYPE)
     file, values = image_processor(folder)
     tower = config.get("img_processor") or {}
     for name, holder in ((file, values), (f"{folder / 'config.json'}: img_processor", tower)):
@@ -163,3 +171,6 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     if limits is not None and limits.num_crops is not None:
         crops = limits.num_crops
     return Phi3V(num_crops=crops)
+
+
+register(MODEL_TYPE, load, proved_on=("vllm",))

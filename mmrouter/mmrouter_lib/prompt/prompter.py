@@ -10,7 +10,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from mmrouter_lib.families import Codec, Expanded, Family, ModelFolderError, PromptImage
-from mmrouter_lib.families.folder import find_json
+from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.errors import TemplateError
 from mmrouter_lib.prompt.jinja_environment import Compiled, compile_template
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer

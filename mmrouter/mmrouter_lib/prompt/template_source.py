@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter_lib.families.folder import ModelFolderError, find_json, find_text
+from mmrouter_lib.model_folder import ModelFolderError, find_json, find_text
 from mmrouter_lib.prompt.errors import TemplateError
 
 NAMED_TEMPLATES = "additional_chat_templates"

@@ -8,7 +8,7 @@ from typing import Any, Self
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from mmrouter_lib.families.folder import ModelFolderError
+from mmrouter_lib.model_folder import ModelFolderError
 from mmrouter_lib.prompt.errors import TemplateError
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 

@@ -15,15 +15,13 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
-from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.request import ImageRewrite
 from mmrouter_lib.engines.vllm.request import rewrite_chat
-from mmrouter_lib.families import Family, ImageSizeError
-from mmrouter_lib.families import load as load_family
-from mmrouter_lib.families.folder import read_json
+from mmrouter_lib.families import Family, ImageSizeError, is_proved, load_family
 from mmrouter_lib.image_claims import claimed_size
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, probe
 from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage, TemplateError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
@@ -148,7 +146,7 @@ class Preparer:
         self._media = media
         self._max_pixels = spec.routing.media.max_pixels
         model_type = str(read_json(model_dir, "config.json").get("model_type", "unknown"))
-        claimed = model_type in adapter(spec.engine.type).families
+        claimed = is_proved(model_type, spec.engine.type)
         self.family: Family | None = load_family(model_dir, spec.engine.processor) if claimed else None
         """``None`` also for one that is modelled, but not proved to be what this engine makes of it."""
         self.prompter: Prompter | None = None

@@ -28,7 +28,7 @@ PICTURE_CROPS = 4
 
 def load(folder: Path, **options: int) -> Family:
     limits = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
-    family = families.load(folder, limits)
+    family = families.load_family(folder, limits)
     assert family is not None
     return family
 

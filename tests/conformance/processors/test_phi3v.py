@@ -70,7 +70,7 @@ def test_case_34_phi3_prompts_of_drawn_text_are_those_of_vllms_own_class(
     ask: Ask, model: Callable[[str], Path], record: Record
 ) -> None:
     folder = model("microsoft--Phi-3-vision-128k-instruct")
-    family = families.load(folder, None)
+    family = families.load_family(folder, None)
     assert family is not None
     prompter, drawn = Prompter.load(folder, family=family), prompts()
     equal, refused, wrong = 0, 0, []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmrouter_lib import families
 from mmrouter_lib.families import ImageSizeError
-from mmrouter_lib.families.resize import MAX_ASPECT, smart_resize
+from mmrouter_lib.families.qwen_vl import MAX_ASPECT, smart_resize
 from mmrouter_lib.image_size import ImageHeaderError, probe
 
 QWEN2 = {"min_pixels": 3136, "max_pixels": 12845056}
@@ -20,11 +20,11 @@ LLAVA = ["llava-hf--llava-1.5-7b-hf", "llava-hf--llava-v1.6-mistral-7b-hf"]
 
 
 def qwen2(make_folder, *size, model_type="qwen2_5_vl"):
-    return families.load(make_folder(model_type, **QWEN2), None).count(*size)
+    return families.load_family(make_folder(model_type, **QWEN2), None).count(*size)
 
 
 def qwen3(make_folder, *size):
-    return families.load(make_folder("qwen3_vl", patch=16, **QWEN3), None).count(*size)
+    return families.load_family(make_folder("qwen3_vl", patch=16, **QWEN3), None).count(*size)
 
 
 def test_case_17_qwen25_1024x768(make_folder):
@@ -88,7 +88,7 @@ def test_a_side_of_half_a_unit_or_less_is_scaled_up_not_rounded_up(size, resized
 
 @pytest.mark.parametrize("size", [(4020, 20), (201, 1), (1, 40000), (0, 10), (10, 0)])
 def test_case_25_an_image_that_the_processor_refuses_is_an_error_not_a_count(make_folder, size):
-    family = families.load(make_folder(**QWEN2), None)
+    family = families.load_family(make_folder(**QWEN2), None)
     with pytest.raises(ImageSizeError, match=f"{size[0]}x{size[1]}"):
         family.count(*size)
     assert family.count(4000, 20) > 0  # 200:1 is still accepted
@@ -96,7 +96,7 @@ def test_case_25_an_image_that_the_processor_refuses_is_an_error_not_a_count(mak
 
 @pytest.mark.parametrize("model", REAL + LLAVA)
 def test_every_test_image_has_the_count_of_the_hugging_face_processor(models: Path, images: Path, model):
-    family = families.load(models / model, None)
+    family = families.load_family(models / model, None)
     expected = json.loads((images / "expected_tokens.json").read_text())["models"][model]
     counted = 0
     for name, want in expected.items():
@@ -126,7 +126,7 @@ def test_an_unreadable_image_never_reaches_a_count(images: Path):
     ],
 )
 def test_real_folders_load(models: Path, model, name, limits):
-    family = families.load(models / model, None)
+    family = families.load_family(models / model, None)
     assert (family.name, family.placeholder_id, family.placeholder_text) == (name, 151655, "<|image_pad|>")
     assert family.pixel_options == {"min_pixels": limits[0], "max_pixels": limits[1]}
     assert family.rotates_exif

@@ -15,7 +15,7 @@ def options(folder, **limits):
     processor = (
         SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **limits}) if limits else None
     )
-    return tuple(families.load(folder, processor).pixel_options.values())
+    return tuple(families.load_family(folder, processor).pixel_options.values())
 
 
 def test_case_23_both_forms_of_the_limits_mean_the_same(make_folder):
@@ -47,7 +47,7 @@ def test_settings_nested_in_processor_config_win_over_the_file_of_their_own(make
 
 
 def test_an_unknown_family_is_none_and_not_an_error(make_folder):
-    assert families.load(make_folder("mystery_vl"), None) is None
+    assert families.load_family(make_folder("mystery_vl"), None) is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_an_unknown_family_is_none_and_not_an_error(make_folder):
 )
 def test_a_geometry_that_cannot_be_used_is_refused_by_name(make_folder, processor, complaint):
     with pytest.raises(ModelFolderError, match=complaint):
-        families.load(make_folder(**processor), None)
+        families.load_family(make_folder(**processor), None)
 
 
 def test_an_option_that_the_family_does_not_have_is_refused(make_folder):
@@ -78,11 +78,11 @@ def test_missing_and_broken_files_are_refused_by_name(make_folder):
     folder = make_folder()
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelFolderError, match=r"preprocessor_config\.json: no such file"):
-        families.load(folder, None)
+        families.load_family(folder, None)
     for text in ("{", "[]", "\xff"):
         (folder / "config.json").write_text(text, encoding="latin-1")
         with pytest.raises(ModelFolderError, match=r"config\.json"):
-            families.load(folder, None)
+            families.load_family(folder, None)
 
 
 @pytest.mark.parametrize("missing", ["image_token_id", "vision_config"])
@@ -92,4 +92,4 @@ def test_a_config_without_what_decides_the_layout_is_refused(make_folder, missin
     del config[missing]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFolderError, match=missing):
-        families.load(folder, None)
+        families.load_family(folder, None)

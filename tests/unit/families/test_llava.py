@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mmrouter_lib import families
 from mmrouter_lib.families import ImageSizeError, ModelFolderError
-from mmrouter_lib.families.llavanext import DEFAULT_PINPOINTS, best_pinpoint, unpadded
+from mmrouter_lib.families.llava_next import DEFAULT_PINPOINTS, best_pinpoint, unpadded
 
 VISION = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
 CLIP = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
@@ -21,7 +21,7 @@ def make(write_folder):
 
     def load(model_type="llava", clip=CLIP, processor=None, **config):
         values = {"model_type": model_type, "vision_config": VISION, "image_token_index": 7, **config}
-        return families.load(
+        return families.load_family(
             write_folder(
                 config={key: value for key, value in values.items() if value is not None},
                 preprocessor_config=clip,
@@ -142,12 +142,12 @@ def test_an_option_that_the_family_does_not_have_is_refused(make, write_folder, 
     make()
     limits = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, option: 4})
     with pytest.raises(ModelFolderError, match=option):
-        families.load(write_folder(), limits)
+        families.load_family(write_folder(), limits)
 
 
 def test_the_real_folders_load(models):
-    first = families.load(models / "llava-hf--llava-1.5-7b-hf", None)
-    second = families.load(models / "llava-hf--llava-v1.6-mistral-7b-hf", None)
+    first = families.load_family(models / "llava-hf--llava-1.5-7b-hf", None)
+    second = families.load_family(models / "llava-hf--llava-v1.6-mistral-7b-hf", None)
     assert (first.name, first.placeholder_id, first.tokens) == ("llava", 32000, 576)
     assert (second.name, second.placeholder_id, second.pinpoints) == ("llava_next", 32000, DEFAULT_PINPOINTS)
     for family in (first, second):

@@ -24,10 +24,10 @@ def limits(**options):
 
 def test_case_30_phi3_512x512_with_the_folders_crops_and_the_resources(write_folder):
     folder = write_folder(**FILES)
-    assert families.load(folder, None).count(512, 512) == 2509
-    assert families.load(folder, limits(num_crops=4)).count(512, 512) == 757
+    assert families.load_family(folder, None).count(512, 512) == 2509
+    assert families.load_family(folder, limits(num_crops=4)).count(512, 512) == 757
     write_folder(preprocessor_config={"num_crops": 4})
-    assert families.load(folder, None).count(512, 512) == 757
+    assert families.load_family(folder, None).count(512, 512) == 757
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_case_30_phi3_512x512_with_the_folders_crops_and_the_resources(write_fol
     [((1024, 768), 1921), ((640, 480), 1921), ((1920, 1080), 2353), ((480, 320), 1921), ((320, 480), 1933)],
 )
 def test_counts_are_those_of_the_engine(write_folder, size, count):
-    assert families.load(write_folder(**FILES), None).count(*size) == count
+    assert families.load_family(write_folder(**FILES), None).count(*size) == count
 
 
 def test_an_image_of_which_nothing_would_be_left_is_refused_and_the_thinnest_other_is_not(write_folder):
-    family = families.load(write_folder(**FILES), None)
+    family = families.load_family(write_folder(**FILES), None)
     assert family.count(5376, 1) == 2473  # captured: 336 x 16 pixels long
     for size in ((5377, 1), (1, 5377), (6000, 1), (0, 1), (1, 0)):
         with pytest.raises(ImageSizeError, match=f"{size[0]}x{size[1]}"):
@@ -48,10 +48,10 @@ def test_an_image_of_which_nothing_would_be_left_is_refused_and_the_thinnest_oth
 
 def test_the_crops_are_part_of_the_identity_and_default_to_the_classes_own(write_folder):
     folder = write_folder(**FILES)
-    assert families.load(folder, None).pixel_options == {"num_crops": 16}
-    assert families.load(folder, limits(num_crops=9)).pixel_options == {"num_crops": 9}
+    assert families.load_family(folder, None).pixel_options == {"num_crops": 16}
+    assert families.load_family(folder, limits(num_crops=9)).pixel_options == {"num_crops": 9}
     write_folder(preprocessor_config={})
-    assert families.load(folder, None).pixel_options == {"num_crops": 1}
+    assert families.load_family(folder, None).pixel_options == {"num_crops": 1}
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_the_crops_are_part_of_the_identity_and_default_to_the_classes_own(write
 )
 def test_what_is_not_modelled_is_refused_by_name(write_folder, files, complaint):
     with pytest.raises(ModelFolderError, match=complaint):
-        families.load(write_folder(**{**FILES, **files}), None)
+        families.load_family(write_folder(**{**FILES, **files}), None)
 
 
 @pytest.mark.parametrize("option", ["min_pixels", "max_pixels"])
 def test_an_option_that_the_family_does_not_have_is_refused(write_folder, option):
     with pytest.raises(ModelFolderError, match=option):
-        families.load(write_folder(**FILES), limits(**{option: 4}))
+        families.load_family(write_folder(**FILES), limits(**{option: 4}))
 
 
 @given(SIDES, SIDES, CROPS)

@@ -23,7 +23,7 @@ TINY = REPOSITORY / "examples" / "models" / "tiny-qwen2-vl"
 
 
 def load(folder: Path, **options: Any) -> Prompter:
-    family = families.load(folder, None)
+    family = families.load_family(folder, None)
     assert family is not None
     return Prompter.load(folder, family=family, **options)
 
@@ -124,7 +124,7 @@ class Captures:
                 continue
             body = request["body"]
             options = {"min_pixels": None, "max_pixels": None, "num_crops": None, **body.get("mm_processor_kwargs", {})}
-            family = families.load(model, SimpleNamespace(**options))
+            family = families.load_family(model, SimpleNamespace(**options))
             files = list(_files(body, by_uuid))
             yield Step(
                 line["label"],
@@ -137,7 +137,7 @@ class Captures:
 
     def renders(self, name: str, model: Path) -> Iterator[Render]:
         """Rendered chats of a file that the engine placed."""
-        family = families.load(model, None)
+        family = families.load_family(model, None)
         assert family is not None
         for line in map(json.loads, (self.folder / name).read_text().splitlines()):
             if line["kind"] == "render":

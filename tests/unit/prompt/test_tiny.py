@@ -30,7 +30,7 @@ def test_it_is_small(tiny_folder):
 
 
 def test_its_counts_are_those_of_qwen2(tiny_folder):
-    family = families.load(tiny_folder, None)
+    family = families.load_family(tiny_folder, None)
     assert [family.count(*size) for size in ((224, 224), (640, 480), (1920, 1080))] == [64, 391, 2691]
 
 

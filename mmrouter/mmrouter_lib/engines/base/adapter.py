@@ -60,8 +60,6 @@ class EngineAdapter:
     agree, besides null."""
     normalizes_messages: bool
     """Whether the engine rewrites tool calls, tool results and a final assistant turn by rules of its own."""
-    families: frozenset[str]
-    """Model types whose prompts are proved to be this engine's, block by block (docs/conformance.md)."""
 
     # Capabilities.
     learns_image_identity: bool

@@ -20,8 +20,8 @@ class Device:
     sglang_transfer: str | None = None
     """``--disaggregation-transfer-backend`` of SGLang by default."""
     encoder_speed: float = 1.0
-    """How fast it encodes images, the CPU being 1. A guess at ratios (8 is the field's own default for CUDA, facts on
-    routing 8; 3 for XPU and Gaudi is nobody's measurement): what an encoder does replaces it from its first image."""
+    """Assumed speed of image encoding relative to a CPU, until an encoder's first image is measured. 8 for CUDA is the
+    usual default of encoder schedulers; 3 for XPU and Gaudi is not measured."""
 
 
 DEVICES: Final[dict[str, Device]] = {

@@ -33,9 +33,6 @@ SGLANG: Final = EngineAdapter(
         "session_id": None,
     },
     normalizes_messages=True,
-    # SGLang expands the placeholders of some other families, LLaVA among them, in its scheduler
-    # (docs/engine-facts/sglang.md#identity-per-family).
-    families=frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}),
     learns_image_identity=True,
     asks_encoders_itself=True,
     pairs_prefill_and_decode=True,

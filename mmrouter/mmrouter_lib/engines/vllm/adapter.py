@@ -30,7 +30,6 @@ VLLM: Final = EngineAdapter(
     refused_fields=REFUSED_FIELDS,
     divergent_fields={},
     normalizes_messages=False,
-    families=frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "phi3_v"}),
     learns_image_identity=False,
     asks_encoders_itself=False,
     pairs_prefill_and_decode=False,

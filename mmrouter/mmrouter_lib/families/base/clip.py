@@ -1,7 +1,7 @@
-"""What the LLaVA families share: a CLIP tower over square pictures, and the files that say so.
+"""The CLIP vision tower of the LLaVA families: its geometry, read from the model folder.
 
-vLLM 0.32 counts from config.json alone; the picture that its tower gets is made by the image processor's settings.
-Where the two differ the engine fails on the first image, so such a folder is refused here.
+vLLM 0.32 counts tokens from config.json alone, while the image processor's settings decide the size of the picture.
+Where the two differ the engine fails on the first image, so such a folder is refused.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmrouter_lib.families.family import ProcessorLimits
-from mmrouter_lib.families.folder import (
-    ModelFolderError,
-    find_json,
-    image_processor,
-    no_limits,
-    non_negative_int,
-    positive_int,
-)
-from mmrouter_lib.families.single_token import SinglePlaceholder
+from mmrouter_lib.families.base.expansion import SinglePlaceholder
+from mmrouter_lib.families.base.family import ProcessorLimits, refuse_options
+from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, non_negative_int, positive_int
 
 IMAGE_TOKEN_ID, IMAGE_TOKEN = 32000, "<image>"  # the configuration and processor classes' own defaults
 MEDIA_TEXT: Mapping[str, str] = MappingProxyType({"image": IMAGE_TOKEN})
@@ -46,14 +39,9 @@ class Tower:
 
 
 class ClipFamily(SinglePlaceholder):
-    """What a family over such a tower answers, whatever it makes of an image."""
+    """Base of the families with a CLIP tower."""
 
     __slots__ = ()
-
-    @property
-    def rotates_exif(self) -> bool:
-        """vLLM applies the EXIF orientation while it loads an image, for every family."""
-        return True
 
     @property
     def media_text(self) -> Mapping[str, str]:
@@ -72,7 +60,7 @@ def load_tower(folder: Path, config: dict[str, Any], limits: ProcessorLimits | N
         raise ModelFolderError(f"{file}: vision_config must be an object, not {type(vision).__name__}")
     if vision is not None and vision.get("model_type", "clip_vision_model") != "clip_vision_model":
         return None
-    no_limits(limits, "min_pixels", "max_pixels", "num_crops", family=str(config["model_type"]))
+    refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=str(config["model_type"]))
     defaults = _WHOLE_TOWER if vision is None else _BARE_TOWER
     size, patch = (positive_int(file, vision or {}, key, defaults[key]) for key in ("image_size", "patch_size"))
     if size % patch:

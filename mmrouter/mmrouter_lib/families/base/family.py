@@ -1,18 +1,49 @@
-"""What the rest of the project needs to know of a model family."""
+"""The interface of a model family, and the values that cross it."""
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from mmrouter_lib.families.layout import Expanded, PromptImage
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.model_folder import ModelFolderError
 
 
 class ImageSizeError(ValueError):
     """The engine's image processor refuses an image of this size."""
 
 
+class PlaceholderError(ValueError):
+    """The placeholders in the prompt do not fit the images of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a request: its media identity (32 bytes) and the number of placeholder tokens it becomes.
+
+    Images that cannot be resolved are included too, with one token and a unique identity, because the presence of
+    images can change how the text is tokenized (Phi-3).
+    """
+
+    identity: bytes
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """An expanded prompt: ``ids`` (u32) and one span per image, in prompt order.
+
+    ``unplaced`` is the offset of the first placeholder without an image, ``None`` when there is none: one that a user
+    typed, or, when only the resolved images of a request were given, that of the first unresolved one.
+    """
+
+    ids: "array[int]"
+    spans: tuple[Span, ...]
+    unplaced: int | None
+
+
 class ProcessorLimits(Protocol):
-    """Processor options that the resource sets over those of the checkpoint; ``None`` leaves the checkpoint's."""
+    """Processor options of the resource, which override those of the checkpoint; ``None`` keeps the checkpoint's."""
 
     @property
     def min_pixels(self) -> int | None: ...
@@ -22,6 +53,13 @@ class ProcessorLimits(Protocol):
 
     @property
     def num_crops(self) -> int | None: ...
+
+
+def refuse_options(limits: ProcessorLimits | None, *names: str, family: str) -> None:
+    """Raise :class:`ModelFolderError` where the resource sets a processor option that the family does not have."""
+    for name in names:
+        if getattr(limits, name, None) is not None:
+            raise ModelFolderError(f"spec.engine.processor: {name} is no option of {family}")
 
 
 class Codec(Protocol):
@@ -54,7 +92,7 @@ class Family(Protocol):
 
     @property
     def placeholder_id(self) -> int:
-        """Token id of which an image becomes a run."""
+        """Token id that fills an image's span."""
 
     @property
     def placeholder_text(self) -> str:
@@ -77,7 +115,7 @@ class Family(Protocol):
 
     @property
     def fragile(self) -> bool:
-        """Whether a request whose placeholders do not fit its images can end the engine: it must never be forwarded."""
+        """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
 
     def count(self, width: int, height: int) -> int:
         """Return how many placeholder tokens an image of this size (pixels, after rotation) becomes.

@@ -1,7 +1,7 @@
 """LLaVA-NeXT: a small whole picture, and the image over a grid of pictures, without its padding, one newline per row.
 
-Formulas: facts on routing 2.3, as transformers 5.19 (``LlavaNextProcessor``) and vLLM 0.32 compute them in double
-precision; the order of the floating-point operations is part of the rule.
+The formulas are those of transformers 5.19 (``LlavaNextProcessor``) and vLLM 0.32 in double precision; the order of the
+floating-point operations is part of the rule.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter_lib.families.clip import ClipFamily, load_tower
-from mmrouter_lib.families.family import ImageSizeError, ProcessorLimits
-from mmrouter_lib.families.folder import ModelFolderError, image_processor
+from mmrouter_lib.families.base.clip import ClipFamily, load_tower
+from mmrouter_lib.families.base.family import ImageSizeError, ProcessorLimits
+from mmrouter_lib.families.base.registry import register
+from mmrouter_lib.model_folder import ModelFolderError, image_processor
 
 MODEL_TYPE = "llava_next"
 DEFAULT_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
@@ -84,16 +85,19 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
 
 
 def _pinpoints(file: str, values: dict[str, Any], side: int) -> tuple[tuple[int, int], ...]:
-    found = values.get("image_grid_pinpoints")
-    if found is None:
+    value = values.get("image_grid_pinpoints")
+    if value is None:
         return DEFAULT_PINPOINTS
-    pairs = [tuple(pair) if isinstance(pair, list) else () for pair in found] if isinstance(found, list) else []
-    if not pairs or not all(len(pair) == 2 and all(_is_multiple(value, side) for value in pair) for pair in pairs):
+    pairs = [tuple(pair) if isinstance(pair, list) else () for pair in value] if isinstance(value, list) else []
+    if not pairs or not all(len(pair) == 2 and all(_is_multiple(length, side) for length in pair) for pair in pairs):
         raise ModelFolderError(
-            f"{file}: image_grid_pinpoints must be pairs (height, width) of multiples of {side}, not {found!r}"
+            f"{file}: image_grid_pinpoints must be pairs (height, width) of multiples of {side}, not {value!r}"
         )
     return tuple((high, wide) for high, wide in pairs)
 
 
 def _is_multiple(value: object, side: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0 and value % side == 0
+
+
+register(MODEL_TYPE, load, proved_on=("vllm",))

@@ -1,11 +1,8 @@
-"""Reading a model folder's metadata files."""
+"""Read the metadata files of a model folder."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mmrouter_lib.families.family import ProcessorLimits
+from typing import Any
 
 
 class ModelFolderError(ValueError):
@@ -14,10 +11,10 @@ class ModelFolderError(ValueError):
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in ``folder/name``. Raises :class:`ModelFolderError` when there is none."""
-    found = find_json(folder, name)
-    if found is None:
+    value = find_json(folder, name)
+    if value is None:
         raise ModelFolderError(f"{folder / name}: no such file")
-    return found
+    return value
 
 
 def find_json(folder: Path, name: str) -> dict[str, Any] | None:
@@ -54,32 +51,23 @@ def find_text(folder: Path, name: str) -> str | None:
 
 def positive_int(file: str, values: dict[str, Any], key: str, default: int | None = None) -> int:
     """Return ``values[key]``, a whole number of at least 1. Raises :class:`ModelFolderError` for anything else."""
-    value = values.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFolderError(f"{file}: {key} must be a whole number of at least 1, not {value!r}")
-    return value
+    return _int_from(1, file, key, default if values.get(key) is None else values[key])
 
 
 def non_negative_int(file: str, values: dict[str, Any], key: str) -> int:
     """Return ``values[key]``, a whole number of at least 0. Raises :class:`ModelFolderError` for anything else."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ModelFolderError(f"{file}: {key} must be a whole number of at least 0, not {value!r}")
+    return _int_from(0, file, key, values.get(key))
+
+
+def _int_from(least: int, file: str, key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ModelFolderError(f"{file}: {key} must be a whole number of at least {least}, not {value!r}")
     return value
 
 
 def image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the image processor's settings: those nested in processor_config.json win over the file of their own."""
+    """Return the image processor's settings: processor_config.json comes before a file of their own."""
     nested = (find_json(folder, "processor_config.json") or {}).get("image_processor")
     if isinstance(nested, dict):
         return str(folder / "processor_config.json"), nested
     return str(folder / "preprocessor_config.json"), read_json(folder, "preprocessor_config.json")
-
-
-def no_limits(limits: "ProcessorLimits | None", *names: str, family: str) -> None:
-    """Raise :class:`ModelFolderError` where the resource sets a processor option that the family does not have."""
-    for name in names:
-        if getattr(limits, name, None) is not None:
-            raise ModelFolderError(f"spec.engine.processor: {name} is no option of {family}")

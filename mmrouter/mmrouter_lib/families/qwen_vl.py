@@ -1,18 +1,25 @@
-"""What the Qwen-VL families share: one image processor, read from the folder as transformers 5.19 reads it."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one image processor, read from the folder as transformers 5.19 reads it.
 
+Patches of 14 pixels (Qwen3-VL: 16) are merged 2x2, so sides are multiples of 28 (32) pixels. As published, images are
+scaled to 3136 to 12845056 pixels, by Qwen3-VL to 65536 to 16777216.
+"""
+
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mmrouter_lib.families.family import ProcessorLimits
-from mmrouter_lib.families.folder import ModelFolderError, image_processor, no_limits, positive_int
-from mmrouter_lib.families.resize import smart_resize
-from mmrouter_lib.families.single_token import SinglePlaceholder
+from mmrouter_lib.families.base.expansion import SinglePlaceholder
+from mmrouter_lib.families.base.family import ImageSizeError, ProcessorLimits, refuse_options
+from mmrouter_lib.families.base.registry import register
+from mmrouter_lib.model_folder import ModelFolderError, image_processor, positive_int
 
 # The processor class's own defaults, for keys that preprocessor_config.json leaves out.
 DEFAULT_PATCH, DEFAULT_MERGE, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280
+
+MAX_ASPECT = 200
 
 MEDIA_TEXT: Mapping[str, str] = MappingProxyType(
     {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
@@ -30,8 +37,6 @@ class QwenVL(SinglePlaceholder):
     min_pixels: int
     max_pixels: int
     placeholder_text: str = "<|image_pad|>"
-    rotates_exif: bool = True
-    """vLLM applies the EXIF orientation while it loads an image, before its processor counts (facts on routing 2.2)."""
 
     @property
     def media_text(self) -> Mapping[str, str]:
@@ -48,12 +53,12 @@ class QwenVL(SinglePlaceholder):
         return (wide // unit) * (high // unit)
 
 
-def load_qwen(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> QwenVL:
+def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> QwenVL:
     """Return the family of a folder whose config.json is ``config``.
 
     Raises :class:`ModelFolderError` for a geometry that is missing, contradictory or not modelled.
     """
-    no_limits(limits, "num_crops", family=str(config["model_type"]))
+    refuse_options(limits, "num_crops", family=str(config["model_type"]))
     file, processor = image_processor(folder)
     patch = positive_int(file, processor, "patch_size", DEFAULT_PATCH)
     merge = positive_int(file, processor, "merge_size", DEFAULT_MERGE)
@@ -105,3 +110,37 @@ def _last_set(layers: list[tuple[str, dict[str, Any]]], key: str) -> int:
     """Return the value of ``key`` in the last layer that sets it."""
     name, values = next(((name, values) for name, values in reversed(layers) if values.get(key) is not None), layers[0])
     return positive_int(name, values, key)
+
+
+def smart_resize(width: int, height: int, *, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Return the (width, height) in pixels that an image is resized to: multiples of ``unit`` near its own shape.
+
+    This is ``smart_resize`` of transformers 5.19 in double precision. The order of the floating-point operations is
+    part of the rule, because a last bit decides a floor or a ceiling.
+
+    Each side is rounded to the nearest multiple (half to even). A result of more than ``max_pixels`` is scaled down
+    with floors of at least one unit, one of less than ``min_pixels`` is scaled up with ceilings. A side of half a unit
+    or less rounds to 0 and so is scaled up: 112x14 at unit 28 and 3136 pixels becomes 168x28, not 112x28.
+
+    Raises :class:`ImageSizeError` for an empty image or one whose sides differ by more than :data:`MAX_ASPECT` times.
+    """
+    if width < 1 or height < 1:
+        raise ImageSizeError(f"an image of {width}x{height} pixels is empty")
+    if max(width, height) / min(width, height) > MAX_ASPECT:
+        raise ImageSizeError(f"an image of {width}x{height} pixels: its sides differ by more than {MAX_ASPECT} times")
+    wide = round(width / unit) * unit
+    high = round(height / unit) * unit
+    if wide * high > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        wide = max(unit, math.floor(width / shrink / unit) * unit)
+        high = max(unit, math.floor(height / shrink / unit) * unit)
+    elif wide * high < min_pixels:
+        stretch = math.sqrt(min_pixels / (height * width))
+        wide = math.ceil(width * stretch / unit) * unit
+        high = math.ceil(height * stretch / unit) * unit
+    return wide, high
+
+
+register("qwen2_vl", load, proved_on=("vllm", "sglang"))
+register("qwen2_5_vl", load, proved_on=("vllm", "sglang"))
+register("qwen3_vl", load, proved_on=("vllm", "sglang"))
