@@ -1,4 +1,4 @@
-# Two images, made by `make images` (hack/images.py): `mmrouter`, which is operator, router and sidecar behind one
+# Two images, made by `make images` (hack/images/build_images.py): `mmrouter`, which is operator, router and sidecar behind one
 # command, and `sim`, the simulated engines. Both run as user 65532 and write nothing to their root.
 #
 # The base is pinned by the digest of its index, which has every architecture: a tag names other bytes next month.

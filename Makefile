@@ -34,39 +34,39 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 native: venv ## compile two hot loops and install them into .venv; needs Rust, and everything runs without it
-	@$(PY) hack/native_env.py --install
+	@$(PY) -m hack.native_env --install
 
 demo: venv ## show exact image routing in under a minute; ENGINE=vllm takes two real engines
 ifeq ($(ENGINE),vllm)
-	@env="$$($(PY) hack/vllm_env.py)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
+	@env="$$($(PY) -m hack.engines.vllm_env)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
 		exec $(VENV)/bin/mmrouter up examples/demo-vllm.yaml --demo --engines path --engine-env "$$env" $(ARGS)
 else
 	@exec $(VENV)/bin/mmrouter up examples/demo.yaml --demo $(ARGS)
 endif
 
 check: venv ## the inner loop: format, lint, types, import rules, unit tests
-	@$(PY) hack/levels.py check
+	@$(PY) -m hack.levels check
 
 test: venv ## every level that this machine can run, with a summary
-	@$(PY) hack/levels.py check local cluster e2e conformance
+	@$(PY) -m hack.levels check local cluster e2e conformance
 
 test-local: venv ## only the level on local processes
-	@$(PY) hack/levels.py local
+	@$(PY) -m hack.levels local
 
 test-cluster: venv ## only the level on a real control plane, which is built once where Go and etcd are there
-	@$(PY) hack/levels.py cluster
+	@$(PY) -m hack.levels cluster
 
 e2e: venv ## only the level with real pods: on a one-node cluster of its own, or on the one of MMROUTER_KUBECONFIG
-	@$(PY) hack/levels.py e2e
+	@$(PY) -m hack.levels e2e
 
 cluster: venv ## a one-node cluster with the images in the foreground; another terminal takes it by `source build/cluster.sh`
 	@exec $(PY) tests/e2e/one_node_cluster.py $(ARGS)
 
 images: venv ## build the images with docker, podman or buildah; ARGS="--export DIR" writes archives
-	@$(PY) hack/images.py $(ARGS)
+	@$(PY) -m hack.images.build_images $(ARGS)
 
 conformance: venv ## only the level with real engines; WRITE=1 writes its table, docs/conformance.md
-	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) hack/levels.py conformance
+	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) -m hack.levels conformance
 
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)

@@ -1,6 +1,6 @@
 """Run the test levels of this repository and say what ran.
 
-    .venv/bin/python hack/levels.py check [local] [cluster] [e2e] [conformance]
+    .venv/bin/python -m hack.levels check [local] [cluster] [e2e] [conformance]
 
 Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
 of a level run two or three at a time where there is memory for it; each one's output is shown when it ends. What the
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,13 +30,15 @@ from pathlib import Path
 from typing import IO, Literal
 
 import psutil
-from outcomes import Outcome, add_report, summary, told_again
+
+from hack.outcomes import Outcome, add_report, summary, told_again
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 NO_TESTS = 5  # pytest's exit status
 NOT_RUN = 3
 RUNNING: set["subprocess.Popen[bytes]"] = set()
+CANCELLED = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing"
 # Engines that serve a request together; images that reach one otherwise than inside a request.
 TOGETHER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("encoders", "disaggregated"))
 HANDED_OVER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("handover", "transfer", "nixl_reads"))
-NATIVE = (sys.executable, "hack/native_env.py", "--optional")
+NATIVE = (sys.executable, "-m", "hack.native_env", "--optional")
 LEVELS = {
     "check": Level(
         (
@@ -272,6 +275,8 @@ def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env
     stderr = None if out is None else subprocess.STDOUT
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=out, stderr=stderr)
     RUNNING.add(process)
+    if CANCELLED.is_set():  # it started while the others were ended
+        end(process)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -284,6 +289,7 @@ def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env
 
 def end_all() -> None:
     """End every command that still runs: nothing that a test started outlives the run."""
+    CANCELLED.set()
     for process in list(RUNNING):
         end(process)
 

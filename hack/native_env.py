@@ -1,18 +1,18 @@
 """Build the wheel of ``native/``, the compiled form of two loops (docs/native.md). Prints its path.
 
-    python hack/native_env.py              # builds it, or finds it ready
-    python hack/native_env.py --where      # prints the folder only, builds nothing
-    python hack/native_env.py --install    # builds it and installs it beside this interpreter
-    python hack/native_env.py --lint       # rustfmt and clippy, unless they had nothing to say of these sources
-    python hack/native_env.py --install --optional   # what cannot be here is no failure
+    python -m hack.native_env              # builds it, or finds it ready
+    python -m hack.native_env --where      # prints the folder only, builds nothing
+    python -m hack.native_env --install    # builds it and installs it beside this interpreter
+    python -m hack.native_env --lint       # rustfmt and clippy, unless these sources have passed before
+    python -m hack.native_env --install --optional   # a machine that cannot build it is no failure
 
-The wheel lies outside the checkout, in ``native/DIGEST`` of the cache (``vllm_env.py`` says where that is). The digest
-is of the sources and of the compiler, so what did not change is not built again. It is built under a lock, in about 30
-seconds on 2 cores, by the maturin of ``native/build.lock`` in an environment of its own. The bytes of the wheel depend
-neither on the checkout's place nor on the time. Rust is used where it is found, and never installed.
+The wheel lies in ``native/DIGEST`` of the cache. The digest covers the sources and the compiler, so unchanged sources
+are not built again. The build takes about 30 seconds on 2 cores, by the maturin of ``native/build.lock`` in an
+environment of its own. The bytes of the wheel depend neither on the checkout's place nor on the time. Rust is used
+where it is installed and never installed here.
 
-Runs on the standard library. Exit status as of ``vllm_env.py``; with ``--optional`` what this machine lacks is said as
-``not run: <reason>``, and the status is 0.
+Exit status: ``hack/build_once.py``; with ``--optional`` what this machine lacks is printed as ``not run: <reason>``,
+and the status is 0.
 """
 
 import argparse
@@ -21,16 +21,18 @@ import inspect
 import os
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
-from vllm_env import (
+from hack.build_once import (
     ROOT,
+    STAMP,
     CannotMakeError,
     FailedError,
+    build_once,
     cache_dir,
+    captured,
     digest,
     failed,
     is_stamped,
@@ -40,8 +42,8 @@ from vllm_env import (
     quiet_env,
     run,
     status_of,
-    unreached,
 )
+from hack.engines.vllm_env import unreached
 
 SOURCES = ROOT / "native"
 NAME = "mmrouter-native"
@@ -74,7 +76,7 @@ def find_rust() -> dict[str, str]:
 
 
 def version_of(env: dict[str, str]) -> str:
-    done = subprocess.run(["rustc", "-vV"], capture_output=True, text=True, check=False, env=env)
+    done = captured(["rustc", "-vV"], env=env)
     return done.stdout or done.stderr
 
 
@@ -89,32 +91,17 @@ def recipe(env: dict[str, str]) -> str:
 def make(folder: Path) -> None:
     """Build the wheel unless it is there. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     env = find_rust()
-    stamp = folder / "mmrouter-recipe"
-    if is_stamped(stamp, recipe(env)):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.parent / "lock"):
-        if is_stamped(stamp, recipe(env)):
-            return
-        free = shutil.disk_usage(folder.parent).free / 1e9
-        if free < FREE_GB:
-            raise CannotMakeError(f"{folder.parent} has {free:.1f} GB free, the build of {NAME} needs {FREE_GB}")
-        note(f"building {NAME} into {folder} (once, about 30 seconds)")
+
+    def compile_wheel(folder: Path) -> None:
         fetch(env)
-        shutil.rmtree(folder, ignore_errors=True)
         build(env, builder(folder.parent), folder)
-        stamp.write_text(recipe(env))
+
+    build_once(folder, recipe(env), compile_wheel, what=f"{NAME} (once, about 30 seconds)", free_gb=FREE_GB)
 
 
 def fetch(env: dict[str, str]) -> None:
     """Fetch the crates of ``Cargo.lock``. Raises :class:`CannotMakeError` where there is no registry for it."""
-    done = subprocess.run(
-        ["cargo", "fetch", "--locked", f"--manifest-path={SOURCES / 'Cargo.toml'}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=env,
-    )
+    done = captured(["cargo", "fetch", "--locked", f"--manifest-path={SOURCES / 'Cargo.toml'}"], env=env)
     if done.returncode != 0:
         error = failed("cargo fetch", done)
         if any(word in done.stderr for word in NO_REGISTRY):
@@ -126,7 +113,7 @@ def builder(folder: Path) -> Path:
     """Make the environment of maturin, or find it ready. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     lock = SOURCES / "build.lock"
     env, wanted = folder / "maturin", digest(lock.read_text(), sys.executable)
-    if not is_stamped(env / "mmrouter-recipe", wanted):
+    if not is_stamped(env / STAMP, wanted):
         shutil.rmtree(env, ignore_errors=True)
         try:
             run([sys.executable, "-m", "venv", str(env)], "python -m venv")
@@ -139,20 +126,15 @@ def builder(folder: Path) -> Path:
             if why := unreached(str(env / "bin" / "python")):
                 raise CannotMakeError(f"{why}: {error}") from error
             raise
-        (env / "mmrouter-recipe").write_text(wanted)
+        (env / STAMP).write_text(wanted)
     return env / "bin" / "maturin"
 
 
 def build(env: dict[str, str], maturin: Path, folder: Path) -> None:
     """Put the wheel into a folder. Raises :class:`FailedError`."""
     command = [str(maturin), "build", "--release", "--locked", "--offline", f"--interpreter={sys.executable}"]
-    done = subprocess.run(
-        [*command, f"--manifest-path={SOURCES / 'Cargo.toml'}", f"--out={folder}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**env, "SOURCE_DATE_EPOCH": EPOCH},
-    )
+    options = [f"--manifest-path={SOURCES / 'Cargo.toml'}", f"--out={folder}"]
+    done = captured([*command, *options], env={**env, "SOURCE_DATE_EPOCH": EPOCH})
     if done.returncode != 0:
         raise failed("the build of the native wheel", done)
     wheel_in(folder)
@@ -184,9 +166,8 @@ def install(folder: Path) -> None:
 def lint(folder: Path) -> None:
     """Have rustfmt and clippy look at the sources. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     env = find_rust()
-    cargo = "cargo"
     for tool in ("fmt", "clippy"):
-        done = subprocess.run([cargo, tool, "--version"], capture_output=True, text=True, check=False, env=env)
+        done = captured(["cargo", tool, "--version"], env=env)
         if done.returncode != 0:
             raise CannotMakeError(f"there is no cargo {tool}: {last_line(done.stderr)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +178,7 @@ def lint(folder: Path) -> None:
         fetch(env)
         manifest = f"--manifest-path={SOURCES / 'Cargo.toml'}"
         for command in (["fmt", manifest, "--check"], ["clippy", manifest, "--locked", "--", "--deny=warnings"]):
-            done = subprocess.run([cargo, *command], capture_output=True, text=True, check=False, env=env)
+            done = captured(["cargo", *command], env=env)
             if done.returncode != 0:
                 note(done.stdout)
                 raise failed(f"cargo {command[0]}", done)

@@ -14,7 +14,6 @@ import resource
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -26,6 +25,7 @@ import orjson
 from PIL import Image
 
 from bench.rows import Row, not_run, row
+from hack.engines import vllm_env
 from mmrouter_lib.api import parse_deployment
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.handover import ByBytes, Delivery, HandOver, Parcel, Said
@@ -36,8 +36,7 @@ from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_sim import install
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen2-vl"
 TMPFS = Path("/dev/shm")
 PATH = "/v1/chat/completions/render"
 PORT = 8000
@@ -55,20 +54,15 @@ def run() -> list[Row]:
     """Measure with the real front end where its environment is, and with the simulator."""
     if not TMPFS.is_dir():
         return [not_run("image by file, below base64", "x", "no /dev/shm")]
-    real = _environment()
+    real = vllm_env.env_dir()
     found = []
     if (real / "bin" / "vllm").is_file():
         found += asyncio.run(_measure(real / "bin", "vLLM's front end"))
     else:
-        found.append(not_run("vLLM's front end", "ms", f"no environment in {real}: python hack/vllm_env.py"))
+        found.append(not_run("vLLM's front end", "ms", f"no environment in {real}: python -m hack.engines.vllm_env"))
     with tempfile.TemporaryDirectory() as folder:
         install(Path(folder))
         return found + asyncio.run(_measure(Path(folder), "simulator"))
-
-
-def _environment() -> Path:
-    asked = [sys.executable, str(ROOT / "hack" / "vllm_env.py"), "--where"]
-    return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
 
 
 async def _measure(programs: Path, name: str) -> list[Row]:

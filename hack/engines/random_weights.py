@@ -1,6 +1,6 @@
 """Give a shrunk model folder weights: random ones, of the size that training begins with, the same in every run.
 
-    ENGINE_PYTHON hack/random_weights.py FOLDER
+    ENGINE_PYTHON hack/engines/random_weights.py FOLDER
 
 vLLM's own dummy weights are so small that all logits are zero: two images then have one answer. With these every pixel
 shows in the probabilities. Runs in an engine's environment, which has torch and transformers.

@@ -1,6 +1,6 @@
 """Record a short capture from a real vLLM on CPU, for `mmrouter replay`: requests, answers and every event frame.
 
-    .venv/bin/python hack/record_capture.py ENGINE_ENV OUT_DIR
+    .venv/bin/python -m hack.engines.record_capture ENGINE_ENV OUT_DIR
 
 Run it from the repository's root: the engine is given the model by its relative path, which is part of the names that
 it makes of images. Writes ``OUT_DIR/tiny-qwen2-vl.jsonl`` and the pictures in ``OUT_DIR/images``.
@@ -17,8 +17,8 @@ from typing import Any
 
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from conformance import engine_process as rig
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from conformance import engine_process
 
 from mmrouter_cli.test_images import data_uri
 from mmrouter_lib.media_identity import media_identity, to_wire
@@ -37,7 +37,7 @@ def main() -> int:
         cells = Image.frombytes("RGB", (4, 4), random.Random(seed).randbytes(48))
         cells.resize((width, height), Image.Resampling.NEAREST).save(images / name, optimize=True)
     rows: list[dict[str, Any]] = []
-    with rig.engine(env, MODEL, out / "engine.log") as engine:
+    with engine_process.engine(env, MODEL, out / "engine.log") as engine:
         for number, (label, body) in enumerate(cases(images)):
             seen = len(engine.listener.frames)
             sent = inlined(body, images)

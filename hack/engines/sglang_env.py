@@ -1,12 +1,11 @@
-"""Make the virtual environment of the real SGLang: 0.5.23 with a CPU build of PyTorch. Prints its path.
+"""Build the virtual environment of the real SGLang: 0.5.23 with a CPU build of PyTorch. Prints its path.
 
-    python hack/sglang_env.py            # makes it, or finds it ready; prints the path
-    python hack/sglang_env.py --where    # prints the path only, makes nothing
+    python -m hack.engines.sglang_env            # builds it, or finds it ready; prints the path
+    python -m hack.engines.sglang_env --where    # prints the path only
 
-It lies beside vLLM's (``vllm_env.py``, which says where that is and where the CPU build of PyTorch comes from) and is
-made in the same way. The wheel is the published one, but for how its processes start. Of its requirements those are
-left out that exist for CUDA only; in place of the compiled CPU kernels, which no package index has, stands
-``sglang_stubs``. Exit status as of ``vllm_env.py``.
+It lies beside vLLM's and takes the CPU build of PyTorch from the same places (``vllm_env.py``). The wheel is the
+published one, except for how its processes start. Requirements that exist for CUDA only are left out, and
+``sglang_stubs`` replaces the compiled CPU kernels, which no package index has. Exit status: ``hack/build_once.py``.
 """
 
 import inspect
@@ -17,25 +16,13 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from vllm_env import (
-    SELDOM,
-    SITE_FILE,
-    TORCH,
-    CannotMakeError,
-    cache_dir,
-    collect_seldom,
-    digest,
-    main,
-    make,
-    mend,
-    run,
-    wheel_folders,
-)
+from hack.build_once import CannotMakeError, cache_dir, digest, main, run
+from hack.engines.vllm_env import SELDOM, SITE_FILE, TORCH, collect_seldom, make, mend, wheel_folders
 
 SGLANG = "0.5.23"
 TRANSFORMERS = "5.19.0"  # part of the identity of an image (docs/exactness.md), so it never floats
 STUBS = Path(__file__).with_name("sglang_stubs")
-# What the wheel asks for, less what needs CUDA. Versions are those of its own pins.
+# Requirements of the wheel, except those that need CUDA. Versions are those of its own pins.
 REQUIREMENTS = (
     *("aiohttp", "anthropic", "apache-tvm-ffi==0.1.11", "blobfile==3.0.0", "datasets", "distro", "easydict", "einops"),
     *("fastapi", "gguf", "interegular", "ipython", "llguidance>=1.7.6,<2", "loguru", "mistral_common>=1.11.5"),
@@ -52,8 +39,8 @@ WITHOUT_THEIR_REQUIREMENTS = (
 )
 STARTS = r'mp\.set_start_method\("(?:spawn|fork)", force=True\)'
 FORKS = 'mp.set_start_method("fork", force=True)'
-"""An engine is three processes, of which two load again what the first one has loaded: two thirds of all that a start
-computes. The first one has a single thread by then, so its copies are whole."""
+"""An engine is three processes, and with ``spawn`` two of them import again what the first one has loaded: two thirds
+of the start-up CPU. The first process has a single thread when it forks, so forking is safe."""
 
 
 def env_dir() -> Path:
@@ -89,7 +76,7 @@ def build(env: Path) -> None:
 
 
 def additions() -> str:
-    """Return a digest of what is put into an environment that is there."""
+    """Return a digest of everything that is added to an environment that is ready."""
     return digest(STARTS, FORKS, SELDOM, *(inspect.getsource(each) for each in (add, collect_seldom, mend)))
 
 

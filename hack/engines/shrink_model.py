@@ -1,6 +1,6 @@
 """Make a model folder small enough for a CPU engine with dummy weights.
 
-    python hack/shrink_model.py MODEL_FOLDER OUT_FOLDER
+    python hack/engines/shrink_model.py MODEL_FOLDER OUT_FOLDER
 
 Everything that decides a prompt stays as it is: tokenizer, chat template, preprocessor, special ids, patch and merge
 sizes, context length. Only the network shrinks (two layers, hidden size 64), so that ``vllm serve --load-format dummy``

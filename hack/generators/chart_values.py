@@ -1,7 +1,7 @@
 """The table of values in the chart's README, made from the comments of its values.yaml.
 
-    python hack/chart_readme.py            # exit status 1 when the README is not current
-    python hack/chart_readme.py --write    # brings it up to date
+    python hack/chart_values.py            # exit status 1 when the README is not current
+    python hack/chart_values.py --write    # brings it up to date
 
 A comment right above a key is its description. A section without one stands for its keys; what has a description is one
 row, with its default.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-CHART = Path(__file__).resolve().parents[1] / "charts" / "mmrouter"
+CHART = Path(__file__).resolve().parents[2] / "charts" / "mmrouter"
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
 Row = tuple[str, str, str]
 """Path, default as JSON, description."""
@@ -79,7 +79,7 @@ def main() -> int:
     if parser.parse_args().write:
         file.write_text(wanted)
     elif file.read_text() != wanted:
-        print(f"{file.name} is not current: python hack/chart_readme.py --write", file=sys.stderr)
+        print(f"{file.name} is not current: python hack/chart_values.py --write", file=sys.stderr)
         return 1
     return 0
 

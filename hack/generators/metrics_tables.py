@@ -18,7 +18,7 @@ from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.metrics import Counted
 from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "observability.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
 UNITS = ("seconds", "bytes", "ratio")
 Row = tuple[str, str, str, str, str]
 """Name, type, labels, unit, meaning."""

@@ -1,24 +1,22 @@
-"""Make a base image for ``make images`` on a machine that reaches no registry: this Debian's own packages. Prints it.
+"""Build a base image for ``make images`` where no registry is reachable, from the machine's own Debian packages.
 
-    python hack/base_image.py            # makes it, or finds it ready; prints the folder with base.tar
-    python hack/base_image.py --where    # prints the path only, makes nothing
+    python -m hack.images.base_image            # builds it, or finds it ready; prints the folder with base.tar
+    python -m hack.images.base_image --where    # prints the folder only
 
-It holds a minimal Debian of the machine's own release with its Python, from the mirror that apt is set up with, as an
-archive that docker, podman and buildah load. It lies in ``images/base`` of the cache (``vllm_env.py`` says where that
-is) and is made under a lock, once: about 1 minute, 0.2 GB. Needs mmdebstrap, the mirror and, as mmdebstrap maps users,
-root. Exit status as of ``vllm_env.py``.
+The image is a minimal Debian of the machine's own release with its Python, from the mirror that apt is set up with, as
+an archive that docker, podman and buildah load. It lies in ``images/base`` of the cache; the build takes about 1 minute
+and 0.2 GB. Needs mmdebstrap, the mirror and, as mmdebstrap maps users, root. Exit status: ``hack/build_once.py``.
 """
 
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from archives import write_image
-from vllm_env import CannotMakeError, cache_dir, digest, failed, last_line, locked, main, note
+from hack.build_once import CannotMakeError, build_once, cache_dir, captured, digest, failed, last_line, main
+from hack.images.archives import write_image
 
 NAME = "localhost/mmrouter-base:1"
 ARCHIVE = "base.tar"
@@ -45,7 +43,7 @@ def release() -> str:
 
 
 def sources() -> list[Path]:
-    """Return where apt is told of the distribution's own mirror."""
+    """Return the files that name the distribution's own mirror for apt."""
     return [path for name in SOURCES if (path := APT / name).is_file()]
 
 
@@ -57,34 +55,21 @@ def make(folder: Path) -> None:
         raise CannotMakeError("a base image is made by root")
     if not (release() and sources()):
         raise CannotMakeError("apt is not set up here as on a Debian or an Ubuntu")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.parent / f"{folder.name}.lock"):
-        stamp = folder / "mmrouter-recipe"
-        if stamp.is_file() and stamp.read_text() == recipe():
-            return
-        free = shutil.disk_usage(folder.parent).free / 1e9
-        if free < FREE_GB:
-            raise CannotMakeError(f"{folder.parent} has {free:.1f} GB free, the base image needs {FREE_GB}")
-        # A half-made folder is never mended: the stamp is written last, and without it everything is made anew.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        note(f"making a base image in {folder} (once, up to 3 minutes)")
-        root = folder / "root.tar"
-        bootstrap(root)
-        write_image(folder / ARCHIVE, root, NAME, {"Env": [f"PATH={PATH}"], "Cmd": ["/bin/sh"]})
-        root.unlink()
-        stamp.write_text(recipe())
+    build_once(folder, recipe(), build, what="a base image (once, up to 3 minutes)", free_gb=FREE_GB)
+
+
+def build(folder: Path) -> None:
+    root = folder / "root.tar"
+    bootstrap(root)
+    write_image(folder / ARCHIVE, root, NAME, {"Env": [f"PATH={PATH}"], "Cmd": ["/bin/sh"]})
+    root.unlink()
 
 
 def bootstrap(root: Path) -> None:
     excluded = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT]
     command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", *excluded]
-    done = subprocess.run(
-        [*command, release(), str(root), *map(str, sources())],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "SOURCE_DATE_EPOCH": "0"},
+    done = captured(
+        [*command, release(), str(root), *map(str, sources())], env={**os.environ, "SOURCE_DATE_EPOCH": "0"}
     )
     if done.returncode != 0:
         error = failed("mmdebstrap", done)
@@ -94,13 +79,13 @@ def bootstrap(root: Path) -> None:
 
 
 def unreached() -> str:
-    """Return why apt reaches no mirror, empty where it reaches one. For after a failure: it asks."""
+    """Return why apt reaches no mirror, empty where it reaches one. Tries to; called after a failure only."""
     with tempfile.TemporaryDirectory(prefix="mmrouter-apt-") as folder:
         for name in ("lists", "cache"):
             Path(folder, name, "partial").mkdir(parents=True)
         own = (f"--option=Dir::State::lists={folder}/lists", f"--option=Dir::Cache={folder}/cache")
         command = ["apt-get", *own, "--option=APT::Update::Error-Mode=any", "--option=APT::Sandbox::User=root"]
-        done = subprocess.run([*command, "--quiet=2", "update"], capture_output=True, text=True, check=False)
+        done = captured([*command, "--quiet=2", "update"])
     return "" if done.returncode == 0 else f"apt reaches no mirror ({last_line(done.stderr)})"
 
 

@@ -1,6 +1,6 @@
 """Build the images ``mmrouter/mmrouter`` and ``mmrouter/sim`` with docker, podman or buildah, whichever works here.
 
-    python hack/images.py [--export DIR] [--storage DIR] [mmrouter] [sim]
+    python -m hack.images.build_images [--export DIR] [--storage DIR] [mmrouter] [sim]
 
 Prints one line per image: its name and, with ``--export``, the archive (as of ``docker save``), which
 ``ctr -n k8s.io images import`` and ``kind load image-archive`` take. ``--storage`` keeps the layers of podman and
@@ -14,8 +14,8 @@ buildah in a folder of its own. What decides the build, beside the sources:
   ``requirements.lock``, so that the large layer stays what it is until its content changes.
 
 The build fetches packages as this machine's pip does: its index, proxy and authority come to the build as secrets, and
-so are in no layer and in no history. Runs on the standard library. Exit status as of ``vllm_env.py``: without a
-builder that works, or without an index, no image can be built here; any other build that does not succeed has failed.
+so are in no layer and in no history. Exit status: ``hack/build_once.py``; a machine without a working builder or
+without a reachable index ends with 3.
 """
 
 import argparse
@@ -34,14 +34,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import native_env
-from vllm_env import ROOT, CannotMakeError, FailedError, failed, last_line, note, status_of, unreached
+from hack import native_env
+from hack.build_once import ROOT, CannotMakeError, FailedError, captured, failed, last_line, note, status_of
+from hack.engines.vllm_env import unreached
 
 IMAGES = ("mmrouter", "sim")
 REGISTRY = "docker.io"  # what a name without one means to Kubernetes; podman and buildah would say localhost
 SECRETS = "/run/secrets"
 PIP_OPTIONS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "default-timeout", "retries")
-PIP_LEVELS = ("global", "user", "site", ":env:", "install")
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ class Builder(ABC):
 
     def call(self, *arguments: str) -> str:
         """Run the program and return what it printed. Raises :class:`FailedError`."""
-        done = subprocess.run(
-            [self.program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, env=self.environment()
-        )
+        done = captured([self.program, *arguments], cwd=ROOT, env=self.environment())
         if done.returncode != 0:
             note(done.stdout)  # the steps that went well before
             raise failed(f"{Path(self.program).name} {next(each for each in arguments if each[0] != '-')}", done)
@@ -108,7 +106,7 @@ class Docker(Builder):
     """Docker with BuildKit; a client without a daemon does not count."""
 
     def why_not(self) -> str:
-        done = subprocess.run([self.program, "info"], capture_output=True, text=True, check=False)
+        done = captured([self.program, "info"])
         return "" if done.returncode == 0 else f"docker has no daemon: {last_line(done.stderr)}"
 
     def environment(self) -> dict[str, str]:
@@ -229,12 +227,7 @@ def secrets() -> Iterator[tuple[Secret, ...]]:
 
 def pip_options() -> dict[str, str]:
     """Return how this machine's pip reaches its index: its files and its variables, the latter first."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"])
     if done.returncode != 0:
         note(f"pip tells nothing of its settings, the build has none: {last_line(done.stderr)}")
         return {}
@@ -249,7 +242,7 @@ def pip_options() -> dict[str, str]:
 
 def git(*arguments: str) -> str:
     """Return what git says of this checkout, empty where it is none."""
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    done = captured(["git", "-C", str(ROOT), *arguments])
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

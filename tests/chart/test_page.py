@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from artefacts import made_by
+from artefacts import go_programs
 from chart.helm import Helm
 from chart.test_install import forget_definition
 from cluster.controlplane import ControlPlane
@@ -33,7 +33,7 @@ def fresh(admin: Helm, server: ControlPlane) -> Iterator[ControlPlane]:
 
 def test_every_command_of_the_page_succeeds_in_its_order(fresh: ControlPlane, helm: Helm) -> None:
     assert len(FOUND) >= 8
-    path = f"{helm.command.parent}:{made_by('kube_env.py')}:{os.environ['PATH']}"
+    path = f"{helm.command.parent}:{go_programs('kubernetes')}:{os.environ['PATH']}"
     env = os.environ | {"KUBECONFIG": str(fresh.kubeconfig), "PATH": path, "HOME": str(helm.home)}
     for command in FOUND:
         if "kubectl delete mmrouterdeployment" in command:

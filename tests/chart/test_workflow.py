@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from artefacts import made_by
+from artefacts import go_programs
 from chart.helm import ROOT
 
 from hack import levels
@@ -24,7 +24,7 @@ KIND_CONFIG = ROOT / ".github" / "kind-config.yaml"
 @pytest.fixture(scope="module")
 def tools() -> Path:
     """The folder with actionlint and kind."""
-    return Path(made_by("workflow_env.py"))
+    return go_programs("workflow")
 
 
 @pytest.fixture(scope="module")

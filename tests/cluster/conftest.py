@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artefacts import made_by, name_needs
+from artefacts import go_programs, name_needs
 from cluster.controlplane import ControlPlane, control_plane, wait_for
 from cluster.failure_report import describe
 from cluster.hollow_kubelet import Hollow, hollow
@@ -43,7 +43,7 @@ def record(pytestconfig: pytest.Config) -> Record:
 @pytest.fixture(scope="session")
 def kube_bin() -> Path:
     """The folder with Kubernetes' commands, built when they are not there yet."""
-    return Path(made_by("kube_env.py"))
+    return go_programs("kubernetes")
 
 
 @pytest.fixture(scope="session")

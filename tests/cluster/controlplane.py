@@ -68,7 +68,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str, *, every: 
 class ControlPlane(Access):
     """A control plane; :func:`control_plane` makes and ends it.
 
-    ``folder`` holds its keys, logs and data; ``bin`` is where ``kube_env.py`` put the commands.
+    ``folder`` holds its keys, logs and data; ``bin`` is where ``hack/cluster/programs.py`` put the commands.
     """
 
     USERS: Mapping[str, tuple[str, str]] = {

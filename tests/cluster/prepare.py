@@ -1,8 +1,8 @@
-"""Make what the tests on a control plane need, before their time is taken: commands that are built once per machine.
+"""Build what the tests on a control plane need before their time limit starts: commands, once per machine.
 
     python tests/cluster/prepare.py
 
-Exit status 1 when something that was tried failed (:func:`artefacts.status_of`).
+Exit status 1 when a build was tried and failed (:func:`artefacts.status_of`).
 """
 
 import sys
@@ -11,13 +11,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
-from artefacts import made, status_of
+from artefacts import run_tool, status_of
 
 
 def prepare() -> None:
-    """Make everything, up to what cannot be made. Raises :class:`artefacts.NotMadeError`."""
-    for script in ("kube_env.py", "helm_env.py"):
-        made(script, live=True)
+    """Build everything, up to the first thing that cannot be built here. Raises :class:`artefacts.NotMadeError`."""
+    for programs in ("kubernetes", "helm"):
+        run_tool("cluster.programs", programs, live=True)
 
 
 if __name__ == "__main__":

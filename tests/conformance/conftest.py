@@ -5,15 +5,15 @@ A level that cannot run says why: every skip below begins with ``not run:``.
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from artefacts import TOOLS, made_by, name_needs
+from artefacts import name_needs, run_tool_or_skip
 from conformance.report import Cells, run_folder
+
+from hack.engines.shrink_model import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = pytest.StashKey[dict[str, Any]]()
@@ -72,19 +72,19 @@ def cells(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def vllm_env() -> Path:
     """The environment with the real vLLM, made when it is not there yet and there is a model to serve with it."""
-    return engine_env("vllm_env.py")
+    return engine_env("engines.vllm_env")
 
 
 @pytest.fixture(scope="session")
 def sglang_env() -> Path:
     """The environment with the real SGLang, as ``vllm_env``."""
-    return engine_env("sglang_env.py")
+    return engine_env("engines.sglang_env")
 
 
 def engine_env(script: str) -> Path:
     if not models_dir().is_dir():
         pytest.skip(f"not run: no model folders at {models_dir()} (MMROUTER_MODELS)")
-    return Path(made_by(script))
+    return Path(run_tool_or_skip(script))
 
 
 @pytest.fixture(scope="session")
@@ -98,7 +98,7 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             pytest.skip(f"not run: no model folder {source.name} in MMROUTER_MODELS")
         out = root / source.name
         if not out.exists():
-            subprocess.run([sys.executable, str(TOOLS / "shrink_model.py"), str(source), str(out)], check=True)
+            shrink(source, out)
         return out
 
     return make

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import zmq
 
-from hack.vllm_env import cache_dir
+from hack.build_once import cache_dir
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.api.paths import MODEL_DIR
 from mmrouter_lib.engines import adapter

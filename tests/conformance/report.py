@@ -171,7 +171,7 @@ difference in any token id, count, identity, offset, order or salt is a mismatch
 blocks of requests that were sent again, how many the engine took from its cache. *Scenarios*: """
 TAIL = """
 Phi-3-vision's configuration class and processor are remote code of its repository. Here two modules of this project
-stand in for them (`hack/phi3v`), written from the published formulas. So its row proves vLLM's own tokenisation,
+replace them (`hack/engines/phi3v`), written from the published formulas. So its row proves vLLM's own tokenisation,
 events and hashes, and the library against them, and not the remote code; the formula is compared with an implementation
 of others in `tests/conformance/processors`.
 
@@ -188,11 +188,11 @@ pass in each mode of `routing.transfer`, with a real renderer and our plugin in 
 vLLM is as published, but for a few lines by which tokenizers are passed on where they would be copied again and again,
 and one that keeps its platform for CPUs from overruling how the engine's process is started: it is forked from the API
 server, as vLLM does where it is not started by its command. NIXL, which looks at its transfers without a pause, rests
-in between (all in `hack/vllm_env.py`). None of it decides anything of an answer. No engine compiles with
+in between (all in `hack/engines/vllm_env.py`). None of it decides anything of an answer. No engine compiles with
 PyTorch.
 SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
-(`hack/sglang_stubs`) in which everything raises that is called and not written out. Its processes are forked
-from the first one, too (`hack/sglang_env.py`), and its scheduler sleeps while it has nothing to do.
+(`hack/engines/sglang_stubs`) in which everything raises that is called and not written out. Its processes are forked
+from the first one, too (`hack/engines/sglang_env.py`), and its scheduler sleeps while it has nothing to do.
 """
 
 

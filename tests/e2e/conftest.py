@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artefacts import build_images, made_by, name_needs, prepared
+from artefacts import build_images, go_programs, name_needs, run_tool_or_skip, shared_images
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy, example, make_model
@@ -18,7 +18,7 @@ from e2e.node import Node, Programs, node
 from e2e.pause import write_pause
 from e2e.report import Dumps, Place, dump
 
-from hack.machine import cni_folder
+from hack.cluster.programs import cni_folder
 
 FIGURES = pytest.StashKey[dict[str, Any]]()
 DUMPS = pytest.StashKey[Dumps]()
@@ -81,10 +81,10 @@ def dumps(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def programs() -> Programs:
     """Kubernetes' commands, built when they are not there yet."""
-    node_bin = Path(made_by("node_env.py"))  # first: it says what the machine lacks
+    node_bin = go_programs("node")  # first: it names what the machine lacks
     cni = cni_folder()
-    assert cni  # node_env.py has looked
-    return Programs(Path(made_by("kube_env.py")), node_bin, cni)
+    assert cni  # the build of the node's commands has checked
+    return Programs(go_programs("kubernetes"), node_bin, cni)
 
 
 @pytest.fixture(scope="session")
@@ -99,12 +99,12 @@ def images(
     programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record, revision: str
 ) -> Iterator[list[Path]]:
     """Archives of the project's images, built from this checkout."""
-    kept, folder = prepared(), None
+    kept, folder = shared_images(), None
     archives = sorted(kept.glob("*.tar")) if kept is not None else []
     if not archives:
         folder = tmp_path_factory.mktemp("images")
         began = time.monotonic()
-        archives = build_images(folder, made_by)
+        archives = build_images(folder, run_tool_or_skip)
         record("images built in, s", round(time.monotonic() - began, 1))
     for archive in archives:
         record(f"image {archive.stem}, MB", archive.stat().st_size // 10**6)
@@ -135,7 +135,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def _cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
     if named := os.environ.get("MMROUTER_KUBECONFIG"):
-        bin = Path(shutil.which("kubectl") or Path(made_by("kube_env.py"), "kubectl")).parent
+        bin = Path(shutil.which("kubectl") or go_programs("kubernetes") / "kubectl").parent
         existing = Existing(tmp_path_factory.mktemp("existing"), bin, Path(named))
         yield existing
         existing.close()
@@ -150,7 +150,7 @@ def _cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[Access]:
     """The cluster with the operator, installed by its chart."""
     # Always this one: the machine's own may be of another major version.
-    helm = Helm(Path(made_by("helm_env.py"), "helm"), tmp_path_factory.mktemp("helm"), cluster.kubeconfig)
+    helm = Helm(go_programs("helm") / "helm", tmp_path_factory.mktemp("helm"), cluster.kubeconfig)
     if helm.run("status", RELEASE, f"--namespace={NAMESPACE}").returncode == 0:
         yield cluster  # somebody else's release stays as it is
         return

@@ -33,7 +33,7 @@ MOUNTS = 'for folder; do mount -t tmpfs tmpfs "$folder" || exit; done; exec slee
 
 @dataclass(frozen=True)
 class Programs:
-    """Where commands are: Kubernetes' control plane, the node's (``node_env.py``), CNI plugins."""
+    """Where commands are: Kubernetes' control plane, the node's (``hack/cluster/programs.py``), CNI plugins."""
 
     kube: Path
     node: Path

@@ -3,7 +3,7 @@
     python tests/e2e/one_node_cluster.py [--images DIR]    # DIR: archives that were made before, by `make images`
 
 It writes ``build/cluster.sh``, which a shell sources to have kubectl and helm for it. Exit status as of
-``hack/vllm_env.py``: 3 where it cannot be made on this machine, 1 where something was not built.
+``hack/build_once.py``: 3 where it cannot be made on this machine, 1 where something was not built.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
-from artefacts import NotMadeError, build_images, made
+from artefacts import NotMadeError, build_images, run_tool
 from e2e.node import Node, Programs, node
 from e2e.pause import write_pause
 
-from hack.machine import cni_folder
+from hack.cluster.programs import cni_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-make = partial(made, live=True)
+run_live = partial(run_tool, live=True)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def kept(logs: Path, where: Path | None) -> Iterator[None]:
 
 
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description="Run a one-node cluster until ctrl-C.")
     parser.add_argument("--images", type=Path, metavar="DIR", help="archives of the images, instead of building them")
     parser.add_argument(
@@ -70,15 +70,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        node_bin = Path(make("node_env.py"))  # first: it says what the machine lacks
-        kube, helm = Path(make("kube_env.py")), Path(make("helm_env.py"))
+        node_bin = Path(run_live("cluster.programs", "node"))  # first: it names what the machine lacks
+        kube, helm = Path(run_live("cluster.programs", "kubernetes")), Path(run_live("cluster.programs", "helm"))
         with tempfile.TemporaryDirectory(prefix="mmrouter-cluster-") as name:
             folder = Path(name)
-            images = sorted(chosen.images.glob("*.tar")) if chosen.images else build_images(folder / "images", make)
+            images = sorted(chosen.images.glob("*.tar")) if chosen.images else build_images(folder / "images", run_live)
             write_pause(folder / "pause.tar")
             began = time.monotonic()
             cni = cni_folder()
-            assert cni  # node_env.py has looked
+            assert cni  # the build of the node's commands has checked
             programs = Programs(kube, node_bin, cni)
             run = folder / "run"
             with kept(run / "log", chosen.logs), node(run, programs, folder / "pause.tar") as plane:
@@ -91,7 +91,7 @@ def main() -> int:
                     print("ctrl-C ends the cluster and leaves nothing behind.", flush=True)
                     signal.pause()
     except NotMadeError as error:
-        return error.status  # it has said itself why
+        return error.status  # the tool has printed the reason
     except KeyboardInterrupt:
         return 0
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from e2e.node import PAUSE
 
-from hack.archives import write_image
+from hack.images.archives import write_image
 
 
 def write_pause(archive: Path) -> None:

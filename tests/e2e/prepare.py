@@ -1,8 +1,8 @@
-"""Make what the tests of real pods need, before their time is taken: what is built once per machine, and the images.
+"""Build what the tests of real pods need before their time limit starts: programs, once per machine, and the images.
 
     python tests/e2e/prepare.py
 
-Exit status 1 when something that was tried failed (:func:`artefacts.status_of`).
+Exit status 1 when a build was tried and failed (:func:`artefacts.status_of`).
 """
 
 import os
@@ -15,27 +15,27 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
-from artefacts import build_images, made, prepared, status_of
+from artefacts import build_images, run_tool, shared_images, status_of
 
-make = partial(made, live=True)
+run = partial(run_tool, live=True)
 
 
 def prepare() -> None:
-    """Make everything, up to what cannot be made. Raises :class:`artefacts.NotMadeError`."""
+    """Build everything, up to the first thing that cannot be built here. Raises :class:`artefacts.NotMadeError`."""
     if os.environ.get("MMROUTER_KUBECONFIG"):
         if shutil.which("kubectl") is None:
-            make("kube_env.py")
-        make("helm_env.py")
+            run("cluster.programs", "kubernetes")
+        run("cluster.programs", "helm")
         return
-    for script in ("node_env.py", "kube_env.py", "helm_env.py"):  # the first says what the machine lacks
-        make(script)
-    if (kept := prepared()) is None:  # the builder keeps the layers, the tests make archives of them
+    for programs in ("node", "kubernetes", "helm"):  # the first names what the machine lacks
+        run("cluster.programs", programs)
+    if (images := shared_images()) is None:  # the builder keeps the layers, the tests make archives of them
         with tempfile.TemporaryDirectory(prefix="mmrouter-images-") as folder:
-            build_images(Path(folder), make)
+            build_images(Path(folder), run)
         return
-    part = kept.with_suffix(".part")
-    build_images(part, make)
-    part.rename(kept)  # all of them, or none
+    part = images.with_suffix(".part")
+    build_images(part, run)
+    part.rename(images)  # all of them, or none
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from artefacts import made_by
+from artefacts import go_programs
 from chart.helm import NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.controlplane import wait_for
@@ -12,7 +12,7 @@ TEST = "mmrouter-operator-test"
 
 
 def test_helm_test_passes_and_leaves_no_pod_that_runs(operated: Access, tmp_path: Path) -> None:
-    done = Helm(Path(made_by("helm_env.py"), "helm"), tmp_path, operated.kubeconfig).run(
+    done = Helm(go_programs("helm") / "helm", tmp_path, operated.kubeconfig).run(
         "test", RELEASE, f"--namespace={NAMESPACE}", "--logs"
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artefacts import made_by
+from artefacts import go_programs
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.controlplane import wait_for
@@ -30,7 +30,7 @@ def helm(operated: Access, tmp_path: Path) -> Iterator[Helm]:
     """Helm on a cluster whose release is ours to upgrade; after the test the release is what it was."""
     if not isinstance(operated, Node):
         pytest.skip("not run: the operator of a cluster that somebody else runs is not upgraded")
-    made = Helm(Path(made_by("helm_env.py"), "helm"), tmp_path, operated.kubeconfig)
+    made = Helm(go_programs("helm") / "helm", tmp_path, operated.kubeconfig)
     yield made
     upgrade(operated, made, CHART, NOW)
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from artefacts import TOOLS, made_by
+from artefacts import run_tool_or_skip
 from cluster.access import Access
 from cluster.resources import condition
 from conformance.engine_process import EAGER, FORKED, KEPT, ONE_PROCESS
@@ -28,6 +28,8 @@ from e2e.node import Node
 from e2e.vllm_image import IMAGE, CannotMakeError, kept_by, mount_path, packages_of, write_vllm_image
 from e2e.web import PodWeb, pod_web
 from scenarios import SCENARIOS, Chat, Scenario, title
+
+from hack.engines.shrink_model import shrink
 
 REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
 FREE_BYTES = 8 << 30  # two engines of 3 GB, and everything else
@@ -54,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (source / "tokenizer.json").is_file():
         pytest.skip(f"not run: no model folder {source.name} in MMROUTER_MODELS")
     out = tmp_path_factory.mktemp("models") / source.name
-    subprocess.run([sys.executable, str(TOOLS / "shrink_model.py"), str(source), str(out)], check=True)
+    shrink(source, out)
     return out
 
 
@@ -65,7 +67,7 @@ def engines(
     """The engines of ``examples/demo-vllm.yaml`` in a namespace that lets only restricted pods in."""
     if os.environ.get("MMROUTER_KUBECONFIG"):
         pytest.skip("not run: pods of another cluster cannot mount an engine's packages from this machine")
-    env = Path(made_by("vllm_env.py"))
+    env = Path(run_tool_or_skip("engines.vllm_env"))
     if (free := psutil.virtual_memory().available) < FREE_BYTES:
         pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, two engines need {FREE_BYTES >> 30}")
     cluster = request.getfixturevalue("operated")
@@ -73,7 +75,7 @@ def engines(
     archive = tmp_path_factory.mktemp("vllm") / "vllm.tar"
     kept = kept_by(env, {"VLLM_TARGET_DEVICE": "cpu", **KEPT})
     try:
-        write_vllm_image(archive, Path(made_by("base_image.py"), "base.tar"), env, kept)
+        write_vllm_image(archive, Path(run_tool_or_skip("images.base_image"), "base.tar"), env, kept)
     except CannotMakeError as error:
         pytest.skip(f"not run: {error}")
     cluster.load(archive)

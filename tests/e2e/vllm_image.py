@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hack.archives import write_image
+from hack.images.archives import write_image
 
 IMAGE = "localhost/mmrouter-vllm:1"
 VENV = "/opt/vllm"

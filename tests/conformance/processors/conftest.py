@@ -14,7 +14,7 @@ import pytest
 from conformance.conftest import models_dir
 from conformance.pictures import picture
 
-from hack.vllm_env import cache_dir
+from hack.build_once import cache_dir
 
 HERE = Path(__file__).parent
 MLX_VLM = "0.7.10"

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from artefacts import TOOLS
+from artefacts import ROOT
 from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine
 from conformance.pictures import data_uri, picture
 from conformance.rendering import Renderer, renderer
@@ -85,7 +85,12 @@ def weighted(model: Path, into: Path, env: Path) -> Path:
     copy = Path(shutil.copytree(model, into / model.name))
     python = str(env / "bin" / "python3")
     environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([python, str(TOOLS / "random_weights.py"), str(copy)], env=environ, capture_output=True, check=True)
+    subprocess.run(
+        [python, str(ROOT / "hack" / "engines" / "random_weights.py"), str(copy)],
+        env=environ,
+        capture_output=True,
+        check=True,
+    )
     return copy
 
 

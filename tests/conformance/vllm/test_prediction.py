@@ -2,7 +2,7 @@
 
 The engine is sent every request of the workload with our identities in it, directly: no sidecar, no router. So a
 difference here is the library's. Phi-3 runs as published, with its sliding window, and with two stand-ins of ours for
-the remote code of its folder (``hack/phi3v``).
+the remote code of its folder (``hack/engines/phi3v``).
 """
 
 import time

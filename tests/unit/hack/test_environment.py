@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hack import vllm_env
-from hack.shrink_model import shrink, shrink_config
+from hack.build_once import ROOT, FailedError
+from hack.engines import vllm_env
+from hack.engines.shrink_model import shrink, shrink_config
 
 
 def script(cache: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "MMROUTER_CACHE": str(cache), **environment}
-    return subprocess.run(
-        [sys.executable, vllm_env.__file__, *arguments], capture_output=True, text=True, env=env, check=False
-    )
+    command = [sys.executable, "-m", "hack.engines.vllm_env", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
 
 
 def test_the_environment_lies_in_the_cache(tmp_path: Path) -> None:
@@ -59,11 +59,11 @@ def test_what_is_put_into_a_ready_environment_leaves_it_as_it_is_and_is_tried_ag
         raise AssertionError("built anew")
 
     def broken(env: Path) -> None:
-        raise vllm_env.FailedError("broken")
+        raise FailedError("broken")
 
     (env / "bin").mkdir()
     (env / "bin" / "python").symlink_to("/bin/true")  # a pip that reaches its index
-    with pytest.raises(vllm_env.FailedError, match="broken"):
+    with pytest.raises(FailedError, match="broken"):
         vllm_env.make(env, "same", build, ("new", broken))
     for _ in range(2):
         vllm_env.make(env, "same", build, ("new", added.append))

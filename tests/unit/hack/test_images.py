@@ -1,6 +1,5 @@
 """What goes into the images: the lock's own versions, what the extras need, and nothing of this machine."""
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -12,7 +11,8 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
-from hack.archives import write_image
+from hack.images import build_images as images
+from hack.images.archives import write_image
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCK = ROOT / "requirements.lock"
@@ -28,12 +28,6 @@ def requirements() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def images(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "hack"))
-    return importlib.import_module("images")
 
 
 def part(requirements: ModuleType, *extras: str) -> dict[str, str]:
@@ -83,7 +77,7 @@ def test_an_unknown_extra_is_refused(requirements: ModuleType) -> None:
 
 
 def test_the_machines_index_comes_to_the_build_as_a_secret_that_only_its_user_reads(
-    images: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     authority = tmp_path / "authority.pem"
     authority.write_text("CERTIFICATE")
@@ -99,9 +93,7 @@ def test_the_machines_index_comes_to_the_build_as_a_secret_that_only_its_user_re
     assert "cert = /run/secrets/ca\n" in content
 
 
-def test_a_docker_without_a_daemon_is_not_taken(
-    images: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_docker_without_a_daemon_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, status in (("docker", 1), ("buildah", 0)):
         (tmp_path / name).write_text(f"#!/bin/sh\necho no daemon >&2\nexit {status}\n")
         (tmp_path / name).chmod(0o755)
@@ -116,9 +108,7 @@ def test_a_docker_without_a_daemon_is_not_taken(
 
 
 @pytest.mark.parametrize("program", ["docker", "podman", "buildah"])
-def test_each_builder_is_told_the_stage_the_name_the_time_and_the_secrets(
-    images: ModuleType, tmp_path: Path, program: str
-) -> None:
+def test_each_builder_is_told_the_stage_the_name_the_time_and_the_secrets(tmp_path: Path, program: str) -> None:
     said = tmp_path / "said"
     (tmp_path / program).write_text(f'#!/bin/sh\nprintf "%s\\n" "$DOCKER_BUILDKIT" "$@" >{said}\n')
     (tmp_path / program).chmod(0o755)
@@ -148,7 +138,7 @@ def test_the_base_is_pinned_by_digest() -> None:
     assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64}", found[0])
 
 
-def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(images: ModuleType, tmp_path: Path) -> None:
+def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(tmp_path: Path) -> None:
     layer = tmp_path / "layer.tar"
     with tarfile.open(layer, "w") as out:
         out.addfile(tarfile.TarInfo("file"))
@@ -160,7 +150,7 @@ def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(images: M
     assert images.name_in(made[0]) == "localhost/it:1"
 
 
-def test_an_images_labels_are_written_out_so_that_no_cache_has_those_of_another_commit(images: ModuleType) -> None:
+def test_an_images_labels_are_written_out_so_that_no_cache_has_those_of_another_commit() -> None:
     whole = (ROOT / "Dockerfile").read_text()
     for revision in ("a" * 40, "b" * 40):
         made = images.labelled(whole, {"VERSION": "1.2.3", "REVISION": revision})

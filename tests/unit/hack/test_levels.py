@@ -8,10 +8,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from outcomes import TOLD_LINES, Outcome, summary, told_again
 
 from hack import levels
 from hack.levels import Level, Step, run_level
+from hack.outcomes import TOLD_LINES, Outcome, summary, told_again
 
 
 @pytest.fixture(autouse=True)
@@ -204,13 +204,12 @@ def test_a_cancelled_run_ends_what_it_started(tmp_path: Path) -> None:
     )
     mark = tmp_path / "mark"
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(levels.__file__).parent)!r})\n"
-        "import levels\n"
+        "import sys\nfrom hack import levels\n"
         f"step = levels.Step('hang', (sys.executable, '-c', {child!r}, {str(mark)!r}))\n"
         "levels.LEVELS = {'check': levels.Level((step,), limit_s=60)}\n"
         "sys.argv = ['levels', 'check']\nsys.exit(levels.main())\n"
     )
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=levels.ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     assert any(line == "started\n" for line in run.stdout)
     run.send_signal(signal.SIGTERM)
