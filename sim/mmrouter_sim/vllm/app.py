@@ -26,7 +26,7 @@ from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference", "/sim")
-"""Paths that want the API key; the others never do (docs/engine-facts/vllm.md#requests-that-end-the-engine). The
+"""Paths that want the API key; the others never do (docs/engine-facts/vllm.md#http-endpoints). The
 last one is the simulator's own."""
 
 Handler = Callable[[Engine, Request], Awaitable[Response]]

@@ -53,7 +53,7 @@ def test_an_image_without_tokens_is_refused(count):
 
 
 def test_case_37_a_placeholder_typed_by_a_user_takes_the_image_and_the_templates_own_stays_a_token(tiny):
-    # facts on routing, test 37: vLLM puts images at the first occurrences, typed ones included.
+    # vLLM puts images at the first placeholders, typed ones included (tests/conformance/vllm/test_fields.py, case 37).
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "see <|image_pad|> here "}, {"type": "image_url"}]}
     ]

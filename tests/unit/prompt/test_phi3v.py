@@ -1,6 +1,7 @@
 """Phi-3-vision prompts: numbered tags, pieces tokenised one by one, and what cannot be placed.
 
-The rules were observed on vLLM 0.32 (facts on routing 2.2, docs/engine-facts/vllm.md#requests-that-end-the-engine);
+The rules were observed on vLLM 0.32 (docs/engine-facts/vllm.md#placeholder-counts,
+docs/engine-facts/vllm.md#requests-that-end-the-engine);
 the captures hold its own ids.
 """
 
