@@ -16,14 +16,14 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv native demo check test test-local test-cluster e2e cluster images conformance bench bench-quick soak lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster images conformance bench bench-quick soak lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv from requirements.lock, with the command mmrouter in it
 
-# The build backend is in the lock too: no step of the installation takes a version that nobody looked at.
+# The build backend is in the lock too: no step of the installation installs an unpinned version.
 $(STAMP): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; set PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
@@ -47,8 +47,18 @@ endif
 check: venv ## the inner loop: format, lint, types, import rules, unit tests
 	@$(PY) -m hack.levels check
 
-test: venv ## every level that this machine can run, with a summary
+fix: venv ## format the code and apply the safe fixes of the linter
+	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
+
+generate: venv ## write every generated file: CRD, tables of the docs, golden files; ARGS=--check only reports
+	@$(PY) -m hack.generate $(ARGS)
+
+test: venv ## every level that this machine can run, with a summary; ARGS=PATH::TEST runs one test
+ifeq ($(ARGS),)
 	@$(PY) -m hack.levels check local cluster e2e conformance
+else
+	@$(PY) -m pytest $(ARGS)
+endif
 
 test-local: venv ## only the level on local processes
 	@$(PY) -m hack.levels local

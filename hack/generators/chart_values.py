@@ -1,22 +1,16 @@
 """The table of values in the chart's README, made from the comments of its values.yaml.
 
-    python hack/chart_values.py            # exit status 1 when the README is not current
-    python hack/chart_values.py --write    # brings it up to date
-
-A comment right above a key is its description. A section without one stands for its keys; what has a description is one
-row, with its default.
+A comment right above a key describes it and gives it one row, with its default; a section without a comment stands for
+the keys below it.
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import yaml
 
-CHART = Path(__file__).resolve().parents[2] / "charts" / "mmrouter"
-BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
+from hack.generators.tables import replaced, table
+
 Row = tuple[str, str, str]
 """Path, default as JSON, description."""
 
@@ -35,9 +29,9 @@ def rows(values: str) -> Iterator[Row]:
 def _section(node: yaml.MappingNode, value: dict[str, object], lines: list[str], prefix: str) -> Iterator[Row]:
     for key, below in node.value:
         path, inner = f"{prefix}{key.value}", value[key.value]
-        said = _comment(lines, key.start_mark.line)
-        if said:
-            yield path, json.dumps(inner), said
+        description = _comment(lines, key.start_mark.line)
+        if description:
+            yield path, json.dumps(inner), description
         elif isinstance(inner, dict) and inner and below.start_mark.line > key.start_mark.line:
             yield from _section(below, inner, lines, f"{path}.")
         else:
@@ -52,37 +46,7 @@ def _comment(lines: list[str], line: int) -> str:
     return " ".join(text.lstrip().lstrip("#").strip() for text in lines[first:line])
 
 
-def table(values: str) -> str:
-    """Return the rows as Markdown."""
-    shown = [
-        "| value | default | what |",
-        "|---|---|---|",
-        *(f"| `{path}` | `{default}` | {said.replace('|', '&#124;')} |" for path, default, said in rows(values)),
-    ]
-    return "\n".join(shown)
-
-
 def current(readme: str, values: str) -> str:
-    """Return the README with the table of these values between its marks. Raises ``ValueError`` without marks."""
-    before, began, rest = readme.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (began and ended):
-        raise ValueError(f"the README has no {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table(values)}\n{END}{after}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Check the table of values in the chart's README.")
-    parser.add_argument("--write", action="store_true", help="bring it up to date")
-    file = CHART / "README.md"
-    wanted = current(file.read_text(), (CHART / "values.yaml").read_text())
-    if parser.parse_args().write:
-        file.write_text(wanted)
-    elif file.read_text() != wanted:
-        print(f"{file.name} is not current: python hack/chart_values.py --write", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    """Return the README with the table of these values. Raises ``ValueError`` where it lacks the table's marks."""
+    body = ((f"`{path}`", f"`{default}`", text.replace("|", "&#124;")) for path, default, text in rows(values))
+    return replaced(readme, "values", table(("value", "default", "what"), body))

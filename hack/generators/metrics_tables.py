@@ -1,16 +1,10 @@
-"""The tables of metrics in docs/observability.md, made from the registries of router, sidecar and operator.
+"""The tables of metrics in docs/observability.md, made from the registries of router, sidecar and operator."""
 
-python hack/metrics_page.py            # exit status 1 when the page is not current
-python hack/metrics_page.py --write    # brings it up to date
-"""
-
-import argparse
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from hack.generators.tables import replaced, table
 from mmrouter_lib.engines.base.metrics import RankLoad
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_router.media.types import MediaMetrics
@@ -18,7 +12,6 @@ from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.metrics import Counted
 from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
 UNITS = ("seconds", "bytes", "ratio")
 Row = tuple[str, str, str, str, str]
 """Name, type, labels, unit, meaning."""
@@ -51,38 +44,9 @@ def rows(registry: CollectorRegistry) -> Iterator[Row]:
         yield name, family.type, ", ".join(f"`{label}`" for label in labels), unit, family.documentation.rstrip(".")
 
 
-def table(registry: CollectorRegistry) -> str:
-    """Return the rows as Markdown."""
-    lines = ["| metric | type | labels | unit | what |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{name}` | {kind} | {labels} | {unit} | {what} |" for name, kind, labels, unit, what in rows(registry)
-    ]
-    return "\n".join(lines)
-
-
 def current(page: str) -> str:
-    """Return the page with every table between its marks. Raises ``ValueError`` without marks."""
+    """Return the page with the tables of these registries. Raises ``ValueError`` where it lacks their marks."""
     for process, registry in registries().items():
-        begin, end = f"<!-- {process}: begin -->", f"<!-- {process}: end -->"
-        before, began, rest = page.partition(begin)
-        _, ended, after = rest.partition(end)
-        if not (began and ended):
-            raise ValueError(f"the page has no {begin} and {end}")
-        page = f"{before}{begin}\n{table(registry)}\n{end}{after}"
+        body = ((f"`{name}`", *cells) for name, *cells in rows(registry))
+        page = replaced(page, process, table(("metric", "type", "labels", "unit", "what"), body))
     return page
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Check the tables of metrics in the docs.")
-    parser.add_argument("--write", action="store_true", help="bring them up to date")
-    wanted = current(PAGE.read_text())
-    if parser.parse_args().write:
-        PAGE.write_text(wanted)
-    elif PAGE.read_text() != wanted:
-        print(f"{PAGE.name} is not current: python hack/metrics_page.py --write", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

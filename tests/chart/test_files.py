@@ -16,9 +16,7 @@ META = yaml.safe_load((CHART / "Chart.yaml").read_text())
 
 def test_the_chart_holds_the_crds_as_they_are() -> None:
     ours = {path.name: path.read_text() for path in (CHART / "files" / "crds").glob("*")}
-    assert ours == {path.name: path.read_text() for path in (ROOT / "crds").glob("*")}, (
-        "cp crds/*.yaml charts/mmrouter/files/crds/"
-    )
+    assert ours == {path.name: path.read_text() for path in (ROOT / "crds").glob("*")}
 
 
 def test_the_release_has_the_crd_to_the_letter_and_keeps_it(helm: Helm) -> None:

@@ -9,8 +9,6 @@ import yaml
 from chart.cases import MINIMAL
 from chart.helm import CHART, Helm
 
-from hack.generators import chart_values
-
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
@@ -131,19 +129,3 @@ def test_schema_and_values_have_the_same_keys() -> None:
     free = ("global", "affinity.", "resources.", "dashboard.labels.", "nodeSelector.")
     known, written = ({key for key in found if not key.startswith(free)} for found in (keys(SCHEMA), given(VALUES)))
     assert known == written
-
-
-def test_the_readme_has_the_values_as_they_are() -> None:
-    readme, values = ((CHART / name).read_text() for name in ("README.md", "values.yaml"))
-    assert chart_values.current(readme, values) == readme, "python hack/chart_values.py --write"
-
-
-def test_a_value_without_a_comment_is_found() -> None:
-    with pytest.raises(chart_values.UndescribedError, match=r"^a\.c$"):
-        chart_values.table("a:\n  # One.\n  b: 1\n  c: 2\n")
-
-
-def test_a_row_has_the_default_and_the_whole_comment() -> None:
-    assert list(chart_values.rows("# Of the file.\n\na:\n  # One\n  # and two.\n  b: {c: 1}\n")) == [
-        ("a.b", '{"c": 1}', "One and two.")
-    ]

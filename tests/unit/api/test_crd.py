@@ -36,7 +36,7 @@ def models(model: type[Resource] = Resource) -> Iterator[type[Resource]]:
 
 def test_the_file_in_crds_is_current() -> None:
     loaded = yaml.safe_load((ROOT / "crds" / "mmrouter.io_mmrouterdeployments.yaml").read_text())
-    assert loaded == definition(), "write it anew: mmrouter crd > crds/mmrouter.io_mmrouterdeployments.yaml"
+    assert loaded == definition(), "make generate"
 
 
 def test_every_node_has_a_type_or_is_an_integer_or_string() -> None:
