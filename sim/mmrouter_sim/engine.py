@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_handover.plugin.ways import read_settings
+from mmrouter_handover.plugin.transports import read_settings
 from mmrouter_sim.answers import Speaker, Vocabulary
 from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler

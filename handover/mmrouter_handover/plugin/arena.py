@@ -1,4 +1,4 @@
-"""Leases in one run of memory that is registered once: who reads it over the network needs no key per image."""
+"""Lease parts of one memory region that is registered with NIXL once, so remote reads need no key per image."""
 
 import mmap
 import struct
@@ -10,12 +10,12 @@ import msgspec
 from mmrouter_handover.plugin.wire import HandOverFailed
 
 HEAD_BYTES = 64
-"""Before each payload: its generation in eight bytes, the rest unused, so that payloads stay aligned."""
+"""Bytes before each payload: its generation in eight bytes, the rest unused, so that payloads stay aligned."""
 GENERATION = struct.Struct("<Q")
 
 
-class Part(msgspec.Struct, frozen=True):
-    """A leased part: ``offset`` of its head in the arena, ``size`` with the head, the end of its lease."""
+class ArenaLease(msgspec.Struct, frozen=True):
+    """A leased part of the arena: ``offset`` of its head, ``size`` including the head, and its ``deadline``."""
 
     offset: int
     size: int
@@ -24,45 +24,45 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Arena:
-    """First fit, ``limit_bytes`` in all. Usable from several threads. ``now`` in seconds, monotonic.
+    """First-fit allocator of ``limit_bytes``, usable from several threads. ``now``: monotonic seconds.
 
-    The memory is there in name only until it is written.
+    Pages take memory only once they are written.
     """
 
     def __init__(self, limit_bytes: int, now: Callable[[], float]) -> None:
         self.memory = memoryview(mmap.mmap(-1, limit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._limit, self._now = limit_bytes, now
-        self._parts: list[Part] = []  # by offset
+        self._leases: list[ArenaLease] = []  # by offset
         self._generation = 0
         self._mutex = threading.Lock()
 
-    def lease(self, length: int, seconds: float) -> Part:
-        """Lend room for ``length`` bytes. Raises :class:`HandOverFailed` ``full``, ``large`` where it never fits."""
+    def lease(self, length: int, seconds: float) -> ArenaLease:
+        """Lease ``length`` bytes. Raises :class:`HandOverFailed`: ``full``, or ``large`` if it never fits."""
         size = HEAD_BYTES + -(-length // HEAD_BYTES) * HEAD_BYTES
         if size > self._limit:
             raise HandOverFailed("large", f"{length} bytes, the arena has {self._limit}")
         with self._mutex:
             self._expire()
-            found = first_fit([(part.offset, part.size) for part in self._parts], self._limit, size)
-            if found is None:
-                raise HandOverFailed("full", f"{self.leased_bytes} of {self._limit} bytes are lent")
-            place, offset = found
+            gap = first_fit([(lease.offset, lease.size) for lease in self._leases], self._limit, size)
+            if gap is None:
+                raise HandOverFailed("full", f"{self.leased_bytes} of {self._limit} bytes are leased")
+            place, offset = gap
             self._generation += 1
-            made = Part(offset, size, self._generation, self._now() + seconds)
-            GENERATION.pack_into(self.memory, offset, made.generation)
-            self._parts.insert(place, made)
-            return made
+            lease = ArenaLease(offset, size, self._generation, self._now() + seconds)
+            GENERATION.pack_into(self.memory, offset, lease.generation)
+            self._leases.insert(place, lease)
+            return lease
 
-    def payload(self, part: Part, length: int) -> memoryview:
-        begin = part.offset + HEAD_BYTES
+    def payload(self, lease: ArenaLease, length: int) -> memoryview:
+        begin = lease.offset + HEAD_BYTES
         return self.memory[begin : begin + length]
 
-    def release(self, part: Part) -> bool:
-        """End a lease; return whether it stood."""
+    def release(self, lease: ArenaLease) -> bool:
+        """End a lease; return whether it was valid."""
         with self._mutex:
-            if part not in self._parts:
+            if lease not in self._leases:
                 return False
-            self._end(part)
+            self._end(lease)
             return True
 
     def expire(self) -> None:
@@ -71,21 +71,21 @@ class Arena:
 
     @property
     def leased_bytes(self) -> int:
-        return sum(part.size for part in self._parts)
+        return sum(lease.size for lease in self._leases)
 
     def _expire(self) -> None:
         now = self._now()
-        for part in [part for part in self._parts if part.deadline <= now]:
-            self._end(part)
+        for lease in [lease for lease in self._leases if lease.deadline <= now]:
+            self._end(lease)
 
-    def _end(self, part: Part) -> None:
-        # Before anybody may write there: a reader that finds its generation still there has read what it was to read.
-        GENERATION.pack_into(self.memory, part.offset, 0)
-        self._parts.remove(part)
+    def _end(self, lease: ArenaLease) -> None:
+        # Before the memory is reused: a reader that finds its generation unchanged has read the leased item.
+        GENERATION.pack_into(self.memory, lease.offset, 0)
+        self._leases.remove(lease)
 
 
 def first_fit(taken: Sequence[tuple[int, int]], limit: int, size: int) -> tuple[int, int] | None:
-    """Return the place among ``taken`` (offset and size, by offset) and the offset of the first gap of ``size``."""
+    """Return the index in ``taken`` (offset and size, by offset) and the offset of the first gap of ``size``."""
     begin = 0
     for place, (offset, length) in enumerate([*taken, (limit, 0)]):
         if offset - begin >= size:

@@ -1,4 +1,4 @@
-"""An engine's side: offers become items that wait for the chat that names them."""
+"""The engine's side: fetch offered items and keep them until a chat names them."""
 
 import logging
 from collections import Counter
@@ -6,23 +6,24 @@ from collections.abc import Mapping
 
 from mmrouter_handover.plugin import vllm_items
 from mmrouter_handover.plugin.packed_item import read_header
-from mmrouter_handover.plugin.pending_items import Kept
-from mmrouter_handover.plugin.processor_cache import HandedOverCache, Processed
-from mmrouter_handover.plugin.ways import Ways
+from mmrouter_handover.plugin.processor_cache import HandedOverCache, PendingItems, Processed
+from mmrouter_handover.plugin.transports import Transports
 from mmrouter_handover.plugin.wire import HandOverFailed, Offer
 
 log = logging.getLogger("mmrouter.plugin")
 
 
-class Taking:
-    """Takes offers. Usable from several threads."""
+class ItemReceiver:
+    """Fetches offered items. Usable from several threads."""
 
-    def __init__(self, ways: Ways, settings: str, cache: HandedOverCache, kept: Kept[Processed]) -> None:
-        self._ways, self._settings, self._cache, self._kept = ways, settings, cache, kept
+    def __init__(
+        self, transports: Transports, settings: str, cache: HandedOverCache, pending: PendingItems[Processed]
+    ) -> None:
+        self._transports, self._settings, self._cache, self._pending = transports, settings, cache, pending
         self.counts: Counter[str] = Counter()
 
     def take(self, items: Mapping[str, Offer], seconds: float) -> tuple[list[str], dict[str, str]]:
-        """Return the images that the engine holds now, and why it does not hold the others."""
+        """Fetch the items; return the images that the engine has now, and the reasons for the others."""
         held: list[str] = []
         refused: dict[str, str] = {}
         for name, offer in items.items():
@@ -43,7 +44,7 @@ class Taking:
 
     @property
     def used(self) -> int:
-        """Items that a chat took."""
+        """Number of handed-over items that chats used."""
         return self._cache.used
 
     def _take(self, name: str, offer: Offer, seconds: float) -> None:
@@ -51,7 +52,7 @@ class Taking:
             if len(packed) != offer.length:
                 raise HandOverFailed("truncated", f"{len(packed)} bytes, {offer.length} were offered")
             header, tensors = read_header(packed, name=name, settings=self._settings)
-            with tensors:  # a slot can only be let go when nothing points into it
+            with tensors:  # a slot can be released only when nothing points into it
                 return vllm_items.unpack(header, tensors)
 
-        self._kept.put(name, self._ways.read(offer, unpack), offer.length, seconds)
+        self._pending.put(name, self._transports.read(offer, unpack), offer.length, seconds)

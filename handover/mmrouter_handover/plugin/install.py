@@ -1,7 +1,7 @@
-"""Put the plugin into a folder, such as the volume that an engine's pod shares with our init container.
+"""Install the plugin into a folder, such as the volume that an engine's pod shares with the init container.
 
-The folder holds the packages, and the metadata by which vLLM finds the plugin. Nothing in it depends on the machine or
-on the release of Python.
+The folder contains the package, and the metadata by which vLLM finds the plugin. It does not depend on the machine or
+on the Python release.
 """
 
 import os
@@ -19,29 +19,29 @@ _PACKAGE = Path(mmrouter_handover.__file__).parent
 
 
 def install(folder: Path) -> list[str]:
-    """Make ``folder`` hold the plugin and return the names of what was put there; again, it is made anew.
+    """Install or replace the plugin in ``folder``; return the names of the entries created.
 
-    Each name appears as a whole. Everybody may read it: engines run as users of their own. Raises ``OSError``.
+    Each entry appears atomically and is world-readable, because engines run as other users. Raises ``OSError``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f".making-{secrets.token_hex(8)}"
-    made.mkdir()
+    staging = folder / f".new-{secrets.token_hex(8)}"
+    staging.mkdir()
     try:
-        shutil.copytree(_PACKAGE, made / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        shutil.copytree(_PACKAGE, staging / _PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
         release = _release()
-        metadata = made / f"mmrouter_plugin-{release}.dist-info"
+        metadata = staging / f"mmrouter_plugin-{release}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mmrouter-plugin\nVersion: {release}\n")
         endpoint = f"{OURS} = mmrouter_handover.plugin.endpoint:Handover"
         (metadata / "entry_points.txt").write_text(f"[{ENDPOINTS}]\n{endpoint}\n")
-        names = sorted(path.name for path in made.iterdir())
-        _open_to_all(made)
+        names = sorted(path.name for path in staging.iterdir())
+        _open_to_all(staging)
         for old in folder.glob("mmrouter_plugin-*.dist-info"):
             shutil.rmtree(old)
         for name in names:
-            _replace(made / name, folder / name)
+            _replace(staging / name, folder / name)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return names
 
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 def _release() -> str:
     try:
         return version("mmrouter-k8s")
-    except PackageNotFoundError:  # run from a folder that it was put into
+    except PackageNotFoundError:  # run from an installed folder
         return "0"
 
 

@@ -1,4 +1,4 @@
-"""A processed image as one run of bytes: no pickle, and nothing in it names code.
+"""Pack a processed image into one run of bytes, without pickle or any reference to code.
 
 ::
 
@@ -7,7 +7,7 @@
     padding   to a multiple of 64
     tensors   each at a multiple of 64
 
-This module knows neither torch nor vLLM: a tensor is its dtype, its shape and a buffer.
+A tensor is its dtype, its shape and a buffer, so the module needs neither torch nor vLLM.
 """
 
 import math
@@ -30,7 +30,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 48))]
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Where a tensor lies; ``offset`` is from the begin of the tensors, ``shape`` in elements of ``dtype``."""
+    """Place of a tensor; ``offset`` is from the begin of the tensors, ``shape`` in elements of ``dtype``."""
 
     dtype: str
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
@@ -38,14 +38,14 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Bytes. Raises :class:`HandOverFailed` for a dtype that is not handed over."""
+        """Size in bytes. Raises :class:`HandOverFailed` for an unsupported dtype."""
         if self.dtype not in DTYPES:
             raise HandOverFailed("refused", f"dtype {self.dtype[:40]!r}")
         return math.prod(self.shape) * DTYPES[self.dtype]
 
 
 class Node(msgspec.Struct, frozen=True):
-    """What a field holds: one tensor, one number, nothing, or a list of these."""
+    """Value of a field: one tensor, one number, nothing, or a list of these."""
 
     tensor: Tensor | None = None
     number: int | float | bool | None = None
@@ -53,7 +53,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Field(msgspec.Struct, frozen=True):
-    """One keyword argument of the model, and how vLLM batches it with those of other images."""
+    """One keyword argument of the model, and how vLLM batches it across images."""
 
     name: str
     kind: Literal["batched", "flat", "shared"]
@@ -63,10 +63,10 @@ class Field(msgspec.Struct, frozen=True):
     batch_size: int = 1
 
 
-class Update(msgspec.Struct, frozen=True):
-    """What an image becomes in a prompt: ``target`` is replaced by, or followed by, ``full``.
+class PromptUpdate(msgspec.Struct, frozen=True):
+    """Expansion of an image in a prompt: ``target`` is replaced by, or followed by, ``full``.
 
-    ``mask`` has a byte for each id of ``full``: whether an embedding stands there. ``None``: everywhere.
+    ``mask`` has a byte for each id of ``full``: whether it is an embedding. ``None``: all are.
     """
 
     mode: Literal["insert", "replace"]
@@ -76,19 +76,19 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """``settings`` is equal where two servers process alike; ``length`` is of all tensors with their padding."""
+    """``settings`` is equal for servers that process alike; ``length`` is that of all tensors with their padding."""
 
     version: int
     settings: str
     name: str
     modality: str
     fields: list[Field]
-    updates: list[Update]
+    updates: list[PromptUpdate]
     length: Count
 
 
-class Plan:
-    """A packed item that is not written yet: ``length`` bytes are needed, and :meth:`write` fills them."""
+class PackedItem:
+    """A packed item of ``length`` bytes; :meth:`write` copies it to its destination."""
 
     def __init__(self, header: Header, buffers: list[tuple[int, memoryview]]) -> None:
         encoded = msgspec.msgpack.encode(header)
@@ -105,21 +105,21 @@ class Plan:
         end = self._begin
         for offset, data in self._buffers:
             at = self._begin + offset
-            target[end:at] = bytes(at - end)  # what lay there before is nobody's business
+            target[end:at] = bytes(at - end)  # clear what the destination held before
             end = at + len(data)
             target[at:end] = data
         target[end : self.length] = bytes(self.length - end)
 
 
 class Packer:
-    """Collects tensors while the header is made."""
+    """Collects the tensors of an item while its fields are built."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[int, memoryview]] = []
         self._length = 0
 
     def tensor(self, dtype: str, shape: tuple[int, ...], data: memoryview) -> Node:
-        """Take a tensor in. ``data`` is flat and of bytes, and stays as it is until the plan was written."""
+        """Add a tensor. ``data`` is flat, of bytes, and must not change until the item is written."""
         placed = Tensor(dtype, shape, self._length)
         if placed.length != len(data):
             raise HandOverFailed("refused", f"{dtype} of shape {shape} is not {len(data)} bytes")
@@ -127,16 +127,18 @@ class Packer:
         self._length = aligned(self._length + len(data))
         return Node(tensor=placed)
 
-    def plan(self, settings: str, name: str, modality: str, fields: list[Field], updates: list[Update]) -> Plan:
+    def pack(
+        self, settings: str, name: str, modality: str, fields: list[Field], updates: list[PromptUpdate]
+    ) -> PackedItem:
         header = Header(WIRE_VERSION, settings, name, modality, fields, updates, self._length)
-        return Plan(header, self._buffers)
+        return PackedItem(header, self._buffers)
 
 
 def read_header(packed: memoryview, *, name: str, settings: str) -> tuple[Header, memoryview]:
-    """Return the header of a packed item, and its tensors where they lie.
+    """Return the verified header of a packed item, and a view of its tensors.
 
-    Everything in it is within bounds then. Raises :class:`HandOverFailed`: ``truncated`` or ``refused`` for what is
-    no packed item of ``name``, ``settings`` for one that was processed differently.
+    Raises :class:`HandOverFailed`: ``truncated`` or ``refused`` if it is not a valid packed item of ``name``,
+    ``settings`` if it was processed with other settings.
     """
     if len(packed) < _LENGTH.size:
         raise HandOverFailed("truncated", f"an item of {len(packed)} bytes")
@@ -152,7 +154,7 @@ def read_header(packed: memoryview, *, name: str, settings: str) -> tuple[Header
     if header.name != name:
         raise HandOverFailed("refused", f"the item is {header.name[:80]!r}, not {name[:80]!r}")
     if header.settings != settings:
-        raise HandOverFailed("settings", "the image was processed with other settings than ours")
+        raise HandOverFailed("settings", "the image was processed with other settings")
     begin = aligned(_LENGTH.size + length)
     if len(packed) != begin + header.length:
         raise HandOverFailed("truncated", f"{len(packed) - begin} bytes of tensors, not {header.length}")
@@ -163,7 +165,7 @@ def read_header(packed: memoryview, *, name: str, settings: str) -> tuple[Header
     for update in header.updates:
         if update.mask is not None and len(update.mask) != len(update.full):
             raise HandOverFailed("refused", f"a mask of {len(update.mask)} for {len(update.full)} ids")
-    return header, packed[begin:]  # last of all: an error on its way up would keep hold of it
+    return header, packed[begin:]  # last, because a traceback would keep a reference to it
 
 
 def aligned(length: int) -> int:
@@ -172,17 +174,17 @@ def aligned(length: int) -> int:
 
 def _tensors(node: Node, depth: int) -> Iterator[Tensor]:
     if depth > MAX_DEPTH:
-        raise HandOverFailed("refused", "lists in lists in lists")
+        raise HandOverFailed("refused", "lists are nested too deeply")
     if node.tensor is not None:
         yield node.tensor
     for inner in node.nodes or ():
         yield from _tensors(inner, depth + 1)
 
 
-def plain(node: Node, tensor: Any) -> Any:
-    """Return what a node holds, each tensor made by ``tensor(Tensor)``."""
+def unpack_node(node: Node, tensor: Any) -> Any:
+    """Return the value of a node; ``tensor`` converts each :class:`Tensor`."""
     if node.tensor is not None:
         return tensor(node.tensor)
     if node.nodes is not None:
-        return [plain(inner, tensor) for inner in node.nodes]
+        return [unpack_node(inner, tensor) for inner in node.nodes]
     return node.number

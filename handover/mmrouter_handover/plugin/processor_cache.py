@@ -1,59 +1,125 @@
-"""An engine's processor cache that also knows what was handed over.
+"""The engine's processor cache with handed-over images in front of it, and the store of images not used yet.
 
-vLLM asks its cache for each image of a chat: one that is there needs no bytes, one that is not is processed, and what
-came of it is put in and sent to the engine core, whose cache mirrors this one
-(docs/engine-facts/vllm.md#image-uuid). An image that was
-handed over is a third case: it is *there*, and at the moment in which it is asked for it takes the way of one that was
-processed just now. So both caches stay mirrored, whichever kind of cache it is, and the core gets what it would have
-got.
+vLLM looks up each image of a chat in its cache: a cached one needs no bytes; another one is processed, added to the
+cache and sent to the engine core, whose cache mirrors this one (docs/engine-facts/vllm.md#image-uuid). A handed-over
+image is reported as cached, and at the moment vLLM fetches it, it is added like a newly processed one. So both caches
+stay mirrored, whichever kind of cache vLLM uses.
 
-``InputProcessor.inject_into_mm_cache`` of 0.32 does not serve for that: it marks an image as held by the core, which
-never got it, and forgets what the image becomes in the prompt.
+``InputProcessor.inject_into_mm_cache`` of vLLM 0.32 is no alternative: it marks an image as known to the core, which
+never received it, and drops the image's prompt updates.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
-from mmrouter_handover.plugin.pending_items import Kept
+from mmrouter_handover.plugin.wire import HandOverFailed
 
+V = TypeVar("V")
 Processed = tuple[Any, Sequence[Any]]
 """An item and its prompt updates, as vLLM's processor returns them."""
 
 
-class HandedOverCache:
-    """Stands before vLLM's own cache. All but :class:`Kept` belongs to the one thread that processes images."""
+class PendingItems(Generic[V]):
+    """Received items that no chat has named yet, bounded by ``limit_bytes``, each with a deadline.
 
-    def __init__(self, cache: Any, kept: Kept[Processed]) -> None:
-        self._cache, self._kept = cache, kept
+    Usable from several threads. ``now``: monotonic seconds.
+    """
+
+    def __init__(self, limit_bytes: int, now: Callable[[], float]) -> None:
+        self._limit, self._now = limit_bytes, now
+        self._values: dict[str, tuple[V, int, float]] = {}
+        self._mutex = threading.Lock()
+        self.bytes = 0
+
+    def put(self, name: str, value: V, length: int, seconds: float) -> None:
+        """Keep a value for ``seconds``, replacing one of the same name. Raises :class:`HandOverFailed` ``full``.
+
+        Pending items are never evicted, because their chats would have to be sent twice.
+        """
+        with self._mutex:
+            self._expire()
+            before = self._values.get(name)
+            new_bytes = self.bytes + length - (before[1] if before else 0)
+            if new_bytes > self._limit:
+                raise HandOverFailed("full", f"{self.bytes} of {self._limit} bytes are pending")
+            self._values[name] = (value, length, self._now() + seconds)
+            self.bytes = new_bytes
+
+    def get(self, name: str) -> V | None:
+        """Return a value that has not expired, and keep it."""
+        with self._mutex:
+            item = self._values.get(name)
+            return item[0] if item and item[2] > self._now() else None
+
+    def extend(self, name: str, seconds: float) -> bool:
+        """Keep a value for at least ``seconds`` from now; return whether it exists."""
+        with self._mutex:
+            self._expire()
+            item = self._values.get(name)
+            if item:
+                self._values[name] = (item[0], item[1], max(item[2], self._now() + seconds))
+            return item is not None
+
+    def drop(self, name: str) -> None:
+        with self._mutex:
+            self._drop(name)
+
+    def clear(self) -> None:
+        with self._mutex:
+            self._values.clear()
+            self.bytes = 0
+
+    def expire(self) -> None:
+        """Drop the items whose deadline has passed."""
+        with self._mutex:
+            self._expire()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _expire(self) -> None:
+        now = self._now()
+        for name in [name for name, (_, _, until) in self._values.items() if until <= now]:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        item = self._values.pop(name, None)
+        if item:
+            self.bytes -= item[1]
+
+
+class HandedOverCache:
+    """Wraps vLLM's own cache. Only :meth:`holds` may be called outside of the thread that processes images."""
+
+    def __init__(self, cache: Any, pending: PendingItems[Processed]) -> None:
+        self._cache, self._pending = cache, pending
         self._claimed: dict[str, Processed] = {}
         self.used = 0
-        """Items that a chat took."""
+        """Number of handed-over items that chats used."""
 
     def holds(self, mm_hash: str, seconds: float) -> bool:
-        """Whether a chat may name an image without its bytes; one that waits goes on to do so for ``seconds``.
-
-        For any thread.
-        """
-        return bool(self._cache.is_cached_item(mm_hash)) or self._kept.extend(mm_hash, seconds)
+        """Whether a chat may name an image without its bytes; a pending one is kept for ``seconds`` from now."""
+        return bool(self._cache.is_cached_item(mm_hash)) or self._pending.extend(mm_hash, seconds)
 
     def is_cached_item(self, mm_hash: str) -> bool:
         if self._cache.is_cached_item(mm_hash):
             return True
-        found = self._kept.get(mm_hash)
-        if found is None:
+        item = self._pending.get(mm_hash)
+        if item is None:
             return False
-        # It was called cached: it must be there when it is asked for, also if its time ends in between.
-        self._claimed[mm_hash] = found
+        # An image reported as cached must stay available until it is fetched, even if it expires in between.
+        self._claimed[mm_hash] = item
         return True
 
     def is_cached(self, mm_hashes: list[str]) -> list[bool]:
         return [self.is_cached_item(mm_hash) for mm_hash in mm_hashes]
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
-        claimed = self._claimed.get(mm_hash)  # an image may stand in a prompt twice
+        claimed = self._claimed.get(mm_hash)  # an image may occur twice in a prompt
         if mm_item is None and claimed is not None and not self._cache.is_cached_item(mm_hash):
             mm_item = claimed
-            self._kept.drop(mm_hash)
+            self._pending.drop(mm_hash)
             self.used += 1
         return self._cache.get_and_update_item(mm_item, mm_hash)
 
@@ -66,7 +132,7 @@ class HandedOverCache:
 
     def clear_cache(self) -> None:
         self._claimed.clear()
-        self._kept.clear()
+        self._pending.clear()
         self._cache.clear_cache()
 
     def __getattr__(self, name: str) -> Any:

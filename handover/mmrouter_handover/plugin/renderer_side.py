@@ -1,4 +1,4 @@
-"""A renderer's side: what it offers, and until when."""
+"""The renderer's side: offer processed images by lease, and end the leases."""
 
 import secrets
 import threading
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrouter_handover.plugin import vllm_items
-from mmrouter_handover.plugin.packed_item import Plan
+from mmrouter_handover.plugin.packed_item import PackedItem
 from mmrouter_handover.plugin.processor_cache import Processed
-from mmrouter_handover.plugin.ways import Release, Ways
+from mmrouter_handover.plugin.transports import Release, Transports
 from mmrouter_handover.plugin.wire import HandOverFailed, Offer, Way
 
 
-class Lending:
-    """Leases by name: everything that one answer offered ends together. Usable from several threads."""
+class ItemLender:
+    """Leases by name; all offers of one answer end together. Usable from several threads."""
 
-    def __init__(self, ways: Ways, settings: str) -> None:
-        self._ways, self._settings = ways, settings
+    def __init__(self, transports: Transports, settings: str) -> None:
+        self._transports, self._settings = transports, settings
         self._leases: dict[str, tuple[list[Release], float]] = {}
         self._mutex = threading.Lock()
         self.counts: Counter[str] = Counter()
@@ -26,9 +26,9 @@ class Lending:
     def offer(
         self, items: Mapping[str, Processed | None], ways: Sequence[Way], seconds: float, inline_bytes: int
     ) -> tuple[str, dict[str, Offer], dict[str, str], list[tuple[str, str]]]:
-        """Return the lease, the offers, why an image is withheld, and which ways were tried in vain.
+        """Return the lease, the offers, the reasons of images without an offer, and the ways that failed.
 
-        ``items``: what was processed, by name; ``None`` where the cache did not keep it.
+        ``items``: processed images by name; ``None`` if the cache did not keep one.
         """
         offers: dict[str, Offer] = {}
         withheld: dict[str, str] = {}
@@ -37,14 +37,14 @@ class Lending:
         try:
             for name, processed in items.items():
                 try:
-                    plan = self._plan(name, processed)
-                    offers[name], release = self._first(plan, name, ways, seconds, inline_bytes, fell)
+                    item = self._pack(name, processed)
+                    offers[name], release = self._offer(item, name, ways, seconds, inline_bytes, fell)
                 except HandOverFailed as failed:
                     withheld[name] = failed.reason
                     self.counts[f"withheld {failed.reason}"] += 1
                 else:
                     releases.append(release)
-        except BaseException:  # nobody would learn of what is lent
+        except BaseException:  # the caller gets no lease to end
             _end(releases)
             raise
         for way, reason in fell:
@@ -52,13 +52,13 @@ class Lending:
         return self._keep(releases, seconds), offers, withheld, fell
 
     def release(self, lease: str) -> int:
-        """End what an answer offered; return how many offers stood."""
+        """End the offers of an answer; return how many there were."""
         with self._mutex:
             releases, _ = self._leases.pop(lease, ([], 0.0))
         return _end(releases)
 
     def expire(self) -> None:
-        """Forget leases whose time is over: what they lent has ended by itself."""
+        """Drop leases whose time is over; their slots have ended already."""
         with self._mutex:
             now = time.monotonic()
             over = [name for name, (_, until) in self._leases.items() if until <= now]
@@ -68,18 +68,24 @@ class Lending:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def _plan(self, name: str, processed: Processed | None) -> Plan:
+    def _pack(self, name: str, processed: Processed | None) -> PackedItem:
         if processed is None:
             raise HandOverFailed("uncached", "the renderer's cache did not keep it")
         return vllm_items.pack(self._settings, name, processed)
 
-    def _first(
-        self, plan: Plan, name: str, ways: Sequence[Way], seconds: float, inline_bytes: int, fell: list[tuple[str, str]]
+    def _offer(
+        self,
+        item: PackedItem,
+        name: str,
+        ways: Sequence[Way],
+        seconds: float,
+        inline_bytes: int,
+        fell: list[tuple[str, str]],
     ) -> tuple[Offer, Release]:
-        last = HandOverFailed("absent", "no way was asked for")
+        last = HandOverFailed("absent", "the request names no way")
         for way in ways:
             try:
-                offered = self._ways.offer(plan, name, way, seconds, inline_bytes)
+                offered = self._transports.offer(item, name, way, seconds, inline_bytes)
             except HandOverFailed as failed:
                 last = failed
                 fell.append((way, failed.reason))
@@ -97,7 +103,7 @@ class Lending:
 
 
 def from_cache(cache: Any, names: Sequence[str]) -> dict[str, Processed | None]:
-    """Return what a renderer's cache holds of some images. For the thread that processes them."""
+    """Return images from a renderer's cache. To be called in the thread that processes images."""
     return {name: cache.get_and_update_item(None, name) if cache.is_cached_item(name) else None for name in names}
 
 

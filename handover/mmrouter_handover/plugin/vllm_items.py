@@ -1,31 +1,76 @@
-"""Between vLLM's processed images and packed ones. Here torch and vLLM are used, at call time."""
+"""Convert between vLLM's processed images and packed items, and check that this vLLM release is supported.
+
+torch and vLLM are imported when a function needs them.
+"""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from mmrouter_handover.plugin.packed_item import ALIGNMENT, Field, Header, Node, Packer, Plan, Tensor, Update, plain
+from mmrouter_handover.plugin.packed_item import (
+    ALIGNMENT,
+    Field,
+    Header,
+    Node,
+    PackedItem,
+    Packer,
+    PromptUpdate,
+    Tensor,
+    unpack_node,
+)
 from mmrouter_handover.plugin.processor_cache import Processed
 from mmrouter_handover.plugin.wire import HandOverFailed
 
 MODALITY = "image"
+SUPPORTED_RELEASES = ("0.32.0",)
+"""vLLM releases whose answers were compared bit by bit (tests/conformance)."""
+
+_RENDERER = ("_mm_executor", "_mm_processor_cache", "_mm_processor_only_cache", "mm_processor", "model_config")
+_CACHE = ("is_cached_item", "get_and_update_item", "touch_sender_cache_item", "release_sender_touches", "clear_cache")
 
 
-def pack(settings: str, name: str, processed: Processed) -> Plan:
-    """Return how a processed image is packed. Raises :class:`HandOverFailed` where it is of a kind that cannot be."""
+def why_unsupported(version: str) -> str:
+    """Return why the plugin is disabled with this vLLM release, or empty for a supported one.
+
+    ``version`` is the package's; a suffix after ``+`` names a build of the same release.
+    """
+    if version.partition("+")[0] in SUPPORTED_RELEASES:
+        return ""
+    return f"vLLM {version[:40]} is not known to this plugin; supported: {', '.join(SUPPORTED_RELEASES)}"
+
+
+def why_incompatible(renderer: Any, cache: str) -> str:
+    """Return which attribute that the plugin needs is missing, or empty.
+
+    An image may contain a patched vLLM. ``cache``: the attribute with the processor cache.
+    """
+    missing = [name for name in _RENDERER if not hasattr(renderer, name)]
+    if missing:
+        return f"this vLLM's renderer has no {missing[0]}"
+    if renderer.mm_processor is None:
+        return "the model takes no images"
+    processor_cache = getattr(renderer, cache)
+    if processor_cache is None:
+        return "the server runs without a processor cache (--mm-processor-cache-gb 0)"
+    missing = [name for name in _CACHE if not hasattr(processor_cache, name)]
+    return f"this vLLM's processor cache has no {missing[0]}" if missing else ""
+
+
+def pack(settings: str, name: str, processed: Processed) -> PackedItem:
+    """Pack a processed image. Raises :class:`HandOverFailed` if it has a field that cannot be packed."""
     item, updates = processed
     packer = Packer()
     fields = [_field(packer, key, element) for key, element in item.items()]
-    return packer.plan(settings, name, MODALITY, fields, [_update(update) for update in updates])
+    return packer.pack(settings, name, MODALITY, fields, [_update(update) for update in updates])
 
 
 def unpack(header: Header, tensors: memoryview) -> Processed:
-    """Return what :func:`pack` was given; its tensors are copies, in memory of their own."""
+    """Return the processed image that was packed; its tensors are copies."""
     import torch  # noqa: PLC0415
     from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem  # noqa: PLC0415
 
-    whole = torch.empty(header.length + ALIGNMENT, dtype=torch.uint8)  # never empty, so that it has an address
+    whole = torch.empty(header.length + ALIGNMENT, dtype=torch.uint8)  # never empty, so it has an address
     memoryview(whole.numpy())[: len(tensors)] = tensors
 
     def tensor(placed: Tensor) -> Any:
@@ -35,14 +80,14 @@ def unpack(header: Header, tensors: memoryview) -> Processed:
         return whole[placed.offset : placed.offset + placed.length].view(dtype).reshape(placed.shape)
 
     elements = {
-        field.name: MultiModalFieldElem(data=plain(field.node, tensor), field=_batching(field))
+        field.name: MultiModalFieldElem(data=unpack_node(field.node, tensor), field=_batching(field))
         for field in header.fields
     }
     return MultiModalKwargsItem(elements), [_resolved(header.modality, update) for update in header.updates]
 
 
-def settings_of(version: str, renderer: Any) -> str:
-    """Return a digest of everything besides the image that decides what comes of processing it."""
+def settings_digest(version: str, renderer: Any) -> str:
+    """Return a digest of every setting that affects the processing of an image."""
     config, processor = renderer.model_config, renderer.mm_processor
     multimodal = config.multimodal_config
     values = {
@@ -60,15 +105,17 @@ def settings_of(version: str, renderer: Any) -> str:
 
 
 def _image_processor(processor: Any) -> Any:
-    found: Any = getattr(processor.info.get_hf_processor(), "image_processor", None)
-    if not hasattr(found, "to_dict"):
-        return type(found).__qualname__
-    # Where the model lies is no matter; what it says is.
-    return {key: value for key, value in found.to_dict().items() if key not in ("name_or_path", "_name_or_path")}
+    image_processor: Any = getattr(processor.info.get_hf_processor(), "image_processor", None)
+    if not hasattr(image_processor, "to_dict"):
+        return type(image_processor).__qualname__
+    # The content of the configuration matters, not its path.
+    return {
+        key: value for key, value in image_processor.to_dict().items() if key not in ("name_or_path", "_name_or_path")
+    }
 
 
 def _vocabulary(renderer: Any) -> Any:
-    """What ids the placeholders of an image are made of."""
+    """Return the added tokens, which include the image placeholders."""
     added: dict[str, int] = getattr(renderer.tokenizer, "get_added_vocab", dict)()
     return sorted(added.items(), key=str)
 
@@ -77,7 +124,7 @@ def _field(packer: Packer, name: str, element: Any) -> Field:
     from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFlatField, MultiModalSharedField  # noqa: PLC0415
 
     node, field = _node(packer, element.data), element.field
-    # Exact types: what a subclass means to its model cannot be known.
+    # Exact types, because the meaning of a subclass is unknown.
     if type(field) is MultiModalBatchedField:
         return Field(name, "batched", node, field.keep_on_cpu)
     if type(field) is MultiModalFlatField:
@@ -93,7 +140,7 @@ def _batching(field: Field) -> Any:
     if field.kind == "batched":
         return MultiModalBatchedField(keep_on_cpu=field.keep_on_cpu)
     if field.kind == "flat":
-        # The slices cut the image out of its batch, which is done; putting images together again uses ``dim`` alone.
+        # The slices cut the image out of its batch, which is done already; batching again uses ``dim`` only.
         return MultiModalFlatField(slices=[slice(None)], dim=field.dim, keep_on_cpu=field.keep_on_cpu)
     return MultiModalSharedField(batch_size=field.batch_size, keep_on_cpu=field.keep_on_cpu)
 
@@ -112,16 +159,16 @@ def _node(packer: Packer, data: Any) -> Node:
     raise HandOverFailed("refused", f"a field holds {type(data).__qualname__}")
 
 
-def _update(update: Any) -> Update:
+def _update(update: Any) -> PromptUpdate:
     target, content = update.target, update.content
     if not isinstance(target, list):
-        raise HandOverFailed("prompt", "the image's place in the prompt is a rule, not ids")
+        raise HandOverFailed("prompt", "the image's position in the prompt is a rule, not ids")
     full = [int(token) for token in content.full]
-    mask = None if content.is_embed is None else bytes(int(bool(here)) for here in content.is_embed(full))
-    return Update(update.mode.value, [int(token) for token in target], full, mask)
+    mask = None if content.is_embed is None else bytes(int(bool(flag)) for flag in content.is_embed(full))
+    return PromptUpdate(update.mode.value, [int(token) for token in target], full, mask)
 
 
-def _resolved(modality: str, update: Update) -> Any:
+def _resolved(modality: str, update: PromptUpdate) -> Any:
     import torch  # noqa: PLC0415
     from vllm.multimodal.processing.processor import PromptUpdateDetails, ResolvedPromptUpdate, UpdateMode  # noqa: PLC0415
 
@@ -134,7 +181,7 @@ def _resolved(modality: str, update: Update) -> Any:
 
     return ResolvedPromptUpdate(
         modality=modality,
-        item_idx=0,  # vLLM puts in the image's number whenever it takes one out of its cache
+        item_idx=0,  # vLLM sets the image's index when it fetches one from its cache
         mode=UpdateMode(update.mode),
         target=update.target,
         content=PromptUpdateDetails(full=update.full, is_embed=None if mask is None else is_embed),

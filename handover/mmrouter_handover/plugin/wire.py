@@ -1,4 +1,4 @@
-"""What the routes take and answer: the plugin's side of ``mmrouter_lib.engines.vllm.handover``."""
+"""Request and response bodies of the plugin's routes; ``mmrouter_lib.engines.vllm.handover`` is the router's side."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,20 +22,20 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 T = TypeVar("T")
 
 
-class HandOverFailed(Exception):  # noqa: N818 - it is an outcome, with a reason for a counter
-    """An image was not handed over. ``reason`` is one of the words of ``mmrouter_lib.engines.vllm.handover.Reason``."""
+class HandOverFailed(Exception):  # noqa: N818 - an outcome, with a reason for a counter
+    """An image was not handed over. ``reason`` is a ``mmrouter_lib.engines.vllm.handover.Reason``."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
 
 
-class BadRequest(ValueError):  # noqa: N818 - named after the answer that it becomes
+class BadRequest(ValueError):  # noqa: N818 - named after its HTTP status
     """A request cannot be read; the message says why."""
 
 
 class RenderRequest(msgspec.Struct):
-    """``chat`` is handed to vLLM as it is. ``images``: names to offer, ``None`` for all."""
+    """``chat`` is passed to vLLM unchanged. ``images``: names to offer, ``None`` for all."""
 
     chat: msgspec.Raw
     ways: list[Way]
@@ -61,8 +61,8 @@ class Inline(msgspec.Struct, frozen=True, tag="inline", tag_field="way"):
 class Nixl(msgspec.Struct, frozen=True, tag="nixl", tag_field="way"):
     """A packed item in registered memory of a NIXL agent.
 
-    Eight bytes with ``generation`` stand at ``address``, the item ``HEAD_BYTES`` after it. They are zeroed before the
-    memory is used again, so a reader that finds them unchanged after its read has read the item.
+    ``generation`` is stored in eight bytes at ``address``, the item ``HEAD_BYTES`` after it. The generation is zeroed
+    before the memory is reused, so a reader that finds it unchanged after its read has read the item.
     """
 
     length: Length
@@ -77,7 +77,7 @@ Offer = Shm | Inline | Nixl
 
 
 class ItemsRequest(msgspec.Struct):
-    """Offers by name; each item that is taken is kept for ``seconds`` at most."""
+    """Offers by name; each fetched item is kept for ``seconds`` at most."""
 
     items: dict[Name, Offer]
     seconds: Seconds
@@ -108,7 +108,7 @@ class Released(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """``ways``: way -> why it is not offered, empty where it is. ``counts`` is for people and tests."""
+    """``ways``: way -> reason why it is not offered, or empty. ``counts`` is for people and tests."""
 
     role: str
     enabled: bool
@@ -122,7 +122,7 @@ class Status(msgspec.Struct):
 
 
 def read(raw: bytes, kind: type[T]) -> T:
-    """Return the request that a body holds. Raises :class:`BadRequest`."""
+    """Decode a request body. Raises :class:`BadRequest`."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -130,5 +130,5 @@ def read(raw: bytes, kind: type[T]) -> T:
 
 
 def error(status: int, message: str) -> bytes:
-    """Return the body of an answer that is no success, in the shape of vLLM's own."""
+    """Return the body of an error response, in the shape of vLLM's own."""
     return msgspec.json.encode({"error": {"message": message, "type": "mmrouter", "param": None, "code": status}})

@@ -1,4 +1,4 @@
-"""The wrapper keeps every plugin of an image, adds ours, and never keeps an engine from starting."""
+"""The installer and the start wrapper, which adds the plugin to those of the image and always starts the engine."""
 
 import json
 import os
@@ -21,9 +21,9 @@ INSTALLED = [
 
 
 @pytest.mark.parametrize(
-    ("said", "installed", "allowed"),
+    ("current", "installed", "allowed"),
     [
-        # Unset loads all groups but the endpoints', so all these are named and no endpoint of others is.
+        # Unset loads every group but endpoint plugins, so all but those are named.
         (None, INSTALLED, "lora_resolver,tpu,mmrouter"),
         (None, [], "mmrouter"),
         ("tpu", INSTALLED, "tpu,mmrouter"),
@@ -31,10 +31,8 @@ INSTALLED = [
         ("their_routes,mmrouter", INSTALLED, "their_routes,mmrouter"),
     ],
 )
-def test_what_would_be_loaded_without_us_is_loaded_with_us(
-    said: str | None, installed: list[tuple[str, str]], allowed: str
-):
-    assert allow_list(said, installed) == allowed
+def test_plugins_of_the_image_stay_loaded(current: str | None, installed: list[tuple[str, str]], allowed: str):
+    assert allow_list(current, installed) == allowed
 
 
 @pytest.mark.parametrize(
@@ -48,14 +46,12 @@ def test_what_would_be_loaded_without_us_is_loaded_with_us(
         (b"", None),
     ],
 )
-def test_the_interpreter_of_a_script_is_its_first_line_where_that_names_one_by_its_path(
-    shebang: bytes, named: str | None
-):
+def test_the_interpreter_of_a_script_is_the_python_path_in_its_shebang(shebang: bytes, named: str | None):
     assert interpreter(shebang) == named
 
 
-def test_a_command_runs_with_its_own_interpreter_its_arguments_and_the_plugin_in_sight(tmp_path: Path):
-    """A stand-in for ``vllm``: a script of another interpreter, in an image with a plugin of its own."""
+def test_a_command_runs_with_its_own_interpreter_and_finds_the_plugin(tmp_path: Path):
+    """A script with another interpreter stands in for ``vllm``, in an image with a plugin of its own."""
     install(tmp_path / "plugin")
     other = tmp_path / "python-of-the-image"
     other.symlink_to(sys.executable)
@@ -90,7 +86,7 @@ def test_a_command_runs_with_its_own_interpreter_its_arguments_and_the_plugin_in
     assert not still
 
 
-def test_no_command_is_a_wrong_use_and_a_command_that_is_not_there_is_said_to_be_so():
+def test_a_missing_or_unknown_command_is_an_error():
     wrapper = [sys.executable, "-m", "mmrouter_handover.plugin.start"]
     assert subprocess.run(wrapper, capture_output=True, check=False).returncode == 2
     absent = subprocess.run([*wrapper, "no-such-engine"], capture_output=True, text=True, check=False)
@@ -98,7 +94,7 @@ def test_no_command_is_a_wrong_use_and_a_command_that_is_not_there_is_said_to_be
     assert "no-such-engine" in absent.stderr or "No such file" in absent.stderr
 
 
-def test_the_command_that_an_init_container_runs_says_what_it_put_where_and_what_it_cannot_write(tmp_path: Path):
+def test_the_install_command_reports_what_it_installed_or_cannot_write(tmp_path: Path):
     command = [sys.executable, "-m", "mmrouter_cli", "plugin"]
     made = subprocess.run([*command, str(tmp_path / "plugin")], capture_output=True, text=True, check=True)
     assert "mmrouter_handover" in made.stdout
@@ -108,7 +104,7 @@ def test_the_command_that_an_init_container_runs_says_what_it_put_where_and_what
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
 
 
-def test_the_folder_is_made_anew_as_a_whole_and_everybody_may_read_it(tmp_path: Path):
+def test_installing_again_replaces_the_folder_and_everything_is_world_readable(tmp_path: Path):
     folder = tmp_path / "plugin"
     names = install(folder)
     (folder / "mmrouter_handover" / "plugin" / "left_by_an_older_release.py").write_text("")

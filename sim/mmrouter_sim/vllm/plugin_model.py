@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from blake3 import blake3
 
-from mmrouter_handover.plugin.packed_item import Field, Packer, Plan, plain, read_header
-from mmrouter_handover.plugin.pending_items import Kept
-from mmrouter_handover.plugin.ways import Release, Settings, Ways
+from mmrouter_handover.plugin.packed_item import Field, PackedItem, Packer, read_header, unpack_node
+from mmrouter_handover.plugin.processor_cache import PendingItems
+from mmrouter_handover.plugin.transports import Release, Settings, Transports
 from mmrouter_handover.plugin.wire import HandOverFailed, Offer, Status, Way
 from mmrouter_sim.media import BYTES_PER_TOKEN, ProcessorCache
 
@@ -33,8 +33,8 @@ class Plugin:
     def __init__(self, ways: Settings, role: str, processing: str, images: ProcessorCache, version: str) -> None:
         """``role``: renderer or engine. ``processing``: equal where two servers process alike."""
         self.role, self._node, self._version = role, ways.node, version
-        self._ways, self._processing, self._images = Ways(ways, role), processing, images
-        self._kept: Kept[int] = Kept(ways.limit_bytes, time.monotonic)
+        self._ways, self._processing, self._images = Transports(ways, role), processing, images
+        self._kept: PendingItems[int] = PendingItems(ways.limit_bytes, time.monotonic)
         self._leases: dict[str, list[Release]] = {}
         self._mutex = threading.Lock()
 
@@ -113,17 +113,17 @@ class Plugin:
     def _unpacked(self, packed: memoryview, name: str) -> int:
         header, tensors = read_header(packed, name=name, settings=self._processing)
         with tensors:
-            spot = next(plain(field.node, lambda tensor: tensor) for field in header.fields)
+            spot = next(unpack_node(field.node, lambda tensor: tensor) for field in header.fields)
             tokens = int(spot.shape[0])
             if bytes(tensors[spot.offset : spot.offset + spot.length]) != _pixels(name, tokens):
                 raise HandOverFailed("corrupt", "these are not the bytes of that image")
             return tokens
 
 
-def _packed(processing: str, name: str, tokens: int) -> Plan:
+def _packed(processing: str, name: str, tokens: int) -> PackedItem:
     packer = Packer()
     node = packer.tensor("uint8", (tokens, BYTES_PER_TOKEN), memoryview(_pixels(name, tokens)))
-    return packer.plan(processing, name, "image", [Field("pixel_values", "batched", node)], [])
+    return packer.pack(processing, name, "image", [Field("pixel_values", "batched", node)], [])
 
 
 def _pixels(name: str, tokens: int) -> bytes:

@@ -41,8 +41,7 @@ def answer(folder: str, files: list[str]) -> dict[str, Any]:
 
     from mmrouter_handover.plugin import vllm_items
     from mmrouter_handover.plugin.packed_item import read_header
-    from mmrouter_handover.plugin.pending_items import Kept
-    from mmrouter_handover.plugin.processor_cache import HandedOverCache
+    from mmrouter_handover.plugin.processor_cache import HandedOverCache, PendingItems
     from mmrouter_handover.plugin.renderer_side import from_cache
 
     config = ModelConfig(model=folder, dtype="float32", trust_remote_code=True)
@@ -56,9 +55,9 @@ def answer(folder: str, files: list[str]) -> dict[str, Any]:
         return renderer._process_multimodal(ids, {"image": images}, {"image": names}, None, skip_mm_cache=skip)
 
     own = processed(pictures, True)
-    kept: Kept[Any] = Kept(1 << 40, time.monotonic)
+    kept: PendingItems[Any] = PendingItems(1 << 40, time.monotonic)
     renderer._mm_processor_cache = HandedOverCache(renderer._mm_processor_cache, kept)
-    settings, total = vllm_items.settings_of("0.32.0", renderer), 0
+    settings, total = vllm_items.settings_digest("0.32.0", renderer), 0
     for name, item in from_cache(renderer._mm_processor_only_cache, names).items():
         plan = vllm_items.pack(settings, name, item)
         data = memoryview(bytearray(b"\xee" * plan.length))

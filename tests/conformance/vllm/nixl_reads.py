@@ -26,7 +26,7 @@ SETTLE_SECONDS = 60.0
 def offer() -> None:
     import msgspec
 
-    from mmrouter_handover.plugin.nixl_way import open_nixl
+    from mmrouter_handover.plugin.nixl_transport import open_nixl
     from mmrouter_handover.plugin.packed_item import Field, Packer
 
     way, why = open_nixl("renderer", POOL)
@@ -34,7 +34,7 @@ def offer() -> None:
     for number in range(3):
         packer = Packer()
         node = packer.tensor("uint8", (LENGTH,), memoryview(bytes([number]) * LENGTH))
-        plan = packer.plan("s", str(number), "image", [Field("pixels", "flat", node)], [])
+        plan = packer.pack("s", str(number), "image", [Field("pixels", "flat", node)], [])
         offered, release = way.offer(plan, 600)
         if number == 2:
             release()
@@ -44,17 +44,17 @@ def offer() -> None:
 
 class Reading:
     def __init__(self, folder: str) -> None:
-        from mmrouter_handover.plugin import nixl_way
+        from mmrouter_handover.plugin import nixl_transport
         from mmrouter_handover.plugin.wire import Nixl, read
 
-        nixl_way.READ_SECONDS = READ_SECONDS
+        nixl_transport.READ_SECONDS = READ_SECONDS
         command = [sys.executable, __file__, folder, "offer"]
         self.renderer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.renderer.stdout is not None
         # NIXL writes its log there, too.
         lines = (line for line in self.renderer.stdout if line.startswith(b"{"))
         self.first, self.second, self.released = (read(next(lines), Nixl) for _ in range(3))
-        way, why = nixl_way.open_nixl("engine", POOL)
+        way, why = nixl_transport.open_nixl("engine", POOL)
         assert way, why
         self.way = way
         self.steps: dict[str, Any] = {}

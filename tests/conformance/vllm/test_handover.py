@@ -55,7 +55,7 @@ def sides(vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytes
     made = subprocess.run(
         [sys.executable, "-m", "mmrouter_cli", "plugin", str(plugin)], capture_output=True, text=True, check=True
     )
-    assert "mmrouter_handover.plugin" in made.stdout
+    assert "mmrouter_handover" in made.stdout
     wrapper = [str(vllm_env / "bin" / "python3"), "-m", "mmrouter_handover.plugin.start"]
     with ExitStack() as running:
         # Hand-over by shared memory is for memory.

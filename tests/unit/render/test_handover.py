@@ -10,7 +10,7 @@ from unit.render.test_children import load
 from unit.render.test_networkpolicy import SITE, STRANGER, engine, frontend, passes
 from unit.render.test_pods_inputs import hashes, templates
 
-from mmrouter_handover.plugin.ways import read_settings
+from mmrouter_handover.plugin.transports import read_settings
 from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_lib.api.paths import PLUGIN_DIR, SHARED_DIR
 from mmrouter_operator.render import SecretData, render

@@ -1,26 +1,26 @@
-"""The ways that a server has, opened once by what its pod's environment says."""
+"""Open the transports (shared memory, NIXL, inline) that the pod's environment names, and offer and read items.
+
+Environment variables and routes call a transport a *way*.
+"""
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
 
-from mmrouter_handover.plugin.nixl_way import NixlWay, open_nixl
-from mmrouter_handover.plugin.packed_item import Plan
+from mmrouter_handover.plugin.nixl_transport import NixlTransport, open_nixl
+from mmrouter_handover.plugin.packed_item import PackedItem
 from mmrouter_handover.plugin.wire import WAYS, HandOverFailed, Inline, Nixl, Offer, Shm, Way
 from mmrouter_handover.shm import HandOverError, Pool, Reader, read_handle
-
-log = logging.getLogger("mmrouter.plugin")
 
 SHARED_DIR_ENV = "MMROUTER_SHARED_DIR"
 """Root of the node's shared tmpfs."""
 WAYS_ENV = "MMROUTER_HANDOVER_WAYS"
-"""Ways to open, separated by commas. NIXL opens sockets, so it is only opened where it is named."""
+"""Ways to open, separated by commas. NIXL opens sockets, so it must be named explicitly."""
 BYTES_ENV = "MMROUTER_HANDOVER_BYTES"
-"""Most bytes of processed images that a server lends or keeps, in each: tmpfs, registered memory, its own memory."""
+"""Most bytes of processed images that a server keeps in each of tmpfs, registered memory, and its own memory."""
 NODE_ENV = "NODE_NAME"
 
 DEFAULT_WAYS = "shm,inline"
@@ -32,7 +32,7 @@ Release = Callable[[], object]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the environment says. Raises ``ValueError`` for what cannot be meant."""
+    """Settings of the hand-over."""
 
     shared_dir: str
     ways: tuple[Way, ...]
@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
-    """Return what the environment says, with the defaults. Raises ``ValueError``."""
+    """Return the settings from environment variables. Raises ``ValueError`` for invalid values."""
     named = {word.strip() for word in environ.get(WAYS_ENV, DEFAULT_WAYS).split(",")} - {""}
     if unknown := sorted(named - set(WAYS)):
         raise ValueError(f"{WAYS_ENV} names {unknown[0]!r}; ways are {', '.join(WAYS)}")
@@ -52,14 +52,14 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     return Settings(environ.get(SHARED_DIR_ENV, ""), ways, limit, environ.get(NODE_ENV, ""))
 
 
-class Ways:
-    """How a renderer offers and how an engine reads. ``missing``: way -> why it is not there."""
+class Transports:
+    """The open transports of a server. ``missing``: way -> reason why it is not available, or empty."""
 
     def __init__(self, settings: Settings, role: str) -> None:
         self.missing: dict[str, str] = {}
         self._pool: Pool | None = None
         self._reader: Reader | None = None
-        self.nixl: NixlWay | None = None
+        self.nixl: NixlTransport | None = None
         self._inline = "inline" in settings.ways
         for way in WAYS:
             self.missing[way] = "" if way in settings.ways else f"absent: {WAYS_ENV} does not name it"
@@ -80,30 +80,30 @@ class Ways:
         except OSError as error:
             self.missing["shm"] = f"absent: {settings.shared_dir}: {error.strerror}"
 
-    def offer(self, plan: Plan, name: str, way: Way, seconds: float, inline_bytes: int) -> tuple[Offer, Release]:
-        """Lend an item one way; return the offer and what ends it. Raises :class:`HandOverFailed`."""
+    def offer(self, item: PackedItem, name: str, way: Way, seconds: float, inline_bytes: int) -> tuple[Offer, Release]:
+        """Offer an item one way; return the offer and a function that ends it. Raises :class:`HandOverFailed`."""
         if why := self.missing[way]:
             raise HandOverFailed("absent", why)
         if way == "inline":
-            if plan.length > inline_bytes:
-                raise HandOverFailed("large", f"{plan.length} bytes, inline travel at most {inline_bytes}")
-            payload = bytearray(plan.length)
-            plan.write(memoryview(payload))
-            return Inline(length=plan.length, data=bytes(payload)), lambda: False
+            if item.length > inline_bytes:
+                raise HandOverFailed("large", f"{item.length} bytes, inline items have at most {inline_bytes}")
+            payload = bytearray(item.length)
+            item.write(memoryview(payload))
+            return Inline(length=item.length, data=bytes(payload)), lambda: False
         if way == "nixl":
             assert self.nixl is not None
-            return self.nixl.offer(plan, seconds)
+            return self.nixl.offer(item, seconds)
         assert self._pool is not None
         try:
-            with self._pool.lease(plan.length, seconds=seconds) as lease:
-                plan.write(lease.buffer)
+            with self._pool.lease(item.length, seconds=seconds) as lease:
+                item.write(lease.buffer)
                 handle = lease.publish(name)
         except HandOverError as error:
             raise HandOverFailed(error.reason, str(error)) from error
-        return Shm(length=plan.length, handle=handle.to_json()), lease.release
+        return Shm(length=item.length, handle=handle.to_json()), lease.release
 
     def read(self, offer: Offer, use: Callable[[memoryview], T]) -> T:
-        """Return what ``use`` makes of an offered item while it lies there. Raises :class:`HandOverFailed`."""
+        """Return the result of ``use`` on the bytes of an offered item. Raises :class:`HandOverFailed`."""
         if isinstance(offer, Inline):
             if not self._inline:
                 raise HandOverFailed("absent", self.missing["inline"])
@@ -124,8 +124,8 @@ class Ways:
             view.release()
 
     def close(self) -> None:
-        """Give back what is lent; what is still read stays until it is not."""
-        for thing in (self._pool, self._reader):
-            if thing is not None:
+        """Close the transports; slots that are still read stay until their readers are done."""
+        for peer in (self._pool, self._reader):
+            if peer is not None:
                 with contextlib.suppress(OSError):
-                    thing.close()
+                    peer.close()
