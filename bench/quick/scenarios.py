@@ -31,7 +31,7 @@ from mmrouter_lib.media_identity import media_identity
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
-from mmrouter_router.media.datauri import decode
+from mmrouter_router.media.data_uri import decode
 
 WORKERS = 64
 HELD = 500

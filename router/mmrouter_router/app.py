@@ -78,7 +78,7 @@ class Router:
         )
         self.fleet.on_work(self.sharing.heard)
         self.placer = Placer(settings.deployment, self.fleet, changed=self.sharing.changed)
-        self.media = MediaResolver(spec.routing.media, registry=self.metrics.registry)
+        self.media = MediaResolver(spec.routing.media, metrics=self.metrics)
         self.preparer = Preparer(settings, self.media)
         family = self.preparer.family.name if self.preparer.family is not None else self.preparer.unknown_family
         self.metrics.parity.describe(spec.engine.type, family)

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from conformance.pictures import data_uri, picture
 from conformance.predict import Predicted, Predictor, image_places
 from conformance.workload import Case, case, said, user
-from prometheus_client import CollectorRegistry
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.media.resolve import MediaResolver
+from mmrouter_router.telemetry.metrics import Metrics
 
 Hit = Literal["whole", "before image", "common"]
 """What a request finds of the ones before it: all of itself, the blocks before its first image, or what it begins with
@@ -78,7 +78,7 @@ def fetched(found: Sequence[Scenario]) -> list[Scenario]:
 
     async def all_of_them() -> list[Scenario]:
         settings = MediaSettings(fetch="public", allowed_cidrs=["127.0.0.0/8"])
-        resolver = MediaResolver(settings, registry=CollectorRegistry())
+        resolver = MediaResolver(settings, metrics=Metrics())
         try:
             return [replace(one, cases=tuple([await inlined(resolver, case) for case in one.cases])) for one in found]
         finally:

@@ -1,7 +1,7 @@
-"""Single flight: work that several ask for at the same time is done once.
+"""Single flight: concurrent calls with one key share one execution.
 
-A flight belongs to nobody: it goes on while anyone waits for it and ends when the last one has gone, so there are never
-more flights than waiters. What it brings, a failure too, is shared by all who waited, and not kept.
+The execution is cancelled when its last caller is, so there are never more executions than callers. Its result or
+exception goes to all callers and is not cached.
 """
 
 import asyncio
@@ -14,54 +14,51 @@ V = TypeVar("V")
 
 
 @dataclass(eq=False)
-class _Flight(Generic[V]):
+class _Execution(Generic[V]):
     task: asyncio.Task[V]
-    waiters: int = 0
+    callers: int = 0
 
 
-class Flights(Generic[K, V]):
-    """What is under way, by key."""
+class SingleFlight(Generic[K, V]):
+    """The executions in progress, by key."""
 
     def __init__(self) -> None:
-        self._flights: dict[K, _Flight[V]] = {}
+        self._executions: dict[K, _Execution[V]] = {}
 
     def __contains__(self, key: K) -> bool:
-        return key in self._flights
+        return key in self._executions
 
-    async def join(self, key: K, fly: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        """Return what the flight of this key brings; ``fly`` starts it where none is under way. Raises what it raises.
-
-        A waiter that is cancelled leaves the others theirs.
-        """
-        flight = self._flights.get(key) or self._start(key, fly)
-        flight.waiters += 1
+    async def run(self, key: K, execute: Callable[[], Coroutine[Any, Any, V]]) -> V:
+        """Return the result of this key's execution; start ``execute`` where there is none. Raises what it raises."""
+        execution = self._executions.get(key) or self._start(key, execute)
+        execution.callers += 1
         try:
-            return await asyncio.shield(flight.task)
+            return await asyncio.shield(execution.task)
         finally:
-            flight.waiters -= 1
-            if flight.waiters == 0 and not flight.task.done():
-                # Forgotten at once: who comes now must not join a flight that is ending.
-                self._forget(key, flight)
-                flight.task.cancel()
+            execution.callers -= 1
+            if execution.callers == 0 and not execution.task.done():
+                # Forget it at once: a new caller must not join an execution that is being cancelled.
+                self._forget(key, execution)
+                execution.task.cancel()
 
     async def close(self) -> None:
-        """End all flights."""
-        tasks = [flight.task for flight in self._flights.values()]
+        """Cancel all executions."""
+        tasks = [execution.task for execution in self._executions.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, key: K, fly: Callable[[], Coroutine[Any, Any, V]]) -> _Flight[V]:
-        flight = self._flights[key] = _Flight(asyncio.create_task(fly()))
+    def _start(self, key: K, execute: Callable[[], Coroutine[Any, Any, V]]) -> _Execution[V]:
+        execution = self._executions[key] = _Execution(asyncio.create_task(execute()))
 
-        def landed(task: asyncio.Task[V]) -> None:
-            self._forget(key, flight)
+        def finish(task: asyncio.Task[V]) -> None:
+            self._forget(key, execution)
             if not task.cancelled():
-                task.exception()  # whoever still waits gets it; nobody may be left
+                task.exception()  # mark it as retrieved, since all callers may have been cancelled
 
-        flight.task.add_done_callback(landed)
-        return flight
+        execution.task.add_done_callback(finish)
+        return execution
 
-    def _forget(self, key: K, flight: _Flight[V]) -> None:
-        if self._flights.get(key) is flight:
-            del self._flights[key]
+    def _forget(self, key: K, execution: _Execution[V]) -> None:
+        if self._executions.get(key) is execution:
+            del self._executions[key]

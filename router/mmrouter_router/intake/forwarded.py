@@ -1,8 +1,8 @@
-"""``POST /v1/completions`` and ``/v1/responses``: enough to place a request by affinity and to keep it harmless.
+"""Parser for the forwarded routes ``POST /v1/completions`` and ``/v1/responses``, which are placed by affinity.
 
-Media may stand anywhere in a prompt of ``/v1/responses`` (``input_image`` parts, screenshots in tool outputs). All of
-it goes through the same fetcher as a chat's and is put into the body as bytes; ways to name media that the engine would
-have to look up (``file_url``, ``file_id``) and embeddings are refused.
+Media may occur anywhere in a prompt of ``/v1/responses`` (``input_image`` parts, screenshots in tool outputs). The
+router fetches all of it as for a chat and puts the bytes into the body. References that the engine would have to
+resolve (``file_url``, ``file_id``) and embeddings are refused.
 """
 
 from collections.abc import Iterator
@@ -11,23 +11,32 @@ from typing import Any
 from blake3 import blake3
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake.body import Raw, parse_object
-from mmrouter_router.intake.checks import Object, count_media, flag, max_tokens, media_url, model_of, text, unsupported
-from mmrouter_router.intake.fields import Reason
+from mmrouter_router.intake.json_body import Raw, parse_object
+from mmrouter_router.intake.json_fields import (
+    Object,
+    count_media,
+    flag,
+    max_tokens,
+    media_url,
+    model_of,
+    text,
+    unsupported,
+)
+from mmrouter_router.intake.prompt_fields import Reason
 from mmrouter_router.intake.request import ChatRequest, Limits, MediaPart, Modality
 
 HEAD_CHARACTERS = 2048
-"""What identifies the beginning of a prompt, in characters of its JSON form."""
+"""Characters of a prompt's JSON form that identify its beginning."""
 
 _PROMPTS = ("input", "prompt", "previous_input_messages", "messages")
 """Top-level fields that engines read messages or prompts from."""
 _MEDIA: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
-_LOOKED_UP = frozenset({"file_url", "file_id"})
+_FILE_REFERENCES = frozenset({"file_url", "file_id"})
 _EMBEDDINGS = frozenset({"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"})
 
 
 def parse_forwarded(raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
-    """Check the body of a forwarded path. Raises :class:`RequestError` and nothing else."""
+    """Parse and check the body of a forwarded route. Raises :class:`RequestError` only."""
     body = parse_object(raw, limits.max_request_bytes)
     model = model_of(body, served_model)
     if body.get("prompt_embeds") is not None:
@@ -62,7 +71,7 @@ def parse_forwarded(raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
 
 
 def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
-    """Yield every media URL below a value and empty its place. ``parse_object`` has bounded the depth."""
+    """Yield every media URL below a value and clear its field. ``parse_object`` has bounded the depth."""
     if isinstance(value, list):
         for number, item in enumerate(value):
             if isinstance(item, dict | list):
@@ -74,16 +83,16 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
                 continue
             if name in _EMBEDDINGS:
                 raise _embeddings(place)
-            if name in _LOOKED_UP:
+            if name in _FILE_REFERENCES:
                 raise unsupported(place, "engines fetch and keep nothing; put the media into the request")
             if name in _MEDIA:
-                yield _taken(value, name, place, removed)
+                yield _take_url(value, name, place, removed)
             elif isinstance(item, dict | list):
                 yield from _media_in(item, place, removed)
 
 
-def _taken(part: Object, name: str, path: str, removed: set[str]) -> MediaPart:
-    # A client's name for media would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid).
+def _take_url(part: Object, name: str, path: str, removed: set[str]) -> MediaPart:
+    # A client's uuid would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid).
     if part.pop("uuid", None) is not None:
         removed.add("uuid")
     holder, key, url, param = media_url(part, name, path)
@@ -92,8 +101,8 @@ def _taken(part: Object, name: str, path: str, removed: set[str]) -> MediaPart:
 
 
 def _head(body: Object, prompt: str, media: list[MediaPart]) -> str:
-    """Return a text that stays while a conversation grows: the client's own cache key, or how the prompt begins."""
-    own = text(body, "prompt_cache_key", "prompt_cache_key")
+    """Return a text that is stable as a conversation grows: the client's cache key, or the prompt's beginning."""
+    own = text(body, "prompt_cache_key")
     if own:
         return own[:HEAD_CHARACTERS]
     value = body[prompt]
@@ -103,7 +112,7 @@ def _head(body: Object, prompt: str, media: list[MediaPart]) -> str:
     if isinstance(start, str | list):
         start = start[:HEAD_CHARACTERS]
     first = blake3(media[0].url.encode()).hexdigest() if media and media[0].param.startswith(f"{prompt}[0]") else ""
-    instructions = text(body, "instructions", "instructions") or ""
+    instructions = text(body, "instructions") or ""
     return f"{instructions[:HEAD_CHARACTERS]}\0{str(start)[:HEAD_CHARACTERS]}\0{first}"
 
 

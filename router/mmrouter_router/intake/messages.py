@@ -1,14 +1,14 @@
-"""Messages and content parts of a chat request.
+"""Validation of a chat request's messages and content parts.
 
-Parts are an allow-list by type *and* by key, because engines guess a missing type from the keys that a part holds, and
-templates look at keys, too: a text part that also names an image would be one thing to us and another to the engine.
+Parts are allow-listed by type *and* by key: engines infer a missing type from keys, and templates read keys, so a text
+part with an image key would be a text to the router and an image to the engine.
 """
 
 from typing import Any
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake.body import MAX_DEPTH, text_depth
-from mmrouter_router.intake.checks import (
+from mmrouter_router.intake.json_body import MAX_DEPTH, text_depth
+from mmrouter_router.intake.json_fields import (
     Object,
     count_media,
     mapping,
@@ -18,13 +18,13 @@ from mmrouter_router.intake.checks import (
     required_text,
     text,
 )
-from mmrouter_router.intake.fields import Reason, words
+from mmrouter_router.intake.prompt_fields import Reason, words
 from mmrouter_router.intake.request import ImagePart, Limits, MediaPart, Modality
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 TEXT_TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
-"""Part types that engines read as text -> the key that holds it."""
+"""Part types that engines read as text -> the key of the text."""
 IMAGE_TYPES = {"image_url": "image_url", "input_image": "image_url"}
 MEDIA_TYPES: dict[str, Modality] = {"video_url": "video", "audio_url": "audio", "input_audio": "audio"}
 PART_TYPES = (*TEXT_TYPES, *IMAGE_TYPES, *MEDIA_TYPES)
@@ -33,21 +33,21 @@ MEDIA_KEYS = words(
     "image image_url image_pil image_embeds input_image video video_url video_embeds audio audio_url audio_embeds",
     "input_audio prompt_embeds",
 )
-"""Keys that make a part something else to an engine or a template, whatever its type says."""
+"""Keys that make an engine or a template read a part as media, whatever its type."""
 
 _PART_HARMLESS = words("type uuid detail closed cache_control prompt_cache_breakpoint")
-"""Other keys of a part that no template reads; a uuid is removed, and counted, when the body is rewritten."""
+"""Other keys of a part, which no template reads; a uuid is removed and counted when the body is rewritten."""
 
 _MESSAGE_TEXTS = words("name tool_call_id reasoning reasoning_content")
 _MESSAGE_OTHERS = words("role content tool_calls") | words("refusal audio annotations function_call")
-"""What is checked elsewhere, and OpenAI's fields of an assistant message that the engine drops before the template."""
+"""Fields checked elsewhere, and OpenAI's fields of an assistant message that the engine drops."""
 
 MAX_REASONS = 32
-"""Reasons kept per request; one is enough, and a client must not choose how many there are."""
+"""Reasons kept per request, so that a client cannot choose how many."""
 
 
-class Messages:
-    """What the messages of one request hold: images and other media in prompt order, and why they are not modelled."""
+class MessageParts:
+    """The media of one request's messages in prompt order, and reasons why the messages are not modelled."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -56,15 +56,15 @@ class Messages:
         self.inexact: list[Reason] = []
 
     def read(self, messages: list[Object]) -> None:
-        """Check all messages and replace each content part by its plainest form: the same prompt to the engine.
+        """Check all messages and replace each content part by its canonical form, which gives the same prompt.
 
-        Raises :class:`RequestError` that names the first wrong field.
+        Raises :class:`RequestError` that names the first invalid field.
         """
         for number, message in enumerate(messages):
             self._message(number, message)
 
     def _message(self, number: int, message: Object) -> None:
-        # Field paths are only made where they are needed: a conversation has many messages, and most are right.
+        # Field paths are formatted only for errors: a conversation has many messages.
         role = message.get("role")
         if role not in ROLES:
             required_text(message, "role", f"messages[{number}].role")
@@ -125,7 +125,7 @@ class Messages:
 
 
 def _is_plain_text(part: Any) -> bool:
-    """Whether a part is a text and nothing else: nearly all are."""
+    """Return whether a part is a text without further keys, as nearly all are."""
     return type(part) is dict and len(part) == 2 and part.get("type") == "text" and type(part.get("text")) is str
 
 
@@ -134,7 +134,7 @@ def _plain(part: Object, own: str, kind: str, value: Any) -> Object:
 
 
 def _inline_audio(part: Object, path: str) -> tuple[str, str]:
-    """Return OpenAI's inline audio (``{"data", "format"}``) as the ``data:`` URI that it stands for, and its field."""
+    """Return OpenAI's inline audio (``{"data", "format"}``) as a ``data:`` URI, and its field."""
     audio = required_mapping(part, "input_audio", path)
     data, form = required_text(audio, "data", f"{path}.data"), required_text(audio, "format", f"{path}.format")
     if not (form.isascii() and form.isalnum()):
@@ -152,15 +152,15 @@ def _tool_calls(message: Object, path: str) -> None:
         if isinstance(function.get("arguments"), dict):
             continue
         arguments = text(function, "arguments", f"{place}.arguments") or ""
-        # Engine and template parse this text again, with a parser that recurses.
+        # Engine and template parse this text with a recursive parser.
         if arguments.count("[") + arguments.count("{") > MAX_DEPTH and text_depth(arguments) > MAX_DEPTH:
             message_text = f"The arguments are nested more than {MAX_DEPTH} levels deep."
             raise RequestError.invalid(message_text, param=f"{place}.arguments", code="invalid_value")
 
 
 def tools_of(body: Object) -> list[Object] | None:
-    """Return the tools of a request, checked as far as a template reads them."""
-    tools = objects(body, "tools", "tools")
+    """Return the tools of a request; checks what a template reads of them."""
+    tools = objects(body, "tools")
     if tools is not None and not tools:
         raise RequestError.invalid(
             "'tools' must hold at least one tool, or be left out.", param="tools", code="empty_array"

@@ -1,27 +1,26 @@
-"""What intake makes of a body, and the limits that it holds it to."""
+"""A parsed and checked request, and the limits that it is held to."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
-from mmrouter_router.intake.body import Raw
-from mmrouter_router.intake.fields import Reason
-from mmrouter_router.intake.splice import Inline
+from mmrouter_router.intake.inline_images import InlineImage
+from mmrouter_router.intake.json_body import Raw
+from mmrouter_router.intake.prompt_fields import Reason
 
 Modality = Literal["image", "video", "audio"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may hold at most: bytes of the body; images and other media, counted together."""
+    """Limits of a request: bytes of the body; number of images and other media together."""
 
     max_request_bytes: int = 64 * 1024**2
     max_images: int = 32
 
     @classmethod
     def of(cls, media: MediaSettings) -> Self:
-        """The limits of ``routing.media``."""
         return cls(quantity_bytes(media.max_request_bytes), media.max_images)
 
 
@@ -33,16 +32,16 @@ class ImagePart:
     part: int
     url: str
     param: str
-    taken: Inline | None = None
-    """Its bytes, where they stood in the body and were taken out of it; then its URL is a word that stands for them."""
+    inline: InlineImage | None = None
+    """The image's bytes, where they were extracted from the body; the URL is then their placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
     """Media that the prompt does not model: video, audio, anything in a forwarded request.
 
-    ``holder[key]`` is the place of its URL in the body. It is empty until :meth:`inline` puts the bytes there, so that
-    no engine ever sees a client's URL, not even by a mistake of ours.
+    ``holder[key]`` is the field of its URL in the body. It is empty until :meth:`embed` puts the bytes there, so that
+    no engine can see a client's URL.
     """
 
     holder: dict[str, Any]
@@ -51,19 +50,19 @@ class MediaPart:
     param: str
     kind: Modality
 
-    def inline(self, data_uri: str) -> None:
+    def embed(self, data_uri: str) -> None:
         """Put the resolved bytes into the body."""
         self.holder[self.key] = data_uri
 
 
-@dataclass(slots=True)  # not frozen: there is one per request, and freezing it costs ten times what making it does
+@dataclass(slots=True)  # not frozen: creation would take ten times as long
 class ChatRequest:
-    """A checked request, which nobody changes. ``body`` is the parsed object, normalised; ``inexact`` is empty where
+    """A checked request; treat it as immutable. ``body`` is the parsed object, normalised; ``inexact`` is empty where
     the prompt is modelled.
 
-    ``removed`` names what intake took out because clients may not set it. A forwarded request (completions, responses)
-    has no ``images`` and always a reason; its ``messages`` hold the beginning of its prompt as one user message, for
-    affinity only.
+    ``removed`` names the fields that intake removed because clients may not set them. A forwarded request (completions,
+    responses) has no ``images`` and always a reason; its ``messages`` hold the beginning of its prompt as one user
+    message, for affinity only.
     """
 
     model: str
@@ -82,4 +81,4 @@ class ChatRequest:
     inexact: tuple[Reason, ...]
     removed: tuple[str, ...] = ()
     source: Raw = b""
-    """The body as it was parsed: as it came, or with words in the places of large images."""
+    """The body as parsed: as received, or with placeholders for large images."""

@@ -1,9 +1,9 @@
-"""API keys -> tenants -> salts.
+"""Authentication by API keys, and the cache salt of each tenant.
 
-A folder holds one file per tenant, named after it, with one key per line (a mounted Secret); blank lines and lines that
-begin with ``#`` are skipped. Without the folder there is one tenant, no authentication and no salt. Two tenants never
-share blocks: each has a salt that follows from the deployment's identity key and the tenant's name, so every router
-replica makes the same one and no client can guess it.
+A folder (a mounted Secret) holds one file per tenant, named after it, with one key per line; blank lines and ``#``
+comments are skipped. Without the folder there is one tenant, no authentication and no salt. Tenants never share blocks:
+each has a salt derived from the deployment's identity key and its name, so all router replicas agree on it and no
+client can guess it.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ log = logging.getLogger("mmrouter.tenants")
 
 SALT_SCHEME = "t1"
 CHECK_SECONDS = 1.0
-"""How long a change of the folder may stay unseen."""
+"""Interval at which the folder is checked for changes."""
 MAX_FILE_BYTES = 1024 * 1024
 
 Signature = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, modification time and size of every file: what tells that a folder changed."""
+"""Name, inode, modification time and size of every file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks, and the text that keeps this tenant's blocks apart (``None``: the single default tenant)."""
+    """A tenant and the salt that keeps its blocks apart (``None``: the single default tenant)."""
 
     name: str
     salt: str | None
@@ -40,10 +40,10 @@ DEFAULT = Tenant("", None)
 
 
 class Tenants:
-    """Keys of a folder, read anew when it changes.
+    """The keys of a folder, reloaded when it changes.
 
-    Once there is authentication, it never goes away: a folder that vanishes lets nobody in. ``required`` says that the
-    resource asks for authentication, so a missing folder lets nobody in from the start.
+    Authentication is never switched off again: a folder that vanishes leaves no valid key. ``required``: the resource
+    demands authentication, so a folder that is missing from the start leaves none either.
     """
 
     def __init__(
@@ -54,13 +54,12 @@ class Tenants:
         self._keys: dict[bytes, Tenant] = {}
         self._checked = clock()
         self.problems: tuple[str, ...] = ()
-        """What is wrong with the folder, for logs and conditions; holds no key."""
+        """Problems of the folder, for logs and conditions; contains no key."""
         self._signature = _signature(folder)
         self._load()
 
     @property
     def authenticating(self) -> bool:
-        """Whether requests need a key."""
         return self._closed
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
@@ -84,14 +83,14 @@ class Tenants:
         if len(values) > 1 or scheme.lower() != b"bearer":
             raise RequestError.unauthorized("The 'Authorization' header must be one 'Bearer <key>'.")
         digest = _digest(key.strip())
-        # The table is searched by hash, so the time of the search says nothing about a key.
+        # Lookup by hash: its time discloses nothing about a key.
         tenant = self._keys.get(digest)
         if tenant is None:
             raise RequestError.unauthorized()
         return tenant
 
     def salt(self, tenant: str) -> str:
-        """Return a tenant's salt: a keyed hash of its name."""
+        """Return a tenant's salt, a keyed hash of its name."""
         hasher = blake3(key=self._identity_key)
         hasher.update(b"tenant salt:" + tenant.encode())
         return f"{SALT_SCHEME}-{hasher.hexdigest()}"
@@ -111,7 +110,7 @@ class Tenants:
             for key in keys:
                 owners.setdefault(_digest(key), set()).add(name)
         shared = [names for names in owners.values() if len(names) > 1]
-        # Whose blocks such a request may see cannot be said, so nobody gets in by it.
+        # A shared key does not identify a tenant, so it is refused.
         problems += sorted(
             f"{', '.join(sorted(names))}: these tenants share a key, which is refused" for names in shared
         )
@@ -130,22 +129,22 @@ class Tenants:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Return what the folder holds, ``None`` where it is missing. Mounted Secrets hide their own files behind a dot."""
+    """Return the folder's signature, ``None`` where it is missing. Skips dot files, which mounted Secrets contain."""
     try:
         files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         log.warning("API keys: %s: %s", folder.name, error.strerror)
-        return ()  # a folder that cannot be read lets nobody in
-    found = []
+        return ()  # an unreadable folder leaves no valid key
+    files_seen = []
     for path in files:
         try:
             status = path.stat()
         except OSError:
-            continue  # it is being replaced; the next look sees the new one
-        found.append((path.name, status.st_ino, status.st_mtime_ns, status.st_size))
-    return tuple(found)
+            continue  # it is being replaced; the next check sees the new one
+        files_seen.append((path.name, status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(files_seen)
 
 
 def _read(path: Path, problems: list[str]) -> set[bytes]:

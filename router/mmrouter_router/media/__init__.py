@@ -1,11 +1,11 @@
-"""Media of requests: ``data:`` URIs and guarded http(s) fetches. Only routers fetch; engines get bytes.
+"""Resolution of a request's media: ``data:`` URIs and guarded http(s) fetches. Only routers fetch; engines get bytes.
 
-Stages, one module each: ``datauri`` or ``guard`` (is the URL acceptable), ``address`` (are its addresses), ``fetch``,
-``cache``, ``sniff``; ``resolve`` puts them together.
+``resolve`` combines the other modules: ``data_uri``, or ``guard`` (URLs) with ``address`` (IP addresses) and ``fetch``;
+``cache``; ``mime_type``.
 """
 
 from mmrouter_router.media.fetch import FetchLimits, Lookup
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.media.types import Media, MediaError, MediaMetrics
+from mmrouter_router.media.types import Media, MediaError
 
-__all__ = ["FetchLimits", "Lookup", "Media", "MediaError", "MediaMetrics", "MediaResolver"]
+__all__ = ["FetchLimits", "Lookup", "Media", "MediaError", "MediaResolver"]

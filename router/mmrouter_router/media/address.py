@@ -1,8 +1,7 @@
-"""Whether an address may be connected to: the core of the SSRF guard. Pure, and total: what no rule allows is refused.
+"""IP address rules of the SSRF guard: which addresses may be connected to. Pure; refuses what no rule allows.
 
-Addresses that carry another one are judged by what they carry: an IPv4-mapped or NAT64 address *is* its IPv4 address; a
-tunnel address (6to4, Teredo, ISATAP, ...) is refused, and never unlocked where its inner address is one that never is.
-Ranges: IANA's registries of special-purpose addresses.
+An IPv4-mapped or NAT64 address is judged as its IPv4 address. A tunnel address (6to4, Teredo, ISATAP, ...) is refused;
+configuration can unlock it unless its inner address is always refused. Ranges: IANA's special-purpose registries.
 """
 
 import ipaddress
@@ -25,7 +24,7 @@ _NEVER = _networks(
     multicast="224.0.0.0/4 ff00::/8",
     broadcast="255.255.255.255/32",
 )
-"""Refused whatever the configuration says."""
+"""Refused regardless of the configuration."""
 
 _UNLESS_ALLOWED = _networks(
     loopback="127.0.0.0/8 ::1/128",
@@ -43,51 +42,49 @@ _ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 
 
 def refusal(address: Address, allowed: Sequence[Network]) -> str | None:
-    """Return why an address may not be connected to, ``None`` where it may.
+    """Return why an address is refused, ``None`` where it may be connected to.
 
-    ``allowed`` unlocks addresses that are not public. Link-local, metadata, unspecified, multicast and broadcast
-    addresses stay refused, and so does what tunnels to one of them.
+    ``allowed`` unlocks addresses that are not public, except link-local, metadata, unspecified, multicast and broadcast
+    addresses and tunnels to them.
     """
     carried, tunnel = _carried(address)
     for inner in carried:
-        why = _within(inner, _NEVER)
-        if why:
+        if why := _within(inner, _NEVER):
             return why
     if covered(address, allowed):
         return None
     plain = address if tunnel else carried[-1]
     if tunnel:
         return "tunnel"
-    why = _within(plain, _UNLESS_ALLOWED)
-    if why:
+    if why := _within(plain, _UNLESS_ALLOWED):
         return why
     if isinstance(plain, IPv6Address) and plain not in _GLOBAL_V6:
         return "reserved"
-    # The tables above are complete for the registries of today; the library knows those of its release.
+    # ipaddress may know reserved ranges that are newer than the tables above.
     return None if plain.is_global else "reserved"
 
 
 def covered(address: Address, ranges: Sequence[Network]) -> bool:
-    """Whether an address stands in one of some ranges; an IPv4-mapped or NAT64 one stands where its inner one does."""
+    """Return whether an address is in one of the ranges; an IPv4-mapped or NAT64 address counts as its inner one."""
     carried, tunnel = _carried(address)
     plain = address if tunnel else carried[-1]
     return any(plain in network for network in ranges if network.version == plain.version)
 
 
 def networks(texts: Iterable[str]) -> tuple[Network, ...]:
-    """Return allowed ranges. An IPv4-mapped IPv6 range is the IPv4 range in it. Raises ``ValueError``."""
-    found: list[Network] = []
+    """Parse ranges in CIDR notation; an IPv4-mapped range becomes its IPv4 range. Raises ``ValueError``."""
+    ranges: list[Network] = []
     for text in texts:
         network = ipaddress.ip_network(text, strict=False)
         if isinstance(network, IPv6Network) and network.subnet_of(_MAPPED):
             inner = IPv4Address(int(network.network_address) & 0xFFFF_FFFF)
             network = IPv4Network((inner, network.prefixlen - 96))
-        found.append(network)
-    return tuple(found)
+        ranges.append(network)
+    return tuple(ranges)
 
 
 def _carried(address: Address) -> tuple[list[Address], bool]:
-    """Return the address and every address inside it, innermost last, and whether it is a tunnel's."""
+    """Return the address and those embedded in it, innermost last, and whether it is a tunnel address."""
     if isinstance(address, IPv4Address):
         return [address], False
     low = IPv4Address(int(address) & 0xFFFF_FFFF)

@@ -1,4 +1,4 @@
-"""Fetched bytes kept for a while: least recently used first out, bounded in bytes, fresh as the origin says. Pure."""
+"""HTTP cache for fetched media: LRU, bounded in bytes, fresh for as long as the origin says (RFC 9111). Pure."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -8,17 +8,17 @@ from email.utils import parsedate_to_datetime
 from multidict import CIMultiDict, CIMultiDictProxy
 
 MAX_FRESH_S = 24 * 3600.0
-"""However long an origin calls an answer fresh, it is asked again after this."""
+"""Upper bound on freshness, whatever the origin says."""
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
 Key = tuple[str, str]
-"""Tenant and URL: what one tenant may fetch, and when it was fetched, is nobody else's business."""
+"""Tenant and URL: a shared entry would let tenants see what others fetched, and when."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An answer: its bytes, the URL that gave them at the end of all redirects, and what to ask that URL with.
+    """A cached answer, with the URL after all redirects and its validators.
 
     ``fresh_until`` is a time of the caller's monotonic clock, in seconds.
     """
@@ -31,13 +31,13 @@ class Stored:
     fresh_until: float
 
     def conditions(self) -> dict[str, str]:
-        """Return the request headers of a conditional request."""
+        """Return the headers of a conditional request."""
         headers = {"If-None-Match": self.etag, "If-Modified-Since": self.modified}
         return {name: value for name, value in headers.items() if value}
 
 
 class MediaCache:
-    """A map from :data:`Key` to :class:`Stored` of at most ``max_bytes``; 0 keeps nothing."""
+    """A map from :data:`Key` to :class:`Stored` of at most ``max_bytes``; 0 disables it."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -48,14 +48,14 @@ class MediaCache:
         return len(self._entries)
 
     def get(self, key: Key) -> Stored | None:
-        """Return an entry, fresh or not, and count it as used."""
+        """Return an entry, fresh or not, and mark it as used."""
         stored = self._entries.get(key)
         if stored is not None:
             self._entries.move_to_end(key)
         return stored
 
     def put(self, key: Key, stored: Stored) -> None:
-        """Keep an entry in place of the old one; drop the least recently used ones that no longer fit."""
+        """Store or replace an entry; evict the least recently used ones that no longer fit."""
         self.drop(key)
         if len(stored.data) > self._max_bytes:
             return
@@ -66,23 +66,22 @@ class MediaCache:
             self.size -= len(oldest.data)
 
     def renew(self, key: Key, fresh_until: float) -> None:
-        """Note that the origin confirmed an entry. One that was dropped meanwhile stays dropped."""
+        """Extend an entry that the origin confirmed; an entry evicted meanwhile stays evicted."""
         stored = self._entries.get(key)
         if stored is not None:
             self._entries[key] = replace(stored, fresh_until=fresh_until)
 
     def drop(self, key: Key) -> None:
-        """Forget an entry."""
         stored = self._entries.pop(key, None)
         if stored is not None:
             self.size -= len(stored.data)
 
 
 def freshness(headers: Headers, now: datetime | None = None) -> float | None:
-    """Return for how many seconds an answer may be used unasked (0: ask every time), ``None``: it must not be kept.
+    """Return an answer's freshness in seconds (0: revalidate every time), ``None`` where it must not be stored.
 
-    RFC 9111 for a shared cache: ``no-store`` and ``private`` are not kept, ``s-maxage`` goes before ``max-age`` before
-    ``Expires``, ``Age`` counts. Nothing is guessed: no header, no freshness.
+    RFC 9111 for a shared cache: ``no-store`` and ``private`` are not stored; ``s-maxage`` overrides ``max-age``, which
+    overrides ``Expires``; ``Age`` counts. No heuristic freshness.
     """
     directives: dict[str, str] = {}
     for part in ",".join(headers.getall("Cache-Control", ())).split(","):
@@ -105,7 +104,7 @@ def freshness(headers: Headers, now: datetime | None = None) -> float | None:
 
 
 def _seconds(text: str) -> float:
-    # Ten digits are three centuries; longer numbers are not worth parsing.
+    # Ten digits are three centuries.
     return float(text) if text.isascii() and text.isdigit() and len(text) <= 10 else 0.0
 
 

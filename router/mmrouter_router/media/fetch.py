@@ -1,8 +1,8 @@
-"""One guarded GET with its redirects: resolve, judge, connect to the judged address only, read within limits.
+"""Guarded GET with redirects: resolve the host, check its addresses, connect to those only, read within limits.
 
-Every hop starts from nothing: parsed, judged, resolved and connected anew, with no cookie, credential, proxy or kept
-connection. The socket is opened by us, so an address that was not judged cannot be connected to even if name, resolver
-or client library changed its mind in between.
+Every hop starts afresh: parsed, checked, resolved and connected anew, without cookies, credentials, proxies or reused
+connections. The fetcher opens the socket itself, so no unchecked address can be reached even if DNS or the client
+library returns another one in between.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from mmrouter_router.media.guard import Guard, Target, redirected
 from mmrouter_router.media.types import MediaError
 
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Host and port -> all its addresses as text. Raises ``OSError`` where it has none."""
+"""Host and port -> all its addresses as text. Raises ``OSError`` where there is none."""
 
 _HEADERS = {"User-Agent": "mmrouter-media/1", "Accept": "*/*", "Accept-Encoding": "identity"}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -31,7 +31,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Times in seconds. ``max_bytes`` is of one answer; all redirects of a fetch share ``total_s``."""
+    """Limits of one fetch, times in seconds. ``max_bytes``: of one answer; ``total_s``: with all redirects."""
 
     max_bytes: int
     total_s: float = 10.0
@@ -43,7 +43,7 @@ class FetchLimits:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An answer. ``fresh_s``: how long it may be used unasked, ``None`` where it must not be kept."""
+    """An answer. ``fresh_s``: its freshness, ``None`` where it must not be stored."""
 
     data: bytes
     url: str
@@ -54,7 +54,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class NotModified:
-    """The origin confirmed what is stored, for ``fresh_s`` seconds."""
+    """The origin confirmed the stored answer for ``fresh_s`` seconds."""
 
     fresh_s: float
 
@@ -72,7 +72,7 @@ class Fetcher:
         self._slots = asyncio.Semaphore(limits.concurrent)
 
     async def fetch(self, url: str, stored: Stored | None = None) -> Fetched | NotModified:
-        """Return the bytes behind a URL, or that ``stored`` still holds. Raises ``MediaError``."""
+        """Return the bytes behind a URL, or that ``stored`` is still valid. Raises ``MediaError``."""
         try:
             async with asyncio.timeout(self._limits.queue_s):
                 await self._slots.acquire()
@@ -87,17 +87,17 @@ class Fetcher:
             self._slots.release()
 
     def close(self) -> None:
-        """Let go of the resolver's threads; a lookup under way ends by itself."""
+        """Release the resolver's threads; a lookup in progress ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _follow(self, text: str, stored: Stored | None) -> Fetched | NotModified:
         for hop in range(self._limits.redirects + 1):
             target = self._guard.target(text)
             addresses = await self._addresses(target)
-            self._guard.judge(target, addresses)
+            self._guard.check(target, addresses)
             try:
                 answer = await self._get(target, addresses, stored)
-            except ssl.SSLError as error:  # aiohttp's TLS errors are these, too
+            except ssl.SSLError as error:  # also the base of aiohttp's TLS errors
                 raise MediaError("unreachable", f"No trusted TLS connection to host '{target.host}'.") from error
             except TimeoutError:
                 raise
@@ -106,18 +106,18 @@ class Fetcher:
             except (aiohttp.ClientError, OSError) as error:
                 raise MediaError("unreachable", f"The host '{target.host}' cannot be reached.") from error
             if not isinstance(answer, str):
-                # Where a URL redirects to is asked every time, so what came from there is never fresh by itself.
+                # A redirect is resolved every time, so an answer behind one is never fresh by itself.
                 return answer if hop == 0 or answer.fresh_s is None else replace(answer, fresh_s=0.0)
             text = redirected(target, answer)
         raise MediaError("redirect", f"The media's host redirects more than {self._limits.redirects} times.")
 
     async def _system_lookup(self, host: str, port: int) -> list[str]:
-        # Threads of its own: slow name servers hold up fetches and nothing else.
+        # A thread pool of its own, so that slow name servers delay only fetches.
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
+        records = await loop.run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
-        return list(dict.fromkeys(str(where[0]) for *_, where in found))
+        return list(dict.fromkeys(str(where[0]) for *_, where in records))
 
     async def _addresses(self, target: Target) -> list[Address]:
         if target.literal is not None:
@@ -132,8 +132,8 @@ class Fetcher:
     async def _get(
         self, target: Target, addresses: Sequence[Address], stored: Stored | None
     ) -> Fetched | NotModified | str:
-        """Return the answer of one hop; a text is where it redirects to."""
-        # What is stored was said by the last URL of a chain; no other one may be asked about it.
+        """Return the answer of one hop, or the location that it redirects to."""
+        # The validators are those of the last URL behind all redirects.
         conditions = stored.conditions() if stored is not None and stored.url == str(target.url) else {}
         connector = aiohttp.TCPConnector(
             resolver=_Pinned(addresses),
@@ -164,7 +164,7 @@ class Fetcher:
             raise MediaError("status", f"The host '{target.host}' answered with status {answer.status}.")
         headers = answer.headers
         if any(coding.strip().lower() != "identity" for coding in headers.getall("Content-Encoding", ())):
-            # Asked for identity; what unpacks to who knows how much is not unpacked.
+            # The decompressed size is unbounded.
             raise MediaError("encoding", f"The host '{target.host}' answered with a compressed body.")
         limit = self._limits.max_bytes
         data = bytearray()
@@ -181,7 +181,7 @@ class Fetcher:
 
 
 class _Pinned(AbstractResolver):
-    """Answers every question with the judged addresses."""
+    """A resolver that returns the checked addresses for every name."""
 
     def __init__(self, addresses: Iterable[Address]) -> None:
         self._addresses = tuple(addresses)
@@ -202,20 +202,20 @@ class _Pinned(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing to close."""
+        pass
 
 
 def socket_factory(addresses: Iterable[Address]) -> Callable[[Any], socket.socket]:
-    """Return what opens the sockets of a connection: for the judged addresses and for no other.
+    """Return a factory of sockets that raises ``PermissionError`` for any other address.
 
-    The check stands before ``connect``, so that not even a handshake reaches an address that was not judged.
+    It runs before ``connect``, so not even a handshake reaches an unchecked address.
     """
-    judged = frozenset(addresses)
+    checked = frozenset(addresses)
 
     def create(info: tuple[Any, Any, int, str, tuple[Any, ...]]) -> socket.socket:
         family, kind, proto, _, where = info
-        if ipaddress.ip_address(where[0]) not in judged:
-            raise PermissionError("the address was not judged")
+        if ipaddress.ip_address(where[0]) not in checked:
+            raise PermissionError("the address was not checked")
         return socket.socket(family, kind, proto)
 
     return create

@@ -1,8 +1,8 @@
-"""Whether a URL may be fetched: scheme, form, host, port, and every address that its host has. Pure.
+"""SSRF guard for media URLs: checks scheme, form, host, port and every address of the host. Pure.
 
-The same parsed URL is judged and connected to, so there are no two readings of it. ``allowedHosts`` admits host names
-(fetch: allowList) and other ports of them than 80 and 443; it never unlocks a private address. ``allowedCIDRs`` unlocks
-addresses, on any port, and admits no host.
+The fetcher connects to the same parsed URL that is checked here. ``allowedHosts`` admits host names (fetch: allowList)
+and further ports of them; it does not unlock private addresses. ``allowedCIDRs`` unlocks addresses on any port, and
+admits no host.
 """
 
 import ipaddress
@@ -31,7 +31,7 @@ _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*):")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An http(s) URL whose form is accepted. ``host`` is lower-case ASCII without a trailing dot, or an address."""
+    """A well-formed http(s) URL. ``host`` is lower-case ASCII without a trailing dot, or an address."""
 
     url: URL
     host: str
@@ -40,7 +40,6 @@ class Target:
 
     @property
     def secure(self) -> bool:
-        """Whether the connection is encrypted."""
         return self.url.scheme == "https"
 
 
@@ -55,7 +54,6 @@ class Guard:
 
     @classmethod
     def of(cls, media: MediaSettings) -> Self:
-        """The rules of a resource."""
         names = [name.lower().rstrip(".") for name in media.allowed_hosts]
         return cls(
             fetch=media.fetch,
@@ -65,7 +63,7 @@ class Guard:
         )
 
     def target(self, text: str) -> Target:
-        """Return a URL that may be fetched, as far as that can be said without its addresses. Raises ``MediaError``."""
+        """Parse a URL and check all but its addresses. Raises ``MediaError``."""
         if self.fetch == "dataOnly":
             raise MediaError("fetch_disabled", "Media URLs are not fetched here; send the media as a data: URI.")
         target = parse(text)
@@ -73,15 +71,15 @@ class Guard:
             raise MediaError("host", f"Media is not fetched from host '{target.host}'{_INSTEAD}")
         return target
 
-    def judge(self, target: Target, addresses: Sequence[Address]) -> None:
-        """Accept the addresses that a target's host has, all of them, or raise ``MediaError``.
+    def check(self, target: Target, addresses: Sequence[Address]) -> None:
+        """Check all addresses of a target's host. Raises ``MediaError`` where one of them is refused.
 
-        One refused address refuses the host: a name that is public and private at once is an attack or a mistake.
+        A name that is public and private at once is an attack or a mistake.
         """
         if not addresses:
             raise MediaError("unreachable", f"The host '{target.host}' has no address.")
         if any(refusal(address, self.cidrs) for address in addresses):
-            # Which address it was would map our network for the client.
+            # Naming the address would disclose the internal network.
             raise MediaError("address", f"Media is not fetched from the address of host '{target.host}'{_INSTEAD}")
         usual = target.port == _DEFAULT_PORTS[target.url.scheme] or self._named(target.host)
         if not usual and not all(covered(address, self.cidrs) for address in addresses):
@@ -92,10 +90,10 @@ class Guard:
 
 
 def parse(text: str) -> Target:
-    """Return the parsed form of an http(s) URL, or raise ``MediaError``.
+    """Parse an http(s) URL. Raises ``MediaError``.
 
-    Refused: other schemes, white space and control characters, backslashes, user names and passwords, and numbers that
-    only some readers take for an IPv4 address (``0x7f.1``, ``2130706433``).
+    Refused: other schemes, white space and control characters, backslashes, credentials, and numbers that only some
+    parsers read as an IPv4 address (``0x7f.1``, ``2130706433``).
     """
     scheme = scheme_of(text)
     if scheme not in _DEFAULT_PORTS:
@@ -126,7 +124,7 @@ def parse(text: str) -> Target:
 
 
 def redirected(target: Target, location: str) -> str:
-    """Return the absolute URL of a redirect, still to be judged from scratch. Raises ``MediaError``."""
+    """Return the absolute, unchecked URL of a redirect. Raises ``MediaError``."""
     try:
         text = urljoin(str(target.url), location)
     except ValueError as error:
@@ -137,13 +135,13 @@ def redirected(target: Target, location: str) -> str:
 
 
 def scheme_of(text: str) -> str:
-    """Return the lower-case scheme of a URL, empty where it has none."""
+    """Return the lower-case scheme of a URL, empty for none."""
     match = _SCHEME.match(text)
     return match[1].lower() if match else ""
 
 
 def _verbatim(url: URL, text: str) -> URL:
-    """Return the URL without fragment, path and query spelled as in ``text``: signatures of URLs cover the spelling."""
+    """Return the URL without its fragment; keep the spelling of path and query, which URL signatures cover."""
     if not text.isascii():
         return url.with_fragment(None)
     parts = urlsplit(text)

@@ -1,54 +1,50 @@
-"""URLs of a request -> bytes: ``data:`` URIs, guarded fetches, one flight per URL, a cache.
+"""Resolves the media URLs of a request to bytes: ``data:`` URIs, guarded fetches, a cache.
 
-A flight has time limits of its own. What it brings is shared by all who waited, so one URL is one set of bytes to them.
+Concurrent requests for one URL share one fetch, whose time limits are its own, and so get the same bytes.
 """
 
 import asyncio
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
-
-from prometheus_client import CollectorRegistry
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
-from mmrouter_router.core.single_flight import Flights
+from mmrouter_router.core.single_flight import SingleFlight
+from mmrouter_router.intake.inline_images import InlineImage
 from mmrouter_router.intake.request import ImagePart
-from mmrouter_router.intake.splice import Inline
-from mmrouter_router.media import datauri, sniff
+from mmrouter_router.media import data_uri, mime_type
 from mmrouter_router.media.cache import Key, MediaCache, Stored
 from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModified
 from mmrouter_router.media.guard import Guard
-from mmrouter_router.media.types import Media, MediaError, MediaMetrics
+from mmrouter_router.media.types import Media, MediaError
+from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import stage
 
 CACHE_BYTES = 256 * 1024**2
 PARALLEL = 4
-"""Fetches of one request at a time: one request must not take all slots."""
+"""Concurrent fetches of one request, so that it cannot occupy all slots."""
 
 
 class Part(Protocol):
-    """What resolving needs of an image or another medium of a request."""
+    """A medium of a request: its URL as the client wrote it, and the field that errors name."""
 
     @property
-    def url(self) -> str:
-        """The URL as the client wrote it."""
+    def url(self) -> str: ...
 
     @property
-    def param(self) -> str:
-        """The field that errors name."""
+    def param(self) -> str: ...
 
 
 class MediaResolver:
-    """Everything of ``routing.media`` in one process. Create it inside the running loop or before; use it inside."""
+    """Resolves media as ``routing.media`` says. May be created before the event loop runs."""
 
     def __init__(
         self,
         media: MediaSettings,
         *,
-        registry: CollectorRegistry,
+        metrics: Metrics,
         limits: FetchLimits | None = None,
         cache_bytes: int = CACHE_BYTES,
         lookup: Lookup | None = None,
@@ -60,42 +56,57 @@ class MediaResolver:
         self._guard = Guard.of(media)
         self._fetcher = Fetcher(self._guard, limits or FetchLimits(self._max_bytes), lookup=lookup, tls=tls)
         self._cache = MediaCache(cache_bytes)
-        self._flights = Flights[Key, Media]()
-        self._metrics = MediaMetrics(registry)
+        self._fetches = SingleFlight[Key, Media]()
+        self._metrics = metrics
         self._clock = clock
 
     async def resolve(
-        self, url: str, *, param: str, tenant: str = "", deadline: float | None = None, taken: Inline | None = None
+        self,
+        url: str,
+        *,
+        param: str,
+        tenant: str = "",
+        deadline: float | None = None,
+        inline: InlineImage | None = None,
     ) -> Media:
-        """Return the bytes of one URL. ``deadline`` is a time of the running loop; ``taken``: they are known already.
+        """Return the bytes of one URL. ``deadline``: a time of the event loop; ``inline``: the bytes from the body.
 
-        Raises ``RequestError`` (400 with code ``media_...`` naming ``param``; 429 where only we are too busy).
+        Raises ``RequestError`` (400 with code ``media_...`` naming ``param``; 429 where all fetch slots are busy).
         """
         try:
-            media = self._known(taken) if taken is not None else await self._resolve(url, tenant, deadline)
+            media = self._from_inline(inline) if inline is not None else await self._resolve(url, tenant, deadline)
         except MediaError as error:
-            self._metrics.refused.labels(error.reason).inc()
+            self._metrics.media_refused.labels(error.reason).inc()
             raise error.for_field(param) from error
-        self._metrics.resolved.labels(media.source).inc()
-        self._metrics.bytes.labels(media.source).inc(len(media.data))
+        self._metrics.media_resolved.labels(media.source).inc()
+        self._metrics.media_bytes.labels(media.source).inc(len(media.data))
         return media
 
     async def resolve_all(
         self, parts: Sequence[Part], *, tenant: str = "", deadline: float | None = None
     ) -> list[Media]:
-        """Return the bytes of all parts, in order; together they are held to the request's limit.
+        """Return the bytes of all parts, in order, within the request's limit. Raises what :meth:`resolve` raises.
 
-        The first fault ends all fetches of the request. A URL that stands in it twice is fetched once.
+        The first error cancels all fetches of the request. A URL that occurs twice is fetched once.
         """
-        budget = _Budget(self._max_request_bytes)
-        found: dict[int, Media] = {}
+        left = self._max_request_bytes
+        resolved: dict[int, Media] = {}
         places: dict[str, list[int]] = {}
-        # Inline media first: their faults cost nobody a fetch.
+
+        def charge(part: Part, media: Media) -> None:
+            nonlocal left
+            left -= len(media.data)
+            if left < 0:
+                self._metrics.media_refused.labels("request_too_large").inc()
+                sentence = f"The media of the request are larger than {self._max_request_bytes} bytes together."
+                raise MediaError("request_too_large", sentence).for_field(part.param)
+
+        # InlineImage media first: their errors must not cost a fetch.
         for place, part in enumerate(parts):
             if _is_data(part.url):
-                taken = part.taken if isinstance(part, ImagePart) else None
-                found[place] = await self.resolve(part.url, param=part.param, taken=taken)
-                self._charge(budget, part, found[place])
+                inline = part.inline if isinstance(part, ImagePart) else None
+                resolved[place] = await self.resolve(part.url, param=part.param, inline=inline)
+                charge(part, resolved[place])
             else:
                 places.setdefault(part.url, []).append(place)
         slots = asyncio.Semaphore(PARALLEL)
@@ -108,53 +119,46 @@ class MediaResolver:
                     if told:
                         told.tell({"mmrouter.media.source": media.source, "mmrouter.media.bytes": len(media.data)})
             for place in same:
-                self._charge(budget, parts[place], media)
-                found[place] = media
+                charge(parts[place], media)
+                resolved[place] = media
 
         try:
             async with asyncio.TaskGroup() as group:
                 for same in places.values():
                     group.create_task(fetch(same))
-        except BaseExceptionGroup as faults:
-            raise faults.exceptions[0] from None
-        return [found[place] for place in range(len(parts))]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [resolved[place] for place in range(len(parts))]
 
     async def close(self) -> None:
-        """End all fetches."""
-        await self._flights.close()
+        """Cancel all fetches."""
+        await self._fetches.close()
         self._fetcher.close()
 
-    def _charge(self, budget: "_Budget", part: Part, media: Media) -> None:
-        budget.left -= len(media.data)
-        if budget.left < 0:
-            self._metrics.refused.labels("request_too_large").inc()
-            sentence = f"The media of the request are larger than {self._max_request_bytes} bytes together."
-            raise MediaError("request_too_large", sentence).for_field(part.param)
-
-    def _known(self, inline: Inline) -> Media:
-        datauri.bound(len(inline.data), self._max_bytes)
-        return Media(inline.data, sniff.mime(inline.data), "data", inline.text)
+    def _from_inline(self, inline: InlineImage) -> Media:
+        data_uri.bound(len(inline.data), self._max_bytes)
+        return Media(inline.data, mime_type.detect(inline.data), "data", inline.text)
 
     async def _resolve(self, url: str, tenant: str, deadline: float | None) -> Media:
         if _is_data(url):
-            data = datauri.decode(url, self._max_bytes)
-            return Media(data, sniff.mime(data), "data")
-        self._guard.target(url)  # refuse what needs no network before anything is started
+            data = data_uri.decode(url, self._max_bytes)
+            return Media(data, mime_type.detect(data), "data")
+        self._guard.target(url)  # refuse before any network access
         key = (tenant, url)
         stored = self._cache.get(key)
         if stored is not None and stored.fresh_until > self._clock():
             return Media(stored.data, stored.mime, "cache")
-        if key in self._flights:
-            self._metrics.joined.inc()
+        if key in self._fetches:
+            self._metrics.media_joined.inc()
         try:
             async with asyncio.timeout_at(deadline):
-                return await self._flights.join(key, lambda: self._fly(key))
+                return await self._fetches.run(key, lambda: self._fetch(key))
         except TimeoutError as error:
             raise MediaError("timeout", "The media's host did not deliver in time.") from error
 
-    async def _fly(self, key: Key) -> Media:
+    async def _fetch(self, key: Key) -> Media:
         stored = self._cache.get(key)
-        with self._metrics.fetching.track_inprogress(), self._metrics.fetch_seconds.time():
+        with self._metrics.media_fetching.track_inprogress(), self._metrics.media_fetch_seconds.time():
             answer = await self._fetcher.fetch(key[1], stored)
         if isinstance(answer, NotModified):
             assert stored is not None
@@ -162,22 +166,17 @@ class MediaResolver:
             return Media(stored.data, stored.mime, "revalidated")
         if not answer.data:
             raise MediaError("empty", "The media's host answered with an empty body.")
-        if sniff.is_page(answer.data):
+        if mime_type.is_page(answer.data):
             raise MediaError("web_page", "The media's host answered with a web page.")
-        mime = sniff.mime(answer.data)
+        mime = mime_type.detect(answer.data)
         if answer.fresh_s is not None and (answer.fresh_s or answer.etag or answer.modified):
             fresh_until = self._clock() + answer.fresh_s
             entry = Stored(answer.data, mime, answer.url, answer.etag, answer.modified, fresh_until)
             self._cache.put(key, entry)
         else:
             self._cache.drop(key)
-        self._metrics.cache_bytes.set(self._cache.size)
+        self._metrics.media_cache_bytes.set(self._cache.size)
         return Media(answer.data, mime, "fetch")
-
-
-@dataclass
-class _Budget:
-    left: int
 
 
 def _is_data(url: str) -> bool:

@@ -281,7 +281,7 @@ class Preparer:
             return ()
         media = await self._media.resolve_all([*request.images, *request.media], tenant=tenant)
         for part, item in zip(request.media, media[len(request.images) :], strict=True):
-            part.inline(item.data_uri())
+            part.embed(item.data_uri())
         return tuple(
             self._image(part.message, part.part, part.param, item)
             for part, item in zip(request.images, media[: len(request.images)], strict=True)

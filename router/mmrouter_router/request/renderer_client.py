@@ -24,7 +24,7 @@ from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.vllm.renderer import RENDER_PATH, RenderError, read_rendered, render_request
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.core.single_flight import Flights
+from mmrouter_router.core.single_flight import SingleFlight
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream, UpstreamError
 from mmrouter_router.telemetry.metrics import Metrics
@@ -68,7 +68,7 @@ class Renderer:
         self._turn = itertools.count()
         self._kept: OrderedDict[bytes, Rendered] = OrderedDict()
         self._room = tokens
-        self._flights = Flights[bytes, Rendered]()
+        self._renderings = SingleFlight[bytes, Rendered]()
 
     def roster(self, members: Iterable[Member]) -> None:
         """Take over which renderers are there."""
@@ -145,16 +145,16 @@ class Renderer:
             self._kept.move_to_end(key)
             self._metrics.rendered.labels("cache").inc()
             return kept
-        joins = key in self._flights
+        joins = key in self._renderings
         try:
-            rendered = await self._flights.join(key, lambda: self._fly(key, request))
+            rendered = await self._renderings.run(key, lambda: self._render(key, request))
         except RendererError as error:
             self._metrics.rendered.labels(error.cause).inc()
             raise
         self._metrics.rendered.labels("joined" if joins else "renderer").inc()
         return rendered
 
-    async def _fly(self, key: bytes, request: Mapping[str, Any]) -> Rendered:
+    async def _render(self, key: bytes, request: Mapping[str, Any]) -> Rendered:
         usable = self.usable
         if not usable:
             raise RendererError("nobody", "no renderer is there")

@@ -17,7 +17,6 @@ from conformance.engine_process import BLOCK_SIZE, RENDERS, SPAWNED, Engine, eng
 from conformance.pictures import image_part, picture, text_part
 from conformance.rendering import Renderer, renderer
 from conformance.workload import STORY, WEATHER
-from prometheus_client import CollectorRegistry
 
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.engines.base.request import ImageRewrite
@@ -26,9 +25,10 @@ from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat
-from mmrouter_router.intake.fields import inexact_fields
+from mmrouter_router.intake.prompt_fields import inexact_fields
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.request.prepare import Prepared, Preparer
+from mmrouter_router.telemetry.metrics import Metrics
 
 MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 SALT = "t1-salt-of-the-tenant"
@@ -185,7 +185,7 @@ class Router:
 
     async def _prepare(self, fields: dict[str, Any], salt: str | None) -> Prepared:
         own = self._settings()
-        media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+        media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
         try:
             raw = json.dumps(self.client_body(fields)).encode()
             return await Preparer(own, media).prepare(parse_chat(raw, Limits(), self.folder.name), salt)

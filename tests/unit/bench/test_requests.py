@@ -9,7 +9,7 @@ from bench.serving.large_requests import KV, Measured, picture, rows
 from bench.serving.plain_engine import Engine
 from bench.serving.proxy_overhead import DIRECT, OURS
 from mmrouter_lib.image_size import probe
-from mmrouter_router.media.datauri import decode
+from mmrouter_router.media.data_uri import decode
 
 SMG = "smg 1.13.0"
 

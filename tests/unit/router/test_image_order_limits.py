@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 from unit.router.test_prepare import image, settings, text
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.request.prepare import Preparer
+from mmrouter_router.telemetry.metrics import Metrics
 
 MODELS = Path(os.environ.get("MMROUTER_MODELS", Path(__file__).resolve().parents[4] / "shared" / "models"))
 SWAPPED = [text("first <|image_2|> then <|image_1|>"), image("a"), image("b")]
@@ -26,7 +26,7 @@ async def prepare():
     if not folder.is_dir():
         pytest.skip(f"not run: no model folder at {folder} (MMROUTER_MODELS)")
     own = settings(folder)
-    media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     preparer = Preparer(own, media)
     yield lambda request: preparer.prepare(request, None)
     await media.close()

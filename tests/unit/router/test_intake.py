@@ -207,8 +207,8 @@ def test_bad_input_is_answered_with_its_status_field_and_code(case):
 
 
 def test_a_body_that_is_small_but_huge_as_objects_is_refused_before_it_is_parsed(monkeypatch):
-    monkeypatch.setattr("mmrouter_router.intake.body.MAX_VALUES", 1000)
-    monkeypatch.setattr("mmrouter_router.intake.body._NEVER_HUGE", 1000)
+    monkeypatch.setattr("mmrouter_router.intake.json_body.MAX_VALUES", 1000)
+    monkeypatch.setattr("mmrouter_router.intake.json_body.SMALL_BODY", 1000)
     with pytest.raises(RequestError) as caught:
         read(b'{"model":"demo","x":[' + b"[]," * 600 + b"[]]}")
     assert (caught.value.status, caught.value.code) == (400, "request_too_large")
@@ -320,7 +320,7 @@ def test_video_and_audio_are_labelled_and_their_urls_never_stand_in_the_body():
     assert {reason.reason for reason in request.inexact} == {"media"}
     assert "secret" not in json.dumps(request.body)
     for number, part in enumerate(request.media):
-        part.inline(f"data:,{number}")
+        part.embed(f"data:,{number}")
     assert request.body["messages"][0]["content"][1:] == [
         {"type": "video_url", "video_url": {"url": "data:,0"}},
         {"type": "audio_url", "audio_url": {"url": "data:,1"}},
@@ -441,7 +441,7 @@ def test_media_of_a_forwarded_request_are_taken_out_wherever_they_stand():
     assert "secret" not in json.dumps(request.body)
     assert "mine" not in json.dumps(request.body)
     for part in request.media:
-        part.inline("data:,x")
+        part.embed("data:,x")
     expected = json.loads(json.dumps(RESPONSES).replace('"uuid": "mine", ', ""))
     text = json.dumps(request.body)
     for number in "123":

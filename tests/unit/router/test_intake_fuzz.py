@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
-from mmrouter_router.intake.body import _outside_strings, depth, parse_object, text_depth
+from mmrouter_router.intake.json_body import bytes_outside_strings, depth, parse_object, text_depth
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 
@@ -169,7 +169,7 @@ def test_depth_is_the_number_of_nested_containers(value):
 def test_no_byte_outside_a_string_is_overlooked(text):
     raw = b'{"a":' + text
     outside = re.sub(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', b"", raw, flags=re.DOTALL)
-    assert _outside_strings(raw) >= len(outside)
+    assert bytes_outside_strings(raw) >= len(outside)
 
 
 @settings(max_examples=25, deadline=None)

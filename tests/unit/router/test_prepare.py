@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from PIL import Image
-from prometheus_client import CollectorRegistry
 from unit.router.test_placer import Rig
 
 from mmrouter_cli.test_images import data_uri, picture
@@ -18,6 +17,7 @@ from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.request.prepare import Preparer
+from mmrouter_router.telemetry.metrics import Metrics
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "tiny-qwen2-vl"
 SIZE = 16
@@ -40,7 +40,7 @@ def settings(model_dir: Path = MODEL, processor=None, engine="vllm", **media) ->
 async def prepare():
     """Call with messages and further fields; returns what the router would place."""
     own = settings()
-    media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     preparer = Preparer(own, media)
 
     async def call(*parts, salt=None, **fields):
@@ -164,7 +164,7 @@ async def test_case_12_the_same_image_under_other_processor_options_is_another_i
     found = []
     for processor in ({}, {"maxPixels": 12_544}, {"maxPixels": 12_544 * 2}):
         own = settings(processor=processor)
-        media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+        media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
         found.append(await Preparer(own, media).prepare(parse_chat(body, Limits(), "t"), None))
         await media.close()
     assert len({prepared.ids.tobytes() for prepared in found}) == 1, "the same number of tokens"
@@ -173,7 +173,7 @@ async def test_case_12_the_same_image_under_other_processor_options_is_another_i
 
 async def test_an_unresolved_image_is_held_to_the_pixel_limit(prepare):
     own = settings(maxPixels=100 * 100)
-    media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     body = json.dumps({"model": "t", "messages": [{"role": "user", "content": [avif("a")]}]}).encode()
     with pytest.raises(RequestError, match="112x112"):
         await Preparer(own, media).prepare(parse_chat(body, Limits(), "t"), None)
@@ -204,7 +204,7 @@ async def test_an_aspect_that_the_processor_refuses_is_a_400(prepare):
 async def test_a_family_that_is_not_modelled_for_its_engine_is_served_by_affinity(tmp_path, engine, family):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     own = settings(tmp_path, engine=engine)
-    media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     body = {"model": "t", "messages": [{"role": "user", "content": [text("x"), image("a"), avif("b")]}]}
     prepared = await Preparer(own, media).prepare(parse_chat(json.dumps(body).encode(), Limits(), "t"), None)
     await media.close()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.media import FetchLimits, MediaResolver
+from mmrouter_router.telemetry.metrics import Metrics
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
 
@@ -98,7 +98,7 @@ async def resolving():
     def make(media: dict | None = None, limits: dict | None = None, **options) -> MediaResolver:
         settings = MediaSettings(**({"fetch": "public", "allowed_cidrs": ["127.0.0.0/8"]} | (media or {})))
         options.setdefault("lookup", everything_is("127.0.0.1"))
-        options.setdefault("registry", CollectorRegistry())
+        options.setdefault("metrics", Metrics())
         kept = FetchLimits(**({"max_bytes": 1 << 20, "total_s": 5.0} | (limits or {})))
         made.append(MediaResolver(settings, limits=kept, **options))
         return made[-1]

@@ -134,9 +134,9 @@ def test_the_list_of_hosts_admits_what_it_names_and_nothing_else(url, accepted):
 def test_a_named_host_does_not_unlock_its_private_address():
     rules = guard(fetch="allowList", allowed_hosts=["a.example"])
     target = rules.target("https://a.example/")
-    rules.judge(target, [PUBLIC])
+    rules.check(target, [PUBLIC])
     with pytest.raises(MediaError) as caught:
-        rules.judge(target, [PRIVATE])
+        rules.check(target, [PRIVATE])
     assert caught.value.reason == "address"
     assert "10.0.0.1" not in caught.value.sentence
 
@@ -144,12 +144,12 @@ def test_a_named_host_does_not_unlock_its_private_address():
 def test_one_private_address_among_public_ones_refuses_the_host():
     rules = guard(fetch="public")
     with pytest.raises(MediaError):
-        rules.judge(parse("http://a.example/"), [PUBLIC, PRIVATE])
+        rules.check(parse("http://a.example/"), [PUBLIC, PRIVATE])
 
 
 def test_a_host_without_addresses_is_unreachable():
     with pytest.raises(MediaError) as caught:
-        guard(fetch="public").judge(parse("http://a.example/"), [])
+        guard(fetch="public").check(parse("http://a.example/"), [])
     assert caught.value.reason == "unreachable"
 
 
@@ -168,10 +168,10 @@ def test_a_host_without_addresses_is_unreachable():
 def test_other_ports_need_a_named_host_or_an_allowed_range(media, url, address, accepted):
     rules = guard(**media)
     if accepted:
-        rules.judge(rules.target(url), [address])
+        rules.check(rules.target(url), [address])
     else:
         with pytest.raises(MediaError) as caught:
-            rules.judge(rules.target(url), [address])
+            rules.check(rules.target(url), [address])
         assert caught.value.reason == "port"
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from mmrouter_lib.media_identity import media_identity
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.telemetry.metrics import Metrics
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
 OTHER = b"\x89PNG\r\n\x1a\nother"
@@ -39,14 +39,14 @@ class Gate:
 
 @pytest.fixture
 def counted():
-    """A registry, and its values by name and labels."""
-    registry = CollectorRegistry()
-    return registry, lambda name, **labels: registry.get_sample_value(f"mmrouter_media_{name}", labels)
+    """Metrics, and their values by name and labels."""
+    metrics = Metrics()
+    return metrics, lambda name, **labels: metrics.registry.get_sample_value(f"mmrouter_media_{name}", labels)
 
 
 async def test_the_same_bytes_are_the_same_however_they_come(origin, resolving, counted):
-    registry, value = counted
-    resolver = resolving(registry=registry)
+    metrics, value = counted
+    resolver = resolving(metrics=metrics)
     by_url = await resolver.resolve(origin.url(), param="p")
     by_data = await resolver.resolve(data_uri(PNG), param="p")
     assert (by_url.data, by_url.mime) == (by_data.data, by_data.mime) == (PNG, "image/png")
@@ -86,9 +86,9 @@ async def test_the_claimed_type_is_not_believed(resolving):
 
 
 async def test_who_asks_for_what_is_being_fetched_joins_the_fetch(origin, resolving, counted):
-    registry, value = counted
+    metrics, value = counted
     gate = origin.routes["/slow"] = Gate()
-    resolver = resolving(registry=registry)
+    resolver = resolving(metrics=metrics)
     waiting = [asyncio.create_task(resolver.resolve(origin.url("/slow"), param=f"p{n}")) for n in range(10)]
     await gate.asked.wait()
     gate.open.set()
@@ -97,9 +97,9 @@ async def test_who_asks_for_what_is_being_fetched_joins_the_fetch(origin, resolv
 
 
 async def test_everyone_who_waited_gets_the_fault_with_their_own_field(origin, resolving, counted):
-    registry, value = counted
+    metrics, value = counted
     gate = origin.routes["/slow"] = Gate(body=b"")
-    resolver = resolving(registry=registry)
+    resolver = resolving(metrics=metrics)
     waiting = [asyncio.create_task(resolver.resolve(origin.url("/slow"), param=f"p{n}")) for n in range(3)]
     await gate.asked.wait()
     gate.open.set()
@@ -156,9 +156,9 @@ async def test_tenants_share_neither_fetches_nor_bytes(origin, resolving):
 
 
 async def test_fresh_bytes_are_not_asked_for_again_and_stale_ones_are(origin, resolving, counted):
-    registry, value = counted
+    metrics, value = counted
     time = [1000.0]
-    resolver = resolving(registry=registry, clock=lambda: time[0])
+    resolver = resolving(metrics=metrics, clock=lambda: time[0])
     url = origin.serve("/kept", Cache_Control="max-age=60")
     sources = []
     for step in (0, 59, 2):
@@ -274,12 +274,12 @@ async def test_one_medium_is_limited_by_the_resource(resolving):
 
 
 async def test_urls_are_refused_without_a_lookup_where_only_data_is_taken(resolving, counted):
-    registry, value = counted
+    metrics, value = counted
 
     async def lookup(host, port):
         raise AssertionError("nothing may be looked up")
 
-    resolver = resolving({"fetch": "dataOnly", "allowed_cidrs": []}, lookup=lookup, registry=registry)
+    resolver = resolving({"fetch": "dataOnly", "allowed_cidrs": []}, lookup=lookup, metrics=metrics)
     with pytest.raises(RequestError) as caught:
         await resolver.resolve("https://a.example/", param="p")
     assert (caught.value.status, caught.value.code) == (400, "media_fetch_disabled")

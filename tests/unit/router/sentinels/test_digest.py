@@ -4,7 +4,6 @@ import json
 import threading
 
 import pytest
-from prometheus_client import CollectorRegistry
 from unit.router.sentinels.test_store import CANARY, facts, made_of
 from unit.router.test_prepare import SIZE, settings
 
@@ -14,6 +13,7 @@ from mmrouter_router.media import MediaResolver
 from mmrouter_router.request import prepare as stage
 from mmrouter_router.request.prepare import IN_THREAD, Preparer
 from mmrouter_router.sentinels import Sentinels, store
+from mmrouter_router.telemetry.metrics import Metrics
 
 SCOPES = [("0.5.23/f", pool) for pool in ("large", "small")]
 
@@ -47,7 +47,7 @@ async def test_an_image_is_hashed_once_for_all_scopes_and_a_large_one_in_a_threa
     small = picture("a", 112, 112)
     large = picture("b", 112, 112) + bytes(IN_THREAD)
     own = settings(engine="sglang")
-    media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     preparer = Preparer(own, media)
     preparer.sentinels = known(calibrated=calibrated)
     threads.clear()
@@ -68,7 +68,7 @@ async def test_an_image_is_hashed_once_for_all_scopes_and_a_large_one_in_a_threa
 
 async def test_nothing_is_hashed_where_nothing_is_predicted(threads):
     own = settings(engine="sglang")
-    media = MediaResolver(own.deployment.spec.routing.media, registry=CollectorRegistry())
+    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     preparer = Preparer(own, media)
     preparer.sentinels = sentinels = known(calibrated=False)
     for scope in SCOPES:

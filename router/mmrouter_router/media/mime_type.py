@@ -1,7 +1,6 @@
-"""What encoded bytes look like, by their first bytes. Pure.
+"""Detection of a media type from the first bytes. Pure.
 
-The type only labels bytes for the engine and tells a web page from an image; whether an image is one is judged by its
-header (``mmrouter_lib.image_size``).
+The type labels bytes for the engine and tells web pages from media; ``mmrouter_lib.image_size`` validates images.
 """
 
 UNKNOWN = "application/octet-stream"
@@ -35,8 +34,8 @@ _BRANDS = {
 _PAGES = (b"<!doctype html", b"<html", b"<head", b"<body", b"<script", b"<?xml", b"<svg")
 
 
-def mime(data: bytes) -> str:
-    """Return the media type that the bytes begin like, :data:`UNKNOWN` where no rule fits."""
+def detect(data: bytes) -> str:
+    """Return the media type of the bytes, :data:`UNKNOWN` where no signature matches."""
     for prefix, kind in _PREFIXES:
         if data.startswith(prefix):
             return kind
@@ -48,5 +47,5 @@ def mime(data: bytes) -> str:
 
 
 def is_page(data: bytes) -> bool:
-    """Whether the bytes are a web page or another XML text: what origins answer instead of an image."""
+    """Return whether the bytes are HTML or XML, which origins often answer in place of an image."""
     return data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES)

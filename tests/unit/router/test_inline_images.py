@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import Limits, chat, parse_chat, splice
-from mmrouter_router.media import Media, datauri
+from mmrouter_router.intake import Limits, chat, inline_images, parse_chat
+from mmrouter_router.media import Media, data_uri
 from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
 
 LIMITS = Limits(max_images=3)
@@ -25,10 +25,10 @@ EXAMPLES = 60
 @pytest.fixture(autouse=True, scope="module")
 def short():
     """Short ones are taken, too, so that examples are."""
-    before = splice.SHORTEST
-    splice.SHORTEST = chat.SHORTEST = FEW
+    before = inline_images.MIN_URI
+    inline_images.MIN_URI = chat.MIN_URI = FEW
     yield
-    splice.SHORTEST = chat.SHORTEST = before
+    inline_images.MIN_URI = chat.MIN_URI = before
 
 
 def outcome(parse, raw: bytes) -> Any:
@@ -41,7 +41,7 @@ def outcome(parse, raw: bytes) -> Any:
     for image in request.images:
         place = body["messages"][image.message]["content"][image.part]["image_url"]
         try:
-            data = image.taken.data if image.taken is not None else datauri.decode(image.url, 10_000)
+            data = image.inline.data if image.inline is not None else data_uri.decode(image.url, 10_000)
         except Exception as error:  # whatever one way raises, the other has to raise too
             data = f"{type(error)} {error}"
         place["url"] = ""  # what the engine gets is made of the bytes
@@ -53,9 +53,9 @@ def outcome(parse, raw: bytes) -> Any:
 def test_a_body_of_many_small_uris_is_left_to_the_parser():
     """Looking at each of millions of them would keep the event loop for seconds."""
     large = '"data:image/png;base64,' + "A" * 32 + '"'
-    few = '"data:",' * splice._FEW
-    assert splice.splice(f"[{few}{large}]".encode()) is not None
-    assert splice.splice(f'[{few}"data:",{large}]'.encode()) is None
+    few = '"data:",' * inline_images.MAX_SKIPPED
+    assert inline_images.extract_images(f"[{few}{large}]".encode()) is not None
+    assert inline_images.extract_images(f'[{few}"data:",{large}]'.encode()) is None
 
 
 WORDS = st.sampled_from(
@@ -153,18 +153,18 @@ def test_what_is_taken_is_not_copied_and_what_is_parsed_is_short():
     raw = DOUBLE % (b'{"url": "data:image/png;base64,%b"}' % base64.b64encode(data))
     request = parse_chat(raw, LIMITS, "m")
     (image,) = request.images
-    assert image.taken.data == data
-    assert image.taken.text.obj is raw
+    assert image.inline.data == data
+    assert image.inline.text.obj is raw
     assert len(request.source) < 1000
 
 
 def test_a_word_of_ours_in_a_body_that_somebody_sends_again_stands_for_nothing():
     raw = DOUBLE % (b'{"url": %b}' % A)
-    spliced = splice.splice(raw)
+    spliced = inline_images.extract_images(raw)
     word = parse_chat(spliced.raw, LIMITS, "m").images[0]
-    assert word.taken is None
+    assert word.inline is None
     both = parse_chat(DOUBLE % (b'{"url": %b}, "x": "%b"' % (A, word.url.encode())), LIMITS, "m")
-    assert [image.taken.data for image in both.images] == [b"a" * 30]
+    assert [image.inline.data for image in both.images] == [b"a" * 30]
 
 
 def test_a_body_beyond_the_limit_is_refused_whatever_is_in_it():
@@ -191,6 +191,6 @@ def test_the_pieces_of_an_engines_body_put_together_are_the_body(datas, encoded,
     whole = pieces if isinstance(pieces, bytes) else b"".join(pieces)
     assert whole == outgoing.body(outgoing.fields, shown)
     urls = [part["image_url"]["url"] for part in orjson.loads(whole)["messages"][0]["content"]]
-    assert [url if url.startswith("file") else datauri.decode(url, 100) for url in urls] == [
+    assert [url if url.startswith("file") else data_uri.decode(url, 100) for url in urls] == [
         "file:///x" if number in files else data for number, data in enumerate(datas)
     ]

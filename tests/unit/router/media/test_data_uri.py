@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_router.media import sniff
-from mmrouter_router.media.datauri import decode
+from mmrouter_router.media import mime_type
+from mmrouter_router.media.data_uri import decode
 from mmrouter_router.media.types import MediaError
 
 LIMIT = 1000
@@ -94,18 +94,18 @@ def test_the_size_is_refused_before_anything_is_decoded():
         (b"GIF89a", "image/gif"),
         (b"RIFF\x00\x00\x00\x00WEBPVP8 ", "image/webp"),
         (b"RIFF\x00\x00\x00\x00WAVEfmt ", "audio/wav"),
-        (b"RIFF\x00\x00\x00\x00????", sniff.UNKNOWN),
+        (b"RIFF\x00\x00\x00\x00????", mime_type.UNKNOWN),
         (b"\x00\x00\x00\x20ftypavif", "image/avif"),
         (b"\x00\x00\x00\x20ftypisom", "video/mp4"),
-        (b"", sniff.UNKNOWN),
-        (b"hello", sniff.UNKNOWN),
+        (b"", mime_type.UNKNOWN),
+        (b"hello", mime_type.UNKNOWN),
     ],
 )
 def test_the_type_is_that_of_the_bytes(data, kind):
-    assert sniff.mime(data) == kind
+    assert mime_type.detect(data) == kind
 
 
 def test_web_pages_are_told_from_media():
-    assert sniff.is_page(b"\xef\xbb\xbf \n<!DOCTYPE HTML><html>")
-    assert sniff.is_page(b'<svg xmlns="http://www.w3.org/2000/svg">')
-    assert not sniff.is_page(b"\x89PNG\r\n\x1a\n<html>")
+    assert mime_type.is_page(b"\xef\xbb\xbf \n<!DOCTYPE HTML><html>")
+    assert mime_type.is_page(b'<svg xmlns="http://www.w3.org/2000/svg">')
+    assert not mime_type.is_page(b"\x89PNG\r\n\x1a\n<html>")

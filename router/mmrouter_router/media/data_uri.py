@@ -1,6 +1,6 @@
-"""``data:`` URIs (RFC 2397) -> bytes, strictly. Pure.
+"""Strict decoder for ``data:`` URIs (RFC 2397). Pure.
 
-What a lenient reader would skip or guess is an error here: two readers must not see two images in one URI.
+Whatever a lenient decoder would skip or guess is an error, because two decoders must not see two images in one URI.
 """
 
 import re
@@ -15,10 +15,10 @@ _PAYLOAD = re.compile(r"(?:[!-$&-~]++|%[0-9a-fA-F]{2})*+")
 
 
 def decode(uri: str, max_bytes: int) -> bytes:
-    """Return the bytes of a ``data:`` URI of at most ``max_bytes``; sizes are checked before anything is decoded.
+    """Return the bytes of a ``data:`` URI, at most ``max_bytes``; sizes are checked before decoding.
 
-    Both forms are read: base64 (padded, standard alphabet, no white space) and percent-encoded. The media type is not
-    returned, because nobody should believe it. Raises ``MediaError``.
+    Accepts base64 (padded, standard alphabet, no white space) and percent-encoding. The declared media type is not
+    trustworthy and is dropped. Raises ``MediaError``.
     """
     comma = uri.find(",", 0, _HEADER_CHARACTERS)
     if uri[:5].lower() != "data:" or comma < 0:

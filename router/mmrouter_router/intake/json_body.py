@@ -1,8 +1,7 @@
-"""A request body -> a JSON object that is safe to walk: bounded in bytes, in values and in depth.
+"""Safe parsing of a JSON body: bounded in bytes, in values and in depth.
 
-The limits hold for what the engine does with the body, too: a nesting that we accept does not exhaust its parser's
-stack. What is forwarded is this parsed object written anew, so engine and router cannot read one body in two ways
-(duplicate keys, odd numbers, invalid UTF-8).
+The depth limit also protects the engine's parser. The router forwards the parsed object serialised again, so engine
+and router cannot read one body in two ways (duplicate keys, odd numbers, invalid UTF-8).
 """
 
 import re
@@ -13,18 +12,18 @@ import orjson
 from mmrouter_router.core.errors import RequestError
 
 Raw = bytes | bytearray
-"""A body as it came, or as it was read into its place."""
+"""A body as received."""
 MAX_DEPTH = 100
-"""Nested arrays and objects; engines parse with Python's json module, which gives up near 1000."""
+"""Nested arrays and objects; Python's json module in the engines fails near 1000."""
 MAX_VALUES = 1_000_000
-"""Strings, separators and opened containers: about 100 MB as Python objects at the worst."""
-_NEVER_HUGE = 2 * 1024**2
-"""Bytes of a body that cannot become more than that either, whatever it holds."""
+"""Strings, separators and containers: about 100 MB as Python objects in the worst case."""
+SMALL_BODY = 2 * 1024**2
+"""Bytes of a body that cannot exceed that, whatever its content."""
 _FEW_QUOTES = 8192
 _LONGEST_RUN = 64
 
 _SHORT = 64 * 1024
-"""Bytes of a body in which opening brackets are counted sooner than its objects are walked."""
+"""Bytes of a body up to which counting brackets is cheaper than walking its objects."""
 
 _CONTAINERS = frozenset({dict, list})
 
@@ -33,9 +32,9 @@ _BRACKETS = re.compile(r'"[^"]*+"?|[\[{\]}]')
 
 
 def parse_object(raw: Raw, max_bytes: int) -> dict[str, Any]:
-    """Return the body's object. Raises :class:`RequestError`: 413 for too many bytes, 400 for what is no object.
+    """Return the body's object. Raises :class:`RequestError`: 413 for too many bytes, 400 for anything but an object.
 
-    Not-a-number, infinities, lone surrogates and invalid UTF-8 are no JSON. Integers beyond 64 bits become floats.
+    Rejects NaN, infinities, lone surrogates and invalid UTF-8. Integers beyond 64 bits become floats.
     """
     if len(raw) > max_bytes:
         raise RequestError.too_large(max_bytes)
@@ -53,7 +52,7 @@ def parse_object(raw: Raw, max_bytes: int) -> dict[str, Any]:
 
 
 def depth(value: Any) -> int:
-    """Return how many containers stand inside each other."""
+    """Return the nesting depth of containers."""
     levels = 0
     layer = [value] if type(value) in _CONTAINERS else []
     while layer:
@@ -67,7 +66,7 @@ def depth(value: Any) -> int:
 
 
 def text_depth(text: str) -> int:
-    """Return how deep a JSON *text* nests, valid or not: what a recursive parser would descend."""
+    """Return the depth to which a recursive parser would descend into a JSON *text*, valid or not."""
     level = deepest = 0
     # Without escapes a string ends at the next quote, which keeps the pattern linear on hostile text.
     for match in _BRACKETS.finditer(text.replace("\\\\", "").replace('\\"', "")):
@@ -81,8 +80,8 @@ def text_depth(text: str) -> int:
 
 
 def _bound_values(raw: Raw) -> None:
-    """Refuse a body that is small in bytes but huge as objects (``[[],[],...``) before it is parsed."""
-    if len(raw) <= _NEVER_HUGE or _outside_strings(raw) <= MAX_VALUES:
+    """Refuse a body that is small in bytes but large as objects (``[[],[],...``) before it is parsed."""
+    if len(raw) <= SMALL_BODY or bytes_outside_strings(raw) <= MAX_VALUES:
         return
     # Without escapes a string ends at the next quote, which keeps the pattern linear on hostile bodies.
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -91,10 +90,10 @@ def _bound_values(raw: Raw) -> None:
             raise RequestError.invalid(f"The body holds more than {MAX_VALUES} values.", code="request_too_large")
 
 
-def _outside_strings(raw: Raw) -> int:
-    """Return how many bytes stand outside strings at the most: few, where a body is large because images are in it.
+def bytes_outside_strings(raw: Raw) -> int:
+    """Return an upper bound of the bytes outside strings: small for a body that is large because of its images.
 
-    Bodies of more quotes or backslashes than a request with images has are not looked through: all their bytes may.
+    Gives up, and returns the body's length, at more quotes or backslashes than a request with images has.
     """
     outside = start = 0
     inside = False
