@@ -106,7 +106,7 @@ class FeedEnds(AbstractContextManager["FeedEnds"]):
             self._pubs[self._routers.index(router)].send(payload)
             return
         answer: feed.Reply
-        if isinstance(request, feed.Snapshot):
+        if isinstance(request, feed.SnapshotRequest):
             number = self._routers.index(router)
             answer = snapshot(request.id, f"uid-{number}", self._held[number])
         else:  # a replay would mean that something was lost, and then the figure is wrong

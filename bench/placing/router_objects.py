@@ -49,7 +49,7 @@ def heartbeat(uid: str, seq: int, *, block_size: int = BLOCK_SIZE) -> feed.Heart
         model="bench/model",
         revision="",
         digests={},
-        canary=feed.Canary(EPOCH, "True"),
+        canary=feed.CanaryReport(EPOCH, "True"),
     )
 
 

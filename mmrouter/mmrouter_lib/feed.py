@@ -1,4 +1,4 @@
-"""The wire between sidecar and router: typed, versioned frames (docs/feed.md).
+"""Frames of the feed between sidecars and routers: typed, versioned msgpack (docs/feed.md).
 
 A payload is one version byte followed by a msgpack array whose first item names the frame. A reader accepts its own
 version and the one before; arrays may grow at the end, so a field added later does not need a new version.
@@ -6,7 +6,7 @@ version and the one before; arrays may grow at the end, so a field added later d
 Two sockets, both CURVE:
 
 * **PUB** (sidecar -> every router): ``[payload]`` with a :data:`Published` frame.
-* **ROUTER** (router asks with a DEALER): ``[b"", payload]`` with a :data:`Request`; the answer is one or more
+* **ROUTER** (routers connect a DEALER): ``[b"", payload]`` with a :data:`Request`; the answer is one or more
   ``[b"", payload]`` with a :data:`Reply` that repeats the request's ``id``; ``last`` marks the final part. A
   :class:`Work` has no answer.
 
@@ -22,7 +22,7 @@ VERSION = 1
 ACCEPTED = (VERSION,)
 """Versions that this code reads. Version 1 is the first, so there is no N-1 yet."""
 VIEW_BYTES = 8192
-"""From here on a view of a payload costs less than a copy of it."""
+"""Payload size from which a memoryview costs less than a copy."""
 
 
 class FeedError(ValueError):
@@ -33,7 +33,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta", gc=False)
     """Net change of one engine rank's cache since the last delta: keys that became present and keys that became absent.
 
     ``stored`` and ``removed`` are packed keys (``mmrouter_lib.block_keys.pack_keys``) and disjoint. ``cleared`` empties
-    everything the rank held (all groups and media) before ``stored`` applies.
+    all groups and media of the rank before ``stored`` applies.
     """
 
     epoch: int
@@ -41,14 +41,14 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta", gc=False)
     sent: float  # seconds since 1970, sidecar clock
     rank: int
     group: int
-    medium: str  # GPU | CPU | STORAGE, as the engine says
+    medium: str  # GPU | CPU | STORAGE, as published by the engine
     stored: bytes
     removed: bytes
     cleared: bool = False
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """What the engine says of its own load, one frame per rank."""
+class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Load from the engine's own metrics, one frame per rank."""
 
     rank: int
     running: float
@@ -57,33 +57,33 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
-    """What one router's requests occupy on one rank of the engine, in blocks; all zero where it has none there.
+    """Blocks that one router's requests occupy on one rank of the engine.
 
-    The router tells the sidecar, which answers nothing and publishes the same to every router.
+    The router sends it to the sidecar, which publishes it unchanged to every router and sends no reply.
     """
 
     router: str
     rank: int
     requests: int
-    prefill: float  # of prompts and images that are still to be computed
-    active: float  # of prompts under way
+    prefill: float  # of prompts and images not yet computed
+    active: float  # of running prompts
 
 
-class Canary(msgspec.Struct, frozen=True, array_like=True):
+class CanaryReport(msgspec.Struct, frozen=True, array_like=True):
     """Result of comparing predicted and published keys of two tiny images (docs/exactness.md)."""
 
     epoch: int
     result: Literal["True", "False", "Unknown"]
     cause: str = ""  # template | count | identity | block_size | salt | truncation | ... ; empty when True
-    message: str = ""  # first difference, in words
+    message: str = ""  # the first difference
     compared: int = 0  # blocks
     router: str = ""
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
-    """A cache group of which the engine's events have spoken, on any rank.
+class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A cache group that the engine's events have named, on any rank.
 
-    ``kind`` is the engine's word for it, empty where it has none; ``window`` is 0 for full attention.
+    ``kind`` is the engine's name for it, empty where it has none; ``window`` is 0 for full attention.
     """
 
     group: int
@@ -91,38 +91,38 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     window: int = 0  # tokens
 
 
-def deciding(groups: Sequence[Group]) -> Group:
-    """Return the group whose blocks tell what a hit is; group 0 with full attention where none is known.
+def deciding(groups: Sequence[CacheGroup]) -> CacheGroup:
+    """Return the group whose blocks decide a hit; group 0 with full attention without any group.
 
-    Full attention decides where it is present. Several windows without it: the widest one asks for most blocks.
+    A group with full attention decides if there is one. Otherwise the widest window does: it needs most blocks.
     """
     full = [group for group in groups if not group.window]
     if full or not groups:
-        return full[0] if full else Group(0, "")
+        return full[0] if full else CacheGroup(0, "")
     return max(groups, key=lambda group: (group.window, -group.group))
 
 
-class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """The node's shared directory (docs/transfer.md), as the sidecar's janitor saw it last. Bytes.
+class SharedDirectory(msgspec.Struct, frozen=True, array_like=True):
+    """The node's shared directory (docs/transfer.md), at the last pass of the sidecar's janitor. In bytes.
 
-    ``taken``: what lies in it, of whomever. ``limit``: how much may; 0 where only the file system bounds it. ``above``:
-    whether it is above its high-water mark, by either.
+    ``taken`` counts the files of all deployments. ``limit`` is 0 where only the file system bounds it. ``above``:
+    ``taken`` or the file system's use is above its high-water mark.
     """
 
     taken: int
     limit: int
-    available: int  # what the file system still has
+    available: int  # on the file system
     capacity: int  # of the file system
     above: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
-    """Sent every half second and on every change: who this is and how far the stream is.
+    """Identity and state of a sidecar and its engine, sent every half second and on every change.
 
     ``worker`` is ``<pod uid>/<boot id>``; ``seq`` is the last delta's number, so a router that missed the newest delta
-    notices without waiting for the next one. ``groups`` is in ascending order; ``facts`` is what media identity depends
-    on beside the model (SGLang: version, model type, page size, flags; structured values as JSON texts). ``shared`` is
-    of a pod that has its node's shared directory.
+    notices without waiting for the next one. ``groups`` is in ascending order. ``facts`` are the engine settings that
+    media identity depends on (SGLang: version, model type, page size, flags; structured values as JSON). ``shared`` is
+    set in pods with the node's shared directory.
     """
 
     worker: str
@@ -137,13 +137,13 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     digests: dict[str, str]  # metadata file name -> BLAKE3 hex
     ranks: int = 1
     draining: bool = False
-    canary: Canary | None = None
-    groups: tuple[Group, ...] = ()
+    canary: CanaryReport | None = None
+    groups: tuple[CacheGroup, ...] = ()
     facts: dict[str, str] = {}
-    shared: Shared | None = None
+    shared: SharedDirectory | None = None
 
 
-class Sighting(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):
+class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):
     """An image run seen for the first time in the engine's events.
 
     ``parent`` is the key of the block before the one in which the run starts (``None``: it starts in the first block)
@@ -161,22 +161,22 @@ class Sighting(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):
     sentinels: tuple[int, ...] = ()
 
 
-class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
-    """Ask for everything the engine holds."""
+class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
+    """Request all keys that the engine holds."""
 
     id: int
 
 
-class Replay(msgspec.Struct, frozen=True, array_like=True, tag="replay"):
-    """Ask for the deltas of ``epoch`` from number ``first`` on."""
+class ReplayRequest(msgspec.Struct, frozen=True, array_like=True, tag="replay"):
+    """Request the deltas of ``epoch`` from number ``first`` on."""
 
     id: int
     epoch: int
     first: int
 
 
-class Detail(msgspec.Struct, frozen=True, array_like=True, tag="detail"):
-    """Ask for the engine's raw event batches behind the deltas ``first`` .. ``end`` (both included)."""
+class DetailRequest(msgspec.Struct, frozen=True, array_like=True, tag="detail"):
+    """Request the engine's raw event batches behind the deltas ``first`` .. ``end`` (both included)."""
 
     id: int
     epoch: int
@@ -184,14 +184,14 @@ class Detail(msgspec.Struct, frozen=True, array_like=True, tag="detail"):
     end: int
 
 
-class Sighted(msgspec.Struct, frozen=True, array_like=True, tag="sighted"):
-    """Ask for the sightings that the sidecar remembers, so that a restarted router learns what others know."""
+class ObservationsRequest(msgspec.Struct, frozen=True, array_like=True, tag="sighted"):
+    """Request the image observations that the sidecar keeps, so that a restarted router gets those of the past."""
 
     id: int
 
 
 class CanaryClaim(msgspec.Struct, frozen=True, array_like=True, tag="canary_claim"):
-    """Ask to be the one router that runs the canary of ``epoch``; granted for ``lease_s`` seconds."""
+    """Request the lease to run the canary of ``epoch``, granted to one router for ``lease_s`` seconds."""
 
     id: int
     epoch: int
@@ -200,16 +200,16 @@ class CanaryClaim(msgspec.Struct, frozen=True, array_like=True, tag="canary_clai
 
 
 class CanaryResult(msgspec.Struct, frozen=True, array_like=True, tag="canary_result"):
-    """Hand a canary's result to the sidecar, which carries it in its heartbeats until the epoch ends."""
+    """Store a canary's result in the sidecar, which sends it in its heartbeats until the epoch ends."""
 
     id: int
-    canary: Canary
+    canary: CanaryReport
 
 
-class Encoders(msgspec.Struct, frozen=True, array_like=True, tag="encoders"):
-    """Tell a sidecar whose engine asks encoders through it (SGLang) which of them a router knows to be up.
+class EncoderAddresses(msgspec.Struct, frozen=True, array_like=True, tag="encoders"):
+    """The encoders that a router sees up, for a sidecar that forwards its engine's images to them (SGLang).
 
-    ``encoders``: pod name and address of each. It holds until the router's next word.
+    ``encoders``: pod name and address of each. Valid until the router's next frame.
     """
 
     id: int
@@ -232,7 +232,7 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag="snapshot_p
 
 
 class ReplayPart(msgspec.Struct, frozen=True, array_like=True, tag="replay_part"):
-    """Deltas in order. ``gone``: some of what was asked for has left the ring; ask for a snapshot."""
+    """Deltas in order. ``gone``: the ring has dropped some of the requested ones; request a snapshot."""
 
     id: int
     deltas: tuple[Delta, ...]
@@ -243,14 +243,14 @@ class ReplayPart(msgspec.Struct, frozen=True, array_like=True, tag="replay_part"
 class RawBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One event batch exactly as the engine sent it."""
 
-    seq: int  # number of the delta that it led to (the last one where it led to several)
+    seq: int  # number of the last delta that it caused
     rank: int
     engine_seq: int
     payload: bytes
 
 
 class DetailPart(msgspec.Struct, frozen=True, array_like=True, tag="detail_part"):
-    """Raw batches in order. ``gone``: some have left the ring."""
+    """Raw batches in order. ``gone``: the ring has dropped some."""
 
     id: int
     batches: tuple[RawBatch, ...]
@@ -258,16 +258,16 @@ class DetailPart(msgspec.Struct, frozen=True, array_like=True, tag="detail_part"
     gone: bool = False
 
 
-class SightingsPart(msgspec.Struct, frozen=True, array_like=True, tag="sightings_part"):
-    """Sightings of the present epoch, oldest first; the oldest ones may have been forgotten."""
+class ObservationsPart(msgspec.Struct, frozen=True, array_like=True, tag="sightings_part"):
+    """Image observations of the current epoch, oldest first; the very oldest may have been dropped."""
 
     id: int
-    sightings: tuple[Sighting, ...]
+    sightings: tuple[ImageObservation, ...]
     last: bool
 
 
 class ClaimAnswer(msgspec.Struct, frozen=True, array_like=True, tag="claim_answer"):
-    """Whether the claim was granted; ``holder`` is the router that has it. ``last`` is always true."""
+    """Whether the lease was granted; ``holder`` is the router that has it. ``last`` is always true."""
 
     id: int
     granted: bool
@@ -276,7 +276,7 @@ class ClaimAnswer(msgspec.Struct, frozen=True, array_like=True, tag="claim_answe
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
-    """The request was carried out."""
+    """The request was executed."""
 
     id: int
     last: bool = True
@@ -292,9 +292,18 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 T = TypeVar("T")
 
-Published = Delta | Load | Heartbeat | Sighting | Work
-Request = Snapshot | Replay | Detail | CanaryClaim | CanaryResult | Sighted | Encoders | Work
-Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | SightingsPart
+Published = Delta | LoadReport | Heartbeat | ImageObservation | Work
+Request = (
+    SnapshotRequest
+    | ReplayRequest
+    | DetailRequest
+    | CanaryClaim
+    | CanaryResult
+    | ObservationsRequest
+    | EncoderAddresses
+    | Work
+)
+Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | ObservationsPart
 
 _encoder = msgspec.msgpack.Encoder()
 _published: "msgspec.msgpack.Decoder[Published]" = msgspec.msgpack.Decoder(Published)

@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from mmrouter_lib import feed
 from mmrouter_lib.engines.sglang.encoder_requests import Encoder
-from mmrouter_lib.feed import Shared
+from mmrouter_lib.feed import SharedDirectory
 from mmrouter_sidecar import http
 from mmrouter_sidecar.engine import presence
 from mmrouter_sidecar.engine.encoder_proxy import Encoders
@@ -108,11 +108,11 @@ class Sidecar:
             self.relay.engine_ended(UNSEEN)
             self.relay.learned(state="down")
 
-    def _filled(self, shared: Shared) -> None:
+    def _filled(self, shared: SharedDirectory) -> None:
         self.relay.shared = shared
 
     def _answer(self, request: feed.Request) -> Iterator[feed.Reply]:
-        if not isinstance(request, feed.Encoders):
+        if not isinstance(request, feed.EncoderAddresses):
             yield from self.relay.answer(request)
         elif self.encoders is None:
             yield feed.Refused(request.id, "this engine asks no encoders")

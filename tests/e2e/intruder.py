@@ -18,8 +18,8 @@ SECONDS = 20
 FEED = 7557
 """The port of what sidecars publish; the next one is for questions."""
 QUESTIONS = {
-    "ask what an engine holds": feed.Snapshot(1),
-    "forge a verdict": feed.CanaryResult(1, feed.Canary(0, "False", "template", "made up", 1, "intruder")),
+    "ask what an engine holds": feed.SnapshotRequest(1),
+    "forge a verdict": feed.CanaryResult(1, feed.CanaryReport(0, "False", "template", "made up", 1, "intruder")),
 }
 ENDS = (
     zmq.Event.HANDSHAKE_FAILED_AUTH

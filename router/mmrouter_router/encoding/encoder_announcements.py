@@ -70,7 +70,7 @@ class EncoderList:
         if feeder is None:
             return
         try:
-            await feeder.question(lambda number: feed.Encoders(number, self._router_id, listed))
+            await feeder.question(lambda number: feed.EncoderAddresses(number, self._router_id, listed))
         except FeedSilentError as error:
             log.debug("%s: it does not know the encoders: %s", worker.member.name, error)
         else:

@@ -136,7 +136,7 @@ async def published(
     if end < first:
         return stored, gone
     decode = adapter(worker.beat.engine if worker.beat is not None else "vllm").decode_batch
-    for part in await feeder.question(lambda number: feed.Detail(number, epoch, first, end)):
+    for part in await feeder.question(lambda number: feed.DetailRequest(number, epoch, first, end)):
         if not isinstance(part, feed.DetailPart):
             continue
         gone |= part.gone

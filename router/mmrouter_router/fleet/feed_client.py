@@ -180,9 +180,9 @@ class Feed:
             request: feed.Request
             match step:
                 case follow.AskSnapshot(number):
-                    request = feed.Snapshot(number * 2 + 1)
+                    request = feed.SnapshotRequest(number * 2 + 1)
                 case follow.AskReplay(number, epoch, first):
-                    request = feed.Replay(number * 2 + 1, epoch, first)
+                    request = feed.ReplayRequest(number * 2 + 1, epoch, first)
                 case _:
                     continue
             self._asked_at = asyncio.get_running_loop().time()

@@ -10,15 +10,15 @@ from blake3 import blake3
 
 from mmrouter_lib.block_keys import unpack_keys
 from mmrouter_lib.feed import (
+    CacheGroup,
     Delta,
-    Group,
     Heartbeat,
-    Load,
+    ImageObservation,
+    LoadReport,
     Published,
     ReplayPart,
     Reply,
-    Shared,
-    Sighting,
+    SharedDirectory,
     SnapshotPart,
     Work,
     deciding,
@@ -69,8 +69,8 @@ class Worker:
     beat_at: float = 0.0
     slots: dict[int, Slot] = field(default_factory=dict)
     usage: dict[int, Usage] = field(default_factory=dict)
-    loads: dict[int, Load] = field(default_factory=dict)
-    group: Group = field(default_factory=lambda: deciding(()))  # the one that is in the index
+    loads: dict[int, LoadReport] = field(default_factory=dict)
+    group: CacheGroup = field(default_factory=lambda: deciding(()))  # the one that is in the index
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; whoever waits clears it
     scope: Scope | None = None
     """Engines with equal scopes make the same of an image: release with flags, and pool, for SGLang; ``None`` where all
@@ -151,7 +151,7 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
-        self._watchers: list[Callable[[Worker, Sighting], None]] = []
+        self._watchers: list[Callable[[Worker, ImageObservation], None]] = []
         self._hearers: list[Callable[[Worker, Work], None]] = []
 
     def __iter__(self) -> Iterator[Worker]:
@@ -169,7 +169,7 @@ class Fleet:
         """Stop calling ``listener``."""
         self._listeners.remove(listener)
 
-    def on_sighting(self, watcher: Callable[[Worker, Sighting], None]) -> None:
+    def on_sighting(self, watcher: Callable[[Worker, ImageObservation], None]) -> None:
         """Call ``watcher`` with every sighting."""
         self._watchers.append(watcher)
 
@@ -238,11 +238,11 @@ class Fleet:
                 return self._carry_out(worker, worker.follower.on_delta(frame))
             case Heartbeat():
                 return self._heartbeat(worker, frame)
-            case Load():
+            case LoadReport():
                 worker.loads[frame.rank] = frame
                 self.usage(worker, frame.rank).queue(frame.waiting)
                 return []
-            case Sighting():
+            case ImageObservation():
                 self._metrics.sightings.inc()
                 for watcher in self._watchers:
                     watcher(worker, frame)
@@ -295,7 +295,7 @@ class Fleet:
             self.changed()
         return steps
 
-    def _regroup(self, worker: Worker, group: Group) -> list[follow.Step]:
+    def _regroup(self, worker: Worker, group: CacheGroup) -> list[follow.Step]:
         """Another group decides what a hit is: what the index holds of the worker is that of the group before."""
         before, worker.group = worker.group, group
         if group.group == before.group or not worker.follower.synced:
@@ -371,7 +371,7 @@ class Fleet:
             usage.forget()
 
 
-def _told(shared: Shared | None) -> tuple[bool, int] | None:
+def _told(shared: SharedDirectory | None) -> tuple[bool, int] | None:
     """What of a node's shared directory is news to anybody: not each byte."""
     return None if shared is None else (shared.above, shared.limit)
 

@@ -45,7 +45,7 @@ class Canary:
         self._router_id, self._fleet, self._own, self._sentinels = router_id, fleet, own, sentinels
         self._seed, self._metrics = seed, metrics
 
-    async def verify(self, worker: Worker, feeder: Feed, block_size: int) -> feed.Canary | None:
+    async def verify(self, worker: Worker, feeder: Feed, block_size: int) -> feed.CanaryReport | None:
         """Claim the canary of the worker's epoch and run it. ``None``: another router holds the claim, or it moved on.
 
         Raises :class:`OwnRequestError` or ``FeedSilentError`` when it could not be carried out.
@@ -62,7 +62,7 @@ class Canary:
             compared += blocks
             if difference is not None:
                 break
-        result = feed.Canary(
+        result = feed.CanaryReport(
             epoch=epoch,
             result="True" if difference is None else "False",
             cause=difference.cause if difference else "",

@@ -199,7 +199,7 @@ class OwnRequests:
             return ()
         epoch = worker.follower.epoch
         stored: list[Stored] = []
-        for part in await feeder.question(lambda n: feed.Detail(n, epoch, before + 1, end)):
+        for part in await feeder.question(lambda n: feed.DetailRequest(n, epoch, before + 1, end)):
             if isinstance(part, feed.DetailPart):
                 for raw in part.batches:
                     try:

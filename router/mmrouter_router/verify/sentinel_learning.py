@@ -105,13 +105,13 @@ class Learning:
             if self._recalled.get(worker.member.uid) == now:
                 continue
             try:
-                parts = await feeder.question(feed.Sighted)
+                parts = await feeder.question(feed.ObservationsRequest)
             except FeedSilentError as error:
                 log.warning("%s: its sightings are not known: %s", worker.member.name, error)
                 continue
             self._recalled[worker.member.uid] = now
             for part in parts:
-                if isinstance(part, feed.SightingsPart):
+                if isinstance(part, feed.ObservationsPart):
                     for sighting in part.sightings:
                         self._sighted(worker, sighting, live=False)
         self._recalled = {uid: known for uid, known in self._recalled.items() if uid in self._fleet.workers}
@@ -133,7 +133,7 @@ class Learning:
             if worker.scope is not None and worker.beat is not None:
                 self._sentinels.describe(worker.scope, worker.beat.engine_version, worker.beat.facts)
 
-    def _sighted(self, worker: Worker, sighting: feed.Sighting, *, live: bool) -> None:
+    def _sighted(self, worker: Worker, sighting: feed.ImageObservation, *, live: bool) -> None:
         if worker.scope is not None and sighting.sentinels:
             place = (sighting.parent, sighting.offset)
             line = _line(worker, sighting.rank)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mmrouter_lib.block_keys import Key
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE, WIDE_SENTINELS
-from mmrouter_lib.feed import Sighting
+from mmrouter_lib.feed import ImageObservation
 
 MAX_SEEN = 16_384
 MAX_OPEN = 32_768
@@ -40,13 +40,13 @@ class Sightings:
     """What was seen. ``remembered`` is bounded; the oldest are forgotten."""
 
     def __init__(self) -> None:
-        self._seen: dict[object, Sighting] = {}
-        self._new: list[Sighting] = []
+        self._seen: dict[object, ImageObservation] = {}
+        self._new: list[ImageObservation] = []
         self._open: dict[int, _Run] = {}
         self._complete = True  # every block that ends within a run is in _open
 
     @property
-    def remembered(self) -> tuple[Sighting, ...]:
+    def remembered(self) -> tuple[ImageObservation, ...]:
         """Oldest first."""
         return tuple(self._seen.values())
 
@@ -55,7 +55,7 @@ class Sightings:
         """Whether :meth:`take` would return anything."""
         return bool(self._new)
 
-    def take(self) -> list[Sighting]:
+    def take(self) -> list[ImageObservation]:
         """Return the new ones since the last call."""
         new, self._new = self._new, []
         return new
@@ -64,7 +64,7 @@ class Sightings:
         """Events were missed."""
         self._complete = False
 
-    def recall(self, sightings: Iterable[Sighting]) -> None:
+    def recall(self, sightings: Iterable[ImageObservation]) -> None:
         """Remember what another process saw."""
         for sighting in sightings:
             self._remember(_name(sighting), sighting)
@@ -89,7 +89,7 @@ class Sightings:
             limit = next((s for s in starts if s > begin), len(ids))
             end = next((n for n in range(begin, limit) if ids[n] != ids[begin]), limit)
             before = keys[number - 1] if number else (None if event.parent is None else parent)
-            self._sight(identity, Sighting(rank, event.group, before, start, end - begin, identity))
+            self._sight(identity, ImageObservation(rank, event.group, before, start, end - begin, identity))
 
     def _sentinels(self, rank: int, event: Stored, keys: Sequence[Key], parent: Key) -> None:
         ids, size = event.ids, event.block_size
@@ -111,7 +111,7 @@ class Sightings:
             assert run is not None
             self._keep_open(event, run, start, at)
             if run.whole or at < len(ids):
-                sighting = Sighting(rank, event.group, run.parent, run.offset, run.length, b"", run.values)
+                sighting = ImageObservation(rank, event.group, run.parent, run.offset, run.length, b"", run.values)
                 if _name(sighting) not in self._seen:
                     self._sight(_name(sighting), sighting)
 
@@ -126,17 +126,17 @@ class Sightings:
                 del self._open[next(iter(self._open))]
                 self._complete = False
 
-    def _sight(self, name: object, sighting: Sighting) -> None:
+    def _sight(self, name: object, sighting: ImageObservation) -> None:
         self._remember(name, sighting)
         self._new.append(sighting)
 
-    def _remember(self, name: object, sighting: Sighting) -> None:
+    def _remember(self, name: object, sighting: ImageObservation) -> None:
         self._seen[name] = sighting
         if len(self._seen) > MAX_SEEN:
             del self._seen[next(iter(self._seen))]
 
 
-def _name(sighting: Sighting) -> object:
+def _name(sighting: ImageObservation) -> object:
     return sighting.identity or (sighting.rank, sighting.parent, sighting.offset, sighting.sentinels)
 
 

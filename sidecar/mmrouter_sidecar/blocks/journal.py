@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from mmrouter_lib.feed import Canary, Sighting
+from mmrouter_lib.feed import CanaryReport, ImageObservation
 from mmrouter_sidecar.blocks.ledger import Op
 
 MAGIC = b"mmrouter journal 1\n"
@@ -47,13 +47,13 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     seq: int
     last: dict[int, tuple[int, int]]
     ops: list[Op]
-    sightings: list[Sighting] = []
+    sightings: list[ImageObservation] = []
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True, tag="verdict"):
     """The canary's result."""
 
-    canary: Canary
+    canary: CanaryReport
 
 
 Record = Epoch | Flush | Verdict

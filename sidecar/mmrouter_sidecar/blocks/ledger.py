@@ -21,7 +21,7 @@ import msgspec
 
 from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
 from mmrouter_lib.engines.base.events import Batch, Cleared, Ignored, Ragged, Removed, Stored
-from mmrouter_lib.feed import Group, Sighting, deciding
+from mmrouter_lib.feed import CacheGroup, ImageObservation, deciding
 from mmrouter_sidecar.blocks.block_table import Cache
 from mmrouter_sidecar.blocks.image_observations import Sightings
 from mmrouter_sidecar.blocks.sliding_windows import Windows
@@ -82,7 +82,7 @@ class Taken(NamedTuple):
 
     changes: list[Change]
     ops: list[Op]
-    sightings: list[Sighting]
+    sightings: list[ImageObservation]
 
 
 class Ledger:
@@ -94,8 +94,8 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.sightings = Sightings()
         self.windows = Windows()
-        self._groups: dict[int, Group] = {}
-        self._ordered: tuple[Group, ...] = ()
+        self._groups: dict[int, CacheGroup] = {}
+        self._ordered: tuple[CacheGroup, ...] = ()
         self._decides = deciding(())
         self._apart: set[int] = set()  # groups of which nothing is indexed
         self._seed_of = seed_of
@@ -121,7 +121,7 @@ class Ledger:
         return next((cache.block_size for place, cache in self.caches.items() if place.group == group), 0)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[CacheGroup, ...]:
         """Indexed cache groups in ascending order, as the engine's events name them."""
         return self._ordered
 
@@ -199,7 +199,7 @@ class Ledger:
                 self.caches[place] = Cache(block_size=self.caches[place].block_size)
             return
         if op.kind == "group":
-            self._groups[op.group] = Group(op.group, op.spec, op.window)
+            self._groups[op.group] = CacheGroup(op.group, op.spec, op.window)
             self._regroup()
             return
         if op.kind == "known":
@@ -323,7 +323,7 @@ class Ledger:
 
     def _meet(self, event: Stored | Ragged) -> None:
         """Note a group, or that it is another one than it was."""
-        self._groups[event.group] = Group(event.group, event.kind, event.window or 0)
+        self._groups[event.group] = CacheGroup(event.group, event.kind, event.window or 0)
         self._regroup()
         self._note(Op("group", 0, event.group, spec=event.kind, window=event.window or 0))
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mmrouter_lib.feed import Accepted, Canary, CanaryClaim, CanaryResult, ClaimAnswer, Refused
+from mmrouter_lib.feed import Accepted, CanaryClaim, CanaryReport, CanaryResult, ClaimAnswer, Refused
 
 MAX_LEASE_S = 120.0
 
@@ -12,7 +12,7 @@ class Canaries:
     """One epoch's canary: one router at a time holds the claim, and the first definite result stands to the end."""
 
     epoch: int
-    result: Canary | None = None
+    result: CanaryReport | None = None
     _holder: str = ""
     _until: float = field(default=0.0)
 

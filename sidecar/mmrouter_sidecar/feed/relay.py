@@ -69,7 +69,7 @@ class Relay:
         self.ledger = Ledger(settings.seed)
         self.canaries = Canaries(0)
         self.facts = EngineFacts(revision=settings.revision)
-        self.shared: feed.Shared | None = None
+        self.shared: feed.SharedDirectory | None = None
         """How full the node's shared directory is; the next heartbeat tells it."""
         self.boot, self.epoch, self.seq = "", 0, 0
         self.proofs: dict[int, tuple[int, int]] = {}
@@ -80,7 +80,7 @@ class Relay:
         """Batches applied by this process, and the engine's time of the last one."""
         self._unsent: list[tuple[int, int, bytes]] = []
         self._moved = False  # batches were applied since the last flush
-        self._told: tuple[feed.Group, ...] = ()  # groups in the last heartbeat
+        self._told: tuple[feed.CacheGroup, ...] = ()  # groups in the last heartbeat
         self._unreadable = False  # the last batch was; the log has it
         self._snapshot: list[feed.SnapshotPart] | None = None  # of the present (epoch, seq)
         self._journal: Journal | None = self._open()
@@ -184,7 +184,7 @@ class Relay:
 
     def load(self, rank: int, running: float, waiting: float, kv_usage: float) -> None:
         """Publish one rank's load."""
-        self._publish(feed.Load(rank, running, waiting, kv_usage))
+        self._publish(feed.LoadReport(rank, running, waiting, kv_usage))
 
     def flush(self) -> None:
         """Number, journal and publish everything that changed since the last flush."""
@@ -216,20 +216,20 @@ class Relay:
     def answer(self, request: feed.Request) -> Iterator[feed.Reply]:
         """Answer one question; the parts are to be sent in order."""
         match request:
-            case feed.Snapshot(number):
+            case feed.SnapshotRequest(number):
                 yield from self._snapshot_parts(number)
-            case feed.Replay(number, epoch, first):
+            case feed.ReplayRequest(number, epoch, first):
                 if epoch == self.epoch:
                     yield from self._deltas.replay(number, first)
                 else:
                     yield self._old_epoch(number, epoch)
-            case feed.Detail(number, epoch, first, end):
+            case feed.DetailRequest(number, epoch, first, end):
                 if epoch == self.epoch:
                     self.flush()
                     yield from self._raw.detail(number, first, end)
                 else:
                     yield self._old_epoch(number, epoch)
-            case feed.Sighted(number):
+            case feed.ObservationsRequest(number):
                 self.flush()
                 yield from self._sightings(number)
             case feed.CanaryClaim():
@@ -267,11 +267,11 @@ class Relay:
     def _old_epoch(self, request_id: int, epoch: int) -> feed.Refused:
         return feed.Refused(request_id, f"epoch {epoch} is not the present one, {self.epoch}")
 
-    def _sightings(self, request_id: int) -> Iterator[feed.SightingsPart]:
+    def _sightings(self, request_id: int) -> Iterator[feed.ObservationsPart]:
         held = self.ledger.sightings.remembered
         for start in range(0, max(1, len(held)), SIGHTINGS_PART):
             end = start + SIGHTINGS_PART
-            yield feed.SightingsPart(request_id, held[start:end], last=end >= len(held))
+            yield feed.ObservationsPart(request_id, held[start:end], last=end >= len(held))
 
     def _snapshot_parts(self, request_id: int) -> Iterator[feed.SnapshotPart]:
         self.flush()
@@ -293,7 +293,7 @@ class Relay:
         if not pieces:
             yield feed.SnapshotPart(0, self.worker, self.epoch, self.seq, 0, 0, "GPU", b"", last=True)
 
-    def _verdict(self, canary: feed.Canary) -> None:
+    def _verdict(self, canary: feed.CanaryReport) -> None:
         difference = f": {canary.cause}, {canary.message}" if canary.cause else ""
         log.info("canary of epoch %d: %s%s", canary.epoch, canary.result, difference)
         self._write(Verdict(canary))

@@ -33,13 +33,13 @@ class Doomed(NamedTuple):
     reason: Reason
 
 
-def shared(book: Ledger, limit: int, *, was_above: bool) -> feed.Shared:
+def shared(book: Ledger, limit: int, *, was_above: bool) -> feed.SharedDirectory:
     """Return how full the directory is. ``limit``: bytes that it may hold, 0 where only the file system bounds it.
 
     Once it is above the high-water mark, it stays so until it is below the low one.
     """
     above = pressure(book, limit) >= (LOW_WATER if was_above else HIGH_WATER)
-    return feed.Shared(book.bytes, limit, book.available_bytes, book.capacity_bytes, above)
+    return feed.SharedDirectory(book.bytes, limit, book.available_bytes, book.capacity_bytes, above)
 
 
 def pressure(book: Ledger, limit: int) -> float:
@@ -47,7 +47,7 @@ def pressure(book: Ledger, limit: int) -> float:
     return max(book.pressure, book.bytes / limit if limit else 0.0)
 
 
-def doomed(book: Ledger, figures: feed.Shared, now: float) -> list[Doomed]:
+def doomed(book: Ledger, figures: feed.SharedDirectory, now: float) -> list[Doomed]:
     """Return the encoders' files that go, those that were not used for longest first. ``now``: seconds since 1970."""
     held = [entry for entry in book.entries if is_encoders(entry)]
     held.sort(key=lambda entry: (entry.used or 0.0, entry.path))
@@ -67,7 +67,7 @@ def doomed(book: Ledger, figures: feed.Shared, now: float) -> list[Doomed]:
     return found
 
 
-def surplus(figures: feed.Shared) -> int:
+def surplus(figures: feed.SharedDirectory) -> int:
     """Return how many bytes have to go until a directory that is above its mark is below the low one."""
     if not figures.above:
         return 0

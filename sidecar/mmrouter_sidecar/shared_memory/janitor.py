@@ -47,7 +47,7 @@ class Janitor:
         self,
         settings: Settings,
         metrics: Metrics,
-        tell: Callable[[feed.Shared], None],
+        tell: Callable[[feed.SharedDirectory], None],
         *,
         now: Callable[[], float] = places.clock,
         wall: Callable[[], float] = time.time,
@@ -56,7 +56,7 @@ class Janitor:
         self._root, self._limit = settings.shared_dir, settings.shared_bytes
         self._settings, self._metrics, self._tell, self._now, self._wall = settings, metrics, tell, now, wall
         self._mark = MARK_PREFIX + settings.pod_uid
-        self._figures: feed.Shared | None = None
+        self._figures: feed.SharedDirectory | None = None
         self._folders_at = 0.0
         self._broken = False
         self._turn = threading.Lock()
@@ -164,7 +164,7 @@ class Janitor:
     def _book(self) -> Ledger:
         return ledger(self._root, self._now())
 
-    def _judge(self, book: Ledger) -> feed.Shared:
+    def _judge(self, book: Ledger) -> feed.SharedDirectory:
         return tidying.shared(book, self._limit, was_above=self._figures is not None and self._figures.above)
 
     def _remove(self, one: tidying.Doomed) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from mmrouter_lib.block_keys import block_keys, namespace_seed
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_lib.feed import Group, deciding
+from mmrouter_lib.feed import CacheGroup, deciding
 from mmrouter_router.fleet.index import Index, window_blocks
 from mmrouter_sidecar.blocks.ledger import Ledger
 
@@ -72,4 +72,4 @@ def test_case_50_predicted_keys_and_predicted_hits_are_the_engines_step_by_step(
     assert not routed.ledger.counts["unknown_parent"]
     assert routed.ledger.aside == 0
     window, kind = (131072, "sliding_window") if "sw131072" in name else (0, "full_attention")
-    assert routed.ledger.groups == (Group(0, kind, window),)
+    assert routed.ledger.groups == (CacheGroup(0, kind, window),)

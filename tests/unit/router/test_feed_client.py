@@ -5,6 +5,7 @@ one would set are set: an answer carries the number of its question, and a secon
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +33,7 @@ class Player:
     """A sidecar of one version. ``published``: frames that it repeats all the time, as heartbeats are repeated."""
 
     def __init__(self, version: int, ip: str, context: zmq.asyncio.Context) -> None:
-        self.folder = GOLDEN / f"v{version}"
+        self.golden: dict[str, str] = json.loads((GOLDEN / f"v{version}.json").read_text())
         self.public, secret = zmq.curve_keypair()
         self.pub, self.router = self._bound(context, zmq.PUB, secret), self._bound(context, zmq.ROUTER, secret)
         self.pub.bind(f"tcp://{ip}:{PUB_PORT}")
@@ -47,7 +48,7 @@ class Player:
 
     def payload(self, name: str, **numbers: int) -> bytes:
         """Return a golden frame, with numbers at places of its array (``_1=5``: the second item is 5)."""
-        payload = (self.folder / f"{name}.bin").read_bytes()
+        payload = bytes.fromhex(self.golden[name])
         if not numbers:
             return payload
         items = msgspec.msgpack.decode(payload[1:])
@@ -62,7 +63,11 @@ class Player:
             await asyncio.sleep(0.02)
 
     async def answer(self) -> None:
-        answers = {feed.Snapshot: "snapshot_part", feed.Replay: "replay_part", feed.CanaryClaim: "claim_answer"}
+        answers = {
+            feed.SnapshotRequest: "snapshot_part",
+            feed.ReplayRequest: "replay_part",
+            feed.CanaryClaim: "claim_answer",
+        }
         while True:
             *way, question = await self.router.recv_multipart()
             asked = feed.decode_request(question)
@@ -82,7 +87,7 @@ async def followed(version: int, ip: str) -> None:
     public, secret = zmq.curve_keypair()
     fleet = Fleet(Metrics())
     worker = fleet.join(Member("pod-1", "pod-1", ip, "worker", "worker"))
-    seen: list[feed.Sighting] = []
+    seen: list[feed.ImageObservation] = []
     fleet.on_sighting(lambda _, sighting: seen.append(sighting))
     reader = Feed(worker, fleet, CurveKeys(public, secret, player.public), context, Metrics())
     tasks = [asyncio.create_task(each) for each in (player.speak(), player.answer(), reader.run())]
@@ -97,7 +102,9 @@ async def followed(version: int, ip: str) -> None:
         context.destroy(linger=0)
 
 
-async def listened(player: Player, reader: Feed, fleet: Fleet, worker: Worker, seen: list[feed.Sighting]) -> None:
+async def listened(
+    player: Player, reader: Feed, fleet: Fleet, worker: Worker, seen: list[feed.ImageObservation]
+) -> None:
     """Heartbeat and snapshot, then load, sighting and deltas with one missing, a question, a burst."""
     await until(lambda: worker.follower.synced and worker.beat is not None)
     assert (worker.id, worker.follower.epoch, worker.follower.seq) == ("pod-1/0a1b2c3d", 7, 3)
@@ -107,7 +114,7 @@ async def listened(player: Player, reader: Feed, fleet: Fleet, worker: Worker, s
     # Number 4 is missing: it is replayed, and 5, which has waited, is applied after it.
     player.published += [player.payload("delta", _2=5), player.payload("load"), player.payload("sighting")]
     await until(lambda: worker.follower.seq == 5)
-    assert feed.Replay in player.asked
+    assert feed.ReplayRequest in player.asked
     assert fleet.index.holds(worker.slots[0], KEY[5])
     assert fleet.index.holds(worker.slots[1], KEY[1])
     await until(lambda: worker.loads and seen)

@@ -89,7 +89,7 @@ class Rig:
         self.fleet.connect(worker)
         part = feed.SnapshotPart(worker.follower._asked, f"{name}/1", 1, 0, 0, 0, "GPU", b"", True)
         self.fleet.replied(worker, part)
-        canary = feed.Canary(1, "True")
+        canary = feed.CanaryReport(1, "True")
         beat = feed.Heartbeat(f"{name}/1", 1, 0, "vllm", "up", "0", 16, "m", "", {}, 1, False, canary)
         self.fleet.published(worker, beat)
         return engine

@@ -296,7 +296,7 @@ async def test_a_folder_above_its_mark_stops_hand_overs_and_no_request(tmp_path)
 
 async def test_a_node_whose_janitor_says_that_its_folder_is_too_full_is_spared_until_it_says_otherwise(rig):
     for above, seen in ((True, "bytes"), (False, b"\0" * LARGE)):
-        shared = feed.Shared(0, 1, 1, 1, above)
+        shared = feed.SharedDirectory(0, 1, 1, 1, above)
         rig.worker.beat = feed.Heartbeat("u/1", 1, 0, "vllm", "up", "", 16, "m", "main", {}, shared=shared)
         await rig.send(LARGE)
         assert rig.got[-1] == [seen]

@@ -82,7 +82,9 @@ class Router:
             part = feed.SnapshotPart(worker.follower._asked, f"uid-{engine}/x", 1, 0, 0, 0, "GPU", pack_keys(()), True)
             self.fleet.replied(worker, part)
             beat = feed.Heartbeat(f"uid-{engine}/x", 1, 0, "vllm", "up", "", BLOCK, "m", "", {})
-            proved = {name: getattr(beat, name) for name in beat.__struct_fields__} | {"canary": feed.Canary(1, "True")}
+            proved = {name: getattr(beat, name) for name in beat.__struct_fields__} | {
+                "canary": feed.CanaryReport(1, "True")
+            }
             self.fleet.published(worker, feed.Heartbeat(**proved))
 
     def send(self, seed: int) -> tuple[str, Booking]:
@@ -231,5 +233,5 @@ async def test_a_queue_of_requests_that_routers_told_of_is_not_counted_twice(rou
     one, two = routers
     engine, _ = one.send(1)
     await one.sharing.tell()
-    two.fleet.published(two.worker(engine), feed.Load(0, 1.0, 3.0, 0.5))
+    two.fleet.published(two.worker(engine), feed.LoadReport(0, 1.0, 3.0, 0.5))
     assert two.worker(engine).usage[0].others == 2.0

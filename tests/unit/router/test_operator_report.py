@@ -190,7 +190,7 @@ def test_a_nodes_shared_directory_is_told_of_when_it_goes_above_its_mark_and_not
     told = []
     rig.fleet.on_change(lambda: changes.append(1))
     for taken in (1, 2, 900, 901, 3):
-        rig.beat(worker, shared=feed.Shared(taken, 1000, 5000, 9000, taken >= 900))
+        rig.beat(worker, shared=feed.SharedDirectory(taken, 1000, 5000, 9000, taken >= 900))
         row = rig.reporter.report()["workers"]["uid-a"]["shared"]
         assert row == {"above": taken >= 900, "limit": 1000}
         told.append(len(changes))

@@ -71,7 +71,7 @@ class Rig:
         self.fleet.replied(worker, part)
 
     def beat(self, worker: Worker, canary: str = "True", epoch: int = 1, **values) -> None:
-        result = feed.Canary(epoch, canary) if canary else None
+        result = feed.CanaryReport(epoch, canary) if canary else None
         base = feed.Heartbeat(
             f"{worker.member.uid}/boot-{epoch}", epoch, worker.follower.seq, "vllm", "up", "0.32.0", BLOCK, "m", "", {}
         )
@@ -210,8 +210,8 @@ def test_only_device_memory_of_the_indexed_group_counts():
         assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == expected
 
 
-WINDOW = {"groups": (feed.Group(0, "sliding_window", 2 * BLOCK + 1),)}
-FULL_SECOND = {"groups": (feed.Group(0, "sliding_window", 64), feed.Group(1, "full_attention"))}
+WINDOW = {"groups": (feed.CacheGroup(0, "sliding_window", 2 * BLOCK + 1),)}
+FULL_SECOND = {"groups": (feed.CacheGroup(0, "sliding_window", 64), feed.CacheGroup(1, "full_attention"))}
 
 
 def test_case_45_a_window_alone_is_hit_behind_what_it_dropped():
@@ -468,7 +468,7 @@ def happen(rig: Rig, what: str, worker: Worker, number: int) -> None:
             stored = pack_keys(KEYS[:number])
             rig.fleet.published(worker, feed.Delta(follower.epoch, seq, 0.0, 0, 0, "GPU", stored, b"", what == "clear"))
         case "load":
-            rig.fleet.published(worker, feed.Load(0, 1.0, float(number), 0.5))
+            rig.fleet.published(worker, feed.LoadReport(0, 1.0, float(number), 0.5))
         case "leave":
             rig.fleet.leave(worker.member.uid)
         case "join":

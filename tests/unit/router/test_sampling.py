@@ -255,7 +255,7 @@ def test_nothing_is_expected_of_affinity_or_of_less_than_a_block(rig):
 
 
 def test_of_a_sliding_window_the_blocks_that_a_hit_needs_are_expected(rig):
-    rig.worker.group = feed.Group(0, "sliding_window", 5)
+    rig.worker.group = feed.CacheGroup(0, "sliding_window", 5)
     whole = rig.expected().keys
     found = expected_of(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
     assert found is not None

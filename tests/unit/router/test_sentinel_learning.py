@@ -57,7 +57,7 @@ class Learner(Rig):
         self.fleet.published(self.engine, delta)
         for span in prepared.spans:
             before = span.offset // BLOCK
-            sighting = feed.Sighting(
+            sighting = feed.ImageObservation(
                 0, 0, keys[before - 1], span.offset % BLOCK, span.length, b"", TRUTH[span.identity]
             )
             self.fleet.published(self.engine, sighting)

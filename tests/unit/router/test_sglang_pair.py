@@ -128,7 +128,7 @@ class Rig:
         self.fleet.connect(worker)
         asked = worker.follower._asked
         self.fleet.replied(worker, feed.SnapshotPart(asked, f"{name}/1", 1, 0, 0, 0, "GPU", pack_keys(keys), True))
-        canary = feed.Canary(1, "True") if (role != "decode" if proved is None else proved) else None
+        canary = feed.CanaryReport(1, "True") if (role != "decode" if proved is None else proved) else None
         beat = feed.Heartbeat(f"{name}/1", 1, 0, "sglang", "up", "0", BLOCK, "m", "", {}, ranks, False, canary)
         self.fleet.published(worker, beat)
         return engine

@@ -169,7 +169,7 @@ class FakeRouter:
         return parts
 
     async def snapshot(self) -> dict[tuple[int, int, str], set[int]]:
-        return keys_of(await self.ask(feed.Snapshot))
+        return keys_of(await self.ask(feed.SnapshotRequest))
 
     def close(self) -> None:
         self._task.cancel()

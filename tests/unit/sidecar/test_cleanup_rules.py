@@ -142,4 +142,4 @@ def test_bytes_are_told_by_what_they_are_and_by_where_they_lie() -> None:
 
 def test_figures_are_what_the_feed_carries() -> None:
     found = book(encoders("a", 90, 1), capacity=1000, available=700)
-    assert shared(found, 100, was_above=False) == feed.Shared(90, 100, 700, 1000, True)
+    assert shared(found, 100, was_above=False) == feed.SharedDirectory(90, 100, 700, 1000, True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mmrouter_lib.block_keys import block_keys, chain
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
-from mmrouter_lib.feed import Sighting
+from mmrouter_lib.feed import ImageObservation
 from mmrouter_sidecar.blocks.image_observations import Sightings
 
 SIZE = 4
@@ -46,9 +46,9 @@ def event(ids: "array[int]", first: int, end: int) -> Stored:
     )
 
 
-def look(seen: Sightings, ids: "array[int]", cuts: list[int]) -> list[Sighting]:
+def look(seen: Sightings, ids: "array[int]", cuts: list[int]) -> list[ImageObservation]:
     keys = block_keys(ids, SIZE, (), SEED)
-    found: list[Sighting] = []
+    found: list[ImageObservation] = []
     for first, end in pairwise(cuts):
         one = event(ids, first, end)
         parent = keys[first - 1] if first else SEED

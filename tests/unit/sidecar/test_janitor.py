@@ -37,7 +37,7 @@ class Node:
         self.folder = folder
         self.settings = replace(settings, shared_dir=folder, shared_bytes=64 * MIB)
         self.ahead = 0.0
-        self.told: list[feed.Shared] = []
+        self.told: list[feed.SharedDirectory] = []
         self.metrics = Metrics()
         self.metrics.watch(lambda: Counted(0, {}, 0, 0))
 
@@ -206,8 +206,8 @@ async def test_encoders_files_make_room_those_first_that_were_not_read_for_longe
     assert (node.removed("pressure"), node.removed("pressure", "_bytes")) == (2, 2 * MIB)
 
 
-def replaced(figures: feed.Shared, **values: Any) -> feed.Shared:
-    return feed.Shared(**{name: getattr(figures, name) for name in figures.__struct_fields__} | values)
+def replaced(figures: feed.SharedDirectory, **values: Any) -> feed.SharedDirectory:
+    return feed.SharedDirectory(**{name: getattr(figures, name) for name in figures.__struct_fields__} | values)
 
 
 def clock_of_files(folder: Path) -> int:

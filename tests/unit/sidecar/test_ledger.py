@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_lib.feed import Group
+from mmrouter_lib.feed import CacheGroup
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_sidecar.blocks.block_table import Cache
 from mmrouter_sidecar.blocks.ledger import Ledger, Place
@@ -319,7 +319,7 @@ def test_case_45_groups_that_are_no_prefix_are_not_indexed_and_the_others_are_na
     )
     assert ledger.counts["ignored_spec_mamba"] == ledger.counts["removed_apart"] == 1
     assert ledger.counts["unknown_removed"] == 0
-    assert ledger.groups == (Group(1, "sliding_window", 64), Group(2, "full_attention"))
+    assert ledger.groups == (CacheGroup(1, "sliding_window", 64), CacheGroup(2, "full_attention"))
     assert {place.group for place in ledger.caches} == {1, 2}
     again = Ledger(seed)
     for op in ledger.dump():

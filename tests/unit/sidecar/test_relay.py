@@ -66,7 +66,7 @@ class Bench:
         return list(self.relay.answer(request))
 
     def index(self) -> dict[Any, set[int]]:
-        return self.kit.keys_of(self.ask(feed.Snapshot(1)))
+        return self.kit.keys_of(self.ask(feed.SnapshotRequest(1)))
 
     @property
     def state(self) -> Any:
@@ -89,20 +89,20 @@ def test_any_snapshot_with_the_deltas_after_it_is_what_the_ledger_holds(
     settings: Settings, kit: Any, tmp_path: Path, seed: int, steps: int
 ) -> None:
     bench = Bench(replace(settings, state_dir=Path(tempfile.mkdtemp(dir=tmp_path))), kit, seed)
-    cuts: list[list[Any]] = [bench.ask(feed.Snapshot(1))]
+    cuts: list[list[Any]] = [bench.ask(feed.SnapshotRequest(1))]
     for _ in range(steps):
         bench.anything()
         if bench.chance.random() < 0.5:
             bench.relay.flush()
         if bench.chance.random() < 0.2:
-            cuts.append(bench.ask(feed.Snapshot(1)))
+            cuts.append(bench.ask(feed.SnapshotRequest(1)))
     bench.relay.flush()
     deltas = bench.of(feed.Delta)
     assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
     final = bench.index()
     for cut in cuts:
         index = kit.keys_of(cut)
-        (replay,) = bench.ask(feed.Replay(2, bench.relay.epoch, cut[0].seq + 1))
+        (replay,) = bench.ask(feed.ReplayRequest(2, bench.relay.epoch, cut[0].seq + 1))
         assert not replay.gone
         assert list(replay.deltas) == [delta for delta in deltas if delta.seq > cut[0].seq]
         for delta in replay.deltas:
@@ -193,9 +193,9 @@ def test_after_a_restart_numbers_and_names_go_on_and_the_ring_is_gone(bench: Ben
     assert (again.relay.worker, again.relay.epoch, again.relay.seq) == (bench.relay.worker, bench.relay.epoch, 1)
     assert again.index() == held
     assert again.relay.proofs == bench.relay.proofs
-    assert again.ask(feed.Replay(1, again.relay.epoch, 1))[0].gone
-    assert again.ask(feed.Replay(1, again.relay.epoch, 2)) == [feed.ReplayPart(1, (), last=True)]
-    assert again.ask(feed.Detail(1, again.relay.epoch, 1, 1))[0].gone
+    assert again.ask(feed.ReplayRequest(1, again.relay.epoch, 1))[0].gone
+    assert again.ask(feed.ReplayRequest(1, again.relay.epoch, 2)) == [feed.ReplayPart(1, (), last=True)]
+    assert again.ask(feed.DetailRequest(1, again.relay.epoch, 1, 1))[0].gone
     again.batch(kit.stored([3], 2))
     again.relay.flush()
     assert [delta.seq for delta in again.of(feed.Delta)] == [2]
@@ -211,7 +211,7 @@ def test_a_rewritten_journal_holds_the_same_state(bench: Bench, kit: Any, monkey
         sizes.append((bench.settings.state_dir / "ledger.journal").stat().st_size)
     assert any(after < before for before, after in itertools.pairwise(sizes)), "it was rewritten"
     bench.relay.canaries.claim(feed.CanaryClaim(1, bench.relay.epoch, "r", 1.0), 0.0)
-    canary = feed.Canary(bench.relay.epoch, "True", router="r")
+    canary = feed.CanaryReport(bench.relay.epoch, "True", router="r")
     assert bench.ask(feed.CanaryResult(1, canary)) == [feed.Accepted(1)]
     state = bench.state
     bench.relay.close()
@@ -271,7 +271,7 @@ def test_the_engines_end_begins_an_empty_epoch_under_a_new_name(bench: Bench, ki
     assert (beat.worker.split("/")[0], beat.seq, beat.engine_state, beat.engine_version) == ("pod-1", 0, "down", "")
     assert beat.epoch > epoch
     assert bench.index() == {}
-    (empty,) = bench.ask(feed.Snapshot(5))
+    (empty,) = bench.ask(feed.SnapshotRequest(5))
     assert (empty.id, empty.keys, empty.last, empty.epoch) == (5, b"", True, beat.epoch)
 
 
@@ -290,7 +290,7 @@ def test_lost_history_of_one_rank_keeps_the_others_and_the_name(bench: Bench, ki
 def test_questions_about_an_old_epoch_are_refused(bench: Bench) -> None:
     old = bench.relay.epoch
     bench.relay.engine_ended(DISCONNECTED)
-    for request in (feed.Replay(1, old, 1), feed.Detail(2, old, 1, 1), feed.CanaryClaim(3, old, "r", 1)):
+    for request in (feed.ReplayRequest(1, old, 1), feed.DetailRequest(2, old, 1, 1), feed.CanaryClaim(3, old, "r", 1)):
         (reply,) = bench.ask(request)
         assert isinstance(reply, feed.Refused)
         assert reply.id == request.id
@@ -318,9 +318,9 @@ def test_detail_returns_the_batches_behind_a_delta_as_the_engine_sent_them(bench
     bench.relay.flush()
     bench.relay.batch(0, 2, payloads[2], digest_of(payloads[2]))
     bench.relay.flush()
-    (part,) = bench.ask(feed.Detail(9, bench.relay.epoch, 1, 1))
+    (part,) = bench.ask(feed.DetailRequest(9, bench.relay.epoch, 1, 1))
     assert [(batch.engine_seq, batch.payload) for batch in part.batches] == [(0, payloads[0]), (1, payloads[1])]
-    (part,) = bench.ask(feed.Detail(9, bench.relay.epoch, 2, 2))
+    (part,) = bench.ask(feed.DetailRequest(9, bench.relay.epoch, 2, 2))
     assert [batch.payload for batch in part.batches] == [payloads[2]]
     assert not part.gone
 
@@ -331,11 +331,11 @@ def test_rings_are_bounded_and_say_what_is_gone(settings: Settings, kit: Any) ->
         bench.batch(kit.stored([number]))
         bench.relay.flush()
     epoch = bench.relay.epoch
-    assert bench.ask(feed.Replay(1, epoch, 5))[0].gone
-    (part,) = bench.ask(feed.Replay(1, epoch, 6))
+    assert bench.ask(feed.ReplayRequest(1, epoch, 5))[0].gone
+    (part,) = bench.ask(feed.ReplayRequest(1, epoch, 6))
     assert [delta.seq for delta in part.deltas] == [6, 7, 8, 9, 10]
-    assert bench.ask(feed.Detail(1, epoch, 5, 6))[0].gone
-    assert [batch.seq for batch in bench.ask(feed.Detail(1, epoch, 6, 7))[0].batches] == [6, 7]
+    assert bench.ask(feed.DetailRequest(1, epoch, 5, 6))[0].gone
+    assert [batch.seq for batch in bench.ask(feed.DetailRequest(1, epoch, 6, 7))[0].batches] == [6, 7]
     bench.relay.close()
 
 
@@ -344,12 +344,12 @@ def test_long_answers_come_in_parts_of_bounded_size(bench: Bench, kit: Any, monk
     for number in range(600):
         bench.batch(kit.stored([number + 1]))
         bench.relay.flush()
-    parts = bench.ask(feed.Snapshot(1))
+    parts = bench.ask(feed.SnapshotRequest(1))
     assert len(parts) == 60
     assert all(len(unpack_keys(part.keys)) <= 10 for part in parts)
     assert [part.last for part in parts] == [False] * 59 + [True]
     assert {part.seq for part in parts} == {600}
-    parts = bench.ask(feed.Replay(1, bench.relay.epoch, 1))
+    parts = bench.ask(feed.ReplayRequest(1, bench.relay.epoch, 1))
     assert sum(len(part.deltas) for part in parts) == 600
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert len(parts) > 1
@@ -376,16 +376,16 @@ def test_one_router_holds_the_canary_and_its_result_stands_to_the_epochs_end(ben
     assert claim("a") == feed.ClaimAnswer(1, True, "a")
     assert claim("b") == feed.ClaimAnswer(1, False, "a")
     assert claim("a").granted, "the holder may ask again"
-    stranger = feed.CanaryResult(2, feed.Canary(epoch, "True", router="b"))
+    stranger = feed.CanaryResult(2, feed.CanaryReport(epoch, "True", router="b"))
     assert isinstance(bench.ask(stranger)[0], feed.Refused)
-    unknown = feed.Canary(epoch, "Unknown", "timeout", router="a")
+    unknown = feed.CanaryReport(epoch, "Unknown", "timeout", router="a")
     assert bench.ask(feed.CanaryResult(3, unknown)) == [feed.Accepted(3)]
     assert claim("b").granted, "an unknown result may be tried again"
-    result = feed.Canary(epoch, "False", "identity", "block 2 differs", 4, "b")
+    result = feed.CanaryReport(epoch, "False", "identity", "block 2 differs", 4, "b")
     assert bench.ask(feed.CanaryResult(4, result)) == [feed.Accepted(4)]
     assert bench.of(feed.Heartbeat)[-1].canary == result
     assert claim("a") == feed.ClaimAnswer(1, False, "b")
-    assert isinstance(bench.ask(feed.CanaryResult(5, feed.Canary(epoch, "True", router="b")))[0], feed.Refused)
+    assert isinstance(bench.ask(feed.CanaryResult(5, feed.CanaryReport(epoch, "True", router="b")))[0], feed.Refused)
     bench.relay.engine_ended(DISCONNECTED)
     assert bench.of(feed.Heartbeat)[-1].canary is None
 
@@ -413,7 +413,7 @@ def test_routers_hear_of_groups_before_the_first_delta_that_needs_them(bench: Be
     bench.batch(kit.stored([1], **window), kit.stored([1], group_idx=1, kv_cache_spec_kind="full_attention"))
     bench.relay.flush()
     beat, *deltas = bench.frames[before:]
-    assert beat.groups == (feed.Group(0, "sliding_window", 8), feed.Group(1, "full_attention"))
+    assert beat.groups == (feed.CacheGroup(0, "sliding_window", 8), feed.CacheGroup(1, "full_attention"))
     assert beat.seq == 0, "what it announces has not been sent yet"
     assert {delta.group for delta in deltas} == {0, 1}
     bench.batch(kit.stored([2], 1, **window))
@@ -431,18 +431,18 @@ def test_routers_hear_of_groups_before_the_first_delta_that_needs_them(bench: Be
 def test_sightings_are_told_again_on_request_and_forgotten_with_the_engine(
     bench: Bench, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert bench.ask(feed.Sighted(3)) == [feed.SightingsPart(3, (), last=True)]
+    assert bench.ask(feed.ObservationsRequest(3)) == [feed.ObservationsPart(3, (), last=True)]
     for number in range(3):
         bench.batch(kit.stored([number + 1], extra_keys=[[[f"image-{number}", 0]]]))
     bench.relay.flush()
-    published = tuple(bench.of(feed.Sighting))
+    published = tuple(bench.of(feed.ImageObservation))
     assert len(published) == 3
-    assert bench.ask(feed.Sighted(4)) == [feed.SightingsPart(4, published, last=True)]
+    assert bench.ask(feed.ObservationsRequest(4)) == [feed.ObservationsPart(4, published, last=True)]
     monkeypatch.setattr(relay_module, "SIGHTINGS_PART", 2)
-    parts = bench.ask(feed.Sighted(5))
+    parts = bench.ask(feed.ObservationsRequest(5))
     assert [(len(part.sightings), part.last) for part in parts] == [(2, False), (1, True)]
     bench.relay.engine_ended(DISCONNECTED)
-    assert bench.ask(feed.Sighted(6)) == [feed.SightingsPart(6, (), last=True)]
+    assert bench.ask(feed.ObservationsRequest(6)) == [feed.ObservationsPart(6, (), last=True)]
 
 
 def test_a_restarted_sidecar_remembers_what_routers_learned_from(settings: Settings, kit: Any) -> None:
@@ -453,15 +453,15 @@ def test_a_restarted_sidecar_remembers_what_routers_learned_from(settings: Setti
         {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": ids, "block_size": 8}
     )
     bench.relay.flush()
-    (sighting,) = bench.of(feed.Sighting)
+    (sighting,) = bench.of(feed.ImageObservation)
     assert (sighting.parent, sighting.offset, sighting.sentinels) == (None, 2, sentinels(5, legacy=False))
     bench.relay.close()
     again = Bench(bench.settings, kit)
-    assert again.ask(feed.Sighted(1))[0].sightings == (sighting,)
+    assert again.ask(feed.ObservationsRequest(1))[0].sightings == (sighting,)
     again.relay._compact(again.relay._journal)  # type: ignore[arg-type]
     again.relay.close()
     third = Bench(bench.settings, kit)
-    assert third.ask(feed.Sighted(1))[0].sightings == (sighting,)
+    assert third.ask(feed.ObservationsRequest(1))[0].sightings == (sighting,)
     third.relay.close()
 
 

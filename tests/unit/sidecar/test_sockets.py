@@ -249,7 +249,7 @@ async def test_only_the_routers_key_is_let_in_and_refusals_are_counted(
                 socket.subscribe(b"")
             socket.connect(f"tcp://{settings.pod_ip}:{port}")
             if kind == zmq.DEALER:
-                await socket.send_multipart([b"", feed.encode(feed.Snapshot(1))])
+                await socket.send_multipart([b"", feed.encode(feed.SnapshotRequest(1))])
                 assert not await socket.poll(150)
             else:
                 assert not await socket.poll(150), "not even a heartbeat"
@@ -262,7 +262,7 @@ async def test_only_the_routers_key_is_let_in_and_refusals_are_counted(
 
 async def test_another_version_of_the_feed_is_refused_by_name(start: Any, router: Any) -> None:
     one = await start()
-    payload = bytes((feed.VERSION + 1,)) + feed.encode(feed.Snapshot(77))[1:]
+    payload = bytes((feed.VERSION + 1,)) + feed.encode(feed.SnapshotRequest(77))[1:]
     (reply,) = await router.ask_raw(payload)
     assert isinstance(reply, feed.Refused)
     assert reply.id == 77
@@ -270,7 +270,7 @@ async def test_another_version_of_the_feed_is_refused_by_name(start: Any, router
     (reply,) = await router.ask_raw(bytes((feed.VERSION,)) + b"\xc1")
     assert isinstance(reply, feed.Refused)
     assert one.metric("refusals_total", reason="undecodable") == 2
-    assert await router.ask(feed.Snapshot), "the connection stays usable"
+    assert await router.ask(feed.SnapshotRequest), "the connection stays usable"
 
 
 async def test_a_canary_claim_and_its_result_travel(start: Any, router: Any) -> None:
@@ -278,7 +278,7 @@ async def test_a_canary_claim_and_its_result_travel(start: Any, router: Any) -> 
     epoch = one.sidecar.relay.epoch
     (granted,) = await router.ask(lambda number: feed.CanaryClaim(number, epoch, "router-a", 10.0))
     assert granted.granted
-    canary = feed.Canary(epoch, "True", compared=6, router="router-a")
+    canary = feed.CanaryReport(epoch, "True", compared=6, router="router-a")
     (accepted,) = await router.ask(lambda number: feed.CanaryResult(number, canary))
     assert isinstance(accepted, feed.Accepted)
     beat = await router.heartbeat(lambda beat: beat.canary is not None)
@@ -345,8 +345,8 @@ async def test_health_load_and_geometry_come_from_the_engines_http_side(
     assert set(beat.digests) == {"config.json"}
     assert len(beat.digests["config.json"]) == 64
     assert (beat.model, beat.revision, beat.engine) == ("org/model", "main", "vllm")
-    load = await router.until(lambda: router.of(feed.Load))
-    assert load[0] == feed.Load(0, 3.0, 1.0, 0.5)
+    load = await router.until(lambda: router.of(feed.LoadReport))
+    assert load[0] == feed.LoadReport(0, 3.0, 1.0, 0.5)
     http_engine["health"] = 503
     await router.heartbeat(lambda beat: beat.engine_state == "down")
     assert one.metric("probe_failures_total", path="/health") >= 1
@@ -354,7 +354,7 @@ async def test_health_load_and_geometry_come_from_the_engines_http_side(
 
 async def test_a_router_tells_of_encoders_where_the_engine_asks_any(start: Any, router: Any, settings: Any) -> None:
     one = await start(replace(settings, encodes_elsewhere=True))
-    told = feed.Encoders(1, "r", (("e1", settings.pod_ip),))
+    told = feed.EncoderAddresses(1, "r", (("e1", settings.pod_ip),))
     assert await router.ask_raw(feed.encode(told)) == [feed.Accepted(1)]
     assert one.metric("encoders", state="up") == 1
     url = f"http://{settings.loopback}:8002/encoders/3/encode"
@@ -366,7 +366,7 @@ async def test_where_the_engine_encodes_by_itself_nobody_is_told_of_encoders(
     start: Any, router: Any, settings: Any
 ) -> None:
     await start()
-    (refused,) = await router.ask_raw(feed.encode(feed.Encoders(1, "r", ())))
+    (refused,) = await router.ask_raw(feed.encode(feed.EncoderAddresses(1, "r", ())))
     assert isinstance(refused, feed.Refused)
     url = f"http://{settings.loopback}:8002/encoders/3/encode"
     async with aiohttp.ClientSession() as session, session.post(url, data=b"{}") as answer:
@@ -380,7 +380,7 @@ async def test_what_was_proved_of_an_engine_that_publishes_nothing_ends_when_it_
     await start(replace(settings, publishes=False))
     up = await router.heartbeat(lambda beat: beat.engine_state == "up")
     await router.ask(lambda number: feed.CanaryClaim(number, up.epoch, "r", 5.0))
-    await router.ask(lambda number: feed.CanaryResult(number, feed.Canary(up.epoch, "True", router="r")))
+    await router.ask(lambda number: feed.CanaryResult(number, feed.CanaryReport(up.epoch, "True", router="r")))
     await router.heartbeat(lambda beat: beat.canary is not None)
     http_engine["health"] = 503
     down = await router.heartbeat(lambda beat: beat.engine_state == "down")
@@ -412,8 +412,8 @@ async def test_an_sglang_engine_says_what_identity_depends_on(
         "mm_preprocess_cache_size_mb": "256",
         "page_size": "32",
     }
-    load = await router.until(lambda: router.of(feed.Load))
-    assert load[0] == feed.Load(0, 2.0, 1.0, 0.25)
+    load = await router.until(lambda: router.of(feed.LoadReport))
+    assert load[0] == feed.LoadReport(0, 2.0, 1.0, 0.25)
     http_engine["health"] = 503
     await router.heartbeat(lambda beat: beat.engine_state == "down")
 
@@ -435,7 +435,7 @@ async def test_an_encoder_is_asked_its_own_path_and_once_it_is_up_only_seldom(
         http_engine["metrics"] = http_engine["metrics"].replace(
             f"_reqs {waiting - 1}.0\nsglang:t", f"_reqs {waiting}.0\nsglang:t"
         )
-        await router.until(lambda waiting=waiting: any(load.waiting == waiting for load in router.of(feed.Load)))
+        await router.until(lambda waiting=waiting: any(load.waiting == waiting for load in router.of(feed.LoadReport)))
     assert set(http_engine["asked"]) == {"/health"}
     assert len(http_engine["asked"]) == asked
 
