@@ -1,4 +1,4 @@
-"""Process entry: ``mmrouter router``."""
+"""Entry point of the process ``mmrouter router``."""
 
 import gc
 import logging
@@ -12,17 +12,16 @@ from mmrouter_lib.families import ModelFolderError
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import SettingsError, load
 
-YOUNG: Final = 10_000
-"""Objects made and not gone again after which the collector looks for cycles. Requests that come together make as many
-as that for a moment, and nothing of a request or of a connection is a cycle: with Python's 700 the collector takes a
-tenth of all CPU, and everything stands still for milliseconds, to find nothing.
+GC_THRESHOLD: Final = 10_000
+"""Allocations that trigger a garbage collection. Requests and connections make no cycles, but a burst of requests keeps
+thousands of objects alive: with Python's default of 700, collections take a tenth of the CPU and pause for some ms.
 """
 
 
 def main() -> int:
     """Run the router until a signal ends it. Returns the exit status."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # three servers tell of every step, and we of the whole
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it logs every step of three servers
     try:
         settings = load()
     except (SettingsError, SpecError) as error:
@@ -31,9 +30,9 @@ def main() -> int:
 
     async def serve() -> None:
         router = Router(settings)
-        # What lives from here on lives for good: no collection needs to look at it again.
+        # Objects made so far live as long as the process: exclude them from collections.
         gc.freeze()
-        gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+        gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
         await router.run()
 
     try:

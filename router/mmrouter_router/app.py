@@ -385,9 +385,9 @@ def tracing_to(endpoint: str, spans: Counter) -> Tracing:
     if not endpoint:
         return NO_TRACING
     # Imported here so that only a router with tracing loads the SDK.
-    from mmrouter_router.telemetry.otlp_export import Otlp  # noqa: PLC0415
+    from mmrouter_router.telemetry.otlp_export import OtlpTracing  # noqa: PLC0415
 
-    return Otlp.to(endpoint, os.environ, lambda result, count: spans.labels(result).inc(count))
+    return OtlpTracing.to(endpoint, os.environ, lambda result, count: spans.labels(result).inc(count))
 
 
 def _not_learned(decision: Decision, prepared: Prepared) -> None:

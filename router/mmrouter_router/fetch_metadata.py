@@ -1,7 +1,7 @@
-"""``mmrouter fetch-metadata``: a model's metadata files from the hub, for a router without ``model.volume``.
+"""``mmrouter fetch-metadata``: downloads a model's metadata files from the hub, for a router without ``model.volume``.
 
-An init container runs it; it ends with status 0 only when the folder holds what the router reads, so a frontend never
-starts on half a model. Weights are not fetched. HF_ENDPOINT names a mirror, HF_TOKEN a token.
+An init container runs it and exits with 0 only once the folder holds what the router reads, so a frontend never starts
+on an incomplete model. Weights are not downloaded. HF_ENDPOINT names a mirror, HF_TOKEN a token.
 """
 
 import logging
@@ -14,23 +14,23 @@ from mmrouter_lib.api import MMRouterDeployment, SpecError, load_deployment
 from mmrouter_lib.api.paths import CONFIG_DIR, MODEL_DIR
 
 PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model")
-"""What tokenizers, templates and processors are read from; a pattern's star matches folders too."""
-NOT_WANTED: Final = ("*/*", "*.index.json")
-"""Variants of the model in folders of their own, and the tables of contents of its weights."""
+"""Files of tokenizers, templates and processors; the star also matches folders."""
+IGNORED: Final = ("*/*", "*.index.json")
+"""Variants of the model in sub-folders, and the index files of its weights."""
 
 log = logging.getLogger("mmrouter.fetch")
 
 
 class FetchError(Exception):
-    """The files cannot be had; the message says why."""
+    """The download failed; the message says why."""
 
 
 def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
-    """Put the metadata files of ``model.id`` at ``model.revision`` into ``folder`` and return the commit.
+    """Download the metadata files of ``model.id`` at ``model.revision`` into ``folder`` and return the commit.
 
     Raises :class:`FetchError`.
     """
-    # Reads its environment when it is imported, and is of no use to a router that runs.
+    # Imported here because it reads the environment on import, and a running router does not need it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # a mirror speaks plain HTTP
@@ -38,13 +38,13 @@ def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
 
     model = deployment.spec.model
     try:
-        # One commit for all files: a branch may move while they come.
+        # Pin the commit: a branch may move during the download.
         commit = HfApi().model_info(model.id, revision=model.revision).sha or model.revision
         snapshot_download(
-            model.id, revision=commit, local_dir=folder, allow_patterns=list(PATTERNS), ignore_patterns=list(NOT_WANTED)
+            model.id, revision=commit, local_dir=folder, allow_patterns=list(PATTERNS), ignore_patterns=list(IGNORED)
         )
     except Exception as error:
-        # The hub's own errors, and those of the HTTP client that the library's release happens to use.
+        # The hub's own errors, and those of the HTTP client that its release uses.
         raise FetchError(f"{model.id} at {model.revision}: {_first_line(error)}") from error
     if not (folder / "config.json").is_file():
         raise FetchError(f"{model.id} at {model.revision} has no config.json")
@@ -52,7 +52,7 @@ def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
 
 
 def main() -> int:
-    """Return the exit status: 0 done, 1 try again, 2 the configuration is wrong; the last line says why."""
+    """Return the exit status: 0 done, 1 try again, 2 invalid configuration; the last log line gives the reason."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     folder = Path(os.environ.get("MMROUTER_MODEL_DIR", MODEL_DIR))
     try:

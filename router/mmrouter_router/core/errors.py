@@ -1,7 +1,7 @@
-"""Errors that a client sees, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors for clients in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
 
-Everything that is wrong with a request is a :class:`RequestError` with a 4xx status, and ``param`` names the field as
-the client would write it: ``messages[2].content[0].image_url.url``.
+A fault of the request is a :class:`RequestError` with a 4xx status whose ``param`` names the field as the client would
+write it: ``messages[2].content[0].image_url.url``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,10 @@ import orjson
 
 SHOWN_CHARACTERS = 80
 OVERLOADED: Final = frozenset({"queue_full", "router_full"})
-"""Codes of refusals because too much is under way already."""
+"""Codes of refusals under overload."""
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
-"""Engine adapter's knowledge: status and decoded error body -> the request field that the error is about."""
+"""Status and decoded error body of an engine -> the request field that the error is about."""
 
 
 class RequestError(Exception):
@@ -39,19 +39,19 @@ class RequestError(Exception):
         self.headers: dict[str, str] = dict(headers or {})
 
     def to_body(self) -> bytes:
-        """Return the JSON body. Text that is no valid Unicode (from a header or a path) is shown with replacements."""
+        """Return the JSON body; invalid Unicode (from a header or a path) is replaced."""
         param = None if self.param is None else _unicode(self.param)
         error = {"message": _unicode(self.message), "type": self.type, "param": param, "code": self.code}
         return orjson.dumps({"error": error})
 
     @classmethod
     def invalid(cls, message: str, *, param: str | None = None, code: str | None = None) -> Self:
-        """400: the request cannot be served as it is written."""
+        """400: the request is malformed or asks for something unsupported."""
         return cls(400, message, param=param, code=code)
 
     @classmethod
     def invalid_json(cls, detail: str) -> Self:
-        """400: the body is no JSON; ``detail`` says where it ceases to be."""
+        """400: the body is not JSON; ``detail`` is the parser's message."""
         return cls.invalid(f"The body is not valid JSON: {detail}", code="invalid_json")
 
     @classmethod
@@ -61,13 +61,13 @@ class RequestError(Exception):
 
     @classmethod
     def wrong_type(cls, param: str, expected: str, value: Any) -> Self:
-        """400: a field is of another JSON kind than ``expected`` ("a string")."""
+        """400: a field is not of the JSON type ``expected`` ("a string")."""
         message = f"Invalid type for '{param}': expected {expected}, but got {kind_of(value)}."
         return cls.invalid(message, param=param, code="invalid_type")
 
     @classmethod
     def unknown_value(cls, param: str, value: Any, known: Sequence[str]) -> Self:
-        """400: a field is none of the words that it may be."""
+        """400: a field is none of its allowed values."""
         message = f"Invalid value for '{param}': {shown(value)}. Known values: {', '.join(known)}."
         return cls.invalid(message, param=param, code="invalid_value")
 
@@ -79,7 +79,7 @@ class RequestError(Exception):
 
     @classmethod
     def unknown_model(cls, model: str) -> Self:
-        """404: another model than the one that is served."""
+        """404: not the served model."""
         message = f"The model {shown(model)} does not exist or is not served here."
         return cls(404, message, param="model", code="model_not_found")
 
@@ -90,7 +90,7 @@ class RequestError(Exception):
 
     @classmethod
     def head_too_large(cls, limit: int) -> Self:
-        """431: what stands before or behind the body is larger than ``limit`` bytes."""
+        """431: the head, or trailers, are larger than ``limit`` bytes."""
         message = f"The request's head is larger than the limit of {limit} bytes."
         return cls(431, message, code="head_too_large")
 
@@ -101,12 +101,12 @@ class RequestError(Exception):
 
     @classmethod
     def unauthorized(cls, message: str = "Incorrect API key provided.") -> Self:
-        """401: no API key, or one that is not known."""
+        """401: no API key, or an unknown one."""
         return cls(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     @classmethod
     def not_found(cls, method: str, path: str) -> Self:
-        """404: a path that is not served; it is never forwarded."""
+        """404: a path that is not served."""
         return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.", code="unknown_url")
 
     @classmethod
@@ -117,46 +117,45 @@ class RequestError(Exception):
 
     @classmethod
     def no_worker(cls, reason: str, *, retry_after_s: int = 1) -> Self:
-        """503: no engine can take the request now."""
+        """503: no engine can take the request."""
         message = f"No worker can take the request: {reason}. Try again."
         headers = {"Retry-After": str(retry_after_s)}
         return cls(503, message, type="server_error", code="no_worker", headers=headers)
 
     @classmethod
     def busy(cls, message: str, *, param: str | None, code: str, retry_after_s: int = 1) -> Self:
-        """429: a limit of ours on work in progress is reached; the same request may succeed later."""
+        """429: a limit on work in progress is reached; the same request may succeed later."""
         headers = {"Retry-After": str(retry_after_s)}
         return cls(429, message, type="rate_limit_error", param=param, code=code, headers=headers)
 
     @classmethod
     def queue_full(cls, reason: str) -> Self:
-        """429: every engine that could take the request has as many waiting as it may have."""
+        """429: the queues of all eligible engines are full."""
         return cls.busy(f"All queues are full: {reason}. Try again.", param=None, code="queue_full")
 
     @classmethod
     def router_full(cls, held: int, limit: int) -> Self:
-        """429: the bodies of the requests under way are as much as this router holds."""
+        """429: the body budget of this router is used up."""
         message = f"The requests under way hold {held} of the {limit} bytes that this router holds. Try again."
         return cls.busy(message, param=None, code="router_full")
 
     @classmethod
     def quarantined(cls) -> Self:
-        """400: the same request ended engines before and may not take down another."""
+        """400: the same request has ended engines before."""
         message = "Engine processes ended under this request, so it is not sent to another one. Change the request."
         return cls.invalid(message, code="request_quarantined")
 
     @classmethod
     def from_engine(cls, status: int, body: bytes, field_of: FieldOf | None = None) -> Self:
-        """Return an engine's error answer (status 400 or above) in OpenAI's shape.
+        """Convert an engine's error answer (status 400 or above) to OpenAI's shape.
 
         Accepts OpenAI's shape, its older flat form, FastAPI's ``detail`` and plain text. ``field_of`` names the field
-        where the engine itself does not. An engine's 401 or 403 is our fault and becomes a 502. Raises ``ValueError``
-        for a status below 400.
+        where the engine does not. A 401 or 403 of an engine concerns the router's credentials and becomes a 502.
+        Raises ``ValueError`` for a status below 400.
         """
         if status < 400:
             raise ValueError(f"status {status} is no error")
         if status in (401, 403):
-            # It is us whom the engine does not know; the client's key was accepted.
             message = "The engine refused the router's credentials."
             return cls(502, message, type="server_error", code="engine_error")
         try:
@@ -172,7 +171,7 @@ class RequestError(Exception):
 
 
 def shown(value: Any) -> str:
-    """Return a client's value for a message: scalars as written (shortened), containers by their kind only."""
+    """Return a client's value for a message: scalars shortened, containers by their type only."""
     if isinstance(value, dict | list):
         return kind_of(value)
     text = value if isinstance(value, str) else orjson.dumps(value).decode()

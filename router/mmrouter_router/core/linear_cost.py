@@ -1,8 +1,8 @@
-"""How long an encoder takes for an image: seconds = overhead + tokens / rate, both learned from what it did.
+"""Learned linear cost model of an encoder: seconds = overhead + tokens / rate.
 
-The line is fitted to the last images by the Theil-Sen estimator (the median of the slopes of all pairs), which a
-quarter of wild values does not move. Where all images are of one size, a slope cannot be told from an overhead: the
-line known so far is scaled by the median ratio instead.
+The line is fitted to recent images by the Theil-Sen estimator (the median of the slopes of all pairs), which tolerates
+a quarter of outliers. Images of one size do not separate slope from overhead: then the current line is scaled by the
+median ratio instead.
 """
 
 from collections import deque
@@ -14,14 +14,14 @@ from typing import Final
 from mmrouter_lib.engines.base.devices import DEVICES
 
 WINDOW: Final = 32
-"""Images that a fit looks at: a change of rate is known after half of them."""
+"""Images of one fit: a change of rate shows after half of them."""
 EAGER: Final = 8
-"""Up to so many images every one changes the fit; after that every fourth, because a fit compares all pairs."""
+"""Images up to which each one triggers a fit; then every fourth does, because a fit compares all pairs."""
 GUESSED_TOKENS_PER_SECOND: Final = 1000.0
 GUESSED_OVERHEAD: Final = 0.005
-"""A first guess at the slowest kind, wrong on any real machine; it decides the first images only."""
+"""A first guess for the slowest kind of accelerator; it affects the first images only."""
 _SPREAD: Final = 0.2
-"""A pair says something of the slope where its sizes differ by this share of the largest size."""
+"""A pair contributes a slope where its sizes differ by this share of the largest size."""
 _PAIRS: Final = 10
 
 
@@ -33,23 +33,23 @@ class Line:
     per_token: float  # seconds per visual token
 
     def seconds(self, tokens: int, images: int = 1) -> float:
-        """Return the time for ``images`` images of ``tokens`` visual tokens together."""
+        """Return the time for ``images`` images of ``tokens`` visual tokens in total."""
         return images * self.overhead + tokens * self.per_token
 
     def scaled(self, factor: float) -> "Line":
-        """Return the line of an encoder that is ``factor`` times as slow."""
+        """Return the line of an encoder ``factor`` times as slow."""
         return Line(self.overhead * factor, self.per_token * factor)
 
 
 def guess(kind: str) -> Line:
-    """Return the line to begin with, by accelerator kind; an unknown kind counts as the slowest."""
+    """Return the initial line of an accelerator kind; an unknown kind counts as the slowest."""
     device = DEVICES.get(kind)
     speed = device.encoder_speed if device else 1.0
     return Line(GUESSED_OVERHEAD, 1.0 / (GUESSED_TOKENS_PER_SECOND * speed))
 
 
 class Rate:
-    """One encoder's line. ``first`` is believed until there is a measurement."""
+    """The line of one encoder, ``first`` until there are measurements."""
 
     def __init__(self, first: Line) -> None:
         self.line = first
@@ -58,10 +58,10 @@ class Rate:
         self._batch = (0, 0, 0.0)  # images, tokens, seconds of the newest entry
 
     def observe(self, tokens: int, seconds: float, at_once: int = 1) -> None:
-        """Take in that an image took ``seconds`` of the encoder.
+        """Add a measurement: an image took ``seconds`` of the encoder.
 
-        ``at_once``: how many it may have had together. What it did as one batch comes back at one time, the first with
-        all the seconds and the others with none, so those are counted as one measurement.
+        ``at_once``: the encoder's batch limit. The images of one batch return together, the first with all the seconds
+        and the others with almost none, so they count as one measurement.
         """
         if seconds < 0:
             raise ValueError(f"an image took {seconds} s")
@@ -78,13 +78,13 @@ class Rate:
             self._fit()
 
     def forget(self) -> None:
-        """What comes next may be unlike what was: the line stays until there is a new measurement."""
+        """Drop the measurements, which may no longer hold; the line stays until there is a new one."""
         self._last.clear()
         self._batch = (0, 0, 0.0)
 
     def _fit(self) -> None:
         if all(seconds == 0 for _, seconds in self._last):
-            return  # a clock that stood still says nothing
+            return  # the clock did not advance
         least = _SPREAD * max(tokens for tokens, _ in self._last)
         slopes = [(d2 - d1) / (t2 - t1) for (t1, d1), (t2, d2) in combinations(self._last, 2) if abs(t2 - t1) > least]
         if len(slopes) >= _PAIRS and (slope := median(slopes)) > 0:

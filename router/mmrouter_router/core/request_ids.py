@@ -1,4 +1,4 @@
-"""Names of requests: ULIDs, milliseconds and then 80 random bits, so that they sort by time and nobody guesses one."""
+"""Request ids: ULIDs (milliseconds, then 80 random bits), which sort by time and cannot be guessed."""
 
 import os
 import time
@@ -6,28 +6,27 @@ from typing import Final
 
 ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _LETTERS: Final = (ALPHABET * 8).encode()
-"""A letter for each byte: of random bytes, every letter is as likely as any other."""
+"""Byte -> letter; each letter stands for eight bytes, so random bytes give uniform letters."""
 _TIME, _RANDOM = 10, 16
-"""Letters of a name."""
-_AT_ONCE: Final = 256
-"""Names that one question to the system's source of randomness is for: a question each costs more than all the rest."""
+"""Letters of the two parts of an id."""
+_BATCH: Final = 256
+"""Ids per read of the system's random source, because the system call costs more than the rest."""
 
 
 class RequestIds:
-    """Makes names that begin with ``prefix``."""
+    """Generates ids that begin with ``prefix``."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._random = ""
         self._used = 0
         self._milliseconds = -1
-        self._begin = ""  # of all names of that millisecond
+        self._begin = ""  # of all ids of that millisecond
 
     def __call__(self) -> str:
-        """Return a new one."""
         start = self._used
         if start == len(self._random):
-            self._random, start = os.urandom(_RANDOM * _AT_ONCE).translate(_LETTERS).decode(), 0
+            self._random, start = os.urandom(_RANDOM * _BATCH).translate(_LETTERS).decode(), 0
         end = self._used = start + _RANDOM
         now = time.time_ns() // 1_000_000
         if now != self._milliseconds:

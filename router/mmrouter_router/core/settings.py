@@ -1,4 +1,4 @@
-"""Everything the router is told: the resource, secrets and downward-API values (docs/architecture.md)."""
+"""Configuration of a router process: the resource, secrets and environment variables."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Z85 texts: our pair and the public key of every sidecar."""
+    """CURVE keys in Z85: the router's pair and the public key of all sidecars."""
 
     public: bytes
     secret: bytes
@@ -25,7 +25,7 @@ class CurveKeys:
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """The cluster's API as a pod finds it. ``folder`` holds ``token`` (it rotates), ``ca.crt`` and ``namespace``."""
+    """The cluster's API server. ``folder`` holds ``token`` (which rotates), ``ca.crt`` and ``namespace``."""
 
     host: str
     port: str
@@ -34,7 +34,7 @@ class ApiServer:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Configuration of one router process. ``router_id`` is short, stable for the pod, and begins its request ids."""
+    """Configuration of one router. ``router_id``: short, stable for the pod, and the prefix of its request ids."""
 
     deployment: MMRouterDeployment
     router_id: str
@@ -47,31 +47,31 @@ class Settings:
     curve: CurveKeys
     pod_uid: str = ""
     discovery: Discovery = "file"
-    """Where the other pods are known from: the cluster's API, or a file."""
+    """Source of the pods: the cluster's API, or a file."""
     drain_seconds: float = DRAIN_SECONDS
-    """How long answers may take to finish after SIGTERM."""
+    """How long answers may take after SIGTERM."""
     api_server: ApiServer = ApiServer("", "443", Path(SERVICE_ACCOUNT_DIR))
     node: str = ""
-    """Name of the node that this pod is on."""
+    """Name of the pod's node."""
     shared_dir: Path | None = None
-    """Folder that the pods of the node share, where there is one."""
+    """Folder shared by the pods of the node."""
     shared_limit_bytes: int = 0
-    """Most bytes that this process may have there."""
+    """Bytes that this process may use there."""
     always_hand_over: bool = False
-    """Take every hand-over that is possible, whatever it costs: to see that it works."""
+    """Use every possible hand-over regardless of its cost, for tests."""
     bind_all: bool = False
-    """Listen on every address of the pod, its loopback too: a port-forward comes from there."""
+    """Listen on all addresses of the pod; a port-forward uses its loopback."""
 
     @property
     def host(self) -> str:
         """The address to listen on."""
         if not self.bind_all:
             return self.pod_ip
-        return "::" if ":" in self.pod_ip else "0.0.0.0"  # noqa: S104 - the pod's own network; policies guard it
+        return "::" if ":" in self.pod_ip else "0.0.0.0"  # noqa: S104 - network policies guard the pod
 
     @property
     def chat_template(self) -> Path:
-        """Where ``engine.chatTemplate`` lies; the engine has the same file."""
+        """Path of ``engine.chatTemplate``; the engine reads the same file."""
         return self.config_dir / "chat-template" / "template.jinja"
 
 
@@ -90,7 +90,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
     if discovery not in get_args(Discovery):
         raise SettingsError(f"MMROUTER_DISCOVERY is {discovery!r}: {' or '.join(get_args(Discovery))}")
     if discovery == "kubernetes" and not env.get("KUBERNETES_SERVICE_HOST"):
-        raise SettingsError("KUBERNETES_SERVICE_HOST is not set: there is no API server to ask who is there")
+        raise SettingsError("KUBERNETES_SERVICE_HOST is not set: there is no API server to list pods from")
     return Settings(
         deployment=load_deployment(config / "deployment.json"),
         router_id=hashlib.sha256(uid.encode()).hexdigest()[:8],

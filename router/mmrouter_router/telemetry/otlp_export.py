@@ -1,7 +1,7 @@
-"""Spans by OpenTelemetry's SDK, sent to a collector by OTLP over HTTP (``observability.otlpEndpoint``).
+"""Spans by OpenTelemetry's SDK, exported to a collector by OTLP over HTTP (``observability.otlpEndpoint``).
 
-What the SDK reads from its environment holds here too: ``OTEL_TRACES_SAMPLER`` (parent-based, all of them, unless it
-says otherwise), ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_EXPORTER_OTLP_*``.
+The SDK's environment variables apply: ``OTEL_TRACES_SAMPLER`` (by default parent-based, all requests),
+``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_EXPORTER_OTLP_*``.
 """
 
 import logging
@@ -25,7 +25,7 @@ from mmrouter_router.telemetry.tracing import Headers, Span, Tracing, Value, fai
 log = logging.getLogger("mmrouter.tracing")
 
 CLOSE_SECONDS = 2.0
-"""How long the end of the process waits for the collector."""
+"""How long the process waits for the collector at its end."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -33,20 +33,20 @@ _NO_CONTEXT = Context()
 
 
 def traces_url(endpoint: str, env: Mapping[str, str]) -> str | None:
-    """Return where spans go to; ``None`` where the environment says it, which the exporter reads itself."""
+    """Return the URL for spans; ``None`` where the environment sets it, which the exporter reads itself."""
     if any(env.get(name) for name in ENDPOINTS):
         return None
     return f"{endpoint.rstrip('/')}/v1/traces"
 
 
 def resource(env: Mapping[str, str]) -> Resource:
-    """Return what the spans are of; the environment adds the pod (``OTEL_RESOURCE_ATTRIBUTES``)."""
-    named = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "mmrouter"}
-    return Resource.create({"service.version": mmrouter.__version__, **named})
+    """Return the resource of the spans; ``OTEL_RESOURCE_ATTRIBUTES`` adds the pod."""
+    service = {} if env.get("OTEL_SERVICE_NAME") else {"service.name": "mmrouter"}
+    return Resource.create({"service.version": mmrouter.__version__, **service})
 
 
-class Otlp(Tracing):
-    """Spans of one router, for an exporter."""
+class OtlpTracing(Tracing):
+    """The spans of one router, sent by an exporter."""
 
     def __init__(self, exporter: SpanExporter, about: Resource, count: Count, *, queue: int = QUEUE) -> None:
         self._queue = SpanQueue(exporter, count, queue)
@@ -55,31 +55,29 @@ class Otlp(Tracing):
         self._tracer = provider.get_tracer("mmrouter", mmrouter.__version__)
 
     @classmethod
-    def to(cls, endpoint: str, env: Mapping[str, str], count: Count) -> "Otlp":
-        """Return spans to a collector's base URL, ``http://HOST:4318``."""
+    def to(cls, endpoint: str, env: Mapping[str, str], count: Count) -> "OtlpTracing":
+        """Export to a collector at a base URL, ``http://HOST:4318``."""
         return cls(OTLPSpanExporter(endpoint=traces_url(endpoint, env)), resource(env), count)
 
     def request(self, method: str, path: str, headers: Headers) -> Span:
-        """See the base class."""
         context = _PROPAGATOR.extract(passed_on(headers), context=_NO_CONTEXT)
         span = self._tracer.start_span(f"{method} {path}", context=context, kind=SpanKind.SERVER)
         if not span.is_recording():
-            return Unsampled(span)
+            return UnsampledSpan(span)
         span.set_attributes({"http.request.method": method, "http.route": path})
-        return Recorded(self._tracer, span)
+        return RecordedSpan(self._tracer, span)
 
     def close(self) -> None:
-        """See the base class. Afterwards spans are lost."""
-        # A thread of its own: with a collector that hangs, the SDK waits for half a minute.
+        # In a thread, because the SDK waits half a minute for a collector that hangs.
         closing = threading.Thread(target=self._queue.shutdown, name="tracing close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
-            log.warning("the collector did not take the last spans within %g s", CLOSE_SECONDS)
+            log.warning("the collector did not accept the last spans within %g s", CLOSE_SECONDS)
 
 
-class Unsampled(Span):
-    """A request that the sampler left out: only its context travels, so that all processes leave it out."""
+class UnsampledSpan(Span):
+    """A request that the sampler dropped: only its context is propagated, so that all processes drop it."""
 
     __slots__ = ("_headers",)
 
@@ -87,11 +85,10 @@ class Unsampled(Span):
         self._headers = _headers(span)
 
     def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """See the base class."""
         return self._headers
 
 
-class Recorded(Span):
+class RecordedSpan(Span):
     """A span of the SDK."""
 
     __slots__ = ("_ended", "_span", "_tracer")
@@ -110,37 +107,31 @@ class Recorded(Span):
         self.end()
 
     def tell(self, attributes: Mapping[str, Value]) -> None:
-        """See the base class."""
         self._span.set_attributes(attributes)
 
     def event(self, name: str) -> None:
-        """See the base class."""
         self._span.add_event(name)
 
     def fail(self, kind: str) -> None:
-        """See the base class."""
         if not self._ended:
             self._span.set_attribute("error.type", kind)
             self._span.set_status(Status(StatusCode.ERROR))
 
     def end(self) -> None:
-        """See the base class."""
         if not self._ended:
             self._ended = True
             self._span.end()
 
     def part(self, name: str, *, client: bool = False) -> Span:
-        """See the base class."""
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
         context = set_span_in_context(self._span, _NO_CONTEXT)
-        return Recorded(self._tracer, self._tracer.start_span(name, context=context, kind=kind))
+        return RecordedSpan(self._tracer, self._tracer.start_span(name, context=context, kind=kind))
 
     def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """See the base class."""
         return _headers(self._span)
 
 
 def _headers(span: OtelSpan) -> dict[str, str]:
-    found: dict[str, str] = {}
-    _PROPAGATOR.inject(found, context=set_span_in_context(span, _NO_CONTEXT))
-    return found
+    headers: dict[str, str] = {}
+    _PROPAGATOR.inject(headers, context=set_span_in_context(span, _NO_CONTEXT))
+    return headers

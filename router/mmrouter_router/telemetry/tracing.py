@@ -1,9 +1,8 @@
-"""What a request's time went into, told as spans: to nobody, unless the resource names an OTLP endpoint.
+"""The tracing interface, which does nothing unless the resource names an OTLP endpoint.
 
-The stages of a request say here where they begin and end. :mod:`mmrouter_router.telemetry.otlp_export`, imported
-only where there is an
-endpoint, makes OpenTelemetry's spans of it. Nothing of a request's content is told: numbers, names of this deployment
-and kinds of errors, no text, no URL, no value of a header.
+The stages of a request begin and end spans here; :mod:`mmrouter_router.telemetry.otlp_export`, imported only with an
+endpoint, implements them. Spans hold nothing of a request's content: numbers, names of this deployment and kinds of
+errors, but no text, URL or header value.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +14,11 @@ Value = str | int | float | bool | Sequence[str]
 Headers = Iterable[tuple[bytes, bytes]]
 
 PASSED_ON: Final = (b"traceparent", b"tracestate")
-"""Headers of W3C Trace Context, which an engine gets with or without an endpoint of ours."""
+"""Headers of W3C Trace Context, which engines get even if the router does not trace."""
 
 
 class Span:
-    """Part of a request's work, from when it was made to ``end``; this one is told to nobody, and is false."""
+    """A span from its creation to ``end``. This base class records nothing and is false."""
 
     __slots__ = ()
 
@@ -35,35 +34,35 @@ class Span:
         return None
 
     def tell(self, attributes: Mapping[str, Value]) -> None:
-        """Add what is known of it."""
+        """Set attributes."""
 
     def event(self, name: str) -> None:
-        """Note that something happened now."""
+        """Add an event with the current time."""
 
     def fail(self, kind: str) -> None:
-        """Note that it failed, and how; ``kind`` is one of few."""
+        """Mark the span as failed; ``kind`` is one of few values."""
 
     def end(self) -> None:
-        """It is over; a second call changes nothing."""
+        """End the span; idempotent."""
 
     def part(self, name: str, *, client: bool = False) -> "Span":
-        """Begin a part of it; ``client``: the part is what another process does for us."""
+        """Begin a child span; ``client``: of a call to another process."""
         return self
 
     def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the trace context that another process continues from; ``headers`` is the client's own."""
+        """Return the trace context for another process; ``headers``: the client's own."""
         return headers
 
 
 class Tracing:
-    """Where spans go; from here, nowhere."""
+    """A factory of request spans. This base class records nothing."""
 
     def request(self, method: str, path: str, headers: Headers) -> Span:
-        """Begin the span of a client's request, in the client's trace where ``headers`` name one."""
+        """Begin the span of a client's request, in the trace that ``headers`` name, if any."""
         return NOBODY
 
     def close(self) -> None:
-        """Send what waits, for a bounded time."""
+        """Export queued spans within a bounded time; later spans are lost."""
 
 
 NOBODY: Final = Span()
@@ -72,37 +71,37 @@ _current: ContextVar[Span] = ContextVar("mmrouter_request", default=NOBODY)
 
 
 def enter(span: Span) -> None:
-    """Have the current task, and tasks that it starts, work for a request."""
+    """Make ``span`` the parent of the spans of the current task and of tasks that it starts."""
     if span is not NOBODY:
         _current.set(span)
 
 
 def stage(name: str, *, client: bool = False) -> Span:
-    """Begin a part of the request that the current task works for."""
+    """Begin a child of the current task's span."""
     span = _current.get()
     return span if span is NOBODY else span.part(name, client=client)
 
 
 def passed_on(headers: Headers) -> dict[str, str]:
-    """Return the client's trace context; of a header that came several times, the values in one."""
-    found: dict[str, str] = {}
+    """Return the client's trace context; the values of a repeated header are joined."""
+    context: dict[str, str] = {}
     for name, value in headers:
         if name in PASSED_ON:
             key, text = name.decode("latin-1"), value.decode("latin-1")
-            found[key] = f"{found[key]},{text}" if key in found else text
-    return found
+            context[key] = f"{context[key]},{text}" if key in context else text
+    return context
 
 
 def failure_of(error: BaseException) -> str:
-    """Return the kind of an error. Its message may quote the request, and is not told."""
+    """Return the kind of an error; its message may quote the request."""
     code = getattr(error, "code", None)
     return code if isinstance(code, str) and code else type(error).__name__
 
 
 def outcome(code: str) -> tuple[dict[str, Value], str]:
-    """Return what is told of how a request ended, and the kind of its failure, empty for none.
+    """Return the attributes of a request's end and the kind of its failure, empty for none.
 
-    ``code`` is the label of ``mmrouter_requests_total``. A 4xx is the client's failure and none of ours.
+    ``code`` is the label of ``mmrouter_requests_total``. A 4xx is the client's fault and no failure of the span.
     """
     if code == "499":
         return {}, "client_gone"

@@ -25,7 +25,7 @@ from mmrouter_router.request.engine_request import Outgoing
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.otlp_export import Otlp
+from mmrouter_router.telemetry.otlp_export import OtlpTracing
 from mmrouter_router.telemetry.tracing import enter
 
 _hosts = itertools.count(1)
@@ -140,7 +140,7 @@ async def test_each_attempt_is_a_span_of_its_own_that_says_how_it_failed(rig, sa
     await rig.engine(says, dies=dies)
     await rig.engine(OK)
     collected = InMemorySpanExporter()
-    tracer = Otlp(collected, Resource({}), lambda what, count: None)
+    tracer = OtlpTracing(collected, Resource({}), lambda what, count: None)
     request = tracer.request("POST", "/v1/x", [])
     enter(request)
     reply = await rig.send()

@@ -26,7 +26,7 @@ from mmrouter_router.request.engine_request import Outgoing
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.otlp_export import Otlp
+from mmrouter_router.telemetry.otlp_export import OtlpTracing
 from mmrouter_router.telemetry.tracing import enter
 from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests, Question
 
@@ -462,7 +462,7 @@ async def test_each_half_is_a_span_of_its_own_that_says_how_it_failed(make):
     await rig.engine("p2")
     await rig.engine("d1", MEETS)
     collected = InMemorySpanExporter()
-    tracer = Otlp(collected, Resource({}), lambda what, count: None)
+    tracer = OtlpTracing(collected, Resource({}), lambda what, count: None)
     request = tracer.request("POST", "/v1/x", [])
     enter(request)
     reply = await rig.send()

@@ -18,7 +18,7 @@ from mmrouter_router.scheduling.placer import Decision
 from mmrouter_router.telemetry import otlp_export as otlp
 from mmrouter_router.telemetry import span_queue as spanqueue
 from mmrouter_router.telemetry import tracing
-from mmrouter_router.telemetry.otlp_export import Otlp
+from mmrouter_router.telemetry.otlp_export import OtlpTracing
 from mmrouter_router.telemetry.tracing import NOBODY, enter, failure_of, outcome, passed_on, stage
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -62,7 +62,7 @@ def traced(collected, counts):
     made = []
 
     def make(**options):
-        made.append(Otlp(collected, Resource({}), lambda what, number: counts.update({what: number}), **options))
+        made.append(OtlpTracing(collected, Resource({}), lambda what, number: counts.update({what: number}), **options))
         return made[-1]
 
     yield make
@@ -254,7 +254,7 @@ def test_lost_spans_are_counted_each_and_logged_once(traced, collected, counts, 
     tracer._queue.force_flush()
     assert counts == {"failed": 3, "exported": 1}
     lost, again = [record.getMessage() for record in caplog.records]
-    assert lost.startswith("spans are lost, after ")
+    assert lost.startswith("spans are lost, export failed after ")
     assert lost.endswith(": nobody listens")
     assert again == "spans are exported again; 3 were lost"
 
@@ -278,7 +278,7 @@ def test_without_an_endpoint_neither_sdk_nor_exporter_is_loaded():
         "assert app.tracing_to('', None) is app.tracing_to.__globals__['NO_TRACING']\n"
         "found = [m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter', 'google'))]\n"
         "assert not found, found\n"
-        "assert type(app.tracing_to('http://127.0.0.1:4318', None)).__name__ == 'Otlp'\n"
+        "assert type(app.tracing_to('http://127.0.0.1:4318', None)).__name__ == 'OtlpTracing'\n"
         "assert 'opentelemetry.sdk.trace' in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
