@@ -239,7 +239,7 @@ def _ready_to_write(json_file: Path | None, html: Path | None) -> None:
         try:
             import leather  # noqa: F401
         except ImportError:
-            leave("--html draws with leather, which is not here: pip install 'mmrouter[report]'")
+            leave("--html draws with leather, which is not installed: pip install 'mmrouter-k8s[report]'")
 
 
 def _write(results: "list[Result]", json_file: Path | None, html: Path | None) -> None:
