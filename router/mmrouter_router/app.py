@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from prometheus_client import Counter
 
 from mmrouter_lib.api import quantity_bytes
+from mmrouter_lib.engines import adapter
 from mmrouter_router.api import control
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
@@ -68,6 +69,7 @@ class Router:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         spec = settings.deployment.spec
+        engine = adapter(spec.engine.type)
         self.served_model = spec.model.served_name or settings.deployment.metadata.name
         self.metrics = Metrics()
         self.fleet = Fleet(self.metrics)
@@ -102,7 +104,7 @@ class Router:
             self.placer.partner,
         )
         self.learning: Learning | None = None
-        if spec.engine.type == "sglang":
+        if engine.learns_image_identity:
             self.preparer.sentinels = self._sentinels()
         self.canary = Canary(
             settings.router_id, self.fleet, self.own, self.preparer.sentinels, self.preparer.seed(None), self.metrics
@@ -115,11 +117,11 @@ class Router:
         delivery: Delivery = self.handover or ByBytes()
         self.encoding: Encoding | None = None
         self.encoder_list: EncoderList | None = None
-        if "encoder" in roles and spec.engine.type == "sglang":
+        if "encoder" in roles and engine.asks_encoders_itself:
             self.encoder_list = EncoderList(
                 settings.router_id, self.fleet, self._feeder, settings.deployment.spec.verification.timeout_seconds
             )
-        if "encoder" in roles and spec.engine.type == "vllm":  # SGLang's engines ask the encoders themselves
+        if "encoder" in roles and not engine.asks_encoders_itself:
             pods = EncoderPods(
                 settings.deployment,
                 self.fleet,

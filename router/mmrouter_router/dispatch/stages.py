@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.vllm.disaggregation import (
     StageError,
     decode_request,
@@ -91,13 +92,12 @@ class Stages:
         delivery: Delivery | None = None,
     ) -> None:
         """``pools``: the roles of the resource's pools."""
-        self._engine, self._pools = engine, frozenset(pools)
+        self._adapter, self._pools = adapter(engine), frozenset(pools)
         self._fleet, self._placer, self._metrics, self._ask = fleet, placer, metrics, ask
         self._encoding, self._delivery = encoding, delivery or ByBytes()
         self.worth = worth or Worth()
         self._plain = self._pools <= {"worker", "renderer"}  # whatever pods there are
-        # Of SGLang a prefill or decode engine alone answers nobody.
-        alone = {"worker"} if engine == "sglang" else {"worker", "prefill", "decode"}
+        alone = {"worker"} if self._adapter.pairs_prefill_and_decode else {"worker", "prefill", "decode"}
         self._answering = (self._pools & alone) or frozenset({"worker"})
         self._whole = Form(self._answering)
 
@@ -111,18 +111,18 @@ class Stages:
             return self._whole
         layouts: dict[str, set[str]] = {}
         for worker in self._fleet:
-            if self._engine == "vllm" and worker.member.uid in tried:
+            if worker.member.uid in tried and not self._adapter.pairs_prefill_and_decode:
                 continue
-            # SGLang's engines ask the encoders themselves: whoever is up may be asked.
-            asked = self._engine == "sglang" and worker.serving
+            asked = self._adapter.asks_encoders_itself and worker.serving
             if asked if worker.member.role == "encoder" else self._placer.able(worker):
                 layouts.setdefault(worker.member.role, set()).add(worker.member.compatibility)
         able = set(layouts)
-        if self._engine == "sglang" and layouts.get("prefill", set()).isdisjoint(layouts.get("decode", ())):
+        prefill_layouts, decode_layouts = layouts.get("prefill", set()), layouts.get("decode", set())
+        if self._adapter.pairs_prefill_and_decode and prefill_layouts.isdisjoint(decode_layouts):
             able -= {"prefill", "decode"}  # neither does anything alone, and they exchange blocks of one layout only
         if self._encoding is not None and self._encoding.able:
             able.add("encoder")
-        found = form(self._engine, self._pools, able)
+        found = form(self._adapter.type, self._pools, able)
         return found if found.answers else replace(found, answers=self._answering)
 
     async def before(

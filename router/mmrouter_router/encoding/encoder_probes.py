@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import orjson
 
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.base.request import ImageRewrite
 from mmrouter_lib.engines.vllm.disaggregation import StageError, encode_request, read_encoded
@@ -64,7 +65,7 @@ class Probes:
             return Standing(False, "Unknown", "draining", "it lets its last requests finish")
         if asked is None or asked.error or asked.boot != worker.id:
             return Standing(False, "Unknown", "not_answered", asked.error if asked else "it has not answered yet")
-        if self._engine != "vllm":
+        if adapter(self._engine).asks_encoders_itself:
             return Standing(True, "Unknown", "not_probed", f"an encoder of {self._engine} answers no plain request")
         if asked.encoded is None:
             return Standing(True, "Unknown", "pending", "no image has been encoded yet")
@@ -96,7 +97,7 @@ class Probes:
         encoded = before.encoded if before is not None and before.boot == boot else None
         try:
             error, _ = await self._question(worker, "GET", "/health", HEALTH_SECONDS)
-            if not error and self._engine == "vllm" and encoded != "":
+            if not error and not adapter(self._engine).asks_encoders_itself and encoded != "":
                 encoded = await self._encode(worker)
         finally:
             self._running.discard(worker.member.uid)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from mmrouter_lib.block_keys import unpack_keys
+from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.feed import (
     CacheGroup,
     Delta,
@@ -378,7 +379,8 @@ def _told(shared: SharedDirectory | None) -> tuple[bool, int] | None:
 
 def _scope(beat: Heartbeat, pool: str) -> Scope | None:
     """Engine version and pool; two engines of one release with other flags, as in a rollout, are two scopes."""
-    if beat.engine != "sglang":
+    engine = ADAPTERS.get(beat.engine)
+    if engine is None or not engine.learns_image_identity:
         return None
     flags = blake3(repr(sorted(beat.facts.items())).encode()).hexdigest(8)
     return f"{beat.engine_version}/{flags}", pool

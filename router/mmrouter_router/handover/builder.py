@@ -17,9 +17,9 @@ log = logging.getLogger("mmrouter.handover")
 def handover_of(
     settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics, renderers: Callable[[], Sequence[Member]]
 ) -> HandOver | None:
-    """Return what hands images over, ``None`` where they go by bytes: without ``routing.transfer``, or to SGLang."""
+    """Return what hands images over, ``None`` without ``routing.transfer``, where they go by bytes."""
     spec = settings.deployment.spec
-    if spec.routing.transfer == "none" or spec.engine.type != "vllm":
+    if spec.routing.transfer == "none":
         return None
     return HandOver(
         settings.deployment,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.vllm.request import REFUSED_FIELDS, REFUSED_XARGS
 
 Cause = Literal[
@@ -85,22 +86,12 @@ _TEMPLATE_RESERVED = words(
 )
 """Names in ``chat_template_kwargs`` that the engine passes to its tokenizer instead of the template."""
 
-_SGLANG_DIFFERS = words(
-    "tools documents add_generation_prompt continue_final_message add_special_tokens reasoning_effort session_id"
-)
-"""Fields that are modelled or harmless for vLLM, and that SGLang treats differently or ignores."""
-_DEFAULTS: Mapping[str, bool] = {
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-    "add_special_tokens": False,
-}
-"""Values with which both engines treat those fields alike."""
-
 
 def inexact_fields(body: Mapping[str, Any], engine: EngineType = "vllm") -> Iterable[Reason]:
     """Yield a reason for every top-level field whose effect on the prompt is not modelled."""
+    divergent = adapter(engine).divergent_fields
     for name, value in body.items():
-        if engine == "sglang" and name in _SGLANG_DIFFERS and value is not _DEFAULTS.get(name):
+        if name in divergent and value is not divergent[name]:
             yield Reason(name, "engine_differs")
         elif name in HARMLESS or name in MODELLED or name in REFUSED_FIELDS:
             continue
@@ -126,7 +117,7 @@ def inexact_messages(messages: Iterable[Mapping[str, Any]], engine: EngineType) 
     The model is vLLM's. SGLang renders plain system, user and assistant turns alike; it normalises tool calls and tool
     results by its own rules, and turns a final assistant message into a user message.
     """
-    if engine != "sglang":
+    if not adapter(engine).normalizes_messages:
         return
     role = None
     number = -1

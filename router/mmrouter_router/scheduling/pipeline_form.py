@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines import adapter
 from mmrouter_router.core.linear_cost import Line, Rate
 
 SHORT_TOKENS: Final = 512
@@ -63,16 +64,18 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
     a request whole when its partner is away; one of SGLang answers only in pairs
     (docs/engine-facts/sglang.md#prefill-decode).
     """
+    capabilities = adapter(engine)
+    alone = not capabilities.pairs_prefill_and_decode
     degraded: list[Missing] = []
     prefill, decode = "prefill" in able, "decode" in able
     pair = prefill and decode
     answers: set[str] = {"worker"} & set(able)
     if "decode" in pools:
-        if pair or (decode and engine == "vllm"):
+        if pair or (decode and alone):
             answers.add("decode")
-        elif prefill and engine == "vllm" and not answers:
+        elif prefill and alone and not answers:
             answers.add("prefill")
-        if engine != "vllm" and not pair:
+        if not alone and not pair:
             degraded.append("no_pair")
         elif not decode:
             degraded.append("no_decode")
@@ -81,12 +84,10 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
     prefills, encodes = pair and "decode" in answers, False
     if "encoder" in pools and "encoder" not in able:
         degraded.append("no_encoder")
-    if (
-        "encoder" in pools and engine == "vllm"
-    ):  # SGLang's engines ask the encoders themselves (docs/engine-facts/sglang.md#encoder-disaggregation)
+    if "encoder" in pools and not capabilities.asks_encoders_itself:
         # A decode engine takes blocks and no embeddings.
         encodes = "encoder" in able and (prefills or bool(answers - {"decode"}))
-    return Form(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and engine != "vllm")
+    return Form(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and not alone)
 
 
 def proves(role: str) -> bool:
@@ -98,7 +99,7 @@ def publishes(engine: str, role: str) -> bool:
     """Whether engines of a role publish the blocks of what they computed. A decode engine of SGLang keeps no cache, so
     there is nothing to predict of it: it is proved by its half of an answer.
     """
-    return proves(role) and (engine, role) != ("sglang", "decode")
+    return role in adapter(engine).publishing_roles
 
 
 class Worth:

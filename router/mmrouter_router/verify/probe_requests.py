@@ -86,7 +86,7 @@ class OwnRequests:
         self._adapter, self._engine, self._partner = adapter(engine), engine, partner
         self._pair_seconds = pair_seconds
         # Where a run starts is told apart by the blocks before it, so the nonce has to fill a whole one of them.
-        self._fills_a_block = engine == "sglang"
+        self._fills_a_block = self._adapter.learns_image_identity
         self._preparer, self._upstream = preparer, upstream
         self._engine_key, self._model, self._key = engine_key, served_model, key
 
@@ -149,7 +149,7 @@ class OwnRequests:
 
         Raises :class:`OwnRequestError`.
         """
-        if self._engine != "sglang" or worker.member.role not in PARTNERS:
+        if not self._adapter.pairs_prefill_and_decode or worker.member.role not in PARTNERS:
             return await self._send(worker, rank, question, {})
         other = self._partner(worker)
         if other is None:

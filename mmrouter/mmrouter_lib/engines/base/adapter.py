@@ -57,7 +57,7 @@ class EngineAdapter:
     request_id_header: str = "x-request-id"
     divergent_fields: Mapping[str, bool | None]
     """Fields that the prompt model (vLLM's) covers and this engine treats differently -> the value under which both
-    agree, besides null."""
+    agree."""
     normalizes_messages: bool
     """Whether the engine rewrites tool calls, tool results and a final assistant turn by rules of its own."""
 
