@@ -1,9 +1,9 @@
-"""The table of what was proved: which engine and family, with what result, and what was not run and why.
+"""Write docs/conformance.md: which engine and family was compared, with what result, and what was not run.
 
     python tests/conformance/report.py FIGURES.json OUT.md    # writes the table of a run
 
-A run collects :class:`Cell` s and writes them as JSON; the table is made from that JSON alone, so that anyone can see
-where a number comes from and no number can be typed in.
+A run collects :class:`Cell` objects and writes them as JSON; the page is generated from that JSON alone, so every
+number can be traced to a run.
 """
 
 import fcntl
@@ -35,11 +35,11 @@ NAMES = {
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 PROVIDERS = {"vllm": "uuid of ours", "sglang": "artifact"}
 """Engine -> where an image's identity comes from where nothing else is said."""
-AFFINITY = "the router predicts nothing of it there and serves it by affinity: SGLang expands its images by other code"
+AFFINITY = "served by affinity: SGLang expands its images with other code, which the router does not model"
 NOT_RUN = {
-    ("sglang", "llava"): f"{AFFINITY}; and 0.5.23 ends while it builds a CLIP tower in its generic wrapper",
+    ("sglang", "llava"): f"{AFFINITY}; 0.5.23 also fails to build a CLIP tower in its generic wrapper",
     ("sglang", "llava_next"): AFFINITY,
-    ("sglang", "phi3_v"): "SGLang 0.5.23 has no class for it",
+    ("sglang", "phi3_v"): "not supported by SGLang 0.5.23",
 }
 """Cells that no run can have, and why."""
 EXPECTED = [
@@ -161,38 +161,41 @@ class Cells:
 
 HEAD = """# Conformance
 
-What this project predicts, against real engines: written by `make conformance WRITE=1` from the figures of that run
-(`conformance.json` beside this file). Nothing here is typed by hand.
+Predictions compared with real engines. `make conformance WRITE=1` writes this page from the figures of its run
+(`conformance.json` beside it).
 
-Every cell is one running engine on CPU with a model's real tokenizer, chat template, special ids and image geometry and
-a network of two layers with random weights, which no block hash depends on. *Blocks* are those that the engine
-published, each compared with the key that the library predicted for the request from its text and its images; a
-difference in any token id, count, identity, offset, order or salt is a mismatch. *Hit rate of repeats*: of the complete
-blocks of requests that were sent again, how many the engine took from its cache. *Scenarios*: """
+Every row is one running engine on CPU with a model's real tokenizer, chat template, special ids and image geometry, and
+a network of two layers with random weights, on which no block hash depends.
+
+- *Blocks* are those that the engine published, each compared with the key that the library predicted for the request
+  from its text and its images. A difference in any token id, count, identity, offset, order or salt is a mismatch.
+- *Hit rate of repeats* is the share of complete blocks of repeated requests that the engine took from its cache.
+- *Scenarios* are """
 TAIL = """
-Phi-3-vision's configuration class and processor are remote code of its repository. Here two modules of this project
-replace them (`hack/engines/phi3v`), written from the published formulas. So its row proves vLLM's own tokenisation,
-events and hashes, and the library against them, and not the remote code; the formula is compared with an implementation
-of others in `tests/conformance/processors`.
+## Notes
 
-The identities *learned* are those that a router learned from the engine's events and from questions of its own: that
-row is of an engine behind the product's router and sidecar, and its blocks are those in the engine's replayed events,
-each once, under the prompts that were sent.
+**Phi-3-vision.** Its configuration class and processor are remote code of its repository. Two modules of this project,
+written from the published formulas, replace them (`hack/engines/phi3v`). The row therefore proves vLLM's tokenization,
+events and hashes against the library, but not the remote code; `tests/conformance/processors` compares the formula with
+another implementation.
 
-What several engines do together has no row, because its blocks are those of one engine whatever it came by them. A
-stock vLLM encoder, prefill and decode engine pass the gate behind one router, lose a prefill and a decode engine under
-way, and give the answers of one engine alone (`tests/conformance/vllm/test_disaggregated.py`). The ten scenarios also
-pass in each mode of `routing.transfer`, with a real renderer and our plugin in `shm` and `nixl`
-(`tests/conformance/vllm/test_transfer.py`).
+**Learned identities.** A router learned them from the engine's events and from its own probe requests. The row is an
+engine behind the router and sidecar; its blocks are those in the engine's replayed events, each once, under the prompts
+that were sent.
 
-vLLM is as published, but for a few lines by which tokenizers are passed on where they would be copied again and again,
-and one that keeps its platform for CPUs from overruling how the engine's process is started: it is forked from the API
-server, as vLLM does where it is not started by its command. NIXL, which looks at its transfers without a pause, rests
-in between (all in `hack/engines/vllm_env.py`). None of it decides anything of an answer. No engine compiles with
-PyTorch.
-SGLang runs from its published wheel; in place of compiled CPU kernels, which no package index has, stands a stub
-(`hack/engines/sglang_stubs`) in which everything raises that is called and not written out. Its processes are forked
-from the first one, too (`hack/engines/sglang_env.py`), and its scheduler sleeps while it has nothing to do.
+**Several engines.** Their blocks are those of one engine, so they have no row of their own. A stock vLLM encoder,
+prefill and decode engine behind one router pass `mmrouter verify`, lose a prefill and a decode engine during requests,
+and give the answers of one engine alone (`tests/conformance/vllm/test_disaggregated.py`). The ten scenarios also pass
+in each mode of `routing.transfer`, with a real renderer and the plugin in `shm` and `nixl`
+(`tests/conformance/vllm/test_handover.py`).
+
+**Changes to the engines.** vLLM runs as published, except for test adaptations in `hack/engines/vllm_env.py`:
+tokenizers are shared where they would be copied repeatedly; the CPU platform does not override how the engine process
+is started, which is a fork of the API server, as vLLM does when it is embedded; and NIXL's polling sleeps between
+polls. SGLang runs from its published wheel with a stub in place of compiled CPU kernels, which no package index has
+(`hack/engines/sglang_stubs`); every function that the stub does not implement raises. Its processes are forked from the
+first one too (`hack/engines/sglang_env.py`), and its scheduler sleeps while idle. None of these changes affects an
+answer. No engine compiles with PyTorch.
 """
 
 
