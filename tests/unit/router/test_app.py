@@ -49,7 +49,7 @@ def heard(router: Router, uid: str) -> None:
     rig.beat(worker, block_size=BLOCK)
 
 
-async def test_it_is_ready_once_it_has_every_known_sidecars_snapshot():
+async def test_ready_once_all_known_sidecars_sent_their_snapshot():
     async with router() as r:
         assert not r.ready
         r.roster(Roster((member("a"), member("b"))))
@@ -59,28 +59,28 @@ async def test_it_is_ready_once_it_has_every_known_sidecars_snapshot():
         assert r.ready
 
 
-async def test_a_pod_whose_sidecar_has_not_started_does_not_hold_it_up():
+async def test_pod_with_unready_sidecar_does_not_delay_readiness():
     async with router() as r:
         r.roster(Roster((member("a"), member("starting", ready=False))))
         heard(r, "uid-a")
         assert r.ready
 
 
-async def test_a_pod_that_leaves_does_not_hold_it_up():
+async def test_draining_pod_does_not_delay_readiness():
     async with router() as r:
         r.roster(Roster((member("a"), member("gone", draining=True))))
         heard(r, "uid-a")
         assert r.ready
 
 
-async def test_it_is_ready_at_its_deadline_whatever_is_missing(monkeypatch):
+async def test_ready_at_the_deadline_without_all_snapshots(monkeypatch):
     monkeypatch.setattr(app, "READY_SECONDS", 0.0)
     async with router() as r:
         r.roster(Roster((member("a"),)))
         assert r.ready
 
 
-async def test_once_ready_no_later_worker_and_no_loss_makes_it_unready():
+async def test_readiness_survives_new_and_lost_workers():
     async with router() as r:
         r.roster(Roster(()))
         assert r.ready
@@ -90,7 +90,7 @@ async def test_once_ready_no_later_worker_and_no_loss_makes_it_unready():
         assert r.ready
 
 
-async def test_the_deletion_of_its_own_pod_ends_its_readiness():
+async def test_deletion_of_own_pod_ends_readiness():
     async with router() as r:
         r.roster(Roster(()))
         assert r.ready
@@ -99,7 +99,7 @@ async def test_the_deletion_of_its_own_pod_ends_its_readiness():
         assert not r.shutdown.stopping.is_set()
 
 
-async def test_a_pod_with_another_address_is_followed_anew_and_nothing_of_its_cache_is_left():
+async def test_pod_with_new_address_gets_a_new_feed_and_an_empty_cache():
     async with router() as r:
         r.roster(Roster((member("a"),)))
         heard(r, "uid-a")
@@ -112,7 +112,7 @@ async def test_a_pod_with_another_address_is_followed_anew_and_nothing_of_its_ca
         assert not r.fleet.workers["uid-a"].follower.synced
 
 
-async def test_a_pod_that_only_changes_its_state_keeps_its_feed_and_its_cache():
+async def test_pod_that_changes_state_keeps_feed_and_cache():
     async with router() as r:
         r.roster(Roster((member("a", ready=False),)))
         heard(r, "uid-a")
@@ -124,14 +124,14 @@ async def test_a_pod_that_only_changes_its_state_keeps_its_feed_and_its_cache():
         assert not before.serving
 
 
-async def test_it_is_no_peer_of_its_own():
+async def test_router_is_not_its_own_peer():
     async with router() as r:
         r.roster(Roster((), (Peer("x", "x", OWN_IP), Peer("y", "y", "127.84.0.3"))))
         assert [peer.uid for peer in r.peers] == ["y"]
 
 
 @pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
-async def test_pods_of_every_role_may_be_there(role):
+async def test_pods_of_all_roles_are_accepted(role):
     async with router() as r:
         r.roster(Roster((member("other", role=role), member("w"))))
         heard(r, "uid-w")
@@ -141,7 +141,7 @@ async def test_pods_of_every_role_may_be_there(role):
         assert [(row["role"], row["routable"]) for row in rows.values()] == [(role, False)]
 
 
-async def test_what_is_asked_beside_the_hot_routes_is_counted_and_no_path_of_a_client_becomes_a_label():
+async def test_requests_to_cold_routes_are_counted_without_client_paths_as_labels():
     async with router() as r:
         transport = httpx.ASGITransport(r.client_app())
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
@@ -157,7 +157,7 @@ async def test_what_is_asked_beside_the_hot_routes_is_counted_and_no_path_of_a_c
         assert counts == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
 
 
-async def test_a_list_of_models_for_nobody_is_a_401_that_is_counted(tmp_path):
+async def test_model_list_without_valid_key_is_a_counted_401(tmp_path):
     (tmp_path / "api-keys").mkdir()
     (tmp_path / "api-keys" / "tenant").write_text("key")
     async with router(tmp_path) as r:
@@ -170,7 +170,7 @@ async def test_a_list_of_models_for_nobody_is_a_401_that_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "counted"), [("wrong", 1), ("t", 0), (None, 0)])
-async def test_a_request_with_another_control_token_is_counted(given, counted):
+async def test_request_with_wrong_control_token_is_counted(given, counted):
     headers = {} if given is None else {"x-mmrouter-control": given}
     async with router() as r:
         body = {"model": r.served_model, "messages": [{"role": "user", "content": "hello"}]}
@@ -181,7 +181,7 @@ async def test_a_request_with_another_control_token_is_counted(given, counted):
         assert r.metrics.control_refusals.labels("header")._value.get() == counted
 
 
-async def test_a_request_that_fails_by_a_bug_of_ours_is_no_client_that_has_left():
+async def test_internal_error_is_not_counted_as_client_disconnect():
     async def fails(*args, **options) -> None:
         raise ZeroDivisionError
 

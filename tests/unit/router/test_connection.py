@@ -156,7 +156,7 @@ def says(front: Front, pieces: list[bytes], *, chunked: bool = True, apart: floa
 @pytest.mark.parametrize("chunked", [True, False])
 @given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=6))
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_client_gets_the_engines_bytes_in_whatever_pieces_they_come(chunked, pieces):
+def test_client_gets_the_engines_bytes_for_any_chunking(chunked, pieces):
     async def whole() -> list[bytearray]:
         engine = Engine()
         server = await asyncio.start_server(engine, "127.0.0.1", 0)
@@ -172,7 +172,7 @@ def test_a_client_gets_the_engines_bytes_in_whatever_pieces_they_come(chunked, p
     assert asyncio.run(whole()) == [b"".join(pieces)]
 
 
-async def test_each_piece_is_with_the_client_before_the_next_one_is_sent(front):
+async def test_each_piece_reaches_the_client_before_the_next_is_sent(front):
     taken: asyncio.Queue[None] = asyncio.Queue()
 
     async def answer(writer, head, body) -> None:
@@ -191,7 +191,7 @@ async def test_each_piece_is_with_the_client_before_the_next_one_is_sent(front):
         await made.reader.readuntil(b"0\r\n\r\n")
 
 
-async def test_answers_follow_each_other_on_one_connection_and_so_do_requests_that_do_not_wait(front):
+async def test_sequential_and_pipelined_requests_share_one_connection(front):
     says(front, [b"one", b"two"], apart=0.001)
     async with client(front) as made:
         made.writer.write(ASK)
@@ -203,7 +203,7 @@ async def test_answers_follow_each_other_on_one_connection_and_so_do_requests_th
         assert await made.read(4) == [b"onetwo"] * 3 + [b"asgi 0"]  # the one behind goes the server's way
 
 
-async def test_a_client_that_does_not_read_holds_a_bounded_amount_and_gets_all_in_the_end(front):
+async def test_slow_client_buffers_a_bounded_amount_and_gets_everything(front):
     sent = 0
 
     async def answer(writer, head, body) -> None:
@@ -230,7 +230,7 @@ async def test_a_client_that_does_not_read_holds_a_bounded_amount_and_gets_all_i
         assert sum(map(len, await made.read(1))) == 800 * PIECE
 
 
-async def test_a_client_that_leaves_ends_the_engines_request(front):
+async def test_client_disconnect_aborts_the_engines_request(front):
     async def answer(writer, head, body) -> None:
         writer.write(HEAD)
         while not writer.is_closing():
@@ -247,7 +247,7 @@ async def test_a_client_that_leaves_ends_the_engines_request(front):
     assert front.left == 1
 
 
-async def test_an_answer_that_breaks_off_is_cut_for_the_client_too(front):
+async def test_truncated_engine_answer_is_truncated_for_the_client(front):
     taken = asyncio.Event()
 
     async def answer(writer, head, body) -> None:
@@ -272,7 +272,7 @@ CUTS = st.lists(st.integers(1, 400), max_size=5)
 
 @given(st.lists(st.tuples(st.binary(max_size=300), CUTS, st.booleans()), min_size=1, max_size=5))
 @settings(max_examples=4, deadline=None)
-def test_a_body_is_whole_however_it_is_cut_and_announced(cases):
+def test_body_is_complete_for_any_fragmentation_and_framing(cases):
     async def taken() -> list[bytes]:
         engine = Engine()
         server = await asyncio.start_server(engine, "127.0.0.1", 0)
@@ -296,7 +296,7 @@ def test_a_body_is_whole_however_it_is_cut_and_announced(cases):
 
 
 @pytest.mark.parametrize("sent_first", [0, 1, 300_000, 2_000_000])
-async def test_a_large_body_is_read_past_the_parser_and_what_comes_behind_it_is_not(front, monkeypatch, sent_first):
+async def test_large_body_bypasses_the_parser_and_the_next_request_does_not(front, monkeypatch, sent_first):
     monkeypatch.setattr(sys.modules[__name__], "LIMIT", 4_000_000)
     says(front, [b"ok"])
     body = random.Random(1).randbytes(3_000_000)
@@ -312,7 +312,7 @@ async def test_a_large_body_is_read_past_the_parser_and_what_comes_behind_it_is_
     assert [bytes(one) for one in front.taken if one] == [body, body]
 
 
-async def test_a_client_that_leaves_within_a_large_body_ends_its_request(front):
+async def test_disconnect_within_a_large_body_cancels_the_request(front):
     async with client(front) as made:
         made.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % LIMIT)
         made.writer.write(bytes(LIMIT // 2))
@@ -325,7 +325,7 @@ async def test_a_client_that_leaves_within_a_large_body_ends_its_request(front):
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_body_that_is_too_large_is_refused_and_the_connection_goes_on(front, announced):
+async def test_oversized_body_is_refused_and_the_connection_stays_usable(front, announced):
     says(front, [b"ok"])
     size = LIMIT + 1
     how = b"content-length: %d" % size if announced else b"transfer-encoding: chunked"
@@ -351,7 +351,7 @@ async def test_a_body_that_is_too_large_is_refused_and_the_connection_goes_on(fr
         b"POST /other HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc",
     ],
 )
-async def test_what_is_unusual_about_a_request_leaves_it_to_the_server(front, unusual):
+async def test_unusual_requests_take_the_asgi_path(front, unusual):
     says(front, [b"ok"])
     async with client(front) as made:
         made.writer.write(unusual)
@@ -361,7 +361,7 @@ async def test_what_is_unusual_about_a_request_leaves_it_to_the_server(front, un
         assert await made.read(2) == [b"ok", b"asgi 3"]
 
 
-async def test_an_old_client_gets_no_chunks_and_its_answer_ends_with_the_connection(front):
+async def test_http_1_0_client_gets_an_unchunked_answer_ended_by_close(front):
     for chunked, apart in itertools.product((True, False), (None, 0.001)):
         says(front, [b"one", b"two"], chunked=chunked, apart=apart)
         async with client(front) as made:
@@ -370,7 +370,7 @@ async def test_an_old_client_gets_no_chunks_and_its_answer_ends_with_the_connect
             assert (body, b"chunked" in head, b"connection: close" in head) == (b"onetwo", False, True)
 
 
-async def test_a_client_that_asks_first_is_told_to_send_its_body(front):
+async def test_expect_100_continue_is_answered(front):
     async with client(front) as made:
         made.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
         assert (await made.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
@@ -378,7 +378,7 @@ async def test_a_client_that_asks_first_is_told_to_send_its_body(front):
         assert await made.read(1) == [b"asgi 3"]
 
 
-async def test_a_handler_that_fails_is_a_500_and_one_that_does_not_end_its_answer_cuts_it(front):
+async def test_failing_handler_is_a_500_and_missing_answer_closes_the_connection(front):
     async def fails(client) -> None:
         raise ZeroDivisionError
 
@@ -393,7 +393,7 @@ async def test_a_handler_that_fails_is_a_500_and_one_that_does_not_end_its_answe
             assert await made.reader.read() == b""
 
 
-async def test_a_header_that_holds_a_line_break_is_never_sent(front):
+async def test_header_with_line_break_is_never_sent(front):
     async def breaks(client) -> None:
         await client.respond(200, [(b"content-length", b"0"), (b"x", b"a\r\nset-cookie: b")], b"")
 
@@ -404,7 +404,7 @@ async def test_a_header_that_holds_a_line_break_is_never_sent(front):
     assert b"set-cookie" not in head
 
 
-async def test_what_the_server_says_of_itself_stands_in_the_head_and_its_end_closes_the_connection(front):
+async def test_default_headers_are_sent_and_server_exit_closes_the_connection(front):
     says(front, [b"ok"])
     async with client(front) as made:
         made.writer.write(ASK)

@@ -56,7 +56,7 @@ cold.hot = {b"/hot": hot}
 
 @pytest.mark.parametrize("path", [b"/hot", b"/cold"])
 @pytest.mark.parametrize("leaves", ["at its end", "within a body"])
-def test_a_clients_connection_is_gone_when_it_has_ended(path, leaves):
+def test_client_connection_is_freed_without_garbage_collection(path, leaves):
     async def run() -> None:
         server = Server(cold, f"127.85.{os.getpid() % 250}.{next(_hosts)}", PORT, drain_seconds=1)
         serving = asyncio.create_task(server.serve())
@@ -79,7 +79,7 @@ def test_a_clients_connection_is_gone_when_it_has_ended(path, leaves):
     uvloop.run(run())
 
 
-def test_an_engines_connection_is_gone_when_it_has_ended():
+def test_engine_connection_is_freed_without_garbage_collection():
     async def run() -> None:
         async with Engine() as engine:
             upstream = Upstream()

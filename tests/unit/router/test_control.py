@@ -13,7 +13,7 @@ def counted(frontend: Frontend) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_nobody_without_the_token_is_answered_and_each_attempt_is_counted_by_its_reason(path):
+async def test_control_port_requires_the_token_and_counts_refusals_by_reason(path):
     frontend = await Frontend(token="right").start()
     try:
         async with httpx.AsyncClient(base_url=f"http://{frontend.ip}:{PORT}", trust_env=False) as client:

@@ -36,7 +36,7 @@ class Listener:
         await asyncio.wait_for(self.task, 5)
 
 
-async def test_the_first_event_comes_at_once_and_is_the_whole_report():
+async def test_first_event_is_the_whole_report():
     rig = Reports()
     rig.worker("a")
     listener = Listener(rig)
@@ -45,7 +45,7 @@ async def test_the_first_event_comes_at_once_and_is_the_whole_report():
     await listener.end()
 
 
-async def test_heartbeats_that_say_nothing_new_are_no_events_only_comments_come():
+async def test_unchanged_heartbeats_cause_only_keepalives():
     rig = Reports()
     worker = rig.worker("a")
     listener = Listener(rig, keepalive_seconds=0.1)
@@ -57,7 +57,7 @@ async def test_heartbeats_that_say_nothing_new_are_no_events_only_comments_come(
     await listener.end()
 
 
-async def test_changes_that_come_together_are_one_event():
+async def test_simultaneous_changes_are_one_event():
     rig = Reports()
     listener = Listener(rig)
     await listener.until(lambda: listener.told)
@@ -69,7 +69,7 @@ async def test_changes_that_come_together_are_one_event():
     assert len(listener.told) == 2
 
 
-async def test_what_comes_of_time_alone_is_told_too():
+async def test_changes_by_time_alone_are_events():
     rig = Reports()
     rig.worker("a")
     listener = Listener(rig)
@@ -80,7 +80,7 @@ async def test_what_comes_of_time_alone_is_told_too():
     await listener.end()
 
 
-async def test_counts_under_load_are_told_at_most_once_per_interval():
+async def test_counts_are_sent_at_most_once_per_interval():
     rig = Reports()
     listener = Listener(rig, counts_seconds=0.8)
     await listener.until(lambda: listener.told)
@@ -93,7 +93,7 @@ async def test_counts_under_load_are_told_at_most_once_per_interval():
     await listener.end()
 
 
-async def test_a_router_that_stops_says_so_last():
+async def test_stopping_router_sends_a_last_event():
     rig = Reports()
     listener = Listener(rig)
     await listener.until(lambda: listener.told)
@@ -102,7 +102,7 @@ async def test_a_router_that_stops_says_so_last():
     assert [event["ready"] for event in listener.told] == [True, False]
 
 
-async def test_a_listener_that_leaves_is_forgotten():
+async def test_closed_stream_unregisters_its_listener():
     rig = Reports()
     stream = events(rig.reporter.report, rig.fleet, asyncio.Event())
     await anext(stream)

@@ -31,13 +31,13 @@ def shown(body: bytes):
     return [messages[1]["content"][0], messages[1]["content"][2], messages[2]["content"][0]]
 
 
-def test_an_engine_that_does_everything_itself_gets_every_images_bytes():
+def test_plain_body_holds_all_image_bytes():
     request = outgoing()
     assert [one["image_url"]["url"] for one in shown(request.plain)] == [URI] * 3
     assert shown(request.plain)[0]["image_url"]["detail"] == "low"
 
 
-def test_each_image_is_shown_as_was_chosen_for_it_and_the_others_by_their_bytes():
+def test_each_image_is_sent_by_its_url_or_its_bytes():
     request = outgoing()
     before = copy.deepcopy(request.fields)
     body = request.body({**request.fields, "seed": 1}, {(1, 0): "file:///x.png", (2, 0): None})
@@ -49,7 +49,7 @@ def test_each_image_is_shown_as_was_chosen_for_it_and_the_others_by_their_bytes(
     assert request.fields == before
 
 
-def test_bytes_that_nobody_asks_for_are_not_written_as_text():
+def test_unused_image_bytes_are_not_encoded():
     request = outgoing()
     request.body(request.fields, dict.fromkeys((image.place for image in request.images), "file:///x"))
     assert not any("url" in vars(image) for image in request.images)

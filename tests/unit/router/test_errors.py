@@ -34,7 +34,7 @@ def test_every_error_has_openais_shape(case):
     assert (body["error"]["type"] == "invalid_request_error") == (status < 500 and status != 429)
 
 
-def test_what_a_client_must_do_is_in_the_headers():
+def test_retry_and_authentication_headers_are_set():
     assert MADE["no_worker"][0].headers == {"Retry-After": "1"}
     assert MADE["busy"][0].headers == {"Retry-After": "1"}
     assert MADE["unauthorized"][0].headers == {"WWW-Authenticate": "Bearer"}
@@ -66,7 +66,7 @@ ENGINE = {
 @pytest.mark.parametrize(
     ("status", "kind"), [(400, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error")]
 )
-def test_an_engines_error_keeps_its_words_and_status(case, status, kind):
+def test_engine_error_keeps_message_and_status(case, status, kind):
     body, words = ENGINE[case]
     error = RequestError.from_engine(status, body)
     assert (error.message, error.param) == words
@@ -76,11 +76,11 @@ def test_an_engines_error_keeps_its_words_and_status(case, status, kind):
 @pytest.mark.parametrize(
     "body", [b"", b"  ", b"[]", b"7", b"{}", b'{"error":[]}', b'{"error":{"message":""}}', b"\xff\xfe"]
 )
-def test_an_error_without_words_still_says_something(body):
+def test_engine_error_without_message_gets_a_default(body):
     assert RequestError.from_engine(502, body).message
 
 
-def test_the_adapters_knowledge_of_the_field_goes_first():
+def test_adapters_field_takes_precedence():
     body = ENGINE["null param"][0]
     seen = []
 
@@ -94,12 +94,12 @@ def test_the_adapters_knowledge_of_the_field_goes_first():
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_client_is_not_blamed_for_our_key(status):
+def test_engines_401_becomes_a_502(status):
     error = RequestError.from_engine(status, b'{"error":"Unauthorized"}')
     assert (error.status, error.type) == (502, "server_error")
 
 
-def test_success_is_no_error():
+def test_status_below_400_is_a_value_error():
     with pytest.raises(ValueError, match="200"):
         RequestError.from_engine(200, b"{}")
 
@@ -116,17 +116,17 @@ JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(400, 599), st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_any_answer_of_an_engine_becomes_a_readable_error(status, body):
+def test_any_engine_answer_becomes_a_valid_error(status, body):
     assert json.loads(RequestError.from_engine(status, body).to_body())["error"]["message"]
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(), st.text())
-def test_any_text_can_be_shown(message, param):
+def test_any_text_is_serialisable(message, param):
     json.loads(RequestError.invalid(message + "\udc80", param=param + "\ud800").to_body())
 
 
-def test_field_paths_are_written_as_clients_write_them():
+def test_field_paths_are_written_in_client_notation():
     assert (
         field_path(["body", "messages", 2, "content", 0, "image_url", "url"]) == "messages[2].content[0].image_url.url"
     )

@@ -170,7 +170,7 @@ def fetched(folder: Path) -> set[str]:
     return {str(path) for path in files if not str(path).startswith(".cache")}
 
 
-def test_metadata_files_come_and_weights_do_not(hub: Hub, tmp_path: Path) -> None:
+def test_metadata_files_are_downloaded_and_weights_are_not(hub: Hub, tmp_path: Path) -> None:
     done = run(tmp_path, hub.url, {})
     assert done.returncode == 0, done.stderr
     assert fetched(tmp_path) == WANTED
@@ -187,7 +187,7 @@ def test_metadata_files_come_and_weights_do_not(hub: Hub, tmp_path: Path) -> Non
     }
 
 
-def test_all_files_are_of_one_commit_and_a_pinned_one_is_kept_to(hub: Hub, tmp_path: Path) -> None:
+def test_all_files_are_of_one_commit_which_can_be_pinned(hub: Hub, tmp_path: Path) -> None:
     assert run(tmp_path, hub.url, {"revision": OLDER}).returncode == 0
     assert (tmp_path / "model" / "merges.txt").read_bytes() == b"a bb"
     assert {path.split("/")[4] for path in hub.asked if "/resolve/" in path} == {OLDER}
@@ -197,7 +197,7 @@ def test_all_files_are_of_one_commit_and_a_pinned_one_is_kept_to(hub: Hub, tmp_p
     assert {path.split("/")[4] for path in hub.asked if "/resolve/" in path} == {COMMIT}
 
 
-def test_a_repository_that_is_not_public_wants_the_token(hub: Hub, tmp_path: Path) -> None:
+def test_private_repository_requires_the_token(hub: Hub, tmp_path: Path) -> None:
     hub.private = True
     refused = run(tmp_path, hub.url, {})
     assert refused.returncode == 1
@@ -212,19 +212,19 @@ def test_a_repository_that_is_not_public_wants_the_token(hub: Hub, tmp_path: Pat
 @pytest.mark.parametrize(
     ("model", "said"), [({"revision": "none"}, "org/model at none: "), ({"id": "org/other"}, "org/other at main: ")]
 )
-def test_what_the_hub_does_not_have_is_said(hub: Hub, tmp_path: Path, model: dict[str, Any], said: str) -> None:
+def test_missing_repository_or_revision_is_reported(hub: Hub, tmp_path: Path, model: dict[str, Any], said: str) -> None:
     done = run(tmp_path, hub.url, model)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"mmrouter fetch-metadata: {said}")
 
 
-def test_a_repository_without_a_configuration_is_no_model(hub: Hub, tmp_path: Path) -> None:
+def test_repository_without_config_json_is_an_error(hub: Hub, tmp_path: Path) -> None:
     del hub.files["config.json"]
     done = run(tmp_path, hub.url, {})
     assert (done.returncode, "has no config.json" in done.stderr) == (1, True)
 
 
-def test_a_hub_that_is_not_there_is_tried_again_by_the_kubelet(tmp_path: Path) -> None:
+def test_unreachable_hub_exits_with_the_retry_status(tmp_path: Path) -> None:
     with serving() as gone:
         url = gone.url
     done = run(tmp_path, url, {})
@@ -232,7 +232,7 @@ def test_a_hub_that_is_not_there_is_tried_again_by_the_kubelet(tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-def test_a_missing_resource_is_a_wrong_configuration(hub: Hub, tmp_path: Path) -> None:
+def test_missing_resource_exits_with_the_configuration_status(hub: Hub, tmp_path: Path) -> None:
     env = {"PATH": os.environ["PATH"], "MMROUTER_CONFIG": str(tmp_path), "HF_ENDPOINT": hub.url}
     done = subprocess.run(
         [sys.executable, "-m", "mmrouter_cli", "fetch-metadata"], env=env, capture_output=True, text=True, timeout=60

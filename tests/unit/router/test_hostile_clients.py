@@ -238,7 +238,7 @@ def pair():
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_every_first_line_is_answered_as_by_asgi(pair, line):
+def test_every_request_line_is_answered_as_by_asgi(pair, line):
     answer = pair.same(request(line, [], FRAMED[0]), [])
     assert answer.startswith(b"HTTP/1.1 ")
     assert b" 500 " not in answer
@@ -259,13 +259,13 @@ def test_every_header_is_answered_as_by_asgi(pair, header):
 @given(st.lists(requests(), min_size=1, max_size=3), st.lists(st.integers(1, 700), max_size=3))
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example([request(LINES[0], [HEADERS[6]], FRAMED[0])] * 3, [])
-def test_requests_one_behind_the_other_are_answered_as_by_asgi_however_they_are_cut(pair, raws, cuts):
+def test_pipelined_requests_are_answered_as_by_asgi_for_any_fragmentation(pair, raws, cuts):
     pair.same(b"".join(raws), cuts)
 
 
 @pytest.mark.parametrize("hot", [True, False])
 @pytest.mark.parametrize("cuts", [[], [60, 150]])
-async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(hot, cuts):
+async def test_upgrade_offer_is_answered_in_http_1_1(hot, cuts):
     async with Front(hot=hot) as front:
         for framed in (FRAMED[0], FRAMED[3], FRAMED[6]):
             raw = request(LINES[0], [HEADERS[6]], framed)
@@ -274,7 +274,7 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(hot
 
 
 @pytest.mark.parametrize("hot", [True, False])
-async def test_what_stands_behind_a_body_is_no_header_of_the_request(hot):
+async def test_trailers_are_not_request_headers(hot):
     async with Front(hot=hot) as front:
         answer = await said(front, request(LINES[0], [], FRAMED[7]) + END)
     assert b" 200 OK" in answer
@@ -296,7 +296,7 @@ async def test_what_stands_behind_a_body_is_no_header_of_the_request(hot):
         (b"", b"\r\n"),
     ],
 )
-async def test_what_has_no_end_is_refused_before_it_takes_memory(hot, begin, more):
+async def test_endless_input_is_refused_before_it_takes_memory(hot, begin, more):
     endless = more * (HEAD_LIMIT // len(more))
     async with Front(hot=hot) as front, connected(front) as (reader, writer), asyncio.timeout(10):
         writer.write(begin)
@@ -313,7 +313,7 @@ async def test_what_has_no_end_is_refused_before_it_takes_memory(hot, begin, mor
 
 
 @pytest.mark.parametrize("cuts", [[], [100, 40_000]])
-async def test_whether_a_head_is_too_large_depends_on_its_size_and_not_on_how_it_comes(cuts):
+async def test_head_limit_does_not_depend_on_fragmentation(cuts):
     async with Front() as front:
         for size, status in ((HEAD_LIMIT - 1000, b"200"), (HEAD_LIMIT + 1000, b"431")):
             raw = request(LINES[0], [b"x: " + b"a" * size], b"content-length: 80000\r\n\r\n" + b"z" * LIMIT)
@@ -326,7 +326,7 @@ LATER = 1e6
 
 
 @pytest.mark.parametrize("begin", [b"", POST, request(LINES[0], [], FRAMED[0]) + b"POST"])
-async def test_a_connection_that_brings_no_request_is_closed(begin):
+async def test_connection_without_a_request_times_out(begin):
     async with Front() as front, connected(front) as (reader, writer):
         writer.write(begin)
         await front.connected(1)
@@ -350,7 +350,7 @@ BODIES = [
 
 @pytest.mark.parametrize("hot", [True, False])
 @pytest.mark.parametrize("body", BODIES)
-async def test_a_body_that_does_not_come_is_not_waited_for(hot, body):
+async def test_stalled_body_times_out_with_408(hot, body):
     async with Front(hot=hot) as front, connected(front) as (reader, writer):
         writer.write(POST + body)
         # The way through ASGI always awaits it; the other one's task may not have come to that yet.
@@ -365,7 +365,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(hot, body):
 
 
 @pytest.mark.parametrize("hot", [True, False])
-async def test_a_body_that_comes_slowly_and_steadily_is_read_to_its_end(hot):
+async def test_slow_steady_body_is_read_completely(hot):
     async with Front(hot=hot) as front, connected(front) as (reader, writer):
         step = LIMIT // 3
         writer.write(POST + b"content-length: %d\r\n\r\n" % (step * 3))
@@ -378,7 +378,7 @@ async def test_a_body_that_comes_slowly_and_steadily_is_read_to_its_end(hot):
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_the_rest_of_a_refused_body_is_not_waited_for_either():
+async def test_remainder_of_a_refused_body_times_out():
     async with Front() as front, connected(front) as (reader, writer):
         writer.write(POST + b"content-length: %d\r\n\r\n" % (LIMIT + 1))
         assert b" 413 " in await reader.readuntil(b"}}")
@@ -389,7 +389,7 @@ async def test_the_rest_of_a_refused_body_is_not_waited_for_either():
         assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
-async def test_nobody_is_cut_who_waits_for_us():
+async def test_client_that_waits_for_the_router_never_times_out():
     async with Front() as front, connected(front) as (reader, writer):
         writer.write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]) + POST)  # and a part of the next one
         await until(lambda: front.seen)
@@ -401,7 +401,7 @@ async def test_nobody_is_cut_who_waits_for_us():
         assert b" 200 " in await reader.readuntil(b"]\n")
 
 
-async def test_the_servers_own_clock_looks_at_its_connections():
+async def test_server_checks_timeouts_on_its_ticks():
     async with Front() as front, connected(front) as (_reader, _):
         await front.connected(1)
         looks: list[float] = []
@@ -414,7 +414,7 @@ async def test_the_servers_own_clock_looks_at_its_connections():
 
 
 @given(st.lists(st.floats(0, 1000)))
-def test_while_the_process_stands_still_nobody_is_late(pauses):
+def test_process_clock_stops_while_the_process_is_stalled(pauses):
     clock, now, shown = ProcessClock(), 5000.0, [0.0]
     assert clock.advance(now) == 0
     for pause in pauses:
@@ -429,7 +429,7 @@ def test_while_the_process_stands_still_nobody_is_late(pauses):
 
 @pytest.mark.parametrize("begin", [POST + b"connection: close\r\n", POST.replace(b"1.1", b"1.0")])
 @pytest.mark.parametrize("refused", [b"authorization: no\r\ncontent-length: 300000", b"content-length: 4000000"])
-async def test_a_client_that_still_sends_gets_the_answer_that_ends_its_connection(begin, refused):
+async def test_sending_client_gets_the_answer_that_closes_its_connection(begin, refused):
     body = bytes(int(refused.split()[-1]))
     async with Front() as front:
         for _ in range(3):
@@ -439,7 +439,7 @@ async def test_a_client_that_still_sends_gets_the_answer_that_ends_its_connectio
 
 
 @pytest.mark.parametrize("hot", [True, False])
-async def test_what_is_no_request_does_not_stand_in_the_answer_to_the_one_before_it(hot):
+async def test_invalid_input_is_refused_after_the_pending_answer(hot):
     async def streams(client) -> None:
         await client.body(LIMIT, lambda size: None)
         await client.stream(200, [], b"one", Slow())
@@ -468,7 +468,7 @@ async def test_what_is_no_request_does_not_stand_in_the_answer_to_the_one_before
             assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"0\r\n\r\nHTTP/1.1 400 ")
 
 
-async def test_an_end_answers_what_is_under_way_and_reads_the_body_that_is_coming():
+async def test_exit_answers_pending_requests_and_reads_pending_bodies():
     async with Front() as front, contextlib.AsyncExitStack() as stack:
         waits, sends, idle = [await stack.enter_async_context(connected(front)) for _ in range(3)]
         waits[1].write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]))
@@ -486,7 +486,7 @@ async def test_an_end_answers_what_is_under_way_and_reads_the_body_that_is_comin
     assert [len(body) for body in front.seen] == [3, LIMIT]
 
 
-async def test_a_client_that_resets_its_connection_within_a_body_leaves_nothing_behind():
+async def test_reset_within_a_body_leaves_no_task_or_connection():
     async with Front() as front:
         for body in BODIES:
             front.held, front.left = 0, asyncio.Event()
@@ -525,7 +525,7 @@ class Endless:
 
 
 @pytest.mark.parametrize("hot", [True, False])
-async def test_a_client_that_takes_nothing_is_cut_and_one_that_takes_a_little_is_not(hot):
+async def test_client_that_reads_nothing_is_aborted_and_slow_reader_is_not(hot):
     endless = Endless()
 
     async def streams(client) -> None:

@@ -47,19 +47,19 @@ def input_image(seed):
 
 
 @pytest.mark.parametrize("fields", [{}, UNPREDICTED])
-async def test_images_out_of_order_are_refused_whether_the_prompt_is_predicted_or_not(prepare, fields):
+async def test_images_out_of_order_are_refused_with_and_without_prediction(prepare, fields):
     with pytest.raises(RequestError, match=r"<\|image_2\|> before <\|image_1\|>") as refused:
         await prepare(chat(*SWAPPED, **fields))
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
-async def test_images_in_order_are_served(prepare):
+async def test_images_in_order_are_accepted(prepare):
     parts = [image("a"), text("first <|image_1|> and <|image_2|>"), image("b")]
     assert (await prepare(chat(*parts))).exactness == "exact"
     assert (await prepare(chat(*parts, **UNPREDICTED))).exactness == "affinity"
 
 
-async def test_a_path_that_is_not_modelled_takes_one_image_and_not_several(prepare):
+async def test_forwarded_path_accepts_one_image_only(prepare):
     assert (await prepare(responses({"type": "input_text", "text": "a"}, input_image("a")))).exactness == "affinity"
     with pytest.raises(RequestError, match="several images") as refused:
         await prepare(responses(input_image("a"), input_image("b")))

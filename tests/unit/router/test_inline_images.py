@@ -50,7 +50,7 @@ def outcome(parse, raw: bytes) -> Any:
     return body, images, media, request.inexact, request.removed, request.stream, request.max_tokens
 
 
-def test_a_body_of_many_small_uris_is_left_to_the_parser():
+def test_body_with_many_small_uris_is_not_searched_further():
     """Looking at each of millions of them would keep the event loop for seconds."""
     large = '"data:image/png;base64,' + "A" * 32 + '"'
     few = '"data:",' * inline_images.MAX_SKIPPED
@@ -111,7 +111,7 @@ NOTHING = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 @example({"model": "m", "messages": [{"role": "user", "content": [NOTHING]}]}, 0)
 @given(BODIES, st.integers(0, 5))
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_a_body_means_the_same_with_its_images_taken_out(body, how):
+def test_extraction_preserves_the_request(body, how):
     raw = written(body, how)
     assert outcome(parse_chat, raw) == outcome(chat._parse, raw)
 
@@ -130,7 +130,7 @@ def test_a_body_means_the_same_with_its_images_taken_out(body, how):
     ),
 )
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_a_broken_body_is_refused_in_the_same_words(body, how, breaks):
+def test_extraction_preserves_errors(body, how, breaks):
     raw = written(body, how)
     for place, gone, put in breaks:
         at = place % (len(raw) + 1)
@@ -143,12 +143,12 @@ A, B = (b'"data:image/png;base64,%b"' % base64.b64encode(letter * 30) for letter
 
 
 @pytest.mark.parametrize("holder", [b'{"url": %b, "url": %b}' % (A, B), b'{"url": %b, "%%b": 1}' % A])
-def test_of_keys_that_come_twice_the_last_one_counts_as_ever(holder):
+def test_extraction_preserves_the_last_of_duplicate_keys(holder):
     raw = DOUBLE % holder
     assert outcome(parse_chat, raw) == outcome(chat._parse, raw)
 
 
-def test_what_is_taken_is_not_copied_and_what_is_parsed_is_short():
+def test_extracted_image_is_a_view_of_the_body():
     data = os.urandom(100_000)
     raw = DOUBLE % (b'{"url": "data:image/png;base64,%b"}' % base64.b64encode(data))
     request = parse_chat(raw, LIMITS, "m")
@@ -158,7 +158,7 @@ def test_what_is_taken_is_not_copied_and_what_is_parsed_is_short():
     assert len(request.source) < 1000
 
 
-def test_a_word_of_ours_in_a_body_that_somebody_sends_again_stands_for_nothing():
+def test_replayed_placeholder_refers_to_no_image():
     raw = DOUBLE % (b'{"url": %b}' % A)
     spliced = inline_images.extract_images(raw)
     word = parse_chat(spliced.raw, LIMITS, "m").images[0]
@@ -167,7 +167,7 @@ def test_a_word_of_ours_in_a_body_that_somebody_sends_again_stands_for_nothing()
     assert [image.inline.data for image in both.images] == [b"a" * 30]
 
 
-def test_a_body_beyond_the_limit_is_refused_whatever_is_in_it():
+def test_oversized_body_is_refused_before_extraction():
     with pytest.raises(RequestError) as refused:
         parse_chat(DOUBLE % (b'{"url": %b}' % A), replace(LIMITS, max_request_bytes=100), "m")
     assert refused.value.status == 413
@@ -178,7 +178,7 @@ def test_a_body_beyond_the_limit_is_refused_whatever_is_in_it():
     st.sets(st.integers(0, 3)),
     st.sets(st.integers(0, 3)),
 )
-def test_the_pieces_of_an_engines_body_put_together_are_the_body(datas, encoded, files):
+def test_pieces_of_an_engine_body_join_to_the_body(datas, encoded, files):
     parts, images, shown = [], [], {}
     for number, data in enumerate(datas):
         text = memoryview(base64.b64encode(data)) if number in encoded else memoryview(b"")

@@ -41,172 +41,132 @@ def calling(function):
     return said(role="assistant", tool_calls=[{"id": "a", "type": "function", "function": function}])
 
 
+MISSING, TYPE, VALUE, JSON = "missing_required_parameter", "invalid_type", "invalid_value", "invalid_json"
+PART_TYPE, AMBIGUOUS, TOO_MANY = "unsupported_content_part", "ambiguous_content_part", "too_many_images"
+
 BAD = {
     # The body.
-    "empty body": (b"", 400, None, "invalid_json"),
-    "half a body": (b'{"model": "demo", ', 400, None, "invalid_json"),
-    "two values": (b"{} {}", 400, None, "invalid_json"),
-    "no object": (b"[]", 400, None, "invalid_type"),
-    "not a number": (b'{"model": "demo", "seed": NaN}', 400, None, "invalid_json"),
-    "infinity": (b'{"model": "demo", "seed": 1e999}', 400, None, "invalid_json"),
-    "half a surrogate pair": (b'{"model": "demo", "x": "\\ud83d"}', 400, None, "invalid_json"),
-    "invalid UTF-8": (b'{"model": "d\xffmo"}', 400, None, "invalid_json"),
-    "byte order mark": (b"\xef\xbb\xbf{}", 400, None, "invalid_json"),
-    "too deep": (chat(x=json.loads("[" * 100 + "]" * 100)), 400, None, "invalid_json"),
-    "too deep to parse": (b'{"a":' * 5000 + b"1" + b"}" * 5000, 400, None, "invalid_json"),
-    "too large": (b" " * (1 << 20) + b"{}", 413, None, "request_too_large"),
+    "empty body": (b"", None, JSON),
+    "half a body": (b'{"model": "demo", ', None, JSON),
+    "two values": (b"{} {}", None, JSON),
+    "no object": (b"[]", None, TYPE),
+    "not a number": (b'{"model": "demo", "seed": NaN}', None, JSON),
+    "infinity": (b'{"model": "demo", "seed": 1e999}', None, JSON),
+    "half a surrogate pair": (b'{"model": "demo", "x": "\\ud83d"}', None, JSON),
+    "invalid UTF-8": (b'{"model": "d\xffmo"}', None, JSON),
+    "byte order mark": (b"\xef\xbb\xbf{}", None, JSON),
+    "too deep": (chat(x=json.loads("[" * 100 + "]" * 100)), None, JSON),
+    "too deep to parse": (b'{"a":' * 5000 + b"1" + b"}" * 5000, None, JSON),
+    "too large": (b" " * (1 << 20) + b"{}", None, "request_too_large", 413),
     # The model.
-    "no model": ({"messages": [{"role": "user", "content": "x"}]}, 400, "model", "missing_required_parameter"),
-    "null model": (chat(model=None), 400, "model", "missing_required_parameter"),
-    "model of another type": (chat(model=7), 400, "model", "invalid_type"),
-    "unknown model": (chat(model="other"), 404, "model", "model_not_found"),
+    "no model": ({"messages": [{"role": "user", "content": "x"}]}, "model", MISSING),
+    "null model": (chat(model=None), "model", MISSING),
+    "model of another type": (chat(model=7), "model", TYPE),
+    "unknown model": (chat(model="other"), "model", "model_not_found", 404),
     # Messages.
-    "no messages": ({"model": "demo"}, 400, "messages", "missing_required_parameter"),
-    "messages of another type": (chat(messages="x"), 400, "messages", "invalid_type"),
-    "no message": (chat(messages=[]), 400, "messages", "empty_array"),
-    "message of another type": (
-        chat(messages=[{"role": "user", "content": "x"}, "y"]),
-        400,
-        "messages[1]",
-        "invalid_type",
-    ),
-    "no role": (said(content="x"), 400, "messages[0].role", "missing_required_parameter"),
-    "role of another type": (said(role=[], content="x"), 400, "messages[0].role", "invalid_type"),
-    "unknown role": (said(role="function", content="x"), 400, "messages[0].role", "invalid_value"),
-    "no content": (said(role="user"), 400, "messages[0].content", "missing_required_parameter"),
-    "null content": (said(role="tool", content=None), 400, "messages[0].content", "missing_required_parameter"),
-    "content of another type": (said(role="user", content={}), 400, "messages[0].content", "invalid_type"),
-    "assistant's content of another type": (
-        said(role="assistant", content=7),
-        400,
-        "messages[0].content",
-        "invalid_type",
-    ),
-    "name of another type": (said(role="user", content="x", name=7), 400, "messages[0].name", "invalid_type"),
-    "tool calls of another type": (
-        said(role="assistant", tool_calls="x"),
-        400,
-        "messages[0].tool_calls",
-        "invalid_type",
-    ),
-    "tool call of another type": (
-        said(role="assistant", tool_calls=[1]),
-        400,
-        "messages[0].tool_calls[0]",
-        "invalid_type",
-    ),
-    "tool call without function": (said(role="assistant", tool_calls=[{}]), 400, CALL, "missing_required_parameter"),
-    "tool call without name": (calling({"arguments": "{}"}), 400, f"{CALL}.name", "missing_required_parameter"),
-    "arguments of another type": (calling({"name": "f", "arguments": []}), 400, f"{CALL}.arguments", "invalid_type"),
-    "arguments too deep": (calling({"name": "f", "arguments": "[" * 5000}), 400, f"{CALL}.arguments", "invalid_value"),
+    "no messages": ({"model": "demo"}, "messages", MISSING),
+    "messages of another type": (chat(messages="x"), "messages", TYPE),
+    "no message": (chat(messages=[]), "messages", "empty_array"),
+    "message of another type": (chat(messages=[{"role": "user", "content": "x"}, "y"]), "messages[1]", TYPE),
+    "no role": (said(content="x"), "messages[0].role", MISSING),
+    "role of another type": (said(role=[], content="x"), "messages[0].role", TYPE),
+    "unknown role": (said(role="function", content="x"), "messages[0].role", VALUE),
+    "no content": (said(role="user"), "messages[0].content", MISSING),
+    "null content": (said(role="tool", content=None), "messages[0].content", MISSING),
+    "content of another type": (said(role="user", content={}), "messages[0].content", TYPE),
+    "assistant's content of another type": (said(role="assistant", content=7), "messages[0].content", TYPE),
+    "name of another type": (said(role="user", content="x", name=7), "messages[0].name", TYPE),
+    "tool calls of another type": (said(role="assistant", tool_calls="x"), "messages[0].tool_calls", TYPE),
+    "tool call of another type": (said(role="assistant", tool_calls=[1]), "messages[0].tool_calls[0]", TYPE),
+    "tool call without function": (said(role="assistant", tool_calls=[{}]), CALL, MISSING),
+    "tool call without name": (calling({"arguments": "{}"}), f"{CALL}.name", MISSING),
+    "arguments of another type": (calling({"name": "f", "arguments": []}), f"{CALL}.arguments", TYPE),
+    "arguments too deep": (calling({"name": "f", "arguments": "[" * 5000}), f"{CALL}.arguments", VALUE),
     # Content parts.
-    "part of another type": (chat("x"), 400, PART, "invalid_type"),
-    "part without type": (chat({"text": "x"}), 400, f"{PART}.type", "missing_required_parameter"),
-    "image without type": (chat({"image_url": "data:,x"}), 400, f"{PART}.type", "missing_required_parameter"),
-    "type of another type": (chat({"type": 7}), 400, f"{PART}.type", "invalid_type"),
-    "unknown part": (chat(TEXT, {"type": "smell"}), 400, "messages[0].content[1].type", "unsupported_content_part"),
-    "image embeddings": (chat({"type": "image_embeds"}), 400, f"{PART}.type", "unsupported_content_part"),
-    "prompt embeddings": (chat({"type": "prompt_embeds"}), 400, f"{PART}.type", "unsupported_content_part"),
-    "file": (chat({"type": "file"}), 400, f"{PART}.type", "unsupported_content_part"),
-    "text without text": (chat({"type": "text"}), 400, f"{PART}.text", "missing_required_parameter"),
-    "text of another type": (chat({"type": "text", "text": 7}), 400, f"{PART}.text", "invalid_type"),
-    "image without image": (chat({"type": "image_url"}), 400, f"{PART}.image_url", "missing_required_parameter"),
+    "part of another type": (chat("x"), PART, TYPE),
+    "part without type": (chat({"text": "x"}), f"{PART}.type", MISSING),
+    "image without type": (chat({"image_url": "data:,x"}), f"{PART}.type", MISSING),
+    "type of another type": (chat({"type": 7}), f"{PART}.type", TYPE),
+    "unknown part": (chat(TEXT, {"type": "smell"}), "messages[0].content[1].type", PART_TYPE),
+    "image embeddings": (chat({"type": "image_embeds"}), f"{PART}.type", PART_TYPE),
+    "prompt embeddings": (chat({"type": "prompt_embeds"}), f"{PART}.type", PART_TYPE),
+    "file": (chat({"type": "file"}), f"{PART}.type", PART_TYPE),
+    "text without text": (chat({"type": "text"}), f"{PART}.text", MISSING),
+    "text of another type": (chat({"type": "text", "text": 7}), f"{PART}.text", TYPE),
+    "image without image": (chat({"type": "image_url"}), f"{PART}.image_url", MISSING),
     "image by name only": (
         chat({"type": "image_url", "image_url": None, "uuid": "known"}),
-        400,
         f"{PART}.image_url",
-        "missing_required_parameter",
+        MISSING,
     ),
-    "image without URL": (
-        chat({**PICTURE, "image_url": {}}),
-        400,
-        f"{PART}.image_url.url",
-        "missing_required_parameter",
-    ),
-    "URL of another type": (chat({**PICTURE, "image_url": {"url": 7}}), 400, f"{PART}.image_url.url", "invalid_type"),
-    "image of another type": (chat({**PICTURE, "image_url": []}), 400, f"{PART}.image_url", "invalid_type"),
+    "image without URL": (chat({**PICTURE, "image_url": {}}), f"{PART}.image_url.url", MISSING),
+    "URL of another type": (chat({**PICTURE, "image_url": {"url": 7}}), f"{PART}.image_url.url", TYPE),
+    "image of another type": (chat({**PICTURE, "image_url": []}), f"{PART}.image_url", TYPE),
     "text that is an image as well": (
         chat({**TEXT, "image_url": "http://a.example/", "uuid": "u"}),
-        400,
         f"{PART}.image_url",
-        "ambiguous_content_part",
+        AMBIGUOUS,
     ),
-    "text with a template's word": (chat({**TEXT, "image": "x"}), 400, f"{PART}.image", "ambiguous_content_part"),
-    "image with embeddings": (
-        chat({**PICTURE, "image_embeds": "x"}),
-        400,
-        f"{PART}.image_embeds",
-        "ambiguous_content_part",
-    ),
+    "text with a template's word": (chat({**TEXT, "image": "x"}), f"{PART}.image", AMBIGUOUS),
+    "image with embeddings": (chat({**PICTURE, "image_embeds": "x"}), f"{PART}.image_embeds", AMBIGUOUS),
     "audio without data": (
         chat({"type": "input_audio", "input_audio": {"format": "wav"}}),
-        400,
         f"{PART}.input_audio.data",
-        "missing_required_parameter",
+        MISSING,
     ),
     "audio of an odd format": (
         chat({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav;base64,AAAA"}}),
-        400,
         f"{PART}.input_audio.format",
-        "invalid_value",
+        VALUE,
     ),
-    "too many images": (chat(TEXT, *[PICTURE] * 4), 400, "messages[0].content[4].image_url.url", "too_many_images"),
+    "too many images": (chat(TEXT, *[PICTURE] * 4), "messages[0].content[4].image_url.url", TOO_MANY),
     "too many media": (
         chat(*[PICTURE] * 3, {"type": "video_url", "video_url": "data:,x"}),
-        400,
         "messages[0].content[3].video_url",
-        "too_many_images",
+        TOO_MANY,
     ),
     # Fields.
-    "stream of another type": (chat(stream="true"), 400, "stream", "invalid_type"),
-    "stream as a number": (chat(stream=1), 400, "stream", "invalid_type"),
-    "max_tokens of another type": (chat(max_tokens="9"), 400, "max_tokens", "invalid_type"),
-    "max_tokens as a boolean": (chat(max_tokens=True), 400, "max_tokens", "invalid_type"),
-    "max_completion_tokens as a float": (chat(max_completion_tokens=1.5), 400, "max_completion_tokens", "invalid_type"),
-    "flag of another type": (chat(add_generation_prompt=None), 400, "add_generation_prompt", "invalid_type"),
-    "continued and begun": (chat(continue_final_message=True), 400, "continue_final_message", "invalid_value"),
+    "stream of another type": (chat(stream="true"), "stream", TYPE),
+    "stream as a number": (chat(stream=1), "stream", TYPE),
+    "max_tokens of another type": (chat(max_tokens="9"), "max_tokens", TYPE),
+    "max_tokens as a boolean": (chat(max_tokens=True), "max_tokens", TYPE),
+    "max_completion_tokens as a float": (chat(max_completion_tokens=1.5), "max_completion_tokens", TYPE),
+    "flag of another type": (chat(add_generation_prompt=None), "add_generation_prompt", TYPE),
+    "continued and begun": (chat(continue_final_message=True), "continue_final_message", VALUE),
     "template argument that replaces the messages": (
         chat(chat_template_kwargs={"messages": []}),
-        400,
         "chat_template_kwargs.messages",
-        "invalid_value",
+        VALUE,
     ),
     "template argument that replaces the template": (
         chat(chat_template_kwargs={"chat_template": "x"}),
-        400,
         "chat_template_kwargs.chat_template",
-        "invalid_value",
+        VALUE,
     ),
-    "template arguments of another type": (chat(chat_template_kwargs=[]), 400, "chat_template_kwargs", "invalid_type"),
-    "engine arguments of another type": (chat(vllm_xargs="x"), 400, "vllm_xargs", "invalid_type"),
-    "effort of another type": (chat(reasoning_effort=3), 400, "reasoning_effort", "invalid_type"),
-    "documents of another type": (chat(documents=["x"]), 400, "documents[0]", "invalid_type"),
-    "no tool": (chat(tools=[]), 400, "tools", "empty_array"),
-    "tool of another type": (chat(tools=["x"]), 400, "tools[0]", "invalid_type"),
-    "tool of another kind": (chat(tools=[{"type": "web"}]), 400, "tools[0].type", "invalid_value"),
-    "tool without function": (
-        chat(tools=[{"type": "function"}]),
-        400,
-        "tools[0].function",
-        "missing_required_parameter",
-    ),
-    "tool without name": (chat(tools=[{"function": {}}]), 400, "tools[0].function.name", "missing_required_parameter"),
+    "template arguments of another type": (chat(chat_template_kwargs=[]), "chat_template_kwargs", TYPE),
+    "engine arguments of another type": (chat(vllm_xargs="x"), "vllm_xargs", TYPE),
+    "effort of another type": (chat(reasoning_effort=3), "reasoning_effort", TYPE),
+    "documents of another type": (chat(documents=["x"]), "documents[0]", TYPE),
+    "no tool": (chat(tools=[]), "tools", "empty_array"),
+    "tool of another type": (chat(tools=["x"]), "tools[0]", TYPE),
+    "tool of another kind": (chat(tools=[{"type": "web"}]), "tools[0].type", VALUE),
+    "tool without function": (chat(tools=[{"type": "function"}]), "tools[0].function", MISSING),
+    "tool without name": (chat(tools=[{"function": {}}]), "tools[0].function.name", MISSING),
     "tool with odd parameters": (
         chat(tools=[{"function": {"name": "f", "parameters": "x"}}]),
-        400,
         "tools[0].function.parameters",
-        "invalid_type",
+        TYPE,
     ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_answered_with_its_status_field_and_code(case):
-    body, *expected = BAD[case]
-    assert fault(body) == tuple(expected)
+def test_invalid_chat_request_is_refused_with_status_field_and_code(case):
+    body, param, code, *status = BAD[case]
+    assert fault(body) == (*(status or [400]), param, code)
 
 
-def test_a_body_that_is_small_but_huge_as_objects_is_refused_before_it_is_parsed(monkeypatch):
+def test_body_with_too_many_values_is_refused_before_parsing(monkeypatch):
     monkeypatch.setattr("mmrouter_router.intake.json_body.MAX_VALUES", 1000)
     monkeypatch.setattr("mmrouter_router.intake.json_body.SMALL_BODY", 1000)
     with pytest.raises(RequestError) as caught:
@@ -216,7 +176,7 @@ def test_a_body_that_is_small_but_huge_as_objects_is_refused_before_it_is_parsed
     assert read(commas).messages == commas["messages"]
 
 
-def test_odd_but_valid_json_is_read_as_one_value():
+def test_unusual_valid_json_is_accepted():
     request = read(
         b'{"model":"x","seed":99999999999999999999,"model":"demo","messages":[{"role":"user","content":"\\u0000"}]}'
     )
@@ -231,7 +191,7 @@ def test_limits_are_those_of_the_resource():
     assert caught.value.code == "too_many_images"
 
 
-def test_a_plain_request_is_exact_and_read_as_it_is():
+def test_plain_request_is_exact_and_unchanged():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     messages = [
         {"role": "system", "content": "be brief"},
@@ -265,7 +225,7 @@ def test_a_plain_request_is_exact_and_read_as_it_is():
     assert (request.images, request.media, request.inexact) == ((), (), ())
 
 
-def test_images_are_found_in_prompt_order_whatever_their_spelling():
+def test_images_are_collected_in_prompt_order_in_any_spelling():
     body = {
         "model": "demo",
         "messages": [
@@ -293,7 +253,7 @@ def test_images_are_found_in_prompt_order_whatever_their_spelling():
     ]
 
 
-def test_parts_that_engines_read_as_text_become_text():
+def test_text_like_parts_become_text():
     parts = [
         {"type": kind, key: kind}
         for kind, key in [("input_text", "text"), ("output_text", "text"), ("refusal", "refusal")]
@@ -305,7 +265,7 @@ def test_parts_that_engines_read_as_text_become_text():
     assert request.inexact == ()
 
 
-def test_video_and_audio_are_labelled_and_their_urls_never_stand_in_the_body():
+def test_video_and_audio_are_collected_and_their_urls_removed_from_the_body():
     parts = [
         {"type": "video_url", "video_url": {"url": "http://secret.example/v"}},
         {"type": "audio_url", "audio_url": "http://secret.example/a"},
@@ -353,7 +313,7 @@ def test_video_and_audio_are_labelled_and_their_urls_never_stand_in_the_body():
         ({"a": 1, "b": 2}, [("a", "unknown_field"), ("b", "unknown_field")]),
     ],
 )
-def test_a_field_is_harmless_modelled_removed_or_a_reason(fields, reasons):
+def test_every_field_is_harmless_modelled_removed_or_a_reason(fields, reasons):
     assert [(reason.field, reason.reason) for reason in read(chat(**fields)).inexact] == reasons
 
 
@@ -371,7 +331,7 @@ def test_a_field_is_harmless_modelled_removed_or_a_reason(fields, reasons):
         ({"messages": [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]}, ["messages[0].role"]),
     ],
 )
-def test_what_sglang_puts_into_its_prompt_in_another_way_is_a_reason(fields, reasons):
+def test_fields_that_sglang_treats_differently_are_reasons(fields, reasons):
     body = json.dumps({**chat(), **fields}).encode()
     request = parse_chat(body, LIMITS, "demo", "sglang")
     assert [(reason.field, reason.reason) for reason in request.inexact] == [(r, "engine_differs") for r in reasons]
@@ -395,11 +355,11 @@ def test_what_sglang_puts_into_its_prompt_in_another_way_is_a_reason(fields, rea
         ),
     ],
 )
-def test_reasoning_effort_is_a_variable_of_the_template(fields, expected):
+def test_reasoning_effort_is_a_template_variable(fields, expected):
     assert read(chat(**fields)).chat_template_kwargs == expected
 
 
-def test_unknown_keys_of_messages_and_parts_are_reasons_and_bounded_in_number():
+def test_unknown_keys_are_reasons_of_bounded_number():
     assert read(chat({**TEXT, "cache_control": {"type": "ephemeral"}, "uuid": "u"})).inexact == ()
     request = read(said(role="user", content=[{**TEXT, "bold": True}], task="x"))
     assert {(reason.field, reason.reason) for reason in request.inexact} == {
@@ -430,7 +390,7 @@ RESPONSES = {
 }
 
 
-def test_media_of_a_forwarded_request_are_taken_out_wherever_they_stand():
+def test_media_of_a_forwarded_request_are_collected_at_any_depth():
     request = read(RESPONSES, parse=parse_forwarded)
     assert [(part.kind, part.url, part.param) for part in request.media] == [
         ("image", "http://secret.example/1", "input[0].content[1].image_url"),
@@ -449,7 +409,7 @@ def test_media_of_a_forwarded_request_are_taken_out_wherever_they_stand():
     assert json.loads(text) == expected
 
 
-def test_a_forwarded_request_is_never_exact():
+def test_forwarded_request_is_never_exact():
     for body in ({"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}, RESPONSES):
         request = read(body, parse=parse_forwarded)
         assert [reason.reason for reason in request.inexact] == ["not_modelled"]
@@ -460,7 +420,7 @@ def test_a_forwarded_request_is_never_exact():
     assert read({"model": "demo", "input": "x", "max_output_tokens": 4}, parse=parse_forwarded).max_tokens == 4
 
 
-def test_the_beginning_of_a_forwarded_prompt_stays_while_it_grows():
+def test_head_of_a_forwarded_prompt_is_stable_as_it_grows():
     def head(body):
         return read({"model": "demo", **body}, parse=parse_forwarded).messages
 
@@ -479,35 +439,35 @@ def test_the_beginning_of_a_forwarded_prompt_stays_while_it_grows():
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"model": "demo"}, (400, "prompt", "missing_required_parameter")),
-        ({"model": "demo", "input": None}, (400, "input", "missing_required_parameter")),
+        ({"model": "demo"}, (400, "prompt", MISSING)),
+        ({"model": "demo", "input": None}, (400, "input", MISSING)),
         ({"model": "other", "prompt": "x"}, (404, "model", "model_not_found")),
-        ({"model": "demo", "prompt": {}}, (400, "prompt", "invalid_type")),
-        ({"model": "demo", "input": []}, (400, "input", "invalid_type")),
-        ({"model": "demo", "input": 7}, (400, "input", "invalid_type")),
-        ({"model": "demo", "prompt": "x", "prompt_embeds": "AAAA"}, (400, "prompt_embeds", "unsupported_content_part")),
+        ({"model": "demo", "prompt": {}}, (400, "prompt", TYPE)),
+        ({"model": "demo", "input": []}, (400, "input", TYPE)),
+        ({"model": "demo", "input": 7}, (400, "input", TYPE)),
+        ({"model": "demo", "prompt": "x", "prompt_embeds": "AAAA"}, (400, "prompt_embeds", PART_TYPE)),
         (
             {"model": "demo", "input": [{"content": [{"type": "input_file", "file_url": "http://a.example/"}]}]},
-            (400, "input[0].content[0].file_url", "unsupported_content_part"),
+            (400, "input[0].content[0].file_url", PART_TYPE),
         ),
         (
             {"model": "demo", "input": [{"content": [{"type": "input_image", "file_id": "f"}]}]},
-            (400, "input[0].content[0].file_id", "unsupported_content_part"),
+            (400, "input[0].content[0].file_id", PART_TYPE),
         ),
         (
             {"model": "demo", "input": [{"content": [{"type": "image_embeds", "image_embeds": "x"}]}]},
-            (400, "input[0].content[0].image_embeds", "unsupported_content_part"),
+            (400, "input[0].content[0].image_embeds", PART_TYPE),
         ),
         (
             {"model": "demo", "input": [{"content": [{"type": "input_image", "image_url": ["http://a.example/"]}]}]},
-            (400, "input[0].content[0].image_url", "invalid_type"),
+            (400, "input[0].content[0].image_url", TYPE),
         ),
         (
             {"model": "demo", "input": [{"content": [{"type": "input_image", "image_url": "data:,x"}] * 4}]},
-            (400, "input[0].content[3].image_url", "too_many_images"),
+            (400, "input[0].content[3].image_url", TOO_MANY),
         ),
-        ({"model": "demo", "input": "x", "stream": "yes"}, (400, "stream", "invalid_type")),
+        ({"model": "demo", "input": "x", "stream": "yes"}, (400, "stream", TYPE)),
     ],
 )
-def test_bad_input_of_a_forwarded_request_is_named(body, expected):
+def test_invalid_forwarded_request_is_refused_with_status_field_and_code(body, expected):
     assert fault(body, parse=parse_forwarded) == expected

@@ -104,7 +104,7 @@ def outcome(parse, raw):
 
 
 @pytest.mark.parametrize(("parse", "body"), [(parse_chat, CHAT), (parse_forwarded, RESPONSES)])
-def test_what_is_nearly_right_is_read_or_refused(parse, body):
+def test_mutated_requests_are_accepted_or_refused(parse, body):
     read = 0
     for seed in range(500):
         raw = json.dumps(mutated(body, seed)).encode()
@@ -147,7 +147,7 @@ JSON = st.recursive(
 @example(raw=b'{"model":"demo","messages":' + b"[" * 100_000)
 @example(raw=b'{"model":"demo","messages":"' + b'\\"' * 100_000)
 @example(raw=b'{"model":"demo","input":{"image_url":{"url":"x"}}}')
-def test_any_bytes_are_read_or_refused(parse, raw):
+def test_any_bytes_are_accepted_or_refused(parse, raw):
     outcome(parse, raw)
 
 
@@ -166,7 +166,7 @@ def test_depth_is_the_number_of_nested_containers(value):
 @given(st.lists(st.sampled_from([b'"', b"\\", b"x", b"[],"]), max_size=12).map(b"".join))
 @example(b'"' + b"\\" * 64 + b'"[],')
 @example(b'"' + b"\\" * 63 + b'"[],')
-def test_no_byte_outside_a_string_is_overlooked(text):
+def test_bound_covers_all_bytes_outside_strings(text):
     raw = b'{"a":' + text
     outside = re.sub(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', b"", raw, flags=re.DOTALL)
     assert bytes_outside_strings(raw) >= len(outside)
@@ -174,6 +174,6 @@ def test_no_byte_outside_a_string_is_overlooked(text):
 
 @settings(max_examples=25, deadline=None)
 @given(st.dictionaries(st.text(), JSON, max_size=3))
-def test_a_body_within_the_limits_is_read_as_json_is(body):
+def test_body_within_limits_is_parsed_like_json(body):
     raw = json.dumps(body).encode()
     assert parse_object(raw, 1 << 20) == orjson.loads(raw)

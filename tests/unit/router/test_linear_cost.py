@@ -18,7 +18,7 @@ def noisy(rnd, line, tokens, wild=0.0):
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(300, 50_000), st.floats(0, 0.03))
-def test_rate_and_overhead_are_found_beside_wild_values(seed, rate, overhead):
+def test_fit_tolerates_outliers(seed, rate, overhead):
     rnd, line = random.Random(seed), Line(overhead, 1 / rate)
     found = Rate(WRONG)
     sizes = [rnd.choice((4, 64, 256, 576, 800, 1196, 1280)) for _ in range(WINDOW)]
@@ -29,20 +29,20 @@ def test_rate_and_overhead_are_found_beside_wild_values(seed, rate, overhead):
         assert found.line.seconds(tokens) == pytest.approx(line.seconds(tokens), rel=0.25)
 
 
-def test_one_image_is_enough_to_leave_the_guess():
+def test_first_image_replaces_the_guess():
     rate = Rate(WRONG)
     rate.observe(1000, 0.1005)
     assert rate.line.seconds(1000) == pytest.approx(0.1005)
 
 
-def test_images_of_one_size_scale_the_line_because_they_cannot_tell_rate_from_overhead():
+def test_images_of_one_size_scale_the_line():
     rate = Rate(Line(0.01, 0.001))
     for _ in range(WINDOW):
         rate.observe(500, 0.051)
     assert rate.line == Line(pytest.approx(0.001), pytest.approx(0.0001))
 
 
-def test_a_rate_that_changes_is_known_after_a_window():
+def test_changed_rate_is_learned_within_a_window():
     rnd, rate = random.Random(1), Rate(WRONG)
     for line in (Line(0.002, 0.0001), Line(0.002, 0.0005)):
         for _ in range(WINDOW):
@@ -51,7 +51,7 @@ def test_a_rate_that_changes_is_known_after_a_window():
         assert rate.line.per_token == pytest.approx(line.per_token, rel=0.15)
 
 
-def test_after_forgetting_the_first_measurement_counts_alone():
+def test_first_measurement_after_a_reset_counts_alone():
     rate = Rate(WRONG)
     for tokens in range(100, 1000, 20):
         rate.observe(tokens, tokens / 10_000)
@@ -60,7 +60,7 @@ def test_after_forgetting_the_first_measurement_counts_alone():
     assert rate.line.seconds(1000) == pytest.approx(1.0)
 
 
-def test_what_comes_back_together_as_one_batch_is_measured_together():
+def test_images_of_one_batch_are_one_measurement():
     rate = Rate(Line(0.0, 0.001))
     for _ in range(WINDOW):
         rate.observe(400, 0.2, at_once=2)
@@ -68,7 +68,7 @@ def test_what_comes_back_together_as_one_batch_is_measured_together():
     assert rate.line.seconds(800, images=2) == pytest.approx(0.2)
 
 
-def test_a_clock_that_stands_still_teaches_nothing_and_one_that_runs_back_is_refused():
+def test_zero_durations_are_ignored_and_negative_ones_refused():
     rate = Rate(WRONG)
     rate.observe(400, 0.0)
     assert rate.line == WRONG
@@ -76,7 +76,7 @@ def test_a_clock_that_stands_still_teaches_nothing_and_one_that_runs_back_is_ref
         rate.observe(400, -1)
 
 
-def test_every_accelerator_has_a_first_guess_and_an_unknown_one_counts_as_the_slowest():
+def test_every_accelerator_has_an_initial_guess():
     slowest = guess("something new")
     assert all(guess(kind).per_token <= slowest.per_token for kind in DEVICES)
     assert guess("cpu") == slowest

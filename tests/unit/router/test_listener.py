@@ -71,7 +71,7 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_connections_that_come_together_are_taken_in_a_few_turns_of_the_loop():
+def test_burst_of_connections_is_accepted_in_few_turns_of_the_loop():
     async def run() -> None:
         rig = Rig()
         clients = [rig.connect() for _ in range(CROWD)]
@@ -84,7 +84,7 @@ def test_connections_that_come_together_are_taken_in_a_few_turns_of_the_loop():
     uvloop.run(run())
 
 
-def test_a_crowd_is_taken_in_parts_so_that_those_who_are_there_are_served_in_between():
+def test_burst_is_accepted_in_batches():
     async def run() -> None:
         rig = Rig()
         clients = [rig.connect() for _ in range(CROWD)]
@@ -99,7 +99,7 @@ def test_a_crowd_is_taken_in_parts_so_that_those_who_are_there_are_served_in_bet
     uvloop.run(run())
 
 
-def test_who_is_in_the_systems_queue_when_it_closes_is_not_turned_away():
+def test_close_accepts_connections_in_the_kernels_queue():
     async def run() -> None:
         rig = Rig()
         clients = [rig.connect() for _ in range(CROWD)]
@@ -116,7 +116,7 @@ def test_who_is_in_the_systems_queue_when_it_closes_is_not_turned_away():
     uvloop.run(run())
 
 
-def test_without_a_free_file_connections_wait_and_are_taken_once_there_is_one(monkeypatch):
+def test_exhausted_file_descriptors_delay_connections(monkeypatch):
     monkeypatch.setattr(listener, "RETRY_SECONDS", 0.02)
 
     async def run() -> None:
@@ -130,7 +130,7 @@ def test_without_a_free_file_connections_wait_and_are_taken_once_there_is_one(mo
     uvloop.run(run())
 
 
-def test_it_can_close_while_connections_wait_for_a_file():
+def test_listener_can_close_while_file_descriptors_are_exhausted():
     async def run() -> None:
         rig = Rig()
         with closing(rig.connect()) as client:
@@ -142,7 +142,7 @@ def test_it_can_close_while_connections_wait_for_a_file():
     uvloop.run(run())
 
 
-def test_it_listens_on_an_address_of_ipv6():
+def test_listens_on_ipv6():
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
             port = probe.getsockname()[1]
@@ -158,7 +158,7 @@ def test_it_listens_on_an_address_of_ipv6():
     uvloop.run(run())
 
 
-async def test_a_server_whose_address_is_taken_ends_with_uvicorns_status(caplog):
+async def test_server_with_address_in_use_exits_with_uvicorns_status(caplog):
     async def nobody(scope, receive, send) -> None:
         raise AssertionError("nobody can ask")
 

@@ -53,7 +53,7 @@ class Reports(Rig):
 
 
 @pytest.mark.parametrize("role", ["worker", "prefill", "decode"])
-def test_a_worker_with_its_snapshot_is_routable_and_its_canary_says_the_rest(role):
+def test_synced_worker_is_routable_and_verified_by_its_canary(role):
     rig = Reports()
     assert rig.row(rig.of_role(role, "a")) == (True, "True", "")
     assert rig.row(rig.of_role(role, "b", canary="")) == (True, "Unknown", "pending")
@@ -61,7 +61,7 @@ def test_a_worker_with_its_snapshot_is_routable_and_its_canary_says_the_rest(rol
     assert rig.row(failed)[:2] == (True, "False")
 
 
-def test_each_reason_not_to_be_routable_has_its_cause():
+def test_each_unroutable_state_has_its_cause():
     rig = Reports()
     assert rig.row(rig.fleet.join(Member("uid-new", "new", "127.0.0.1", "worker", "worker")))[::2] == (
         False,
@@ -75,7 +75,7 @@ def test_each_reason_not_to_be_routable_has_its_cause():
     assert rig.row(unsynced)[::2] == (False, "no_snapshot")
 
 
-def test_a_sidecar_that_falls_silent_is_not_heard():
+def test_silent_sidecar_is_not_heard():
     rig = Reports()
     worker = rig.worker("a")
     rig.clock.now += 1.9
@@ -84,7 +84,7 @@ def test_a_sidecar_that_falls_silent_is_not_heard():
     assert rig.row(worker) == (False, "True", "not_heard")
 
 
-def test_a_model_that_nobody_predicts_says_so_instead_of_waiting():
+def test_unpredictable_model_is_reported_as_not_modelled():
     rig = Reports()
     rig.possible = False
     assert rig.row(rig.worker("a", canary="")) == (True, "Unknown", "not_modelled")
@@ -110,7 +110,7 @@ async def probing(rig, condition, seconds: float = 15.0) -> None:
         rig.upstream.close()
 
 
-async def test_an_encoder_is_routable_once_its_health_answers_and_verified_once_it_encoded_an_image():
+async def test_encoder_is_routable_when_healthy_and_verified_when_it_encoded_an_image():
     async with Engine(encodes=True) as engine:
         rig = Reports()
         worker = rig.of_role("encoder", ip=engine.ip)
@@ -121,7 +121,7 @@ async def test_an_encoder_is_routable_once_its_health_answers_and_verified_once_
     assert (body["max_tokens"], len(body["messages"][0]["content"])) == (1, 1)
 
 
-async def test_an_encoder_that_does_not_say_where_an_embedding_is_is_not_verified():
+async def test_encoder_without_embedding_location_is_not_verified():
     async with Engine() as engine:
         rig = Reports()
         worker = rig.of_role("encoder", ip=engine.ip)
@@ -129,7 +129,7 @@ async def test_an_encoder_that_does_not_say_where_an_embedding_is_is_not_verifie
     assert "does not have image" in rig.reporter.report()["workers"][worker.member.uid]["message"]
 
 
-async def test_an_encoder_whose_engine_started_anew_has_proved_nothing():
+async def test_restarted_encoder_is_unverified():
     async with Engine(encodes=True) as engine:
         rig = Reports()
         worker = rig.of_role("encoder", ip=engine.ip)
@@ -138,7 +138,7 @@ async def test_an_encoder_whose_engine_started_anew_has_proved_nothing():
         assert rig.row(worker) == (False, "Unknown", "not_answered")
 
 
-async def test_nobody_claims_that_an_encoder_of_sglang_encodes():
+async def test_sglang_encoder_is_never_verified():
     async with Engine() as engine:
         rig = Reports("sglang")
         worker = rig.of_role("encoder", ip=engine.ip)
@@ -147,14 +147,14 @@ async def test_nobody_claims_that_an_encoder_of_sglang_encodes():
 
 
 @pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
-def test_no_request_of_a_client_goes_to_a_pod_of_another_role(role):
+def test_client_requests_go_to_workers_only(role):
     rig = Reports()
     rig.of_role(role)
     with pytest.raises(NoWorkerError):
         rig.placer.place(prepared())
 
 
-def test_renderers_stand_beside_the_workers():
+def test_renderers_are_reported_beside_workers():
     rig = Reports()
     rig.renderer.roster([Member("uid-r", "r", "127.0.0.1", "render", "renderer", ready=False)])
     row = rig.reporter.report()["workers"]["uid-r"]
@@ -170,7 +170,7 @@ def test_renderers_stand_beside_the_workers():
     }
 
 
-def test_a_report_is_equal_while_only_heartbeats_loads_and_the_clock_move():
+def test_report_ignores_heartbeats_loads_and_the_clock():
     rig = Reports()
     worker = rig.worker("a")
     before = rig.reporter.report()
@@ -181,7 +181,7 @@ def test_a_report_is_equal_while_only_heartbeats_loads_and_the_clock_move():
     assert rig.reporter.report() == before
 
 
-def test_a_nodes_shared_directory_is_told_of_when_it_goes_above_its_mark_and_not_with_each_byte():
+def test_shared_directory_is_reported_only_when_it_crosses_its_mark():
     rig = Reports()
     worker = rig.worker("a")
     assert "shared" not in rig.reporter.report()["workers"]["uid-a"]
@@ -212,7 +212,7 @@ def test_counts_only_grow():
     assert [report[n] for n in ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")] == [2, 1, 15, 9]
 
 
-def test_what_requests_go_without_is_told_in_every_report():
+def test_missing_stages_are_in_every_report():
     rig = Reports()
     assert rig.reporter.report()["degraded"] == []
     rig.degraded = ("no_encoder", "no_prefill")

@@ -28,7 +28,7 @@ class Queued(Rig):
         return self.placer.begin(self.placer.place(prepared()))
 
 
-def test_an_engine_with_a_full_queue_is_passed_over_and_where_all_are_full_the_request_is_refused():
+def test_full_queue_is_skipped_and_all_full_queues_refuse():
     rig = Queued()
     holder, other = rig.worker("holder", KEYS), rig.worker("other")
     first = [rig.send() for _ in range(4)]
@@ -45,7 +45,7 @@ def test_an_engine_with_a_full_queue_is_passed_over_and_where_all_are_full_the_r
     assert holder.usage[0].unanswered + other.usage[0].unanswered == 1
 
 
-def test_a_full_queue_is_one_ranks():
+def test_queues_are_per_rank():
     rig = Queued()
     worker = rig.worker("a", ranks=2)
     for _ in range(4):
@@ -55,7 +55,7 @@ def test_a_full_queue_is_one_ranks():
         rig.send()
 
 
-def test_engines_that_are_not_proved_do_not_take_what_is_too_much_for_those_that_are():
+def test_unverified_engines_do_not_take_overflow():
     rig = Queued()
     rig.worker("a")
     rig.worker("pending", canary="")
@@ -64,7 +64,7 @@ def test_engines_that_are_not_proved_do_not_take_what_is_too_much_for_those_that
         rig.send()
 
 
-def test_a_dry_run_is_answered_whatever_waits():
+def test_dry_run_ignores_full_queues():
     rig = Queued()
     rig.worker("a", KEYS)
     rig.send(), rig.send()
@@ -72,7 +72,7 @@ def test_a_dry_run_is_answered_whatever_waits():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 80)), max_size=60))
-def test_the_room_never_holds_more_than_its_limit_except_of_one_request_alone(steps):
+def test_body_budget_is_exceeded_by_a_single_request_only(steps):
     room, held = BodyBudget(100), {}
     for who, size in steps:
         if size == 0:
@@ -92,7 +92,7 @@ def test_the_room_never_holds_more_than_its_limit_except_of_one_request_alone(st
 
 
 @pytest.mark.parametrize("declared", [True, False])
-async def test_a_body_for_which_there_is_no_room_is_a_429_that_says_when_to_come_back_and_is_counted(declared):
+async def test_body_beyond_the_budget_is_a_counted_429_with_retry_after(declared):
     async with router() as r:
         other = BodyReservation(r.chat.body_budget)
         other.grow(r.chat.body_budget.limit)
@@ -118,7 +118,7 @@ async def test_a_body_for_which_there_is_no_room_is_a_429_that_says_when_to_come
         assert r.chat.body_budget.used == 0
 
 
-async def test_full_queues_are_a_429_that_says_when_to_come_back_and_is_counted():
+async def test_full_queues_are_a_counted_429_with_retry_after():
     async with router() as r:
         r.roster(Roster((member("a"),)))
         heard(r, "uid-a")

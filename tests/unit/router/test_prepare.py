@@ -62,7 +62,7 @@ def image(seed, side=112):
 LONG = "The lamps along the quay are lit one after the other while the evening ferry is made fast. " * 4
 
 
-async def test_an_ordinary_request_is_exact_and_repeats_itself(prepare):
+async def test_plain_request_is_exact_and_reproducible(prepare):
     one, two = [await prepare(text(LONG), image("a"), text("what?")) for _ in range(2)]
     assert (one.exactness, one.reasons) == ("exact", ())
     assert one.keys(SIZE) == two.keys(SIZE)
@@ -70,7 +70,7 @@ async def test_an_ordinary_request_is_exact_and_repeats_itself(prepare):
     assert one.spans[0].length == one.images[0].tokens == 16
 
 
-async def test_another_image_changes_every_key_from_its_block_on_and_none_before(prepare):
+async def test_another_image_changes_keys_from_its_block_on(prepare):
     one, other = await prepare(text(LONG), image("a")), await prepare(text(LONG), image("b"))
     first = one.spans[0].offset // SIZE
     assert first > 2
@@ -84,7 +84,7 @@ async def test_tenants_share_no_key(prepare):
     assert not set(one.keys(SIZE)) & set(other.keys(SIZE))
 
 
-async def test_options_that_change_pixels_leave_the_text_before_the_image_exact_and_poison_the_rest(prepare):
+async def test_pixel_options_keep_keys_before_the_image_only(prepare):
     exact = await prepare(text(LONG), image("a"), text(LONG))
     options = {"mm_processor_kwargs": {"max_pixels": 5000}}
     one, two = [await prepare(text(LONG), image("a"), text(LONG), **options) for _ in range(2)]
@@ -105,7 +105,7 @@ async def test_options_that_change_pixels_leave_the_text_before_the_image_exact_
         ({"prompt_logprobs": 1}, "cache_not_read:prompt_logprobs"),
     ],
 )
-async def test_what_is_not_modelled_is_affinity_with_its_reason_and_has_no_keys(prepare, fields, reason):
+async def test_unmodelled_request_is_affinity_without_keys(prepare, fields, reason):
     prepared = await prepare(text(LONG), **fields)
     assert (prepared.exactness, prepared.reasons, prepared.ids) == ("affinity", (reason,), array("I"))
 
@@ -116,7 +116,7 @@ def avif(seed, side=112):
     return {"type": "image_url", "image_url": {"url": data_uri(raw.getvalue())}}
 
 
-async def test_case_39_one_unresolved_image_of_three_keeps_the_blocks_before_it_and_none_after(prepare):
+async def test_case_39_one_unresolved_image_of_three_keeps_only_the_blocks_before_it(prepare):
     whole = await prepare(image("a"), text(LONG), image("b"), text(LONG), image("c"), text(LONG))
     parts = image("a"), text(LONG), avif("b"), text(LONG), image("c"), text(LONG)
     one, two = await prepare(*parts), await prepare(*parts)
@@ -130,7 +130,7 @@ async def test_case_39_one_unresolved_image_of_three_keeps_the_blocks_before_it_
     assert not (after[0] | after[1]) & after[2]
 
 
-async def test_two_unresolved_images_share_no_key_whatever_they_are(prepare):
+async def test_unresolved_images_never_share_a_key(prepare):
     prompts = [await prepare(avif(seed), text(LONG)) for seed in ("a", "a", "b")]
     keys = [key for prompt in prompts for key in prompt.keys(SIZE)]
     assert keys
@@ -139,7 +139,7 @@ async def test_two_unresolved_images_share_no_key_whatever_they_are(prepare):
     assert prompts[0].fingerprint == prompts[1].fingerprint != prompts[2].fingerprint
 
 
-async def test_each_unresolved_image_is_a_reason_and_a_field_that_spoils_them_all_is_one(prepare):
+async def test_each_unresolved_image_is_a_reason_and_a_common_cause_is_one(prepare):
     two = await prepare(avif("a"), avif("b"))
     assert two.reasons == tuple(f"image_format:messages[0].content[{n}].image_url.url" for n in (0, 1))
     both = {"mm_processor_kwargs": {"max_pixels": 5000}, "media_io_kwargs": {"image": {"image_mode": None}}}
@@ -152,14 +152,14 @@ async def test_each_unresolved_image_is_a_reason_and_a_field_that_spoils_them_al
     assert set(worse.reasons) == {"unknown_field:brand_new", "image_format:messages[0].content[0].image_url.url"}
 
 
-async def test_options_of_the_processor_are_nothing_to_a_text(prepare):
+async def test_processor_options_do_not_affect_text(prepare):
     plain = await prepare(text(LONG))
     options = await prepare(text(LONG), mm_processor_kwargs={"max_pixels": 1}, media_io_kwargs={"image": {"x": 1}})
     assert (options.exactness, options.reasons) == ("exact", ())
     assert options.keys(SIZE) == plain.keys(SIZE)
 
 
-async def test_case_12_the_same_image_under_other_processor_options_is_another_image():
+async def test_case_12_image_with_other_processor_options_is_another_image():
     body = json.dumps({"model": "t", "messages": [{"role": "user", "content": [image("a")]}]}).encode()
     found = []
     for processor in ({}, {"maxPixels": 12_544}, {"maxPixels": 12_544 * 2}):
@@ -171,7 +171,7 @@ async def test_case_12_the_same_image_under_other_processor_options_is_another_i
     assert len({prepared.images[0].identity for prepared in found}) == 3
 
 
-async def test_an_unresolved_image_is_held_to_the_pixel_limit(prepare):
+async def test_unresolved_image_is_held_to_the_pixel_limit(prepare):
     own = settings(maxPixels=100 * 100)
     media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     body = json.dumps({"model": "t", "messages": [{"role": "user", "content": [avif("a")]}]}).encode()
@@ -180,28 +180,28 @@ async def test_an_unresolved_image_is_held_to_the_pixel_limit(prepare):
     await media.close()
 
 
-async def test_the_turns_of_a_conversation_share_a_fingerprint_and_other_beginnings_do_not(prepare):
+async def test_turns_of_a_conversation_share_a_fingerprint(prepare):
     one, again = await prepare(text(LONG), image("a")), await prepare(text(LONG), image("a"), max_tokens=5)
     other = await prepare(text(LONG), image("b"))
     assert one.fingerprint == again.fingerprint != other.fingerprint
 
 
 @pytest.mark.parametrize(("url", "says"), [("data:image/png;base64,AAAA", "image"), ("data:,", "empty")])
-async def test_a_picture_that_is_none_names_its_field(prepare, url, says):
+async def test_invalid_image_is_refused_with_its_field(prepare, url, says):
     with pytest.raises(RequestError) as caught:
         await prepare(text("x"), {"type": "image_url", "image_url": {"url": url}})
     assert (caught.value.status, caught.value.param) == (400, "messages[0].content[1].image_url.url")
     assert says in str(caught.value)
 
 
-async def test_an_aspect_that_the_processor_refuses_is_a_400(prepare):
+async def test_unsupported_aspect_ratio_is_a_400(prepare):
     with pytest.raises(RequestError) as caught:
         await prepare({"type": "image_url", "image_url": {"url": data_uri(picture("x", 4020, 20))}})
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(("engine", "family"), [("vllm", "brand_new_vl"), ("sglang", "llava"), ("sglang", "phi3_v")])
-async def test_a_family_that_is_not_modelled_for_its_engine_is_served_by_affinity(tmp_path, engine, family):
+async def test_unmodelled_family_is_served_by_affinity(tmp_path, engine, family):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     own = settings(tmp_path, engine=engine)
     media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())

@@ -58,14 +58,14 @@ def said(config, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("missing", ["identity.key", "control.token"])
-def test_what_is_missing_is_named(config, said, missing):
+def test_missing_secret_is_named(config, said, missing):
     (config / "secrets" / missing).unlink()
     sentence = said()
     assert missing in sentence
     assert sentence.count("\n") == 1
 
 
-def test_a_bad_resource_is_named_by_its_field(config, said):
+def test_invalid_resource_is_named_by_its_field(config, said):
     bad = {**RESOURCE, "spec": {**RESOURCE["spec"], "engine": {"type": "other"}}}
     (config / "deployment.json").write_text(json.dumps(bad))
     assert "spec.engine" in said()
@@ -81,13 +81,13 @@ def test_a_bad_resource_is_named_by_its_field(config, said):
         ("MMROUTER_SHARED_LIMIT_BYTES", "1Gi", "MMROUTER_SHARED_LIMIT_BYTES is '1Gi'"),
     ],
 )
-def test_a_variable_that_cannot_be_is_named(said, monkeypatch, name, value, sentence):
+def test_invalid_variable_is_named(said, monkeypatch, name, value, sentence):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv(name, value)
     assert sentence in said()
 
 
-def test_the_folder_of_the_node_and_the_node_are_told_by_the_pod(config):
+def test_node_and_shared_folder_come_from_the_environment(config):
     told = {"NODE_NAME": "n-1", "MMROUTER_SHARED_DIR": "/shared", "MMROUTER_SHARED_LIMIT_BYTES": "1024"}
     settings = load({"MMROUTER_CONFIG": str(config), "POD_UID": "u", **told, "MMROUTER_HANDOVER": "always"})
     assert (settings.node, str(settings.shared_dir), settings.shared_limit_bytes) == ("n-1", "/shared", 1024)
@@ -104,12 +104,12 @@ def test_the_folder_of_the_node_and_the_node_are_told_by_the_pod(config):
         ({"POD_IP": "fd00::7", "MMROUTER_BIND": "all"}, "::"),
     ],
 )
-def test_a_router_listens_on_its_address_or_where_told_on_all_of_its_pod(config, variables, host):
+def test_router_listens_on_the_pods_address_or_all(config, variables, host):
     """A port-forward reaches a pod by its loopback."""
     assert load({"MMROUTER_CONFIG": str(config), "POD_UID": "u", **variables}).host == host
 
 
-def test_a_process_without_its_model_folders_files_leaves_with_status_2_and_a_sentence(config):
+def test_process_without_model_files_exits_with_status_2(config):
     own = {"MMROUTER_CONFIG": str(config), "POD_UID": "u", "MMROUTER_MODEL_DIR": str(config)}
     command = [sys.executable, "-m", "mmrouter_router"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, **own})

@@ -102,7 +102,7 @@ def chat(*identities: bytes, url: str = "data:image/png;base64,AA", text: str = 
     return {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}], **fields}
 
 
-async def test_ids_and_spans_come_with_our_identities_and_without_tensors(rig):
+async def test_rendering_has_ids_spans_and_our_identities_without_tensors(rig):
     await rig.with_servers(server := Server())
     ids, spans = await rig.renderer.render(chat(A, B))
     assert ids.tolist() == [1, *[9] * 8]
@@ -110,7 +110,7 @@ async def test_ids_and_spans_come_with_our_identities_and_without_tensors(rig):
     assert server.seen[-1]["mm_payload"] == "none"
 
 
-async def test_the_same_content_is_asked_once_whatever_does_not_change_a_prompt(rig):
+async def test_same_content_is_rendered_once(rig):
     await rig.with_servers(server := Server())
     first = await rig.renderer.render(chat(A))
     assert await rig.renderer.render(chat(A, url="data:image/png;base64,BB", stream=True, cache_salt="t")) == first
@@ -120,7 +120,7 @@ async def test_the_same_content_is_asked_once_whatever_does_not_change_a_prompt(
     assert server.asked == 4
 
 
-async def test_a_renderer_whose_gates_are_closed_renders_only_where_there_is_no_other(rig):
+async def test_unadmitted_renderer_is_used_only_without_alternative(rig):
     await rig.with_servers(old := Server(), new := Server())
     members = {s.ip: Member(s.ip, s.ip, s.ip, "render", "renderer", admitted=s is old) for s in (old, new)}
     rig.renderer.roster(members.values())
@@ -132,7 +132,7 @@ async def test_a_renderer_whose_gates_are_closed_renders_only_where_there_is_no_
     assert (old.asked, new.asked) == (4, 1)
 
 
-async def test_what_is_kept_is_bounded_by_tokens():
+async def test_cache_is_bounded_by_tokens():
     rig = Rig(tokens=12)
     await rig.with_servers(server := Server())
     for identity in (A, B, A):  # 5 tokens each: two fit
@@ -145,7 +145,7 @@ async def test_what_is_kept_is_bounded_by_tokens():
     rig.upstream.close()
 
 
-async def test_content_that_several_ask_for_at_once_is_asked_once_and_takes_its_room_once():
+async def test_concurrent_requests_for_one_content_share_a_rendering():
     rig = Rig(tokens=12)
     await rig.with_servers(server := Server())
     answers = await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(8)), rig.renderer.render(chat(B)))
@@ -158,7 +158,7 @@ async def test_content_that_several_ask_for_at_once_is_asked_once_and_takes_its_
     rig.upstream.close()
 
 
-async def test_whoever_leaves_first_leaves_the_others_their_answer_and_the_last_one_ends_the_question(rig):
+async def test_cancelled_caller_leaves_the_rendering_and_the_last_one_cancels_it(rig):
     await rig.with_servers(server := Server())
     server.hold()
     askers = [asyncio.create_task(rig.renderer.render(chat(A))) for _ in range(3)]
@@ -179,7 +179,7 @@ async def test_whoever_leaves_first_leaves_the_others_their_answer_and_the_last_
     assert (await after)[1] == (Span(1, 4, B),)
 
 
-async def test_a_failure_is_everybodys_who_asked_and_nobodys_who_asks_then(rig):
+async def test_failure_goes_to_all_callers_and_is_not_cached(rig):
     await rig.with_servers(server := Server())
     server.raw = b"{}"
     said = await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(3)), return_exceptions=True)
@@ -189,7 +189,7 @@ async def test_a_failure_is_everybodys_who_asked_and_nobodys_who_asks_then(rig):
     assert (await rig.renderer.render(chat(A)))[1] == (Span(1, 4, A),)
 
 
-async def test_renderers_are_asked_in_turn_and_one_that_is_gone_is_left_out(rig):
+async def test_renderers_take_turns_and_removed_ones_are_skipped(rig):
     first, second = Server(), Server()
     await rig.with_servers(first, second)
     for number in range(4):
@@ -200,7 +200,7 @@ async def test_renderers_are_asked_in_turn_and_one_that_is_gone_is_left_out(rig)
     assert (first.asked, second.asked) == (3, 2)
 
 
-async def test_every_failure_is_an_error_with_its_reason_and_is_counted(rig):
+async def test_every_failure_has_a_counted_cause(rig):
     with pytest.raises(RendererError, match="no renderer is there") as nobody:
         await rig.renderer.render(chat(A))
     assert (nobody.value.cause, rig.counted("nobody")) == ("nobody", 1)
@@ -217,7 +217,7 @@ async def test_every_failure_is_an_error_with_its_reason_and_is_counted(rig):
     await rig.renderer.render(chat(A))  # a failure is not kept
 
 
-async def test_a_renderer_that_breaks_off_is_not_asked_again_until_it_answers(rig):
+async def test_lost_renderer_is_unusable_until_it_answers(rig):
     await rig.with_servers(server := Server())
     server.server.close()
     await server.server.wait_closed()
@@ -229,7 +229,7 @@ async def test_a_renderer_that_breaks_off_is_not_asked_again_until_it_answers(ri
     assert rig.renderer.state()[0]["verified"] is False
 
 
-async def test_a_renderer_is_verified_once_it_has_rendered_an_image_of_ours(rig):
+async def test_renderer_is_verified_after_rendering_the_probe_image(rig):
     server = Server()
     await rig.with_servers(server)
     await rig.until(lambda: rig.renderer.state()[0]["verified"])
@@ -237,7 +237,7 @@ async def test_a_renderer_is_verified_once_it_has_rendered_an_image_of_ours(rig)
     assert (state["answered"], state["message"]) == (True, "")
 
 
-async def test_a_renderer_that_loses_the_image_is_not_verified_and_says_so(rig):
+async def test_renderer_that_loses_the_probe_image_is_unverified(rig):
     server = Server()
     server.raw = b'{"token_ids": [1, 2]}'
     await rig.with_servers(server)

@@ -7,7 +7,7 @@ from ulid import ULID
 from mmrouter_router.core.request_ids import RequestIds
 
 
-def test_a_name_is_a_ulid_of_now_behind_its_routers_name():
+def test_request_id_is_a_prefixed_ulid_of_now():
     ids = RequestIds("r-1-")
     before = time.time_ns() // 1_000_000
     name = ids()
@@ -16,6 +16,6 @@ def test_a_name_is_a_ulid_of_now_behind_its_routers_name():
     assert str(ULID.from_str(name.removeprefix("r-1-"))) == name.removeprefix("r-1-")
 
 
-def test_no_name_comes_twice_however_many_are_asked_for():
+def test_request_ids_are_unique():
     ids = RequestIds("")
     assert len({ids()[-16:] for _ in range(2000)}) == 2000

@@ -58,7 +58,7 @@ class Process:
                 await asyncio.sleep(0.005)
 
 
-async def test_while_it_leaves_new_connections_are_taken_and_each_answer_closes_its_own():
+async def test_draining_server_accepts_connections_and_closes_each_after_its_answer():
     async with Process() as process, httpx.AsyncClient(base_url=process.url) as client:
         assert "connection" not in (await client.get("/")).headers
         process.shutdown.drain("its pod is being deleted")
@@ -68,7 +68,7 @@ async def test_while_it_leaves_new_connections_are_taken_and_each_answer_closes_
         assert not process.shutdown.stopping.is_set()
 
 
-async def test_a_request_on_a_kept_connection_is_answered_after_the_listener_has_closed():
+async def test_idle_connection_is_served_after_the_listener_closed():
     async with Process() as process, httpx.AsyncClient(base_url=process.url) as client:
         await client.get("/")
         process.shutdown.stop("SIGTERM")
@@ -77,7 +77,7 @@ async def test_a_request_on_a_kept_connection_is_answered_after_the_listener_has
         assert (answer.text, answer.headers["connection"]) == ("two", "close")
 
 
-async def test_an_answer_that_is_under_way_is_finished_and_the_other_ports_answer_until_then():
+async def test_pending_answer_is_finished_while_other_ports_are_served():
     async with Process() as process, httpx.AsyncClient(timeout=20) as client:
         answer = asyncio.create_task(client.get(f"{process.url}/held"))
         await process.held.wait()
@@ -93,7 +93,7 @@ async def test_an_answer_that_is_under_way_is_finished_and_the_other_ports_answe
             await client.get(process.other)
 
 
-async def test_an_answer_that_outlasts_the_drain_time_is_broken_off_not_ended():
+async def test_answer_beyond_the_drain_time_is_truncated():
     async with Process(drain_seconds=1) as process, httpx.AsyncClient(timeout=20) as client:
         answer = asyncio.create_task(client.get(f"{process.url}/held"))
         await process.held.wait()
@@ -103,13 +103,13 @@ async def test_an_answer_that_outlasts_the_drain_time_is_broken_off_not_ended():
         await asyncio.wait_for(process.task, 10)
 
 
-async def test_without_connections_the_end_is_immediate():
+async def test_server_without_connections_exits_immediately():
     async with Process(drain_seconds=600) as process:
         process.shutdown.stop("SIGTERM")
         await asyncio.wait_for(process.task, 20)  # not the drain time, of which this is a small part
 
 
-async def test_the_signal_is_the_way_to_stop_and_the_second_one_does_not_wait():
+async def test_first_signal_drains_and_second_exits():
     async with Process(drain_seconds=600) as process, httpx.AsyncClient(timeout=20) as client:
         answer = asyncio.create_task(client.get(f"{process.url}/held"))
         await process.held.wait()

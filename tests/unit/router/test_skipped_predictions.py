@@ -69,7 +69,7 @@ PARTS = [text("what is this? " * 20), image("a"), text("and this?"), image("b")]
 
 
 @pytest.mark.parametrize("policy", sorted(BLIND))
-async def test_a_prompt_that_nobody_asks_for_is_not_predicted_and_not_called_exact(policy):
+async def test_unneeded_prompt_is_not_predicted(policy):
     async with routed(policy=policy) as (r, client):
         answer = await client.post(CHAT, content=body(*PARTS))
         assert answer.status_code == 200
@@ -81,7 +81,7 @@ async def test_a_prompt_that_nobody_asks_for_is_not_predicted_and_not_called_exa
         assert trace.as_json()["predicted"] == "no"
 
 
-async def test_asked_afterwards_it_is_what_would_have_been_predicted_before_and_no_overlap_is_claimed():
+async def test_skipped_prediction_can_be_made_afterwards():
     async with routed() as (r, client):
         answer = await client.post(CHAT, content=body(*PARTS))
         trace = r.decisions.get(answer.headers[ID])
@@ -95,7 +95,7 @@ async def test_asked_afterwards_it_is_what_would_have_been_predicted_before_and_
         assert not any(image.media.data for image in trace.unseen.images)
 
 
-async def test_whoever_shows_the_control_token_is_told_of_a_prompt_that_was_predicted_before():
+async def test_control_token_forces_prediction():
     async with routed() as (r, client):
         answer = await client.post(CHAT, content=body(*PARTS), headers=SHOW)
         assert answer.headers["x-mmrouter-exactness"] == "exact"
@@ -117,7 +117,7 @@ async def test_whoever_shows_the_control_token_is_told_of_a_prompt_that_was_pred
         ({"observability": {"debugHeaders": True}}, True),
     ],
 )
-async def test_prompts_are_predicted_where_anything_depends_on_them(spec, looks):
+async def test_prompts_are_predicted_where_needed(spec, looks):
     async with routed(**spec) as (r, client):
         assert (r.chat._looks("any request") or r.chat._debug_headers) == looks
         if spec.get("roles") is None:
@@ -126,7 +126,7 @@ async def test_prompts_are_predicted_where_anything_depends_on_them(spec, looks)
 
 
 @given(st.sampled_from(sorted(BLIND)), st.lists(st.integers(0, len(KEYS)), min_size=1, max_size=5), st.integers(0, 4))
-def test_these_policies_choose_the_same_whatever_is_known_of_the_prompt(policy, held, turns):
+def test_blind_policies_ignore_the_prompt(policy, held, turns):
     rig = Rig()
     for number, blocks in enumerate(held):
         rig.worker(f"w{number}", KEYS[:blocks])
@@ -139,7 +139,7 @@ def test_these_policies_choose_the_same_whatever_is_known_of_the_prompt(policy, 
     assert known == unknown
 
 
-async def test_what_is_kept_to_ask_for_is_bounded():
+async def test_bodies_kept_for_later_prediction_are_bounded():
     async with routed() as (r, client):
         long = await client.post(CHAT, content=body(text("x" * KEPT_BYTES)))
         assert (await r.chat.seen(r.decisions.get(long.headers[ID])))["predicted"] == "no"

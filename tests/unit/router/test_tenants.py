@@ -38,7 +38,7 @@ def denied(tenants, *values):
     return True
 
 
-def test_a_key_belongs_to_the_tenant_that_its_file_names(folder):
+def test_key_belongs_to_the_tenant_of_its_file(folder):
     tenants = Tenants(folder, KEY)
     assert [ask(tenants, f"Bearer {key}".encode()).name for key in ("red-1", "red-2", "blue-1")] == [
         "red",
@@ -66,11 +66,11 @@ def test_a_key_belongs_to_the_tenant_that_its_file_names(folder):
         (b"Bearer \xff\xfe",),
     ],
 )
-def test_anything_else_is_a_401(folder, values):
+def test_invalid_credentials_are_a_401(folder, values):
     assert denied(Tenants(folder, KEY), *values)
 
 
-def test_salts_keep_tenants_apart_and_are_the_same_on_every_router(folder):
+def test_salts_differ_by_tenant_and_agree_between_routers(folder):
     red, blue = (ask(Tenants(folder, KEY), key) for key in (b"Bearer red-1", b"Bearer blue-1"))
     assert red.salt != blue.salt
     assert red == ask(Tenants(folder, KEY), b"Bearer red-2")
@@ -79,13 +79,13 @@ def test_salts_keep_tenants_apart_and_are_the_same_on_every_router(folder):
     assert len(red.salt) == 67
 
 
-def test_without_keys_there_is_one_tenant_and_no_salt(tmp_path):
+def test_without_keys_there_is_one_tenant_without_salt(tmp_path):
     tenants = Tenants(tmp_path / "absent", KEY)
     assert ask(tenants) == ask(tenants, b"Bearer whatever") == Tenant("", None)
     assert not tenants.authenticating
 
 
-def test_a_resource_that_asks_for_keys_lets_nobody_in_without_them(tmp_path):
+def test_required_but_missing_keys_refuse_all_requests(tmp_path):
     tenants = Tenants(tmp_path / "absent", KEY, required=True)
     assert denied(tenants, b"Bearer whatever")
     assert tenants.problems
@@ -105,7 +105,7 @@ def test_changes_are_seen_within_the_check_interval(folder):
     assert denied(tenants, b"Bearer blue-1")
 
 
-def test_a_mounted_secret_is_followed_through_its_links(tmp_path):
+def test_mounted_secret_is_followed_through_its_links(tmp_path):
     for version, key in (("..v1", "old"), ("..v2", "new")):
         (tmp_path / version).mkdir()
         (tmp_path / version / "red").write_text(key)
@@ -121,7 +121,7 @@ def test_a_mounted_secret_is_followed_through_its_links(tmp_path):
     assert denied(tenants, b"Bearer old")
 
 
-def test_authentication_never_goes_away_by_itself(folder):
+def test_authentication_is_never_switched_off(folder):
     clock = Clock()
     tenants = Tenants(folder, KEY, clock=clock)
     folder.rename(folder.with_name("elsewhere"))
@@ -133,7 +133,7 @@ def test_authentication_never_goes_away_by_itself(folder):
     assert ask(tenants, b"Bearer red-1").name == "red"
 
 
-def test_keys_that_appear_switch_authentication_on(tmp_path):
+def test_new_keys_switch_authentication_on(tmp_path):
     clock = Clock()
     tenants = Tenants(tmp_path / "keys", KEY, clock=clock)
     ask(tenants)
@@ -144,7 +144,7 @@ def test_keys_that_appear_switch_authentication_on(tmp_path):
     assert ask(tenants, b"Bearer red-1").name == "red"
 
 
-def test_a_key_of_two_tenants_is_nobodys(folder):
+def test_key_shared_by_two_tenants_is_refused(folder):
     (folder / "green").write_text("green-1\nred-1\n")
     tenants = Tenants(folder, KEY)
     assert denied(tenants, b"Bearer red-1")
@@ -155,7 +155,7 @@ def test_a_key_of_two_tenants_is_nobodys(folder):
     assert "red-1" not in tenants.problems[0]
 
 
-def test_files_that_hold_no_key_are_named(folder):
+def test_files_without_keys_are_problems(folder):
     (folder / "empty").write_text("\n# nothing\n")
     (folder / "subfolder").mkdir()
     (folder / "huge").write_bytes(b"x" * (1 << 20) + b"x")

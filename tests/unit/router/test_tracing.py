@@ -81,7 +81,7 @@ def ended(tracer, collected):
     return {span.name: span for span in collected.spans}
 
 
-def test_a_request_continues_the_clients_trace_and_the_engine_continues_the_requests(traced, collected, counts):
+def test_trace_is_propagated_from_client_to_engine(traced, collected, counts):
     tracer = traced()
     span = request(tracer, ("traceparent", SAMPLED), ("tracestate", "vendor=1"), ("cookie", "secret"))
     part = span.part("engine", client=True)
@@ -107,7 +107,7 @@ def test_a_request_continues_the_clients_trace_and_the_engine_continues_the_requ
     ],
     ids=["none", "malformed", "twice", "zero"],
 )
-def test_without_a_valid_trace_of_the_client_a_request_begins_one(traced, collected, counts, headers):
+def test_request_without_valid_trace_context_begins_a_trace(traced, collected, counts, headers):
     tracer = traced()
     span = request(tracer, *headers)
     outgoing = span.passed_on({})
@@ -119,7 +119,7 @@ def test_without_a_valid_trace_of_the_client_a_request_begins_one(traced, collec
     assert outgoing["traceparent"].startswith(f"00-{server.context.trace_id:032x}-{server.context.span_id:016x}-")
 
 
-def test_a_request_that_its_client_left_out_is_told_nowhere_and_left_out_by_the_engine_too(traced, collected, counts):
+def test_unsampled_request_stays_unsampled(traced, collected, counts):
     tracer = traced()
     with request(tracer, ("traceparent", LEFT_OUT)) as span, span.part("engine", client=True) as part:
         assert not span
@@ -129,7 +129,7 @@ def test_a_request_that_its_client_left_out_is_told_nowhere_and_left_out_by_the_
     assert ended(tracer, collected) == {}
 
 
-def test_the_samplers_variable_holds(traced, collected, counts, monkeypatch):
+def test_sampler_variable_is_honoured(traced, collected, counts, monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     tracer = traced()
     request(tracer).end()
@@ -137,7 +137,7 @@ def test_the_samplers_variable_holds(traced, collected, counts, monkeypatch):
     assert len(ended(tracer, collected)) == 1
 
 
-async def test_stages_belong_to_the_request_of_their_task(traced, collected, counts):
+async def test_child_spans_belong_to_the_request_of_their_task(traced, collected, counts):
     tracer = traced()
     import asyncio
 
@@ -160,7 +160,7 @@ async def test_stages_belong_to_the_request_of_their_task(traced, collected, cou
     assert stage("after") is NOBODY
 
 
-def test_what_fails_is_told_by_its_kind_and_never_by_its_words(traced, collected, counts):
+def test_failed_span_has_the_kind_of_error_but_not_its_message(traced, collected, counts):
     tracer = traced()
     span = request(tracer)
     with pytest.raises(RequestError), span.part("fetch image"):
@@ -176,7 +176,7 @@ def test_what_fails_is_told_by_its_kind_and_never_by_its_words(traced, collected
     assert "secret" not in "".join(one.to_json() for one in told.values())
 
 
-def test_a_decision_is_told_without_the_clients_words():
+def test_decision_attributes_hold_no_client_text():
     winner = SimpleNamespace(name="w-0", pool="worker", overlap=3, blocks=5)
     choice = SimpleNamespace(winner=winner, candidates=(winner, winner), reason="cost 2")
     reasons = ("processor_options:messages[0].secret", "unknown:x", "unknown:y")
@@ -196,22 +196,22 @@ def test_a_decision_is_told_without_the_clients_words():
         ("broken_off", {}, "broken_off"),
     ],
 )
-def test_a_request_fails_where_we_did(code, told, failure):
+def test_only_server_faults_fail_a_request_span(code, told, failure):
     assert outcome(code) == (told, failure)
 
 
-def test_an_error_without_a_code_is_told_by_its_class():
+def test_error_without_code_is_named_by_its_class():
     assert failure_of(RequestError(400, "x")) == "RequestError"
     assert failure_of(OSError(2, "path")) == "FileNotFoundError"
 
 
-def test_of_the_clients_headers_only_the_trace_context_is_passed_on():
+def test_only_trace_context_headers_are_propagated():
     headers = [(b"traceparent", b"a"), (b"authorization", b"k"), (b"tracestate", b"b"), (b"tracestate", b"c")]
     assert passed_on(headers) == {"traceparent": "a", "tracestate": "b,c"}
     assert NOBODY.passed_on({"traceparent": "a"}) == {"traceparent": "a"}
 
 
-def test_a_collector_that_hangs_costs_memory_for_the_queue_and_counts_the_rest(traced, collected, counts):
+def test_hanging_collector_fills_the_bounded_queue_and_the_rest_is_counted(traced, collected, counts):
     collected.free.clear()
     tracer = traced(queue=8)
     for _ in range(20):
@@ -222,7 +222,7 @@ def test_a_collector_that_hangs_costs_memory_for_the_queue_and_counts_the_rest(t
     assert counts == {"queue_full": 12, "exported": 8}
 
 
-def test_the_end_of_the_process_does_not_wait_for_a_collector_that_hangs(traced, collected, counts, monkeypatch):
+def test_close_does_not_wait_for_a_hanging_collector(traced, collected, counts, monkeypatch):
     monkeypatch.setattr(otlp, "CLOSE_SECONDS", 0.05)
     collected.free.clear()
     tracer = traced()
@@ -235,7 +235,7 @@ def test_the_end_of_the_process_does_not_wait_for_a_collector_that_hangs(traced,
     collected.free.set()
 
 
-def test_the_end_of_the_process_sends_what_waits(traced, collected, counts):
+def test_close_exports_queued_spans(traced, collected, counts):
     tracer = traced()
     request(tracer).end()
     tracer.close()
@@ -259,12 +259,12 @@ def test_lost_spans_are_counted_each_and_logged_once(traced, collected, counts, 
     assert again == "spans are exported again; 3 were lost"
 
 
-def test_the_environment_says_where_spans_go_else_the_resource_does():
+def test_environment_overrides_the_otlp_endpoint():
     assert otlp.traces_url("http://collector:4318/", {}) == "http://collector:4318/v1/traces"
     assert otlp.traces_url("http://collector:4318", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://other:4318"}) is None
 
 
-def test_spans_are_of_the_service_that_the_environment_names(monkeypatch):
+def test_environment_names_the_service(monkeypatch):
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=p")
     assert otlp.resource({}).attributes["service.name"] == "mmrouter"
     assert otlp.resource({}).attributes["k8s.pod.name"] == "p"
@@ -272,7 +272,7 @@ def test_spans_are_of_the_service_that_the_environment_names(monkeypatch):
     assert otlp.resource({"OTEL_SERVICE_NAME": "x"}).attributes["service.name"] == "qwen-vl-frontend"
 
 
-def test_without_an_endpoint_neither_sdk_nor_exporter_is_loaded():
+def test_sdk_is_loaded_only_with_an_endpoint():
     program = (
         "import sys, mmrouter_router.app as app\n"
         "assert app.tracing_to('', None) is app.tracing_to.__globals__['NO_TRACING']\n"
@@ -285,7 +285,7 @@ def test_without_an_endpoint_neither_sdk_nor_exporter_is_loaded():
     assert done.returncode == 0, done.stderr
 
 
-def test_nobody_is_told_nothing():
+def test_no_tracing_records_nothing():
     assert tracing.NO_TRACING.request("POST", "/", []) is NOBODY
     enter(NOBODY)
     assert stage("prompt") is NOBODY

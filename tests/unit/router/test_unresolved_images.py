@@ -8,7 +8,7 @@ from mmrouter_router.request.prepare import ResolvedImage
 CASES = 300
 
 
-def test_the_predicted_overlap_is_never_larger_than_the_true_one():
+def test_predicted_overlap_never_exceeds_the_true_one():
     hits = 0
     for case in range(CASES):
         for number, one in enumerate(play(case)):
@@ -19,7 +19,7 @@ def test_the_predicted_overlap_is_never_larger_than_the_true_one():
     assert hits > CASES
 
 
-def test_the_same_cases_show_over_estimates_where_an_unresolved_image_is_not_poisoned():
+def test_trusting_unresolved_images_overestimates_overlap():
     def trusting(image: ResolvedImage) -> PromptImage:
         return PromptImage(image.identity, image.tokens)
 

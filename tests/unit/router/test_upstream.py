@@ -66,7 +66,7 @@ def chunk(data: bytes) -> bytes:
     return f"{len(data):x}".encode() + b"\r\n" + data + b"\r\n"
 
 
-async def test_the_body_arrives_as_it_was_sent_and_the_connection_is_used_again(engine, upstream):
+async def test_body_arrives_unchanged_and_the_connection_is_reused(engine, upstream):
     for number in range(3):
         answer = await ask(upstream, engine, b"%d" % number)
         assert (answer.status, await answer.read(100)) == (200, b"{}")
@@ -76,7 +76,7 @@ async def test_the_body_arrives_as_it_was_sent_and_the_connection_is_used_again(
     assert b"x-a: b\r\n" in engine.requests[0][0]
 
 
-async def test_events_pass_one_by_one_while_the_engine_still_writes(engine, upstream):
+async def test_events_arrive_while_the_engine_still_writes(engine, upstream):
     proceed = asyncio.Event()
 
     async def stream(writer, head, body):
@@ -94,13 +94,13 @@ async def test_events_pass_one_by_one_while_the_engine_still_writes(engine, upst
     answer.close()
 
 
-async def test_a_refused_connection_says_that_nothing_was_sent(upstream):
+async def test_refused_connection_reports_that_nothing_was_sent(upstream):
     with pytest.raises(UpstreamError) as caught:
         await upstream.request("127.0.0.1", 1, "POST", "/", {}, b"")
     assert (caught.value.sent, caught.value.began) == (False, False)
 
 
-async def test_an_engine_that_dies_before_it_answers_may_have_had_the_request(engine, upstream):
+async def test_engine_death_before_the_answer_reports_that_the_request_was_sent(engine, upstream):
     async def die(writer, head, body):
         writer.transport.abort()
 
@@ -110,7 +110,7 @@ async def test_an_engine_that_dies_before_it_answers_may_have_had_the_request(en
     assert (caught.value.sent, caught.value.began) == (True, False)
 
 
-async def test_an_answer_that_breaks_off_is_an_error_not_an_end(engine, upstream):
+async def test_truncated_answer_is_an_error(engine, upstream):
     async def half(writer, head, body):
         writer.write(HEAD + chunk(b"data: 1\n\n"))
         await writer.drain()
@@ -126,7 +126,7 @@ async def test_an_answer_that_breaks_off_is_an_error_not_an_end(engine, upstream
     answer.close()
 
 
-async def test_a_kept_connection_that_the_engine_closed_is_replaced_once(engine, upstream):
+async def test_closed_idle_connection_is_replaced_once(engine, upstream):
     (await ask(upstream, engine)).close()  # not read: dropped
     answer = await ask(upstream, engine)
     await answer.read(10)
@@ -161,7 +161,7 @@ async def test_closing_an_unread_answer_disconnects_the_engine(engine, upstream)
     await asyncio.wait_for(engine.closed.wait(), 20)
 
 
-async def test_a_slow_reader_holds_a_bounded_amount(engine, upstream):
+async def test_slow_reader_buffers_a_bounded_amount(engine, upstream):
     piece, total = b"x" * 65536, 400
     written, out = 0, None
 
@@ -185,7 +185,7 @@ async def test_a_slow_reader_holds_a_bounded_amount(engine, upstream):
     assert sum([len(p) async for p in answer.body()]) == total * len(piece)
 
 
-async def test_a_large_request_body_arrives_whole(engine, upstream):
+async def test_large_request_body_arrives_completely(engine, upstream):
     body = bytes(range(256)) * 40_000
     answer = await ask(upstream, engine, body)
     await answer.read(10)
@@ -201,7 +201,7 @@ async def test_informational_answers_are_skipped(engine, upstream):
     assert (answer.status, await answer.read(10)) == (200, b"ok")
 
 
-async def test_what_an_engine_says_behind_its_answer_is_no_part_of_another_one(engine, upstream):
+async def test_surplus_answer_is_not_taken_for_the_next_one(engine, upstream):
     second = b"HTTP/1.1 404 Not Found\r\ncontent-length: 6\r\n\r\nstolen"
 
     async def twice(writer, head, body):
@@ -227,7 +227,7 @@ async def test_what_an_engine_says_behind_its_answer_is_no_part_of_another_one(e
         answer.close()
 
 
-async def test_what_stands_behind_a_body_is_no_header_of_the_answer(engine, upstream):
+async def test_trailers_are_not_answer_headers(engine, upstream):
     async def trails(writer, head, body):
         writer.write(HEAD + chunk(b"ok") + b"0\r\nset-cookie: x\r\n\r\n")
 
@@ -240,7 +240,7 @@ async def test_what_stands_behind_a_body_is_no_header_of_the_answer(engine, upst
     assert engine.connections == 1
 
 
-async def test_an_engine_may_answer_before_it_has_read_the_request_and_then_is_asked_on_another_connection(upstream):
+async def test_early_answer_is_read_and_its_connection_not_reused(upstream):
     async def refuses(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 2\r\n\r\nno")
@@ -256,7 +256,7 @@ async def test_an_engine_may_answer_before_it_has_read_the_request_and_then_is_a
     server.close()
 
 
-async def test_an_answer_that_ends_with_its_connection_ends_with_a_close_and_not_with_a_reset(engine, upstream):
+async def test_close_ends_an_answer_without_length_and_reset_does_not(engine, upstream):
     reset = asyncio.Event()
 
     async def ends(writer, head, body):
@@ -279,7 +279,7 @@ async def test_an_answer_that_ends_with_its_connection_ends_with_a_close_and_not
         await answer.piece()
 
 
-async def test_nothing_is_kept_of_an_engine_that_is_gone(engine, upstream):
+async def test_closed_idle_connections_are_forgotten(engine, upstream):
     transports = []
 
     async def notes(writer, head, body):
@@ -299,12 +299,12 @@ async def test_nothing_is_kept_of_an_engine_that_is_gone(engine, upstream):
             await asyncio.sleep(0.001)
 
 
-async def test_a_header_with_a_line_break_never_leaves(engine, upstream):
+async def test_request_header_with_line_break_is_refused(engine, upstream):
     with pytest.raises(ValueError, match="line break"):
         await upstream.request("127.0.0.1", engine.port, "POST", "/", {"x": "a\r\nevil: 1"}, b"")
 
 
-def test_a_small_request_is_not_held_back_until_the_engine_has_taken_the_one_before():
+def test_engine_connections_use_tcp_nodelay():
     async def run() -> None:
         server = await asyncio.start_server(Engine(), "127.0.0.1", 0)
         upstream = Upstream()

@@ -40,18 +40,18 @@ def stored(size: int) -> Stored:
         ([("Expires", "Tue, 01 Jan 2019 00:00:00 GMT")], 0.0),
     ],
 )
-def test_freshness_is_what_the_origin_says_and_never_guessed(headers, seconds):
+def test_freshness_follows_the_origins_headers(headers, seconds):
     assert freshness(CIMultiDict(headers), NOW) == seconds
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=80), st.text(max_size=40), st.text(max_size=40))
-def test_no_header_of_an_origin_breaks_the_reading(control, expires, age):
+def test_any_cache_header_is_parsed(control, expires, age):
     seconds = freshness(CIMultiDict({"Cache-Control": control, "Expires": expires, "Age": age}), NOW)
     assert seconds is None or 0 <= seconds <= MAX_FRESH_S
 
 
-def test_the_least_recently_used_bytes_go_first():
+def test_least_recently_used_entries_are_evicted_first():
     cache = MediaCache(10)
     for name in "abc":
         cache.put(("", name), stored(3))
@@ -61,14 +61,14 @@ def test_the_least_recently_used_bytes_go_first():
     assert cache.size == 9
 
 
-def test_what_is_larger_than_the_cache_is_not_kept_and_replaces_the_old():
+def test_entry_larger_than_the_cache_removes_the_old_one():
     cache = MediaCache(10)
     cache.put(("", "a"), stored(3))
     cache.put(("", "a"), stored(11))
     assert (cache.get(("", "a")), cache.size) == (None, 0)
 
 
-def test_a_dropped_entry_is_not_brought_back_by_its_confirmation():
+def test_evicted_entry_is_not_restored_by_renewal():
     cache = MediaCache(10)
     cache.put(("", "a"), stored(3))
     cache.drop(("", "a"))
@@ -78,7 +78,7 @@ def test_a_dropped_entry_is_not_brought_back_by_its_confirmation():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=40))
-def test_the_counted_size_is_the_size_of_what_is_held(steps):
+def test_size_is_the_sum_of_entries(steps):
     cache = MediaCache(10)
     for name, size in steps:
         cache.put(("", name), stored(size))

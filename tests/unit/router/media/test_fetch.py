@@ -24,7 +24,7 @@ async def refused(resolver, url):
     return caught.value.code.removeprefix("media_")
 
 
-async def test_an_image_is_fetched_and_nothing_of_ours_is_told(origin, resolving, monkeypatch):
+async def test_fetch_sends_no_identifying_headers(origin, resolving, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     media = await resolving().resolve(origin.url("/image", host="images.example"), param="p")
@@ -38,13 +38,13 @@ async def test_an_image_is_fetched_and_nothing_of_ours_is_told(origin, resolving
     }
 
 
-async def test_path_and_query_arrive_as_they_were_written(origin, resolving):
+async def test_path_and_query_arrive_verbatim(origin, resolving):
     origin.serve("/a/b c~")
     await resolving().resolve(origin.url("/a%2Fb%20c%7e?sig=%7e%2B+/&x"), param="p")
     assert origin.seen[0].raw_path == "/a%2Fb%20c%7e?sig=%7e%2B+/&x"
 
 
-async def test_cookies_of_an_origin_do_not_come_back(origin, resolving):
+async def test_cookies_are_not_returned(origin, resolving):
     origin.serve("/first", status=302, Location="/image", Set_Cookie="a=b; Path=/")
     await resolving().resolve(origin.url("/first"), param="p")
     assert [request.path for request in origin.seen] == ["/first", "/image"]
@@ -63,7 +63,7 @@ async def test_metadata_services_are_refused_though_every_range_is_allowed(text,
     assert await refused(resolving({"allowed_cidrs": ["0.0.0.0/0", "::/0"]}), f"http://{text}/latest") == "address"
 
 
-async def test_a_name_with_one_private_address_is_not_connected_to(origin, resolving):
+async def test_name_with_one_private_address_is_not_connected_to(origin, resolving):
     async def lookup(host, port):
         return ["127.0.0.1", "10.0.0.1"]
 
@@ -71,7 +71,7 @@ async def test_a_name_with_one_private_address_is_not_connected_to(origin, resol
     assert origin.seen == []
 
 
-async def test_a_name_that_changes_its_address_is_connected_to_where_it_was_judged(serving, resolving):
+async def test_dns_rebinding_does_not_change_the_checked_address(serving, resolving):
     answers = [["127.0.0.2"], ["127.0.0.1"]]
 
     async def rebinding(host, port):
@@ -90,7 +90,7 @@ async def test_a_name_that_changes_its_address_is_connected_to_where_it_was_judg
         assert (len(allowed.seen), len(internal.seen)) == (2, 0)
 
 
-async def test_no_socket_is_opened_for_an_address_that_was_not_judged():
+async def test_no_socket_is_opened_for_an_unchecked_address():
     create = socket_factory([ip_address("127.0.0.1"), ip_address("::1")])
     info = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
     create((*info, ("127.0.0.1", 80))).close()
@@ -110,12 +110,12 @@ async def test_no_socket_is_opened_for_an_address_that_was_not_judged():
         ("http://2130706433/", "url"),
     ],
 )
-async def test_a_redirect_is_judged_like_a_url_of_a_client(location, reason, origin, resolving):
+async def test_redirect_is_checked_like_a_client_url(location, reason, origin, resolving):
     origin.serve("/start", status=302, Location=location)
     assert await refused(resolving(), origin.url("/start")) == reason
 
 
-async def test_a_redirect_cannot_leave_the_list_of_hosts(origin, resolving):
+async def test_redirect_cannot_leave_the_allowed_hosts(origin, resolving):
     origin.serve("/start", status=301, Location=origin.url(host="b.example"))
     resolver = resolving({"fetch": "allowList", "allowed_hosts": ["a.example"]})
     assert await refused(resolver, origin.url("/start", host="a.example")) == "host"
@@ -149,11 +149,11 @@ async def test_three_redirects_are_followed_and_no_more(redirects, fetched, orig
         (200, {"Content_Encoding": "identity, br"}, PNG, "encoding"),
     ],
 )
-async def test_what_is_no_plain_image_is_refused_by_kind(status, headers, body, reason, origin, resolving):
+async def test_unusable_answers_are_refused_by_kind(status, headers, body, reason, origin, resolving):
     assert await refused(resolving(), origin.serve("/x", body, status, **headers)) == reason
 
 
-async def test_the_limit_of_bytes_holds_declared_or_not(origin, resolving):
+async def test_size_limit_holds_with_and_without_content_length(origin, resolving):
     async def endless(request):
         response = web.StreamResponse()
         await response.prepare(request)
@@ -182,7 +182,7 @@ async def test_the_limit_of_bytes_holds_declared_or_not(origin, resolving):
         (b"", "unreachable"),
     ],
 )
-async def test_an_origin_that_lies_or_speaks_no_http_is_survived(answer, expected, raw_origin, resolving):
+async def test_malformed_http_is_an_error(answer, expected, raw_origin, resolving):
     async def talk(reader, writer):
         writer.write(answer)
 
@@ -193,7 +193,7 @@ async def test_an_origin_that_lies_or_speaks_no_http_is_survived(answer, expecte
         assert await refused(resolving(), url) == expected
 
 
-async def test_a_host_that_trickles_is_given_up_when_the_time_is_over(raw_origin, resolving):
+async def test_trickling_host_times_out(raw_origin, resolving):
     gone = asyncio.Event()
 
     async def talk(reader, writer):
@@ -208,7 +208,7 @@ async def test_a_host_that_trickles_is_given_up_when_the_time_is_over(raw_origin
     await asyncio.wait_for(gone.wait(), 5)
 
 
-async def test_slow_and_failing_name_servers_are_the_clients_400(resolving):
+async def test_slow_and_failing_name_servers_are_a_400(resolving):
     async def slow(host, port):
         await asyncio.Event().wait()
 
@@ -219,7 +219,7 @@ async def test_slow_and_failing_name_servers_are_the_clients_400(resolving):
     assert await refused(resolving(lookup=unknown), "http://a.example/") == "unreachable"
 
 
-async def test_the_systems_resolver_is_asked_and_its_answer_judged(origin, resolving):
+async def test_system_resolver_is_used_and_its_answer_checked(origin, resolving):
     url = origin.url(host="localhost")
     assert (
         await resolving(lookup=None, media={"allowed_cidrs": ["127.0.0.0/8", "::1/128"]}).resolve(url, param="p")
@@ -241,7 +241,7 @@ def certificate(tmp_path_factory):
     return server, ssl.create_default_context(cafile=str(folder / "cert"))
 
 
-async def test_tls_is_checked_against_the_name_though_the_address_is_pinned(certificate, serving, resolving):
+async def test_tls_verifies_the_name_though_the_address_is_pinned(certificate, serving, resolving):
     server, trusting = certificate
     async with serving(ssl_context=server) as origin:
         origin.serve("/image")

@@ -44,7 +44,7 @@ def counted():
     return metrics, lambda name, **labels: metrics.registry.get_sample_value(f"mmrouter_media_{name}", labels)
 
 
-async def test_the_same_bytes_are_the_same_however_they_come(origin, resolving, counted):
+async def test_url_and_data_uri_give_the_same_media(origin, resolving, counted):
     metrics, value = counted
     resolver = resolving(metrics=metrics)
     by_url = await resolver.resolve(origin.url(), param="p")
@@ -55,7 +55,7 @@ async def test_the_same_bytes_are_the_same_however_they_come(origin, resolving, 
     assert value("bytes_total", source="fetch") == len(PNG)
 
 
-async def test_case_09_one_image_by_http_data_uri_another_url_and_another_host_is_one_identity(origin, resolving):
+async def test_case_09_one_image_by_several_urls_is_one_identity(origin, resolving):
     resolver = resolving()
     origin.serve("/signed")
     urls = [
@@ -71,7 +71,7 @@ async def test_case_09_one_image_by_http_data_uri_another_url_and_another_host_i
     }
 
 
-async def test_case_10_changed_bytes_behind_the_same_url_are_another_identity(origin, resolving):
+async def test_case_10_changed_bytes_behind_a_url_are_another_identity(origin, resolving):
     resolver = resolving()
     url = origin.serve("/changing", cache_control="no-cache")
     before = await resolver.resolve(url, param="p")
@@ -80,12 +80,12 @@ async def test_case_10_changed_bytes_behind_the_same_url_are_another_identity(or
     assert media_identity(before.data, {}, key=bytes(32)) != media_identity(after.data, {}, key=bytes(32))
 
 
-async def test_the_claimed_type_is_not_believed(resolving):
+async def test_claimed_type_is_ignored(resolving):
     uri = "data:text/html;base64," + base64.b64encode(PNG).decode()
     assert (await resolving().resolve(uri, param="p")).mime == "image/png"
 
 
-async def test_who_asks_for_what_is_being_fetched_joins_the_fetch(origin, resolving, counted):
+async def test_concurrent_requests_for_a_url_share_one_fetch(origin, resolving, counted):
     metrics, value = counted
     gate = origin.routes["/slow"] = Gate()
     resolver = resolving(metrics=metrics)
@@ -96,7 +96,7 @@ async def test_who_asks_for_what_is_being_fetched_joins_the_fetch(origin, resolv
     assert (len(origin.seen), value("joined_total")) == (1, 9)
 
 
-async def test_everyone_who_waited_gets_the_fault_with_their_own_field(origin, resolving, counted):
+async def test_shared_failure_names_the_field_of_each_request(origin, resolving, counted):
     metrics, value = counted
     gate = origin.routes["/slow"] = Gate(body=b"")
     resolver = resolving(metrics=metrics)
@@ -108,7 +108,7 @@ async def test_everyone_who_waited_gets_the_fault_with_their_own_field(origin, r
     assert value("refused_total", reason="empty") == 3
 
 
-async def test_one_who_leaves_or_runs_out_of_time_does_not_end_the_fetch_of_the_others(origin, resolving):
+async def test_cancelled_or_expired_request_does_not_end_a_shared_fetch(origin, resolving):
     gate = origin.routes["/slow"] = Gate()
     resolver = resolving()
     now = asyncio.get_running_loop().time()
@@ -127,7 +127,7 @@ async def test_one_who_leaves_or_runs_out_of_time_does_not_end_the_fetch_of_the_
     assert ((await stayer).data, len(origin.seen)) == (PNG, 1)
 
 
-async def test_a_fetch_ends_with_the_last_who_waits_and_the_next_starts_afresh(raw_origin, resolving):
+async def test_fetch_is_cancelled_with_its_last_request_and_a_new_one_starts_afresh(raw_origin, resolving):
     asked, gone = asyncio.Semaphore(0), asyncio.Event()
 
     async def talk(reader, writer):
@@ -155,7 +155,7 @@ async def test_tenants_share_neither_fetches_nor_bytes(origin, resolving):
     assert len(origin.seen) == 2
 
 
-async def test_fresh_bytes_are_not_asked_for_again_and_stale_ones_are(origin, resolving, counted):
+async def test_fresh_entries_are_reused_and_stale_ones_fetched_again(origin, resolving, counted):
     metrics, value = counted
     time = [1000.0]
     resolver = resolving(metrics=metrics, clock=lambda: time[0])
@@ -169,7 +169,7 @@ async def test_fresh_bytes_are_not_asked_for_again_and_stale_ones_are(origin, re
 
 
 @pytest.mark.parametrize(("name", "header"), [("ETag", "If-None-Match"), ("Last-Modified", "If-Modified-Since")])
-async def test_stored_bytes_are_confirmed_by_the_origin_and_replaced_when_they_change(name, header, origin, resolving):
+async def test_stored_bytes_are_revalidated_and_replaced_when_changed(name, header, origin, resolving):
     current = ["one", PNG]
 
     async def answer(request):
@@ -188,14 +188,14 @@ async def test_stored_bytes_are_confirmed_by_the_origin_and_replaced_when_they_c
 
 
 @pytest.mark.parametrize("headers", [{}, {"Cache_Control": "no-store", "ETag": '"a"'}, {"Cache_Control": "private"}])
-async def test_what_may_not_be_kept_is_fetched_every_time(headers, origin, resolving):
+async def test_uncacheable_media_is_fetched_every_time(headers, origin, resolving):
     url = origin.serve("/unkept", **headers)
     resolver = resolving()
     assert [(await resolver.resolve(url, param="p")).source for _ in range(2)] == ["fetch", "fetch"]
     assert not any("If-None-Match" in request.headers for request in origin.seen)
 
 
-async def test_a_redirect_is_asked_again_and_its_target_confirmed(origin, resolving):
+async def test_redirect_is_followed_again_and_its_target_revalidated(origin, resolving):
     async def target(request):
         if request.headers.get("If-None-Match") == '"a"':
             return web.Response(status=304)
@@ -212,7 +212,7 @@ async def test_a_redirect_is_asked_again_and_its_target_confirmed(origin, resolv
     assert (await resolver.resolve(url, param="p")).data == OTHER
 
 
-async def test_too_many_fetches_are_our_429_not_the_clients_fault(origin, resolving):
+async def test_busy_fetch_slots_are_a_429(origin, resolving):
     gate = origin.routes["/slow"] = Gate()
     resolver = resolving(limits={"concurrent": 1, "queue_s": 0.02})
     first = asyncio.create_task(resolver.resolve(origin.url("/slow"), param="p"))
@@ -225,7 +225,7 @@ async def test_too_many_fetches_are_our_429_not_the_clients_fault(origin, resolv
     assert (await resolver.resolve(origin.url("/image"), param="p")).data == PNG
 
 
-async def test_all_media_of_a_request_come_in_its_order_and_each_url_once(origin, resolving):
+async def test_media_are_returned_in_order_and_each_url_fetched_once(origin, resolving):
     gate = origin.routes["/slow"] = Gate(OTHER)
     urls = [origin.url("/slow"), data_uri(b"inline"), origin.url(), origin.url("/slow"), origin.url()]
     resolving_all = asyncio.create_task(resolving().resolve_all([Part(url) for url in urls]))
@@ -235,7 +235,7 @@ async def test_all_media_of_a_request_come_in_its_order_and_each_url_once(origin
     assert len(origin.seen) == 2
 
 
-async def test_the_first_fault_names_its_field_and_ends_the_other_fetches(raw_origin, origin, resolving):
+async def test_first_error_names_its_field_and_cancels_the_other_fetches(raw_origin, origin, resolving):
     gone = asyncio.Event()
 
     async def talk(reader, writer):
@@ -249,13 +249,13 @@ async def test_the_first_fault_names_its_field_and_ends_the_other_fetches(raw_or
     await asyncio.wait_for(gone.wait(), 5)
 
 
-async def test_a_broken_data_uri_costs_no_fetch(origin, resolving):
+async def test_invalid_data_uri_costs_no_fetch(origin, resolving):
     with pytest.raises(RequestError) as caught:
         await resolving().resolve_all([Part(origin.url(), "a"), Part("data:;base64,?", "b")])
     assert (caught.value.param, origin.seen) == ("b", [])
 
 
-async def test_the_media_of_a_request_are_limited_together(origin, resolving):
+async def test_total_size_of_media_is_limited(origin, resolving):
     resolver = resolving({"max_request_bytes": "150"})
     parts = [Part(origin.url(), "a"), Part(data_uri(PNG), "b")]
     assert len(await resolver.resolve_all(parts)) == 2
@@ -265,7 +265,7 @@ async def test_the_media_of_a_request_are_limited_together(origin, resolving):
         assert (caught.value.code, caught.value.status) == ("media_request_too_large", 400)
 
 
-async def test_one_medium_is_limited_by_the_resource(resolving):
+async def test_size_of_one_medium_is_limited(resolving):
     resolver = resolving({"max_bytes": "10"})
     await resolver.resolve(data_uri(b"1234567890"), param="p")
     with pytest.raises(RequestError) as caught:
@@ -273,7 +273,7 @@ async def test_one_medium_is_limited_by_the_resource(resolving):
     assert (caught.value.code, caught.value.param) == ("media_too_large", "p")
 
 
-async def test_urls_are_refused_without_a_lookup_where_only_data_is_taken(resolving, counted):
+async def test_data_only_refuses_urls_without_a_lookup(resolving, counted):
     metrics, value = counted
 
     async def lookup(host, port):
