@@ -1,8 +1,10 @@
-"""A measured process that is told what to do by JSON lines: one command per line, one answer per line."""
+"""A measured process that takes commands as JSON lines, one answer per line: its parent's end and its own loop."""
 
+import asyncio
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +12,11 @@ from typing import Any, Self
 
 
 class ChildError(Exception):
-    """The process answered with an error or ended; the message has its words."""
+    """The process answered with an error or ended; the message has its last line of output."""
 
 
 class Child:
-    """The process; it is killed at the end of the context. ``folder`` is its own and goes with it."""
+    """The process, killed at the end of the context; ``folder`` is its own and is removed with it."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -31,6 +33,11 @@ class Child:
                 env={**os.environ, **(environment or {})},
             )
 
+    @classmethod
+    def module(cls, module: str, *arguments: str) -> Self:
+        """Start ``python -m MODULE``."""
+        return cls(module.rpartition(".")[2], [sys.executable, "-m", module, *arguments])
+
     def __enter__(self) -> Self:
         return self
 
@@ -45,12 +52,12 @@ class Child:
         return self._process.pid
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have a command carried out and return its answer. Raises :class:`ChildError`."""
+        """Run a command and return its answer. Raises :class:`ChildError`."""
         self.begin(do, **arguments)
         return self.result()
 
     def begin(self, do: str, **arguments: Any) -> None:
-        """Have a command carried out; :meth:`result` waits for its answer. Raises :class:`ChildError`."""
+        """Start a command whose answer :meth:`result` returns. Raises :class:`ChildError`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -59,7 +66,7 @@ class Child:
             raise self._ended() from error
 
     def result(self) -> dict[str, Any]:
-        """Return the answer to the command that was begun. Raises :class:`ChildError`."""
+        """Return the answer to the command in progress. Raises :class:`ChildError`."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -70,5 +77,19 @@ class Child:
         return answer
 
     def _ended(self) -> ChildError:
-        words = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-        return ChildError(f"{self.name} ended with status {self._process.wait()}: {' '.join(words)}")
+        last_line = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+        return ChildError(f"{self.name} ended with status {self._process.wait()}: {' '.join(last_line)}")
+
+
+async def serve(commands: object) -> None:
+    """Carry out commands from stdin by the methods of an object, until stdin ends."""
+    reader = asyncio.StreamReader(limit=2**26)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        command = json.loads(line)
+        try:
+            answer = await getattr(commands, command.pop("do"))(**command)
+        except Exception as error:  # the parent raises it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()

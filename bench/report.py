@@ -1,4 +1,4 @@
-"""Write docs/performance-figures.md: between two markers, a section per benchmark, each from one run of it."""
+"""Writes docs/performance-figures.md: one section per benchmark, between two markers."""
 
 import os
 import platform
@@ -16,11 +16,11 @@ SECTION = re.compile(r"^### (\w+)\n(.*?)(?=^### |\Z)", re.MULTILINE | re.DOTALL)
 
 
 class PageError(ValueError):
-    """The page has no place for the table."""
+    """The page has no markers."""
 
 
 def machine() -> str:
-    """Return what the figures depend on, in one sentence; called before a run, so that the load is others'."""
+    """Describe the machine in one sentence; call it before a run, so that the load average is of other work."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = os.getloadavg()[0]
     return (
@@ -30,7 +30,7 @@ def machine() -> str:
 
 
 def _form() -> str:
-    """Return which form of the hot loops runs (docs/native.md), here and in the processes that are started."""
+    """Return the form of the hot loops (docs/native.md) in this process and its children."""
     return "with the compiled form" if native.form == "native" else f"without the compiled form ({native.why})"
 
 
@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def insert(text: str, part: str, rows: Iterable[Row], machine: str) -> str:
-    """Return the page's text with the section of one part replaced, or put where the alphabet has it.
+    """Return the page's text with the section of one benchmark replaced or inserted in alphabetical order.
 
     Raises :class:`PageError` without the two markers in order.
     """
@@ -52,12 +52,12 @@ def insert(text: str, part: str, rows: Iterable[Row], machine: str) -> str:
     table, end, tail = rest.partition(END)
     if not begin or not end:
         raise PageError(f"the page needs the lines {BEGIN!r} and {END!r}")
-    kept = {name: body.strip() for name, body in SECTION.findall(table)}
-    kept[part] = f"`python -m bench {part}` on {machine}\n\n{markdown(rows)}"
-    sections = "\n\n".join(f"### {name}\n\n{kept[name]}" for name in sorted(kept))
+    parts = {name: body.strip() for name, body in SECTION.findall(table)}
+    parts[part] = f"`python -m bench {part}` on {machine}\n\n{markdown(rows)}"
+    sections = "\n\n".join(f"### {name}\n\n{parts[name]}" for name in sorted(parts))
     return f"{head}{BEGIN}\n\n{sections}\n\n{END}{tail}"
 
 
 def write(part: str, rows: Iterable[Row], machine: str, page: Path = PAGE) -> None:
-    """Replace one part's figures in the page."""
+    """Replace one benchmark's figures in the page."""
     page.write_text(insert(page.read_text(), part, rows, machine))

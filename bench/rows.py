@@ -1,4 +1,4 @@
-"""The shape of a figure, and how it is shown."""
+"""Rows of benchmark figures with their goals, and their tables."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ LONGEST_CELL = 120
 class Row(msgspec.Struct, frozen=True):
     """One figure of one run.
 
-    ``peer`` names what the figure is a ratio to, with the peer's own figure, or says why it was not run. ``goal`` is a
-    bound such as ``<= 160``; ``met`` is null where there is no goal or no value.
+    ``peer`` names the other side of a ratio with its own figure, or the reason it was not run. ``goal`` is a bound such
+    as ``<= 160``; ``met`` is null without a goal or a value.
     """
 
     name: str
@@ -27,14 +27,14 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def row(name: str, value: float | None, unit: str, *, peer: str | None = None, goal: str | None = None) -> Row:
-    """Return a row, rounded to four digits, its goal judged. Raises ``ValueError`` for a goal it cannot read."""
+    """Return a row, rounded to four digits. Raises ``ValueError`` for a malformed goal."""
     if value is not None:
         value = float(f"{value:.4g}")
     return Row(name, value, unit, peer, goal, _met(value, goal))
 
 
 def not_run(name: str, unit: str, reason: str, *, goal: str | None = None) -> Row:
-    """Return the row of a comparison that did not take place."""
+    """Return the row of a comparison that was not run."""
     return Row(name, None, unit, NOT_RUN + reason, goal, None)
 
 
@@ -62,15 +62,10 @@ def to_json(rows: Iterable[Row]) -> str:
     return msgspec.json.encode({"rows": list(rows)}).decode()
 
 
-def number(value: float | None) -> str:
-    """Return a value for people."""
-    return "-" if value is None else f"{value:,.6g}"
-
-
 def cells(item: Row) -> tuple[str, str, str, str, str]:
-    """Return name, value with unit, goal, whether it is met, peer: one line of a table."""
+    """Return one line of a table: name, value with unit, goal, whether it is met, peer."""
     met = {None: "", True: "yes", False: "no"}[item.met]
-    value = number(item.value) if item.value is None else f"{number(item.value)} {item.unit}"
+    value = "-" if item.value is None else f"{item.value:,.6g} {item.unit}"
     return item.name, value, item.goal or "", met, item.peer or ""
 
 

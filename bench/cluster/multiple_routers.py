@@ -1,7 +1,7 @@
-"""What it costs that routers know of each other's work late or never: 1, 2 and 4 before one cluster, virtual time.
+"""Loss of 1, 2 and 4 routers in front of one cluster that learn late or never of each other's requests, simulated.
 
-Every router follows all feeds, as frontends do, and a request comes to any of them. What one has under way the others
-hear a little later, or only when the engine tells of its blocks; an engine's own queue is not looked at.
+Every router follows all feeds, as frontends do, and a request reaches any of them. The others learn of it a little
+later, or only when the engine publishes its blocks; an engine's own queue is not considered.
 """
 
 import random
@@ -17,27 +17,26 @@ from bench.cluster import policy_comparison
 from bench.cluster.policy_comparison import Case, Outcome, mean
 from bench.cluster.routing_policies import Ours
 from bench.cluster.simulation import simulate
-from bench.cluster.workloads import Ask, Load
+from bench.cluster.workloads import ClusterLoad, ClusterRequest
 from bench.rows import Row, not_run, percentile, row
 
 ROUTERS: Final = (1, 2, 4)
-HEARD: Final = 0.01
-"""Seconds after which routers hear of each other: that long they collect what they tell."""
+GOSSIP_DELAY: Final = 0.01
+"""Seconds for which a router collects its load before it sends it to the others."""
 SIZES: Final = (4, 16)
 SECONDS: Final = {"mooncake": {4: 600.0, 16: 300.0}, "servegen": {4: 60.0, 16: 40.0}}
 GOAL: Final = "<= 1.05"
-"""Of routers that tell each other what they have under way."""
+"""For routers that share their load."""
 
-
-Kind = tuple[int, float | None]
-"""Number of routers, and the seconds after which they hear of each other."""
+Variant = tuple[int, float | None]
+"""Number of routers, and the delay in seconds with which they learn each other's load."""
 Loads = list[list[tuple[float, float]]]
-"""By router and engine: blocks that wait to be computed, blocks in flight."""
+"""By router and engine: blocks waiting to be computed, blocks in flight."""
 
 
 class Routers:
-    """Several routers before the same engines. ``delay``: seconds after which each hears what the others have in flight
-    at every engine, as two sums of blocks; ``None``: never.
+    """Several routers in front of the same engines. ``delay``: seconds after which each learns the others' blocks in
+    flight at every engine; ``None``: never.
     """
 
     listens = True
@@ -45,62 +44,62 @@ class Routers:
     def __init__(self, routers: int, engines: int, block_size: int, delay: float | None = None) -> None:
         self.routers = [Ours(engines, block_size) for _ in range(routers)]
         self._random = random.Random(routers)
-        self._took: dict[int, Ours] = {}
+        self._router_of: dict[int, Ours] = {}
         self._delay = delay
-        self._told: deque[tuple[float, Loads]] = deque()
-        self._heard: Loads = [[(0.0, 0.0)] * engines for _ in range(routers)]
+        self._sent: deque[tuple[float, Loads]] = deque()
+        self._received: Loads = [[(0.0, 0.0)] * engines for _ in range(routers)]
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return where the router sends it to which it came."""
-        router = self._took[number] = self._random.choice(self.routers)
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
+        """Let a random router choose."""
+        router = self._router_of[number] = self._random.choice(self.routers)
         if self._delay is None:
-            return router.choose(number, ask, now)
-        while self._told and self._told[0][0] <= now - self._delay:
-            _, self._heard = self._told.popleft()
-        others = [loads for other, loads in zip(self.routers, self._heard, strict=True) if other is not router]
-        added = [tuple(map(sum, zip(*there, strict=True))) for there in zip(*others, strict=True)] if others else []
+            return router.choose(number, request, now)
+        while self._sent and self._sent[0][0] <= now - self._delay:
+            _, self._received = self._sent.popleft()
+        others = [loads for other, loads in zip(self.routers, self._received, strict=True) if other is not router]
+        added = [tuple(map(sum, zip(*engine, strict=True))) for engine in zip(*others, strict=True)] if others else []
         for worker, (queue, active) in zip(router.workers, added, strict=False):
             router.fleet.usage(worker, 0).add(queue, active)
-        return router.choose(number, ask, now)
+        return router.choose(number, request, now)
 
     def watch(self, now: float, _: object) -> None:
-        """Let every router tell what it has in flight."""
+        """Let every router send its load."""
         loads = [
             [(use.prefill, use.active) if (use := worker.usage.get(0)) else (0.0, 0.0) for worker in router.workers]
             for router in self.routers
         ]
-        self._told.append((now, loads))
+        self._sent.append((now, loads))
 
     def answered(self, number: int) -> None:
-        """Only that router sees it."""
-        self._took[number].answered(number)
+        self._router_of[number].answered(number)
 
     def ended(self, number: int) -> None:
-        """Only that router sees it."""
-        self._took.pop(number).ended(number)
+        self._router_of.pop(number).ended(number)
 
-    def told(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """All follow the feed."""
+    def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Pass the change on to every router."""
         for router in self.routers:
-            router.told(engine, stored, removed)
+            router.cache_changed(engine, stored, removed)
 
 
-def spread(load: Load) -> Load:
+def spread(load: ClusterLoad) -> ClusterLoad:
     """Return the load with requests of one time spread evenly until the next time.
 
-    Mooncake's traces have times of whole seconds. Requests that come at once are chosen for by routers that cannot have
-    heard of each other, whatever they tell: that would be the trace's rounding and not what routers lose.
+    Mooncake's traces have times of whole seconds. Simultaneous requests are placed before any router can learn of the
+    others: that loss would be an artefact of the trace's rounding.
     """
-    moved: list[Ask] = []
-    groups = [list(same) for _, same in groupby(load.asks, key=lambda ask: ask.at)]
+    moved: list[ClusterRequest] = []
+    groups = [list(same) for _, same in groupby(load.requests, key=lambda request: request.at)]
     ends = [*(same[0].at for same in groups[1:]), groups[-1][0].at]
     for same, end in zip(groups, ends, strict=True):
-        moved += [replace(ask, at=ask.at + n / len(same) * (end - ask.at)) for n, ask in enumerate(same)]
-    return replace(load, asks=tuple(moved))
+        moved += [
+            replace(request, at=request.at + n / len(same) * (end - request.at)) for n, request in enumerate(same)
+        ]
+    return replace(load, requests=tuple(moved))
 
 
 def outcome(case: Case, routers: int, traces: Path, seconds: float, delay: float | None = None) -> Outcome:
-    """Run a case with so many routers, which hear of each other after ``delay`` seconds or never."""
+    """Run a case with so many routers that learn each other's load after ``delay`` seconds or never."""
     load = spread(policy_comparison.load_of(case, traces, seconds))
     policy = Routers(routers, case.engines, load.block_size, delay)
     watch = policy.watch if delay is not None else None
@@ -110,43 +109,47 @@ def outcome(case: Case, routers: int, traces: Path, seconds: float, delay: float
 
 
 def rows(folder: Path = policy_comparison.TRACES) -> list[Row]:
-    """Measure; without Mooncake's traces on the other workloads only, and say so."""
+    """Simulate all cases; a row says so where Mooncake's traces are missing."""
     every = list(policy_comparison.cases(SIZES))
     here = [case for case in every if not case.workload.startswith("mooncake") or (folder / "mooncake").is_dir()]
     missing = (
         [] if len(here) == len(every) else [not_run("routers, mooncake", "x", f"no traces at {folder}", goal=GOAL)]
     )
-    kinds: list[Kind] = [(routers, None) for routers in ROUTERS] + [(routers, HEARD) for routers in ROUTERS[1:]]
-    jobs = [(case, kind, folder) for case in here for kind in kinds]
+    variants: list[Variant] = [(routers, None) for routers in ROUTERS] + [
+        (routers, GOSSIP_DELAY) for routers in ROUTERS[1:]
+    ]
+    jobs = [(case, variant, folder) for case in here for variant in variants]
     with ProcessPoolExecutor() as pool:
-        found = dict(zip(((case, kind) for case, kind, _ in jobs), pool.map(_job, jobs), strict=True))
-    return [*summary(found), *missing]
+        outcomes = dict(zip(((case, variant) for case, variant, _ in jobs), pool.map(_job, jobs), strict=True))
+    return [*summary(outcomes), *missing]
 
 
-def summary(found: dict[tuple[Case, Kind], Outcome]) -> list[Row]:
+def summary(outcomes: dict[tuple[Case, Variant], Outcome]) -> list[Row]:
     """Return per number of routers and engines the mean of all cases, and the case that is worst."""
-    made = []
-    alone = {case: one for (case, kind), one in found.items() if kind == (1, None)}
-    kinds = sorted({kind for _, kind in found if kind[0] > 1}, key=lambda kind: (kind[0], kind[1] or 0.0))
-    for kind in kinds:
+    result_rows = []
+    alone = {case: result for (case, variant), result in outcomes.items() if variant == (1, None)}
+    variants = sorted(
+        {variant for _, variant in outcomes if variant[0] > 1}, key=lambda variant: (variant[0], variant[1] or 0.0)
+    )
+    for variant in variants:
         for engines in sorted({case.engines for case in alone}):
             some = [case for case in alone if case.engines == engines]
-            over = {case: found[case, kind].p95 / alone[case].p95 for case in some}
-            hits = [found[case, kind].hits / alone[case].hits for case in some]
+            over = {case: outcomes[case, variant].p95 / alone[case].p95 for case in some}
+            hits = [outcomes[case, variant].hits / alone[case].hits for case in some]
             worst = max(over, key=over.__getitem__)
             words = "; ".join(f"{case.workload}, load {case.share}: {ratio:.3f}" for case, ratio in over.items())
-            name = f"{kind[0]} routers before {engines} engines"
-            if kind[1] is None:
+            name = f"{variant[0]} routers before {engines} engines"
+            if variant[1] is None:
                 name += ", if each knew of its own requests only"
-            goal = GOAL if kind[1] is not None else None
-            made += [
+            goal = GOAL if variant[1] is not None else None
+            result_rows += [
                 row(f"{name}: TTFT p95 over 1 router, mean", mean(over.values()), "x", peer=words, goal=goal),
                 row(f"{name}: TTFT p95 over 1 router, worst case", over[worst], "x", peer=worst.name),
                 row(f"{name}: hits over 1 router's, mean", mean(hits), "x"),
             ]
-    return made
+    return result_rows
 
 
-def _job(job: tuple[Case, Kind, Path]) -> Outcome:
+def _job(job: tuple[Case, Variant, Path]) -> Outcome:
     case, (routers, delay), folder = job
     return outcome(case, routers, folder, SECONDS[case.workload.partition(" ")[0]][case.engines], delay)

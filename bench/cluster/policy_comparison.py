@@ -1,6 +1,6 @@
-"""Time to the first token and cache hits of a whole cluster, by the way to choose an engine: in virtual time.
+"""Time to the first token and cache hits of a whole cluster by routing policy, simulated in virtual time.
 
-Every policy meets the same requests on the same engines. Equal seeds, so equal figures on every machine.
+Every policy gets the same requests on the same engines, drawn from fixed seeds: the figures are equal on every machine.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Final
 from bench.cluster.routing_policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
 from bench.cluster.simulation import simulate
 from bench.cluster.virtual_engine import Machine
-from bench.cluster.workloads import Load, mooncake, servegen
+from bench.cluster.workloads import ClusterLoad, mooncake, servegen
 from bench.rows import Row, not_run, percentile, row
 from mmrouter_router.scheduling.scoring import WEIGHTS, Weights
 
@@ -34,7 +34,7 @@ LOADS: Final = (0.5, 0.8)
 SIZES: Final = (4, 16, 64)
 QUICK: Final = (4, 16)
 REUSED: Final = 0.3
-"""Share of prompt tokens that could be reused from which the gain over peers is a goal."""
+"""Share of reusable prompt tokens from which the gain over peers has a goal."""
 
 OURS, ORACLE = "ours", "oracle"
 POLICIES: Final[dict[str, Callable[[int, int], Policy]]] = {
@@ -59,38 +59,38 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return it for people."""
+        """The case in words."""
         return f"{self.workload}, {self.engines} engines, load {self.share}"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one policy gave in one case: milliseconds and shares."""
+    """Result of one policy in one case: milliseconds and shares."""
 
     p50: float
     p95: float
     hits: float
-    reusable: float = 0.0  # by any policy, if it did not matter where a request goes
-    alone: float = 0.0  # 95th percentile if every engine had all of that and nothing else to do
+    reusable: float = 0.0  # hits of one cache as large as all engines' together
+    alone: float = 0.0  # 95th percentile if every engine had those hits and nothing else to do
 
     def text(self, name: str) -> str:
-        """Return it for people."""
+        """The case in words."""
         return f"{name}: p50 {self.p50:,.0f}, p95 {self.p95:,.0f} ms, hits {self.hits:.3f}"
 
 
 SECONDS: Final = {"mooncake": {4: 1200.0, 16: 600.0, 64: 300.0}, "servegen": {4: 120.0, 16: 60.0, 64: 40.0}}
-"""Of each trace that is played, by engines: the more engines, the more requests in a second."""
+"""Seconds of each trace that are played, by engines: the more engines, the more requests per second."""
 WORKLOADS: Final = ("mooncake conversation", "mooncake synthetic", "servegen sessions", "servegen lone images")
 
 
 def machine_of(workload: str) -> Machine:
-    """Return the engines that a workload meets: long prompts need a cache that holds them."""
+    """Return the engines of a workload: long prompts need a cache that holds them."""
     return LARGE if workload.startswith("mooncake") else SMALL
 
 
 @lru_cache(maxsize=2)
-def load_of(case: Case, traces: Path, seconds: float) -> Load:
-    """Return a case's requests. Raises ``OSError`` where a trace is not there."""
+def load_of(case: Case, traces: Path, seconds: float) -> ClusterLoad:
+    """Return a case's requests. Raises ``OSError`` for a missing trace."""
     kind, _, which = case.workload.partition(" ")
     machine = machine_of(case.workload)
     if kind == "mooncake":
@@ -101,10 +101,10 @@ def load_of(case: Case, traces: Path, seconds: float) -> Load:
 def outcome(case: Case, policy: str, traces: Path, seconds: float, weights: Weights = WEIGHTS) -> Outcome:
     """Run one policy in one case."""
     load = load_of(case, traces, seconds)
-    chooses = POLICIES[policy](case.engines, load.block_size)
-    if isinstance(chooses, Ours) and weights != WEIGHTS:
-        chooses.weigh(weights)
-    run = simulate(load, case.engines, machine_of(case.workload), chooses, at_once=policy == ORACLE)
+    chosen = POLICIES[policy](case.engines, load.block_size)
+    if isinstance(chosen, Ours) and weights != WEIGHTS:
+        chosen.weigh(weights)
+    run = simulate(load, case.engines, machine_of(case.workload), chosen, at_once=policy == ORACLE)
     p50, p95 = (percentile(run.seconds, share) * 1e3 for share in (0.5, 0.95))
     return Outcome(p50, p95, run.hit_ratio, load.reusable, percentile(load.alone, 0.95) * 1e3)
 
@@ -118,7 +118,7 @@ def cases(sizes: Iterable[int]) -> Iterator[Case]:
 
 
 def run(*, quick: bool = False, traces: Path | None = None) -> list[Row]:
-    """Measure. ``quick``: without the largest cluster."""
+    """Simulate all cases. ``quick``: without the largest cluster."""
     folder = traces or TRACES
     possible, rows = [], []
     for case in cases(QUICK if quick else SIZES):
@@ -128,8 +128,8 @@ def run(*, quick: bool = False, traces: Path | None = None) -> list[Row]:
             possible.append(case)
     jobs = [(case, name) for case in possible for name in POLICIES]
     with ProcessPoolExecutor() as pool:
-        found = dict(zip(jobs, pool.map(_job, [(*job, folder) for job in jobs]), strict=True))
-    results = {case: {name: found[case, name] for name in POLICIES} for case in possible}
+        outcomes = dict(zip(jobs, pool.map(_job, [(*job, folder) for job in jobs]), strict=True))
+    results = {case: {name: outcomes[case, name] for name in POLICIES} for case in possible}
     return [*summary(results), *(_row(case, results[case]) for case in possible), *rows]
 
 
@@ -139,54 +139,37 @@ def _job(job: tuple[Case, str, Path]) -> Outcome:
 
 
 def summary(results: dict[Case, dict[str, Outcome]]) -> list[Row]:
-    """Return the goals, each in the case that is worst for it."""
-    best = {case: min((PEERS), key=lambda name: results[case][name].p95) for case in results}
+    """Return the goals, each in the case that is worst for it, and the means."""
+    best = {case: min(PEERS, key=lambda name: outcomes[name].p95) for case, outcomes in results.items()}
     over = {
-        case: found[OURS].p95 / min(f.p95 for n, f in found.items() if n != ORACLE) for case, found in results.items()
+        case: outcomes[OURS].p95 / min(other.p95 for name, other in outcomes.items() if name != ORACLE)
+        for case, outcomes in results.items()
     }
-    hits = {case: found[OURS].hits / found[ORACLE].hits for case, found in results.items()}
-    gain = {case: found[best[case]].p95 / found[OURS].p95 for case, found in results.items()}
-    much = [case for case in results if results[case][OURS].reusable > REUSED]
+    hits = {case: outcomes[OURS].hits / outcomes[ORACLE].hits for case, outcomes in results.items()}
+    gain = {case: outcomes[best[case]].p95 / outcomes[OURS].p95 for case, outcomes in results.items()}
     worst, least = max(over, key=over.__getitem__), min(hits, key=hits.__getitem__)
     rows = [
         row("cluster: TTFT p95 over the best policy, worst case", over[worst], "x", peer=worst.name, goal="<= 1.02"),
         row("cluster: hits over the oracle's, worst case", hits[least], "x", peer=least.name, goal=">= 0.97"),
         row("cluster: hits over the oracle's, mean", mean(hits.values()), "x"),
     ]
-    if much:
-        small = min(much, key=gain.__getitem__)
-        rival = results[small][best[small]]
-        rows.append(
-            row(
-                f"cluster: TTFT p95 below the best peer, worst case where over {REUSED:.0%} can be reused",
-                gain[small],
-                "x",
-                peer=f"{small.name}: {best[small]}; alone, {rival.p95 / rival.alone:.2f} x",
-                goal=">= 1.2",
-            )
-        )
-    rows.append(
-        row(
-            "cluster: TTFT p95 below the best peer, mean",
-            mean(gain.values()),
-            "x",
-            peer="in each case the peer that is best there",
-        )
-    )
+    if reusing := [case for case in results if results[case][OURS].reusable > REUSED]:
+        case = min(reusing, key=gain.__getitem__)
+        rival = results[case][best[case]]
+        name = f"cluster: TTFT p95 below the best peer, worst case where over {REUSED:.0%} can be reused"
+        peer = f"{case.name}: {best[case]}; alone, {rival.p95 / rival.alone:.2f} x"
+        rows.append(row(name, gain[case], "x", peer=peer, goal=">= 1.2"))
+    best_peer = "in each case the peer that is best there"
+    rows.append(row("cluster: TTFT p95 below the best peer, mean", mean(gain.values()), "x", peer=best_peer))
     for name in PEERS:
-        rows.append(
-            row(
-                f"cluster: TTFT p95 below {name}, mean",
-                mean(found[name].p95 / found[OURS].p95 for found in results.values()),
-                "x",
-            )
-        )
+        ratio = mean(outcomes[name].p95 / outcomes[OURS].p95 for outcomes in results.values())
+        rows.append(row(f"cluster: TTFT p95 below {name}, mean", ratio, "x"))
     return rows
 
 
-def _row(case: Case, found: dict[str, Outcome]) -> Row:
-    ours = found[OURS]
-    others = "; ".join([f"alone: p95 {ours.alone:,.0f} ms", *(found[name].text(name) for name in (*PEERS, ORACLE))])
+def _row(case: Case, outcomes: dict[str, Outcome]) -> Row:
+    ours = outcomes[OURS]
+    others = "; ".join([f"alone: p95 {ours.alone:,.0f} ms", *(outcomes[name].text(name) for name in (*PEERS, ORACLE))])
     name = f"cluster {case.name}: TTFT p95 (p50 {ours.p50:,.0f} ms, hits {ours.hits:.3f} of {ours.reusable:.3f})"
     return row(name, ours.p95, "ms", peer=others)
 

@@ -1,6 +1,6 @@
-"""Ways to choose an engine: the router's own code, and what other routers do, as far as it is written down.
+"""Routing policies of the simulation: the router's own code, and models of other routers from their documentation.
 
-None of them sees the engines: they see requests, first tokens, ends and, where they listen, the feed.
+A policy does not see the engines, but requests, first tokens, ends and, if it listens, cache changes.
 """
 
 import random
@@ -11,8 +11,8 @@ from typing import Final, Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from bench.cluster.workloads import Ask
-from bench.placing import router_objects as bench_fleet
+from bench.cluster.workloads import ClusterRequest
+from bench.placing import router_objects
 from mmrouter_lib import feed
 from mmrouter_router.fleet.index import Index
 from mmrouter_router.request.prepare import Prepared
@@ -21,30 +21,30 @@ from mmrouter_router.scheduling.scoring import Weights
 
 MATCH: Final = 0.3
 IMBALANCE: Final = (64, 1.5)
-"""Of smg's cache_aware policy: share of the text that has to match, and requests by which the most and the least loaded
-worker may differ, absolutely and as a ratio (its documented defaults)."""
+"""Documented defaults of smg's cache_aware policy: share of the text that must match, and the difference of requests
+between the most and the least loaded worker, absolute and as a ratio, from which load decides."""
 
 
 class Policy(Protocol):
-    """Chooses. ``listens``: it takes what engines tell of their caches."""
+    """Chooses engines. ``listens``: it receives cache changes."""
 
     listens: bool
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return the engine for a request and count it as sent there."""
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
+        """Return the engine of a request and count the request as sent."""
 
     def answered(self, number: int) -> None:
-        """Its first token came."""
+        """Take a first token."""
 
     def ended(self, number: int) -> None:
-        """It is over."""
+        """Take the end of a request."""
 
-    def told(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """An engine's cache changed."""
+    def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Take changes of an engine's cache."""
 
 
-class _Deaf:
-    """What policies do that only count requests in flight."""
+class _CountsOnly:
+    """Base of policies that only count requests in flight."""
 
     listens = False
 
@@ -59,47 +59,43 @@ class _Deaf:
         return engine
 
     def answered(self, number: int) -> None:
-        """Nothing follows from it."""
+        pass
 
     def ended(self, number: int) -> None:
-        """One less in flight."""
         self._flying[self._where.pop(number)] -= 1
 
-    def told(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Nobody tells."""
+    def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        pass
 
 
-class RoundRobin(_Deaf):
-    """Takes turns."""
+class RoundRobin(_CountsOnly):
+    """Engines in turn."""
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return the next one."""
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
         return self._sent(number, number % self._engines)
 
 
-class LeastLoaded(_Deaf):
+class LeastLoaded(_CountsOnly):
     """Fewest requests in flight; ties in turns."""
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return the one with fewest."""
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
         least = min(self._flying)
         tied = [engine for engine, flying in enumerate(self._flying) if flying == least]
         return self._sent(number, tied[number % len(tied)])
 
 
-class ConsistentHash(_Deaf):
+class ConsistentHash(_CountsOnly):
     """Rendezvous hash of the conversation: as with a session header, every turn goes to the same engine."""
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return the one with the lowest hash."""
-        ties = [xxh3_64_intdigest(b"%d" % engine, ask.session & (1 << 64) - 1) for engine in range(self._engines)]
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
+        ties = [xxh3_64_intdigest(b"%d" % engine, request.session & (1 << 64) - 1) for engine in range(self._engines)]
         return self._sent(number, ties.index(min(ties)))
 
 
-class TextPrefix(_Deaf):
-    """The cache_aware policy of smg and sglang-router: a tree of the texts that were sent, one per worker, images
-    unknown; nothing is heard of what engines dropped. The best match wins if it is long enough, else the smallest tree;
-    where the load differs too much, the shortest queue.
+class TextPrefix(_CountsOnly):
+    """The cache_aware policy of smg and sglang-router: a tree of sent texts per worker, without images or evictions.
+
+    The best match wins if it is long enough, else the smallest tree; where loads differ too much, the shortest queue.
     """
 
     def __init__(self, engines: int) -> None:
@@ -107,17 +103,16 @@ class TextPrefix(_Deaf):
         self._tree = Index()
         self._slots = [self._tree.join() for _ in range(engines)]
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return what the tree or the queue says."""
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
         flying, (absolute, ratio) = self._flying, IMBALANCE
         if max(flying) - min(flying) > absolute and max(flying) > ratio * min(flying):
             engine = flying.index(min(flying))
         else:
-            found = self._tree.match(ask.text_keys, self._slots)
-            engine = min(range(self._engines), key=lambda e: (-found[self._slots[e]], flying[e]))
-            if found[self._slots[engine]] <= MATCH * len(ask.text_keys):
+            depths = self._tree.match(request.text_keys, self._slots)
+            engine = min(range(self._engines), key=lambda e: (-depths[self._slots[e]], flying[e]))
+            if depths[self._slots[engine]] <= MATCH * len(request.text_keys):
                 engine = min(range(self._engines), key=lambda e: (self._tree.held(self._slots[e]), e))
-        self._tree.store(self._slots[engine], ask.text_keys)
+        self._tree.store(self._slots[engine], request.text_keys)
         return self._sent(number, engine)
 
 
@@ -126,8 +121,8 @@ class Dynamo:
 
         max(0, (prompt tokens + prefill tokens there) / block - overlap) + blocks in use there with this request
 
-    Prefill tokens leave at the first token, blocks at the end; blocks that requests share are in use once. Ties are
-    broken at random. Prompts count up to a whole block.
+    Prefill tokens leave at the first token, blocks at the end; shared blocks count once. Ties are broken at random.
+    Prompts are rounded up to a whole block.
     """
 
     listens = True
@@ -140,110 +135,104 @@ class Dynamo:
         self._used: list[Counter[int]] = [Counter() for _ in range(engines)]
         self._tails = [0] * engines
         self._prefill = [0.0] * engines
-        self._flying: dict[int, tuple[int, Ask, float]] = {}
+        self._flying: dict[int, tuple[int, ClusterRequest, float]] = {}
         self._random = random.Random(1)
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return the one of least cost."""
-        overlap = self._index.match(ask.keys, self._slots)
-        shared = self._active.match(ask.keys, self._actives)
-        blocks = -(-ask.tokens // self._size)
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
+        overlap = self._index.match(request.keys, self._slots)
+        shared = self._active.match(request.keys, self._actives)
+        blocks = -(-request.tokens // self._size)
         costs = []
         for engine, (slot, active) in enumerate(zip(self._slots, self._actives, strict=True)):
-            prefill = max(0.0, (ask.tokens + self._prefill[engine]) / self._size - overlap[slot])
+            prefill = max(0.0, (request.tokens + self._prefill[engine]) / self._size - overlap[slot])
             used = self._active.held(active) + self._tails[engine]
             costs.append(prefill + used + blocks - shared[active])
         least = min(costs)
         engine = self._random.choice([engine for engine, cost in enumerate(costs) if cost == least])
-        fresh = max(0.0, ask.tokens - overlap[self._slots[engine]] * self._size)
+        fresh = max(0.0, request.tokens - overlap[self._slots[engine]] * self._size)
         self._prefill[engine] += fresh
-        self._flying[number] = engine, ask, fresh
-        used_there = self._used[engine]
-        used_there.update(ask.keys)
-        self._active.store(self._actives[engine], ask.keys)
-        self._tails[engine] += blocks - len(ask.keys)
+        self._flying[number] = engine, request, fresh
+        self._used[engine].update(request.keys)
+        self._active.store(self._actives[engine], request.keys)
+        self._tails[engine] += blocks - len(request.keys)
         return engine
 
     def answered(self, number: int) -> None:
-        """Its prompt is computed."""
-        engine, ask, fresh = self._flying[number]
+        engine, request, fresh = self._flying[number]
         self._prefill[engine] -= fresh
-        self._flying[number] = engine, ask, 0.0
+        self._flying[number] = engine, request, 0.0
 
     def ended(self, number: int) -> None:
-        """Its blocks are free."""
-        engine, ask, fresh = self._flying.pop(number)
+        engine, request, fresh = self._flying.pop(number)
         self._prefill[engine] -= fresh
         used = self._used[engine]
-        used.subtract(ask.keys)
-        gone = [key for key in ask.keys if not used[key]]
+        used.subtract(request.keys)
+        gone = [key for key in request.keys if not used[key]]
         for key in gone:
             del used[key]
         self._active.remove(self._actives[engine], gone)
-        self._tails[engine] -= -(-ask.tokens // self._size) - len(ask.keys)
+        self._tails[engine] -= -(-request.tokens // self._size) - len(request.keys)
 
-    def told(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Keep the index equal to the cache."""
+    def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self._index.remove(self._slots[engine], keys_of(removed))
         self._index.store(self._slots[engine], keys_of(stored))
 
 
 class Ours:
-    """The router itself: feed frames into its fleet, its placer, its bookings."""
+    """The router itself: its fleet, fed with frames, its placer and its bookings."""
 
     listens = True
 
     def __init__(self, engines: int, block_size: int) -> None:
-        self.fleet, self.workers = bench_fleet.synced(engines, block_size=block_size)
+        self.fleet, self.workers = router_objects.synced(engines, block_size=block_size)
         self._engines = engines
-        self._placer = bench_fleet.placer(self.fleet, engines)
+        self._placer = router_objects.placer(self.fleet, engines)
         self._where = {worker.member.uid: number for number, worker in enumerate(self.workers)}
         self._size = block_size
         self._seqs = [0] * engines
         self._bookings: dict[int, Booking] = {}
 
     def weigh(self, weights: Weights) -> None:
-        """Take other weights than the router does."""
-        self._placer = Placer(bench_fleet.deployment(replicas=self._engines), self.fleet, weights)
+        """Replace the router's weights."""
+        self._placer = Placer(router_objects.deployment(replicas=self._engines), self.fleet, weights)
 
-    def choose(self, number: int, ask: Ask, now: float) -> int:
-        """Return where the placer sends it."""
-        decision = self._placer.place(prepared(ask, self._size))
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
+        decision = self._placer.place(prepared(request, self._size))
         self._bookings[number] = self._placer.begin(decision)
         return self._where[decision.target.worker.member.uid]
 
     def answered(self, number: int) -> None:
-        """As the forwarder does at the first byte."""
         self._bookings[number].answered()
 
     def ended(self, number: int) -> None:
-        """As the forwarder does at the last one."""
         self._bookings.pop(number).end()
 
-    def told(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """A delta as a sidecar sends it."""
+    def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Publish a delta as a sidecar does."""
         self._seqs[engine] += 1
-        frame = feed.Delta(bench_fleet.EPOCH, self._seqs[engine], 0.0, 0, 0, "GPU", b"".join(stored), b"".join(removed))
+        frame = feed.Delta(
+            router_objects.EPOCH, self._seqs[engine], 0.0, 0, 0, "GPU", b"".join(stored), b"".join(removed)
+        )
         self.fleet.published(self.workers[engine], frame)
 
     def holds(self, engine: int) -> set[int]:
-        """Return what the index says of an engine."""
+        """Return the indexed keys of an engine."""
         return self.fleet.index.keys(self.workers[engine].slots[0])
 
 
-def prepared(ask: Ask, block_size: int) -> Prepared:
-    """Return what the router's stages before the placer make of a request."""
+def prepared(request: ClusterRequest, block_size: int) -> Prepared:
+    """Return a request as prepared for the placer."""
     return Prepared(
-        request=bench_fleet.REQUEST,
+        request=router_objects.REQUEST,
         salt=None,
         images=(),
-        ids=array("I", bytes(4 * ask.tokens)),
-        spans=ask.spans,
+        ids=array("I", bytes(4 * request.tokens)),
+        spans=request.spans,
         exactness="exact",
         reasons=(),
         seed=0,
-        fingerprint=ask.session & (1 << 64) - 1,
-        _keys={(block_size, None): ask.keys},
+        fingerprint=request.session & (1 << 64) - 1,
+        _keys={(block_size, None): request.keys},
     )
 
 

@@ -1,7 +1,7 @@
-"""Engines, a router and its requests in virtual time: no clock, no luck but what is drawn from seeds.
+"""Discrete-event simulation of engines and a router, in virtual time and without randomness of its own.
 
-A request reaches its engine at once. What an engine tells of its cache leaves it when its step ends, as vLLM publishes
-it, and reaches the router :data:`FEED` later.
+A request reaches its engine at once. Changes of an engine's cache are published when its step ends, as vLLM does, and
+reach the router :data:`FEED` later.
 """
 
 import heapq
@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from bench.cluster.routing_policies import Policy
-from bench.cluster.virtual_engine import NEVER, Engine, Machine, Running
-from bench.cluster.workloads import Load
+from bench.cluster.virtual_engine import NEVER, EngineRequest, Machine, VirtualEngine
+from bench.cluster.workloads import ClusterLoad
 
 FEED: Final = 0.005
-"""Seconds that a sidecar collects changes for before it sends them."""
+"""Seconds for which a sidecar collects changes before it sends them."""
 
-_TOLD, _STEP, _ASKED = range(3)
-"""Kinds of events, in the order in which those of one time happen."""
+_DELTA, _STEP, _REQUEST = range(3)
+"""Kinds of events, in their order at equal times."""
 
 
 @dataclass(slots=True)
-class Run:
-    """What one policy gave: seconds to first tokens and cached tokens of the requests that count, and the engines."""
+class SimulationResult:
+    """Seconds to the first token and cached tokens of the counted requests, and totals of the engines."""
 
     seconds: list[float] = field(default_factory=list)
     cached: int = 0
     tokens: int = 0
     end: float = 0.0
-    busy: float = 0.0  # share of time that an engine had a step under way, while requests came
+    busy: float = 0.0  # share of time in which engines computed, while requests arrived
     encoded: int = 0
     preemptions: int = 0
     chosen: list[int] = field(default_factory=list)
@@ -40,27 +40,27 @@ class Run:
 
 
 def simulate(
-    load: Load,
+    load: ClusterLoad,
     engines: int,
     machine: Machine,
     policy: Policy,
     *,
     at_once: bool = False,
-    watch: Callable[[float, Sequence[Engine]], None] | None = None,
-) -> Run:
-    """Run all requests to their end. ``at_once``: the policy knows every change of a cache when it happens.
+    watch: Callable[[float, Sequence[VirtualEngine]], None] | None = None,
+) -> SimulationResult:
+    """Run all requests to their end. ``at_once``: the policy learns every cache change when it happens.
 
-    ``watch`` is called after every event. Raises ``RuntimeError`` if a request is lost.
+    ``watch`` is called after every event. Raises ``RuntimeError`` if a request never ends.
     """
-    fleet = [Engine(machine, load.block_size) for _ in range(engines)]
-    run = Run()
-    events: list[tuple[float, int, int, int]] = []  # time, kind, engine, what
-    letters: list[tuple[list[bytes], list[bytes]]] = []
+    fleet = [VirtualEngine(machine, load.block_size) for _ in range(engines)]
+    result = SimulationResult()
+    events: list[tuple[float, int, int, int]] = []  # time, kind, engine, payload
+    deltas: list[tuple[list[bytes], list[bytes]]] = []
     versions = [0] * engines
-    asks, count = load.asks, len(load.asks)
-    open_, coming = count, 0
+    requests, count = load.requests, len(load.requests)
+    unfinished, arrived = count, 0
 
-    def tell(which: int, now: float) -> None:
+    def publish(which: int, now: float) -> None:
         engine = fleet[which]
         if not policy.listens:
             engine.changes()
@@ -69,57 +69,57 @@ def simulate(
         if not stored and not removed:
             return
         if at_once:
-            policy.told(which, stored, removed)
+            policy.cache_changed(which, stored, removed)
             return
-        letters.append((stored, removed))
+        deltas.append((stored, removed))
         leaves = engine.first_due if engine.first_due != NEVER else now
-        heapq.heappush(events, (leaves + FEED, _TOLD, which, len(letters) - 1))
+        heapq.heappush(events, (leaves + FEED, _DELTA, which, len(deltas) - 1))
 
-    def plan(which: int) -> None:
+    def schedule_step(which: int) -> None:
         versions[which] += 1
         if fleet[which].due != NEVER:
             heapq.heappush(events, (fleet[which].due, _STEP, which, versions[which]))
 
-    while open_:
-        if coming < count and (not events or (asks[coming].at, _ASKED) < events[0][:2]):
-            ask, number, now = asks[coming], coming, asks[coming].at
-            coming += 1
-            which = policy.choose(number, ask, now)
-            run.chosen.append(which)
+    while unfinished:
+        if arrived < count and (not events or (requests[arrived].at, _REQUEST) < events[0][:2]):
+            request, number, now = requests[arrived], arrived, requests[arrived].at
+            arrived += 1
+            which = policy.choose(number, request, now)
+            result.chosen.append(which)
             before = fleet[which].due
-            fleet[which].add(Running(number, ask.names, ask.tokens, ask.output, ask.media), now)
+            fleet[which].add(EngineRequest(number, request.names, request.tokens, request.output, request.media), now)
             if fleet[which].due != before:
-                plan(which)
-                tell(which, now)
+                schedule_step(which)
+                publish(which, now)
         elif events:
             now, kind, which, what = heapq.heappop(events)
-            if kind == _TOLD:
-                policy.told(which, *letters[what])
-                letters[what] = ([], [])
+            if kind == _DELTA:
+                policy.cache_changed(which, *deltas[what])
+                deltas[what] = ([], [])
             elif what == versions[which]:
-                news = fleet[which].advance(now)
-                plan(which)
-                tell(which, now)
-                for sequence in news.answered:
+                progress = fleet[which].advance(now)
+                schedule_step(which)
+                publish(which, now)
+                for sequence in progress.answered:
                     policy.answered(sequence.number)
-                    ask = asks[sequence.number]
-                    if ask.at >= load.counted_from:
-                        run.seconds.append(now - ask.at)
-                        run.cached += sequence.cached or 0
-                        run.tokens += ask.tokens
-                for sequence in news.ended:
+                    request = requests[sequence.number]
+                    if request.at >= load.counted_from:
+                        result.seconds.append(now - request.at)
+                        result.cached += sequence.cached or 0
+                        result.tokens += request.tokens
+                for sequence in progress.ended:
                     policy.ended(sequence.number)
-                    open_ -= 1
+                    unfinished -= 1
         else:
-            raise RuntimeError(f"{open_} requests never ended")
-        if coming == count and not run.busy:
-            run.busy = sum(engine.busy for engine in fleet) / (now * engines)
+            raise RuntimeError(f"{unfinished} requests never ended")
+        if arrived == count and not result.busy:
+            result.busy = sum(engine.busy for engine in fleet) / (now * engines)
         if watch is not None:
             watch(now, fleet)
     for _, kind, which, what in sorted(events):
-        if kind == _TOLD:
-            policy.told(which, *letters[what])  # what was on its way
-    run.end = now
-    run.encoded = sum(engine.encoded_tokens for engine in fleet)
-    run.preemptions = sum(engine.preemptions for engine in fleet)
-    return run
+        if kind == _DELTA:
+            policy.cache_changed(which, *deltas[what])  # deliver the rest
+    result.end = now
+    result.encoded = sum(engine.encoded_tokens for engine in fleet)
+    result.preemptions = sum(engine.preemptions for engine in fleet)
+    return result

@@ -1,7 +1,7 @@
 """One engine in virtual time: continuous batching over the simulator's block pool and encoder cache.
 
-It does what ``mmrouter_sim.core.scheduler`` does for prompts whose blocks have names (tests hold the two against each
-other), but a run of steps that only decode is one event, and blocks are named by the caller: a trace has no token ids.
+It behaves like ``mmrouter_sim.core.scheduler`` (tests compare the two), but consecutive steps that only decode are one
+event, and blocks are named by the caller, because traces have no token ids.
 """
 
 import heapq
@@ -19,21 +19,21 @@ NEVER: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an engine can do. Defaults: docs/performance.md says where they come from."""
+    """Speed and size of an engine; docs/performance.md gives the source of the defaults."""
 
     prefill_rate: float = 9_500.0  # prompt tokens per second
     encode_seconds: float = 42e-6  # per visual token
     decode_seconds: float = 24e-3  # per step that decodes
-    read_seconds: float = 88e-9  # per step and token of context of what decodes
-    kv_tokens: int = 400_000  # room of the KV cache
+    read_seconds: float = 88e-9  # per step and token of context that decodes
+    kv_tokens: int = 400_000  # size of the KV cache
     max_batched_tokens: int = 2048
     max_seqs: int = 256
     largest_image: int = 16_384  # visual tokens
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """A prompt and what has become of it. ``names``: one per complete block, equal for equal beginnings."""
+class EngineRequest:
+    """A request and its progress. ``names``: one per complete block, equal for equal prefixes."""
 
     number: int
     names: Sequence[bytes]
@@ -42,10 +42,10 @@ class Running:
     media: tuple[Media, ...] = ()
 
     length: int = field(init=False)  # tokens, answer included
-    computed: int = 0  # true of one that does not decode; of one that does, as of ``joined``
+    computed: int = 0  # while decoding: as of ``joined``
     joined: int = 0  # decode steps of the engine before it began to decode
     decodes: bool = False
-    life: int = 0  # grows when it leaves the running ones: what was planned for it is void
+    life: int = 0  # grows when it leaves the running ones, which voids its scheduled events
     order: int = 0  # of admission
     blocks: list[int] = field(default_factory=list)
     stored: int = 0
@@ -57,49 +57,49 @@ class Running:
 
 
 @dataclass(slots=True)
-class News:
-    """What a step brought: who has a first token, who is done, which blocks are there or gone (last state wins)."""
+class StepResult:
+    """Requests whose first token came, and requests that ended, in a step."""
 
-    answered: list[Running] = field(default_factory=list)
-    ended: list[Running] = field(default_factory=list)
+    answered: list[EngineRequest] = field(default_factory=list)
+    ended: list[EngineRequest] = field(default_factory=list)
 
 
-class Engine:
-    """One engine. Call :meth:`add` and, at every time that :attr:`due` names, :meth:`advance`."""
+class VirtualEngine:
+    """One engine. Call :meth:`add`, and :meth:`advance` at each time :attr:`due`."""
 
     def __init__(self, machine: Machine, block_size: int) -> None:
         self.machine, self._size = machine, block_size
         self.pool = BlockPool(machine.kv_tokens // block_size + 1, self._evicted)
         self._encoder = EncoderCache(max(machine.max_batched_tokens, machine.largest_image))
-        self.waiting: deque[Running] = deque()
-        self.running: dict[Running, None] = {}  # in order of admission
-        self._prefilling: list[Running] = []
+        self.waiting: deque[EngineRequest] = deque()
+        self.running: dict[EngineRequest, None] = {}  # in order of admission
+        self._prefilling: list[EngineRequest] = []
         self._steps = 0  # that decoded
         self._context = 0  # tokens whose keys and values the next decode step reads
         self._decoding = 0
-        self._finishes: list[tuple[int, int, int, Running]] = []
-        self._growths: list[tuple[int, int, int, Running]] = []
-        self._planned: dict[Running, int] = {}
-        self._span = 0  # decode steps under way; 0: a step that also computes prompts
+        self._finishes: list[tuple[int, int, int, EngineRequest]] = []
+        self._growths: list[tuple[int, int, int, EngineRequest]] = []
+        self._planned: dict[EngineRequest, int] = {}
+        self._span = 0  # current decode steps; 0: a step that also computes prompts
         self._began = 0.0
         self._admissions = 0
         self._changes: dict[bytes, bool] = {}
-        self.due = NEVER  # seconds; when the step that is under way ends
-        self.first_due = NEVER  # when the first step of a run of them ends: the engine tells its news then
+        self.due = NEVER  # seconds; end of the current step or run of steps
+        self.first_due = NEVER  # end of the first step of a run, when the engine publishes
         self.busy = 0.0  # seconds
         self.computed_tokens = 0
         self.encoded_tokens = 0
         self.preemptions = 0
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return, once, the blocks that are there now and were not, and those that were and are not."""
+        """Return the blocks stored and removed since the last call."""
         if not self._changes:
             return [], []
         changed, self._changes = self._changes, {}
-        return [name for name, there in changed.items() if there], [n for n, there in changed.items() if not there]
+        return [name for name, held in changed.items() if held], [name for name, held in changed.items() if not held]
 
-    def add(self, sequence: Running, now: float) -> None:
-        """Queue a request. Raises ``ValueError`` for one that can never run."""
+    def add(self, sequence: EngineRequest, now: float) -> None:
+        """Queue a request. Raises ``ValueError`` for one that never fits."""
         if -(-(sequence.tokens + sequence.output) // self._size) >= self.pool.size:
             raise ValueError(f"{sequence.tokens} tokens and {sequence.output} more do not fit into the cache")
         self.waiting.append(sequence)
@@ -108,9 +108,9 @@ class Engine:
         elif self._span > 1 and len(self.waiting) == 1:
             self._cut(now)
 
-    def advance(self, now: float) -> News:
-        """End the step that is due, begin the next, and return what happened."""
-        news = News()
+    def advance(self, now: float) -> StepResult:
+        """End the current step, start the next, and return the step's result."""
+        result = StepResult()
         self.busy += now - self._began
         if self._span or self._decoding:
             steps = self._span or 1
@@ -119,7 +119,7 @@ class Engine:
         while self._finishes and self._finishes[0][0] <= self._steps:
             _, _, life, sequence = heapq.heappop(self._finishes)
             if life == sequence.life:
-                self._end(sequence, news)
+                self._end(sequence, result)
         if self._planned:
             planned, self._planned = self._planned, {}
             for sequence, count in planned.items():
@@ -128,21 +128,21 @@ class Engine:
                     if before < item.end <= sequence.computed:
                         self._encoder.done(str(sequence.number), item.identifier)
                 if sequence.computed == sequence.length:
-                    self._sample_first(sequence, news)
+                    self._sample_first(sequence, result)
         self._schedule(now)
-        return news
+        return result
 
-    def _sample_first(self, sequence: Running, news: News) -> None:
-        """A prompt is computed: one token, and from now on one per step."""
+    def _sample_first(self, sequence: EngineRequest, result: StepResult) -> None:
+        """Give a computed prompt its first token; it decodes from now on."""
         self._prefilling.remove(sequence)
         sequence.length += 1
         if not sequence.answered:
             sequence.answered = True
-            news.answered.append(sequence)
+            result.answered.append(sequence)
         left = sequence.tokens + sequence.output - sequence.length
         if left <= 0:
             self._release(sequence)
-            news.ended.append(sequence)
+            result.ended.append(sequence)
             return
         sequence.decodes, sequence.joined = True, self._steps
         self._decoding += 1
@@ -151,13 +151,13 @@ class Engine:
         room = len(sequence.blocks) * self._size - sequence.computed
         heapq.heappush(self._growths, (self._steps + room, sequence.order, sequence.life, sequence))
 
-    def _end(self, sequence: Running, news: News) -> None:
+    def _end(self, sequence: EngineRequest, result: StepResult) -> None:
         self._settle(sequence)
         self._release(sequence)
-        news.ended.append(sequence)
+        result.ended.append(sequence)
 
-    def _settle(self, sequence: Running) -> None:
-        """Make the counts of a decoding request true and take it out of the sums."""
+    def _settle(self, sequence: EngineRequest) -> None:
+        """Update the counts of a decoding request and take it out of the sums."""
         steps = self._steps - sequence.joined
         sequence.computed += steps
         sequence.length += steps
@@ -165,14 +165,14 @@ class Engine:
         self._decoding -= 1
         self._context -= sequence.computed + 1
 
-    def _release(self, sequence: Running) -> None:
+    def _release(self, sequence: EngineRequest) -> None:
         sequence.life += 1
         del self.running[sequence]
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.stored = [], 0
         self._forget_images(sequence)
 
-    def _forget_images(self, sequence: Running) -> None:
+    def _forget_images(self, sequence: EngineRequest) -> None:
         for item in sequence.media:
             self._encoder.done(str(sequence.number), item.identifier)
 
@@ -185,7 +185,7 @@ class Engine:
             if budget <= 0:
                 break
             if sequence not in self.running:
-                continue  # gave way to one before it
+                continue  # preempted
             wanted, fresh = self._encode(sequence, min(sequence.length - sequence.computed, budget), visual)
             if wanted <= 0:
                 continue
@@ -216,8 +216,8 @@ class Engine:
             self.due = now + self._seconds(self._span)
             self.first_due = now + self._seconds(1)
 
-    def _mixed(self, planned: dict[Running, int], visual: int) -> float:
-        """Return the time of a step that computes prompts. An answer that is computed again costs a decode step."""
+    def _mixed(self, planned: dict[EngineRequest, int], visual: int) -> float:
+        """Return the time of a step that computes prompts; recomputing an answer costs a decode step."""
         machine = self.machine
         prefill = sum(count for sequence, count in planned.items() if sequence.computed < sequence.tokens)
         seconds = prefill / machine.prefill_rate + visual * machine.encode_seconds
@@ -226,13 +226,13 @@ class Engine:
         return seconds
 
     def _seconds(self, steps: int) -> float:
-        """Return the time of so many decode steps in a row; each reads one token more per request."""
+        """Return the time of consecutive decode steps; each reads one more token per request."""
         machine = self.machine
         first = machine.decode_seconds + machine.read_seconds * self._context
         return steps * first + machine.read_seconds * self._decoding * (steps * (steps - 1) / 2)
 
     def _cut(self, now: float) -> None:
-        """Somebody waits: the step that is under way is the last of its run."""
+        """End the current run of decode steps with its current step, because a request waits."""
         low, high = 1, self._span
         while low < high:
             middle = (low + high) // 2
@@ -243,19 +243,19 @@ class Engine:
         self._span = low
         self.due = self._began + self._seconds(low)
 
-    def _next(self, heap: list[tuple[int, int, int, Running]]) -> int:
+    def _next(self, heap: list[tuple[int, int, int, EngineRequest]]) -> int:
         while heap and heap[0][2] != heap[0][3].life:
             heapq.heappop(heap)
         return heap[0][0] if heap else 1 << 60
 
     def _grow(self) -> None:
-        """Give a block to each request that decodes into a new one; the youngest give way where there is none."""
-        growing: list[Running] = []
+        """Give a block to each request that decodes into a new one; preempt the youngest where none is free."""
+        growing: list[EngineRequest] = []
         while self._next(self._growths) <= self._steps:
             growing.append(heapq.heappop(self._growths)[3])
         for sequence in sorted(growing, key=lambda s: s.order):
             if not sequence.decodes:
-                continue  # gave way to one before it
+                continue  # preempted
             while not self.pool.free:
                 victim = next(reversed(self.running))
                 self._preempt(victim)
@@ -265,7 +265,7 @@ class Engine:
                 sequence.blocks += self.pool.take(1)
                 heapq.heappush(self._growths, (self._steps + self._size, sequence.order, sequence.life, sequence))
 
-    def _fit(self, sequence: Running, wanted: int) -> bool:
+    def _fit(self, sequence: EngineRequest, wanted: int) -> bool:
         while not self._allocate(sequence, wanted):
             victim = next(reversed(self.running))
             self._preempt(victim)
@@ -273,7 +273,7 @@ class Engine:
                 return False
         return True
 
-    def _preempt(self, sequence: Running) -> None:
+    def _preempt(self, sequence: EngineRequest) -> None:
         if sequence.decodes:
             self._settle(sequence)
         else:
@@ -284,8 +284,8 @@ class Engine:
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _admit(self, sequence: Running, budget: int, visual: int) -> tuple[int, int] | None:
-        """Give a waiting request its first blocks. Returns (tokens, visual tokens), ``None`` when it has to wait."""
+    def _admit(self, sequence: EngineRequest, budget: int, visual: int) -> tuple[int, int] | None:
+        """Give a waiting request its first blocks; return (tokens, visual tokens), ``None`` if it must wait."""
         size, find = self._size, self.pool.find
         hits: list[int] = []
         for name in sequence.names[: (sequence.length - 1) // size]:
@@ -296,7 +296,7 @@ class Engine:
         sequence.computed = len(hits) * size
         wanted, fresh = self._encode(sequence, min(sequence.length - sequence.computed, budget), visual)
         whole = -(-sequence.length // size) - len(hits)
-        # All of the prompt has to fit now, or a long one would be preempted by itself half-way.
+        # The whole prompt must fit, or a long one would preempt itself half-way.
         if wanted <= 0 or whole + self.pool.idle(hits) > self.pool.free:
             sequence.computed = 0
             self._forget_images(sequence)
@@ -308,13 +308,13 @@ class Engine:
         self.pool.hold(hits)
         sequence.blocks, sequence.stored = hits, len(hits)
         if not self._allocate(sequence, wanted):
-            raise AssertionError("a prompt that fits whole does not fit in part")
+            raise AssertionError("a prompt that fits does not fit in part")
         if sequence.cached is None:
             sequence.cached = sequence.computed
         return wanted, self._encoded(sequence, fresh)
 
-    def _allocate(self, sequence: Running, count: int) -> bool:
-        """Take the blocks for ``count`` more tokens and make the full ones findable. ``False``: no room."""
+    def _allocate(self, sequence: EngineRequest, count: int) -> bool:
+        """Take the blocks for ``count`` more tokens and register the full ones. ``False``: not enough free blocks."""
         reach = sequence.computed + count
         missing = -(-reach // self._size) - len(sequence.blocks)
         if missing > self.pool.free:
@@ -336,13 +336,13 @@ class Engine:
         if self.pool.find(name) is None:
             self._changes[name] = False
 
-    def _encode(self, sequence: Running, wanted: int, visual: int) -> tuple[int, list[Media]]:
+    def _encode(self, sequence: EngineRequest, wanted: int, visual: int) -> tuple[int, list[Media]]:
         if not sequence.media:
             return wanted, []
         room = self._encoder.room - visual
         return self._encoder.plan(str(sequence.number), sequence.media, sequence.computed, wanted, room)
 
-    def _encoded(self, sequence: Running, fresh: list[Media]) -> int:
+    def _encoded(self, sequence: EngineRequest, fresh: list[Media]) -> int:
         for item in fresh:
             self._encoder.add(str(sequence.number), item)
         return sum(item.length for item in fresh)

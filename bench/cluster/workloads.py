@@ -1,7 +1,7 @@
-"""What a cluster is asked: requests of a real trace, and requests drawn from statistics of a real service.
+"""Requests for a cluster: parts of real traces, and requests drawn from statistics of a real service.
 
-Mooncake's traces name each prompt's blocks of 512 tokens (equal id = equal beginning); they are read from a folder and
-are no part of this repository. The other requests are drawn from ``bench/encoders/servegen_images.json``:
+Mooncake's traces name each prompt's blocks of 512 tokens (equal id = equal prefix); they are read from a folder and not
+part of this repository. The other requests are drawn from ``bench/encoders/servegen_images.json``:
 a client's instructions, images and texts, in sessions that return to earlier images.
 """
 
@@ -11,13 +11,12 @@ import random
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from bench.cluster.virtual_engine import Machine
-from bench.encoders.image_requests import Client
-from bench.encoders.image_requests import load as clients
+from bench.encoders.image_requests import Client, load_clients
 from bench.placing.block_workload import tokens
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_sim.core.hashing import Media
@@ -25,21 +24,21 @@ from mmrouter_sim.core.hashing import Media
 TRACE_BLOCK: Final = 512
 """Tokens per block of Mooncake's traces."""
 COMMON: Final = 0.01
-"""A block that more than this share of a trace's requests begin with belongs to the service, not to a conversation."""
+"""A block with which more than this share of a trace's requests begin belongs to the service, not to a conversation."""
 ENGINE_BLOCK: Final = 16
 SEED: Final = 0x6D6D
 INSTRUCTIONS: Final = 0.85
-"""Share of a client's shortest text that all its requests begin with (ServeGen trace_c: 368 of 404 to 455 tokens)."""
+"""Share of a client's shortest text that all its requests start with (ServeGen trace_c: 368 of 404 to 455 tokens)."""
 TURNS: Final = 3.0
 """Mean turns of a session."""
 THINKING: Final = 15.0
 """Mean seconds between an answer's turn and the next one."""
 CATALOGUE: Final = 40
-"""Images that a client shows again and again, the n-th in proportion to 1/n."""
+"""Images that a client shows repeatedly, the n-th in proportion to 1/n."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ClusterRequest:
     """One request. ``keys`` are the router's, ``names`` the engine's, one per complete block."""
 
     at: float  # seconds
@@ -47,7 +46,7 @@ class Ask:
     output: int
     keys: "array[int]"
     names: tuple[bytes, ...]
-    text_keys: "array[int]"  # as who does not see images would have them
+    text_keys: "array[int]"  # without its images
     text_tokens: int
     session: int  # equal for requests of one conversation
     spans: tuple[Span, ...] = ()
@@ -55,22 +54,22 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Requests in order, and what can be said of them before any router sees them."""
+class ClusterLoad:
+    """Requests in order, and what is known of them without a router."""
 
     name: str
     block_size: int
-    asks: tuple[Ask, ...]
-    counted_from: float  # seconds; before it caches fill
-    reusable: float  # share of counted prompt tokens that one cache as large as all together would have
-    alone: tuple[float, ...]  # seconds of each counted prompt on an idle engine that has all of these
+    requests: tuple[ClusterRequest, ...]
+    counted_from: float  # seconds; caches fill before
+    reusable: float  # hits of one cache as large as all engines' together, as a share of the counted prompt tokens
+    alone: tuple[float, ...]  # seconds of each counted prompt on an idle engine with those hits
 
 
-def mooncake(folder: Path, name: str, engines: int, share: float, window: float, machine: Machine) -> Load:
+def mooncake(folder: Path, name: str, engines: int, share: float, window: float, machine: Machine) -> ClusterLoad:
     """Return a part of one of Mooncake's traces (``conversation`` or ``synthetic``) at a load of ``share``.
 
-    The trace is as much as two engines do; for more of them other parts of it come on top, as other users with the
-    same service. Then time is stretched until the load is exact.
+    The trace is the work of two engines; for more of them other parts are added, as other users of the same service.
+    Then time is stretched until the load is exact.
     """
     lines = [json.loads(line) for line in (folder / f"{name}_trace.jsonl").read_text().splitlines()]
     end = lines[-1]["timestamp"] / 1000
@@ -88,8 +87,8 @@ def mooncake(folder: Path, name: str, engines: int, share: float, window: float,
             at = line["timestamp"] / 1000 - start
             if 0 <= at < window:
                 drawn.append((at, line, copy))
-    drawn.sort(key=lambda one: (one[0], one[2]))
-    found = []
+    drawn.sort(key=lambda entry: (entry[0], entry[2]))
+    requests = []
     for at, line, copy in drawn:
         length = int(line["input_length"])  # type: ignore[call-overload]
         ids = line["hash_ids"]
@@ -97,43 +96,43 @@ def mooncake(folder: Path, name: str, engines: int, share: float, window: float,
         keys = array("Q", [each if each in common else shift + each for each in ids[: length // TRACE_BLOCK]])
         own = next((each for each in ids if each not in common), ids[0])
         names = tuple(key.to_bytes(8, "little") for key in keys)
-        found.append(Ask(at, length, int(line["output_length"]), keys, names, keys, length, shift + own))  # type: ignore[call-overload]
-    return _stretched(f"mooncake {name}", TRACE_BLOCK, found, engines, share, machine, 0.25)
+        requests.append(ClusterRequest(at, length, int(line["output_length"]), keys, names, keys, length, shift + own))  # type: ignore[call-overload]
+    return _stretched(f"mooncake {name}", TRACE_BLOCK, requests, engines, share, machine, 0.25)
 
 
-def servegen(repeats: bool, engines: int, share: float, seconds: float, machine: Machine, seed: int = 7) -> Load:
+def servegen(repeats: bool, engines: int, share: float, seconds: float, machine: Machine, seed: int = 7) -> ClusterLoad:
     """Return requests with images for about so many seconds at a load of ``share``.
 
-    ``repeats``: sessions of several turns, and images that a client shows again; without, every request is alone and
-    every image new, so that only instructions are shared.
+    ``repeats``: sessions of several turns, and images that a client repeats; without it every request stands alone and
+    every image is new, so only instructions are shared.
     """
     rnd = random.Random(seed)
-    known = clients()
-    shares = [client.share for client in known]
-    starts = [tokens(rnd, max(1, int(min(client.texts) * INSTRUCTIONS))) for client in known]
-    makers = [_Images(rnd, number, client, repeats) for number, client in enumerate(known)]
-    found: list[Ask] = []
+    clients = load_clients()
+    shares = [client.share for client in clients]
+    starts = [tokens(rnd, max(1, int(min(client.texts) * INSTRUCTIONS))) for client in clients]
+    makers = [_Images(rnd, number, client, repeats) for number, client in enumerate(clients)]
+    requests: list[ClusterRequest] = []
     session = 0
     turns = TURNS if repeats else 1.0
-    # The mean work is not known before it is drawn: sessions are drawn until the time is full of work.
+    # Draw sessions until their work fills the time.
     work, room, seen = 0.0, engines * share * seconds, _Shared(ENGINE_BLOCK, engines, machine)
     rough = []
     while work < room:
-        which = rnd.choices(range(len(known)), shares)[0]
+        which = rnd.choices(range(len(clients)), shares)[0]
         session += 1
-        drawn = list(_session(rnd, known[which], starts[which], makers[which], session, turns))
-        work += sum(seen.work(ask) for ask in drawn)
+        drawn = list(_session(rnd, clients[which], starts[which], makers[which], session, turns))
+        work += sum(seen.work(request) for request in drawn)
         rough.append(drawn)
     for drawn in rough:
         began = rnd.random() * seconds
-        found += [_moved(ask, ask.at + began) for ask in drawn if ask.at + began < seconds]
-    found.sort(key=lambda ask: ask.at)
+        requests += [replace(request, at=request.at + began) for request in drawn if request.at + began < seconds]
+    requests.sort(key=lambda request: request.at)
     name = "servegen sessions" if repeats else "servegen lone images"
-    return _stretched(name, ENGINE_BLOCK, found, engines, share, machine, 0.4)
+    return _stretched(name, ENGINE_BLOCK, requests, engines, share, machine, 0.4)
 
 
 class _Images:
-    """Where a client's images come from."""
+    """Draws a client's images."""
 
     def __init__(self, rnd: random.Random, number: int, client: Client, repeats: bool) -> None:
         self._rnd, self._number, self._client, self._repeats = rnd, number, client, repeats
@@ -155,8 +154,8 @@ class _Images:
 
 def _session(
     rnd: random.Random, client: Client, start: "array[int]", images: _Images, session: int, turns: float
-) -> Iterator[Ask]:
-    """Yield the turns of one session; times count from its first one. Images come with the first turn."""
+) -> Iterator[ClusterRequest]:
+    """Yield the turns of one session, with times since its first one. Images come with the first turn."""
     ids, text, at = start[:], start[:], 0.0
     spans: list[Span] = []
     (count,) = rnd.choices(range(len(client.counts)), client.counts)
@@ -174,7 +173,7 @@ def _session(
         packed = pack_keys(keys)
         names = tuple(packed[place : place + 8] for place in range(0, len(packed), 8))
         media = tuple(Media(span.identity.hex(), span.offset, span.length) for span in spans)
-        yield Ask(at, len(ids), output, keys, names, text_keys, len(text), session, tuple(spans), media)
+        yield ClusterRequest(at, len(ids), output, keys, names, text_keys, len(text), session, tuple(spans), media)
         answer = tokens(rnd, output)
         ids, text = ids + answer, text + answer
         at += rnd.expovariate(1 / THINKING)
@@ -182,9 +181,7 @@ def _session(
 
 
 class _Shared:
-    """One cache as large as all engines' together, the longest unused block leaving first: what could be reused if it
-    did not matter where a request goes.
-    """
+    """One LRU cache as large as all engines' together: an upper bound of what any routing can reuse."""
 
     def __init__(self, block_size: int, engines: int, machine: Machine) -> None:
         self._size, self._machine = block_size, machine
@@ -192,60 +189,51 @@ class _Shared:
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._images: set[str] = set()
 
-    def hit(self, ask: Ask) -> int:
-        """Return the tokens of its beginning that are there, and put the request in."""
+    def hit(self, request: ClusterRequest) -> int:
+        """Return the tokens of the request's cached prefix, and store the request."""
         blocks, hits = self._blocks, 0
-        for key in ask.keys[: (ask.tokens - 1) // self._size]:
+        for key in request.keys[: (request.tokens - 1) // self._size]:
             if key not in blocks:
                 break
             hits += 1
-        for key in reversed(ask.keys):
+        for key in reversed(request.keys):
             blocks[key] = None
             blocks.move_to_end(key)
         while len(blocks) > self._room:
             blocks.popitem(last=False)
         return hits * self._size
 
-    def work(self, ask: Ask) -> float:
-        """Return the seconds of one engine that a request costs: what is not there is computed, beside decoding."""
-        hit, machine = self.hit(ask), self._machine
-        visual = sum(m.length for m in ask.media if m.end > hit)
+    def work(self, request: ClusterRequest) -> float:
+        """Return the engine seconds of a request: computing what is not cached, beside decoding."""
+        hit, machine = self.hit(request), self._machine
+        visual = sum(m.length for m in request.media if m.end > hit)
         per_token = 1 / machine.prefill_rate + machine.decode_seconds / machine.max_batched_tokens
-        return (ask.tokens - hit) * per_token + visual * machine.encode_seconds
+        return (request.tokens - hit) * per_token + visual * machine.encode_seconds
 
 
 def _stretched(
-    name: str, block_size: int, asks: Sequence[Ask], engines: int, share: float, machine: Machine, warm: float
-) -> Load:
-    """Return the load with its time stretched so that the work takes ``share`` of what all engines can do."""
+    name: str,
+    block_size: int,
+    requests: Sequence[ClusterRequest],
+    engines: int,
+    share: float,
+    machine: Machine,
+    warm: float,
+) -> ClusterLoad:
+    """Return the load with its time stretched so that the work takes ``share`` of all engines' capacity."""
     seen = _Shared(block_size, engines, machine)
-    work = sum(seen.work(ask) for ask in asks)
-    factor = work / (engines * share) / asks[-1].at
-    moved = tuple(_moved(ask, ask.at * factor) for ask in asks)
+    work = sum(seen.work(request) for request in requests)
+    factor = work / (engines * share) / requests[-1].at
+    moved = tuple(replace(request, at=request.at * factor) for request in requests)
     begin = warm * moved[-1].at
     seen, hits, all_tokens = _Shared(block_size, engines, machine), 0, 0
     alone = []
-    for ask in moved:
-        hit = seen.hit(ask)
-        if ask.at >= begin:
-            hits, all_tokens = hits + hit, all_tokens + ask.tokens
-            visual = sum(m.length for m in ask.media if m.end > hit)
-            alone.append((ask.tokens - hit) / machine.prefill_rate + visual * machine.encode_seconds)
+    for request in moved:
+        hit = seen.hit(request)
+        if request.at >= begin:
+            hits, all_tokens = hits + hit, all_tokens + request.tokens
+            visual = sum(m.length for m in request.media if m.end > hit)
+            alone.append((request.tokens - hit) / machine.prefill_rate + visual * machine.encode_seconds)
     if not math.isfinite(factor) or not all_tokens:
         raise ValueError(f"{name}: nothing to count")
-    return Load(name, block_size, moved, begin, hits / all_tokens, tuple(alone))
-
-
-def _moved(ask: Ask, at: float) -> Ask:
-    return Ask(
-        at,
-        ask.tokens,
-        ask.output,
-        ask.keys,
-        ask.names,
-        ask.text_keys,
-        ask.text_tokens,
-        ask.session,
-        ask.spans,
-        ask.media,
-    )
+    return ClusterLoad(name, block_size, moved, begin, hits / all_tokens, tuple(alone))

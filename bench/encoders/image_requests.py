@@ -1,8 +1,8 @@
-"""What encoders are asked for: requests with images, drawn from statistics of a real service.
+"""Requests with images for encoders, drawn from statistics of a real service.
 
-The statistics are ``servegen_images.json``: for each client its share of the requests, how many images a request has (0
-to 12) and quantiles of an image's visual tokens, of a request's text and of an answer. They are derived from
-alibaba/ServeGen data/multimodal/mm-image @f891d1189e (Apache-2.0), which describes a day of a production image service;
+The statistics are ``servegen_images.json``: for each client its share of the requests, the distribution of images per
+request (0 to 12) and quantiles of an image's visual tokens, of a request's text and of an answer. They are derived from
+alibaba/ServeGen data/multimodal/mm-image @f891d1189e (Apache-2.0), a day of a production image service;
 ``python -m bench.encoders.image_requests FOLDER`` derives them again.
 """
 
@@ -26,7 +26,7 @@ NOISE: Final = 0.2
 """Standard deviation of the logarithm of the true time over the line's time."""
 OUTLIERS: Final = 0.005
 OUTLIER: Final = 4.0
-"""Share of images that take so many times as long."""
+"""Share of images that take :data:`OUTLIER` times as long, and that factor."""
 BURSTY_CV: Final = 2.0
 """Coefficient of variation of bursty inter-arrival times (gamma); Poisson has 1."""
 
@@ -50,7 +50,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One image: its visual tokens, and how many times the line's time it really takes, on any encoder."""
+    """One image: its visual tokens, and ``luck``, its true time over the modelled time on any encoder."""
 
     tokens: int
     luck: float
@@ -59,7 +59,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: when it comes, and its images (1 to 12; a request without images asks no encoder)."""
+    """One request: its time and its images (1 to 12; a request without images needs no encoder)."""
 
     at: float
     pictures: tuple[Picture, ...]
@@ -67,7 +67,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What an encoder truly is: visual tokens per second, and seconds per image besides."""
+    """An encoder's true speed: visual tokens per second, and a fixed time per image in seconds."""
 
     rate: float
     overhead: float
@@ -77,17 +77,17 @@ class Device:
         return picture.luck * (self.overhead + picture.tokens / self.rate)
 
 
-def load() -> list[Client]:
-    """Return the statistics in the repository."""
+def load_clients() -> list[Client]:
+    """Return the statistics of the repository."""
     return msgspec.json.decode(SAMPLE.read_bytes(), type=Sample).clients
 
 
-def pictures(rnd: random.Random, clients: Sequence[Client], requests: int) -> list[tuple[Picture, ...]]:
-    """Return the images of so many requests that have any. Names are unique."""
+def image_sizes(rnd: random.Random, clients: Sequence[Client], requests: int) -> list[tuple[Picture, ...]]:
+    """Return the images of so many requests with images. Names are unique."""
     shares = [client.share for client in clients]
-    found: list[tuple[Picture, ...]] = []
+    bodies: list[tuple[Picture, ...]] = []
     names = 0
-    while len(found) < requests:
+    while len(bodies) < requests:
         client = rnd.choices(clients, shares)[0]
         (count,) = rnd.choices(range(len(client.counts)), client.counts)
         drawn = []
@@ -96,20 +96,20 @@ def pictures(rnd: random.Random, clients: Sequence[Client], requests: int) -> li
             names += 1
             drawn.append(Picture(tokens, luck, names))
         if drawn:
-            found.append(tuple(drawn))
-    return found
+            bodies.append(tuple(drawn))
+    return bodies
 
 
 def arrivals(
     rnd: random.Random, bodies: Sequence[tuple[Picture, ...]], fleet: Sequence[Device], load: float, cv: float
 ) -> list[Arrival]:
-    """Return requests at ``load``: the mean of what comes over what the whole fleet does if it never idles."""
+    """Return requests at ``load``: mean work that arrives over the capacity of the whole fleet."""
     work = sum(shared(picture, fleet) for body in bodies for picture in body) / len(bodies)
-    shape, now, found = 1 / cv**2, 0.0, []
+    shape, now, requests = 1 / cv**2, 0.0, []
     for body in bodies:
         now += rnd.gammavariate(shape, work / load / shape)
-        found.append(Arrival(now, body))
-    return found
+        requests.append(Arrival(now, body))
+    return requests
 
 
 def shared(picture: Picture, fleet: Sequence[Device]) -> float:
@@ -140,12 +140,12 @@ def derive(folder: Path) -> Sample:
             mean = sum(images * share for images, share in number.items())
             for value, share in size.items():
                 tokens[max(1, value)] += asked * mean * share
-            for found, field in ((texts, "text_tokens"), (outputs, "output_tokens")):
+            for weights, field in ((texts, "text_tokens"), (outputs, "output_tokens")):
                 for value, share in _distribution(window[field]).items():
-                    found[max(1, value)] += asked * share
-        kept = [counts[images] for images in range(MOST_IMAGES + 1)]
-        if sum(kept) and tokens:
-            shares = [float(f"{share / sum(kept):.4g}") for share in kept]
+                    weights[max(1, value)] += asked * share
+        shown = [counts[images] for images in range(MOST_IMAGES + 1)]
+        if sum(shown) and tokens:
+            shares = [float(f"{share / sum(shown):.4g}") for share in shown]
             clients.append(Client(requests, shares, _quantiles(tokens), _quantiles(texts), _quantiles(outputs)))
     total = sum(client.share for client in clients)
     return Sample(
@@ -158,14 +158,14 @@ def _distribution(text: str) -> Mapping[int, float]:
 
 
 def _quantiles(weights: Mapping[int, float]) -> list[int]:
-    """Return the middles of equally likely parts."""
+    """Return the medians of :data:`QUANTILES` equally likely parts."""
     total, seen = sum(weights.values()), 0.0
-    found: list[int] = []
+    quantiles: list[int] = []
     for value, weight in sorted(weights.items()):
         seen += weight
-        while len(found) < QUANTILES and seen >= total * (len(found) + 0.5) / QUANTILES:
-            found.append(value)
-    return found
+        while len(quantiles) < QUANTILES and seen >= total * (len(quantiles) + 0.5) / QUANTILES:
+            quantiles.append(value)
+    return quantiles
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Encoders in virtual time: the router's own scheduler in every mode, other splits, and bounds.
+"""Simulation of encoders in virtual time: the router's scheduler in every mode, fixed splits, and bounds.
 
-An encoder does one image after the other. Every mode meets the same requests and the same luck.
+An encoder processes one image at a time. Every mode gets the same requests with the same service times.
 """
 
 import heapq
@@ -20,12 +20,12 @@ Split = Literal["perImage", "perRequest", "blocks"]
 
 
 class LostError(RuntimeError):
-    """A request was lost or never ended: the figures of that run mean nothing."""
+    """A request was lost or never ended, so the run has no figures."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What a run of the scheduler gave: seconds to all embeddings by request, and images encoded."""
+class SchedulerRun:
+    """Result of the scheduler: seconds to all embeddings by request, and images encoded."""
 
     seconds: list[float]
     encodes: int
@@ -38,8 +38,8 @@ def scheduled(
     *,
     weights: Sequence[int] = (),
     known: bool = False,
-) -> Run:
-    """Run the router's scheduler. It knows nothing of the rates at first, unless ``known``; all encoders look alike.
+) -> SchedulerRun:
+    """Run the router's scheduler. Unless ``known``, it starts without the rates and all encoders look alike.
 
     Raises :class:`LostError` if a request does not end.
     """
@@ -82,44 +82,46 @@ def scheduled(
             do(machine.finished(number, now), now)
     if any(math.isnan(value) for value in seconds):
         raise LostError(f"{sum(map(math.isnan, seconds))} requests never ended")
-    return Run(seconds, encodes)
+    return SchedulerRun(seconds, encodes)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Seconds by encoder of each image and each whole request, worked out once for all splits."""
+class ServiceTimes:
+    """Seconds by encoder of each image and of each whole request, computed once for all splits."""
 
     ats: tuple[float, ...]
     images: tuple[tuple[tuple[float, ...], ...], ...]
     whole: tuple[tuple[tuple[float, ...], ...], ...]  # as images, one row per request
 
 
-def table(arrivals: Sequence[Arrival], fleet: Sequence[Device]) -> Table:
-    """Return the table of requests on a fleet."""
+def service_times(arrivals: Sequence[Arrival], fleet: Sequence[Device]) -> ServiceTimes:
+    """Return the service times of requests on a fleet."""
     images = tuple(tuple(tuple(d.seconds(p) for d in fleet) for p in arrival.pictures) for arrival in arrivals)
     whole = tuple((tuple(map(sum, zip(*rows, strict=True))),) for rows in images)
-    return Table(tuple(arrival.at for arrival in arrivals), images, whole)
+    return ServiceTimes(tuple(arrival.at for arrival in arrivals), images, whole)
 
 
-def split(times: Table, how: Split, weights: Sequence[int]) -> list[float]:
-    """Return the seconds of a fixed split: image by image or request by request in smooth turns, or request by request
-    in blocks (``a`` times the first, then ``b`` times the second), as the peer does.
+def split(times: ServiceTimes, how: Split, weights: Sequence[int]) -> list[float]:
+    """Return the seconds of a fixed split.
+
+    Image by image or request by request in smooth turns, or request by request in blocks (``a`` times the first, then
+    ``b`` times the second), as the peer does.
     """
     turns = cycle(_blocks(weights) if how == "blocks" else _smooth(weights))
     free = [0.0] * len(weights)
-    found = []
+    seconds = []
     for at, rows in zip(times.ats, times.images if how == "perImage" else times.whole, strict=True):
         end = at
         for row in rows:
             which = next(turns)
             free[which] = max(free[which], at) + row[which]
             end = max(end, free[which])
-        found.append(end - at)
-    return found
+        seconds.append(end - at)
+    return seconds
 
 
 def splits(encoders: int) -> Iterator[tuple[Split, tuple[int, ...]]]:
-    """Yield the fixed splits that are tried: the fastest encoder's share up to 16, the others' up to 4."""
+    """Yield the fixed splits to try: the fastest encoder's share up to 16, the others' up to 4."""
     shares = [(1, 2, 3, 4, 6, 8, 10, 12, 16), (0, 1, 2, 3, 4), (0, 1)]
     if encoders == 2:
         shares = [tuple(range(1, 21)), (0, 1, 2)]
@@ -131,20 +133,22 @@ def splits(encoders: int) -> Iterator[tuple[Split, tuple[int, ...]]]:
 
 
 def pooled(arrivals: Sequence[Arrival], fleet: Sequence[Device]) -> list[float]:
-    """Return the seconds on one server with the sum of the rates that takes requests in their order.
+    """Return the seconds on one server with the sum of the rates that takes requests in order.
 
     finish = max(arrival, finish of the request before) + sum over its images of 1 / sum over encoders of 1 / time.
     """
-    free, found = 0.0, []
+    free, seconds = 0.0, []
     for arrival in arrivals:
         free = max(free, arrival.at) + sum(shared(picture, fleet) for picture in arrival.pictures)
-        found.append(free - arrival.at)
-    return found
+        seconds.append(free - arrival.at)
+    return seconds
 
 
 def undivided(arrivals: Sequence[Arrival], fleet: Sequence[Device]) -> list[float]:
-    """Return the seconds on that server if images cannot be divided: each is on one encoder at a time, the oldest on
-    the fastest, and moves to a faster one that is free with what is done of it. No real encoder can take over so.
+    """Return the seconds on that server if an image is on one encoder at a time.
+
+    The oldest image is on the fastest encoder; images move, with their progress, to faster encoders that become free,
+    which no real encoder can do.
     """
     ranked = sorted(fleet, key=lambda device: -device.rate)
     inside: list[tuple[int, list[float]]] = []  # request, and seconds left on each encoder
@@ -173,7 +177,7 @@ def undivided(arrivals: Sequence[Arrival], fleet: Sequence[Device]) -> list[floa
 
 
 def _smooth(weights: Sequence[int]) -> list[int]:
-    """Return one round of smooth turns."""
+    """Return one round of smooth weighted turns."""
     credit, turns = [0] * len(weights), []
     for _ in range(sum(weights)):
         credit = [have + weight for have, weight in zip(credit, weights, strict=True)]

@@ -1,4 +1,4 @@
-"""The sidecars' end of the feed, without engines: real sockets, CURVE, snapshots, heartbeats, deltas."""
+"""Sidecars without engines: the sending end of the feed over real CURVE sockets, in one thread."""
 
 import random
 import threading
@@ -17,12 +17,12 @@ from mmrouter_router.fleet.feed_client import PUB_PORT, ROUTER_PORT
 BEAT_SECONDS = 0.5
 POLL_MS = 20
 BURST = 200
-"""Deltas sent between two looks at questions and heartbeats."""
+"""Deltas sent between two polls for requests and heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Z85 pairs of a bench run: one for the sidecars, one for the routers."""
+    """CURVE key pairs (Z85) of a run: one for the sidecars, one for the routers."""
 
     sidecar_public: bytes
     sidecar_secret: bytes
@@ -31,12 +31,12 @@ class Curve:
 
     @classmethod
     def fresh(cls) -> Self:
-        """Make two pairs."""
+        """Generate both pairs."""
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
 
 
 _NET = (random.randrange(64, 192), random.randrange(250))
-"""The ports of a pod are fixed, so runs at the same time need addresses of their own."""
+"""A pod's ports are fixed, so concurrent runs need addresses of their own."""
 FRONTEND = f"127.{_NET[0]}.{_NET[1]}.254"
 
 
@@ -45,11 +45,11 @@ def address(number: int) -> str:
     return f"127.{_NET[0]}.{_NET[1] + number // 250}.{number % 250 + 1}"
 
 
-class FeedEnds(AbstractContextManager["FeedEnds"]):
-    """One thread that owns all sockets: it answers snapshots, beats, and publishes what it is given."""
+class FakeSidecars(AbstractContextManager["FakeSidecars"]):
+    """Answers snapshot requests, sends heartbeats, and publishes the deltas that it is given."""
 
     def __init__(self, workers: int, curve: Curve, held: Sequence[bytes] = ()) -> None:
-        """``held``: per worker, the packed keys of its snapshot; by default nobody holds anything."""
+        """``held``: the packed keys of each worker's snapshot; empty by default."""
         self._held = held or [b""] * workers
         self._context = zmq.Context()
         self._curve = curve
@@ -60,7 +60,7 @@ class FeedEnds(AbstractContextManager["FeedEnds"]):
         self._next = 0
         self._done = threading.Event()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="feed ends", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="fake sidecars", daemon=True)
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class FeedEnds(AbstractContextManager["FeedEnds"]):
         self._context.destroy(linger=0)
 
     def publish(self, deltas: Sequence[tuple[int, bytes]]) -> None:
-        """Send encoded deltas, each with its worker's number, in order; return when all are on their way."""
+        """Send encoded deltas, each with its worker's number, in order; return when all are sent."""
         self._done.clear()
         self._next, self._job = 0, deltas
         if not self._done.wait(120):
@@ -109,8 +109,8 @@ class FeedEnds(AbstractContextManager["FeedEnds"]):
         if isinstance(request, feed.SnapshotRequest):
             number = self._routers.index(router)
             answer = snapshot(request.id, f"uid-{number}", self._held[number])
-        else:  # a replay would mean that something was lost, and then the figure is wrong
-            answer = feed.Refused(request.id, "the bench keeps no ring")
+        else:  # a replay request would mean a lost delta, and a wrong figure
+            answer = feed.Refused(request.id, "no replay in benchmarks")
         router.send_multipart([peer, empty, feed.encode(answer)])
 
     def _socket(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":

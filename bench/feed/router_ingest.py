@@ -1,23 +1,24 @@
-"""CPU seconds per million blocks from the wire into the index, sidecar and router apart, against Dynamo.
+"""CPU seconds per million blocks from the wire into the index, for sidecar and router, against Dynamo.
 
-The router gets keys from sidecars, Dynamo tokens from engines; so besides the router alone the sum of sidecar and
-router is compared. CPU seconds, because other load on the machine disturbs them less than it disturbs time.
+The router gets keys from sidecars and Dynamo gets tokens from engines, so the sum of sidecar and router is compared
+beside the router alone. CPU seconds, because other load on the machine disturbs them less than elapsed time.
 """
 
 import itertools
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from bench.command_child import Child
 from bench.feed import sidecar_ingest
-from bench.feed.fake_sidecars import Curve, FeedEnds, address
-from bench.peers.dynamo_client import Dynamo, EngineSockets
+from bench.feed.fake_sidecars import Curve, FakeSidecars, address
+from bench.peers.dynamo_client import fed_dynamo
 from bench.peers.environment import DYNAMO, PeerMissingError
-from bench.placing import router_objects as bench_fleet
-from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, Event, Workload, build, split, steps, vllm_payload
+from bench.placing import router_objects
+from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, BlockWorkload, Event, build, split, steps
 from bench.rows import Row, not_run, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
@@ -25,18 +26,21 @@ from mmrouter_lib.block_keys import pack_keys
 WORKERS = 64
 ROUNDS = 3
 SLICE = 4000
-"""Deltas under way at once: a backlog of seconds would make a feed stale, as it should."""
+"""Deltas in flight at once: a backlog of seconds would make a feed stale, as it should."""
 UNIT = "CPU s per M blocks"
+
+Frame = tuple[int, bytes]
+"""Worker number and an encoded delta."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Events of one size."""
+class IngestCase:
+    """Events of one size; ``step`` of them form one batch of an engine, which its sidecar makes one delta of."""
 
     name: str
-    load: Workload
+    load: BlockWorkload
     events: tuple[Event, ...]
-    step: int = 1  # events in one batch of an engine, which its sidecar makes one delta of
+    step: int = 1
 
     @property
     def held(self) -> list[int]:
@@ -50,33 +54,33 @@ class Case:
         """Return CPU seconds per million blocks."""
         return seconds / self.load.blocks * 1e6
 
-    def deltas(self) -> list[tuple[int, bytes]]:
+    def deltas(self) -> list[Frame]:
         """Return the feed's frames, numbered per worker."""
         seqs = [0] * self.load.workers
         frames = []
         for batch in steps(self.events, self.step):
             worker, keys = batch[0].worker, itertools.chain.from_iterable(event.keys for event in batch)
             seqs[worker] += 1
-            frames.append((worker, feed.encode(bench_fleet.delta(seqs[worker], pack_keys(keys)))))
+            frames.append((worker, feed.encode(router_objects.delta(seqs[worker], pack_keys(keys)))))
         return frames
 
 
-def cases() -> list[Case]:
-    """Return prefill-like and decode-like events; the latter cost so much per block that fewer are enough."""
+def cases() -> list[IngestCase]:
+    """Return prefill-like and decode-like events; fewer of the latter, which cost much more per block."""
     large = build(workers=WORKERS, blocks_per_worker=4000, queries=0)
     small = build(workers=WORKERS, blocks_per_worker=500, queries=0)
     single = tuple(split(small.events, 1))
     return [
-        Case("64-block events", large, large.events),
-        Case(STEPS, small, single, STEP),
-        Case("1-block events", small, single),
+        IngestCase("64-block events", large, large.events),
+        IngestCase(STEPS, small, single, STEP),
+        IngestCase("1-block events", small, single),
     ]
 
 
 def run() -> list[Row]:
-    """Measure both event sizes; medians of rounds that take turns."""
-    rows = sidecar_ingest.run()
-    sidecars = {item.name: item.value for item in rows}
+    """Measure all cases; medians of rounds that take turns."""
+    result = sidecar_ingest.run()
+    sidecars = {item.name: item.value for item in result}
     for case in cases():
         deltas = case.deltas()
         bare, wired, dynamo = [], [], []
@@ -85,87 +89,105 @@ def run() -> list[Row]:
             bare.append(apply(case, deltas))
             wired.append(receive(case, deltas))
             try:
-                dynamo.append(peer(case))
+                dynamo.append(dynamo_ingest(case))
             except PeerMissingError as error:
                 missing = str(error)
         share = sidecars[f"sidecar ingest, {case.name}: over sockets"]
         assert share is not None
-        rows += _rows(case, bare, wired, share, dynamo, missing)
-    return rows
+        result += rows(case, bare, wired, share, dynamo, missing)
+    return result
 
 
-def apply(case: Case, deltas: Sequence[tuple[int, bytes]]) -> float:
-    """Decode and apply without sockets; return CPU seconds. Raises ``RuntimeError`` when blocks are missing then."""
-    fleet, members = bench_fleet.synced(case.load.workers)
+def apply(case: IngestCase, deltas: Sequence[Frame]) -> float:
+    """Decode and apply deltas without sockets; return CPU seconds. Raises ``RuntimeError`` for missing blocks."""
+    fleet, members = router_objects.synced(case.load.workers)
     began = time.process_time()
     for worker, payload in deltas:
         fleet.published(members[worker], feed.decode_published(payload))
-    took = time.process_time() - began
-    _require(case, [fleet.index.held(worker.slots[0]) for worker in members])
-    return took
+    seconds = time.process_time() - began
+    _require_held(case, [fleet.index.held(worker.slots[0]) for worker in members])
+    return seconds
 
 
-def receive(case: Case, deltas: Sequence[tuple[int, bytes]]) -> float:
-    """The same over ZeroMQ with CURVE, in a process of its own; return its CPU seconds, all threads."""
+def receive(case: IngestCase, deltas: Sequence[Frame]) -> float:
+    """The same over CURVE sockets in a process of its own; return its CPU seconds, all threads."""
+    with feed_receiver(case.load.workers) as receiver:
+        before = receiver.child.call("cpu")["cpu"]
+        after = receiver.publish(deltas)
+    _require_held(case, after["held"])
+    return float(after["cpu"] - before)
+
+
+class FeedReceiver:
+    """The router's half of the feed in a process of its own, with fake sidecars that feed it."""
+
+    def __init__(self, child: Child, sidecars: FakeSidecars, workers: int) -> None:
+        self.child = child
+        self._sidecars = sidecars
+        self._seqs = [0] * workers
+
+    def publish(self, deltas: Sequence[Frame]) -> dict[str, Any]:
+        """Publish deltas; return CPU seconds and number of keys once all are applied."""
+        answer: dict[str, Any] = {}
+        for first in range(0, len(deltas), SLICE):
+            batch = deltas[first : first + SLICE]
+            self._sidecars.publish(batch)
+            for worker, _ in batch:
+                self._seqs[worker] += 1
+            answer = self.child.call("settle", seqs=self._seqs)
+        return answer
+
+
+@contextmanager
+def feed_receiver(workers: int) -> Iterator[FeedReceiver]:
+    """Start a receiver that is synced with so many workers."""
     curve = Curve.fresh()
-    ips = [address(number) for number in range(case.load.workers)]
-    with (
-        FeedEnds(case.load.workers, curve) as ends,
-        Child("receiver", [sys.executable, "-m", "bench.feed.receiver_process"]) as receiver,
-    ):
-        receiver.call(
+    with FakeSidecars(workers, curve) as sidecars, Child.module("bench.feed.receiver_process") as child:
+        child.call(
             "follow",
-            ips=ips,
+            ips=[address(number) for number in range(workers)],
             public=curve.router_public.decode(),
             secret=curve.router_secret.decode(),
             server=curve.sidecar_public.decode(),
         )
-        before = receiver.call("cpu")["cpu"]
-        seqs = [0] * case.load.workers
-        for first in range(0, len(deltas), SLICE):
-            slice_ = deltas[first : first + SLICE]
-            ends.publish(slice_)
-            for worker, _ in slice_:
-                seqs[worker] += 1
-            after = receiver.call("settle", seqs=seqs)
-    _require(case, after["held"])
-    return float(after["cpu"] - before)
+        yield FeedReceiver(child, sidecars, workers)
 
 
-def peer(case: Case) -> float:
+def dynamo_ingest(case: IngestCase) -> float:
     """Feed Dynamo's selection service what engines would publish; return its CPU seconds, all threads."""
-    payloads = [(batch[0].worker, vllm_payload(*batch)) for batch in steps(case.events, case.step)]
     blocks = [len(ids) // BLOCK_SIZE for ids in case.load.probes]
-    with Dynamo() as dynamo, EngineSockets(case.load.workers) as sockets:
-        dynamo.start(sockets.endpoints, BLOCK_SIZE)
-        sockets.wait()
-        dynamo.load(case.load.probes)
+    with fed_dynamo(case.load) as (dynamo, publish):
         before = dynamo.cpu()
-        for worker, payload in payloads:
-            sockets.send(worker, payload)
+        publish(steps(case.events, case.step))
         after = dynamo.settle(blocks)
-        # Looking whether everything has arrived costs it queries: one more look says how much.
+        # Polling for arrival costs it queries: one more poll shows how much.
         return after - before - (dynamo.settle(blocks) - after)
 
 
-def _require(case: Case, held: Sequence[int]) -> None:
+def _require_held(case: IngestCase, held: Sequence[int]) -> None:
     if list(held) != case.held:
         raise RuntimeError(f"{case.name}: the index holds {sum(held)} blocks instead of {sum(case.held)}")
 
 
-def _rows(
-    case: Case, bare: Sequence[float], wired: Sequence[float], share: float, dynamo: Sequence[float], missing: str
+def rows(
+    case: IngestCase,
+    bare: Sequence[float],
+    wired: Sequence[float],
+    sidecar: float,
+    dynamo: Sequence[float],
+    missing: str,
 ) -> list[Row]:
+    """Return the figures of one case; ``missing`` says why there is no peer."""
     here, over = (case.per_million(statistics.median(times)) for times in (bare, wired))
     name = f"router ingest, {case.name}"
-    rows = [row(f"{name}: decode and apply", here, UNIT), row(f"{name}: over CURVE sockets", over, UNIT)]
+    result = [row(f"{name}: decode and apply", here, UNIT), row(f"{name}: over CURVE sockets", over, UNIT)]
     alone, both = f"{name}: below Dynamo", f"sidecar and router ingest, {case.name}: below Dynamo"
     if missing:
-        return [*rows, not_run(alone, "x", missing, goal=">= 8"), not_run(both, "x", missing, goal=">= 2")]
+        return [*result, not_run(alone, "x", missing, goal=">= 8"), not_run(both, "x", missing, goal=">= 2")]
     theirs = case.per_million(statistics.median(dynamo))
-    words = f"{DYNAMO}, from engine events: {theirs:.4g} {UNIT}"
+    peer = f"{DYNAMO}, from engine events: {theirs:.4g} {UNIT}"
     return [
-        *rows,
-        row(alone, theirs / over, "x", peer=words, goal=">= 8"),
-        row(both, theirs / (over + share), "x", peer=words, goal=">= 2"),
+        *result,
+        row(alone, theirs / over, "x", peer=peer, goal=">= 8"),
+        row(both, theirs / (over + sidecar), "x", peer=peer, goal=">= 2"),
     ]

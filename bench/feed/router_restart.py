@@ -1,8 +1,8 @@
-"""From the start of an empty router process until every decision of it is exact, in a large deployment.
+"""Time from the start of a router process until all its decisions are exact, in a large deployment.
 
-64 sidecars hold 16,384 blocks each. The process is the one that a frontend pod runs. It is exact when it says that it
-is Ready and its index holds what the sidecars hold; both are looked at from outside. Beside it stands the same without
-any blocks, which is the start of the process, its tokenizer and 64 connections.
+64 sidecars hold 16,384 blocks each. The process is the one of a frontend pod. It is exact when it reports Ready and its
+index holds what the sidecars hold, both observed from outside. The same without any blocks shows the share of starting
+the process, its tokenizer and 64 connections.
 """
 
 import json
@@ -12,10 +12,10 @@ import urllib.error
 import urllib.request
 from array import array
 
-from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
+from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
 from bench.placing.block_workload import build
 from bench.rows import Row, row
-from bench.serving.router_processes import CONTROL_TOKEN, Ours
+from bench.serving.router_processes import CONTROL_TOKEN, HEALTH_PORT, Ours
 from mmrouter_lib.block_keys import pack_keys
 
 WORKERS = 64
@@ -26,7 +26,7 @@ LIMIT_SECONDS = 60.0
 
 
 def run() -> list[Row]:
-    """Measure both in turns; medians."""
+    """Measure both in turns."""
     held = snapshots(WORKERS, BLOCKS)
     curve = Curve.fresh()
     empty, full = [], []
@@ -42,7 +42,7 @@ def run() -> list[Row]:
 
 
 def snapshots(workers: int, blocks: int) -> list["array[int]"]:
-    """Return per worker the keys of the blocks that it holds."""
+    """Return the keys that each worker holds."""
     held: list[array[int]] = [array("Q") for _ in range(workers)]
     for event in build(workers=workers, blocks_per_worker=blocks, queries=0).events:
         held[event.worker].extend(event.keys)
@@ -52,33 +52,31 @@ def snapshots(workers: int, blocks: int) -> list["array[int]"]:
 def seconds(workers: int, curve: Curve, held: list["array[int]"]) -> float:
     """Start a router over sidecars that hold these keys; return the seconds until it is exact.
 
-    Raises ``TimeoutError`` where it is not in time.
+    Raises ``TimeoutError`` after :data:`LIMIT_SECONDS`.
     """
-    wanted = {f"uid-{number}": len(keys) for number, keys in enumerate(held)} or dict.fromkeys(
-        (f"uid-{number}" for number in range(workers)), 0
-    )
+    wanted = {f"uid-{number}": len(held[number]) if held else 0 for number in range(workers)}
     packed = [pack_keys(keys) for keys in held]
-    with FeedEnds(workers, curve, packed):
+    with FakeSidecars(workers, curve, packed):
         began = time.perf_counter()
         with Ours(FRONTEND, [address(number) for number in range(workers)], curve, policy="kv") as router:
             while True:
-                if _ready(router.host) and _held(router.host) == wanted:
+                if _ready(router.host) and held_blocks(router.host) == wanted:
                     return time.perf_counter() - began
                 if time.perf_counter() - began > LIMIT_SECONDS:
-                    raise TimeoutError(f"the router holds {_held(router.host)} after {LIMIT_SECONDS:g} s")
+                    raise TimeoutError(f"the router holds {held_blocks(router.host)} after {LIMIT_SECONDS:g} s")
                 time.sleep(POLL_SECONDS)
 
 
 def _ready(host: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{host}:9090/readyz", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{host}:{HEALTH_PORT}/readyz", timeout=5) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
-def _held(host: str) -> dict[str, int]:
-    """Return the blocks that the index holds of each worker that may be chosen by them."""
+def held_blocks(host: str) -> dict[str, int]:
+    """Return the number of blocks that a router's index holds of each verified worker, by its uid."""
     request = urllib.request.Request(
         f"http://{host}:8001/control/state", headers={"authorization": f"Bearer {CONTROL_TOKEN}"}
     )

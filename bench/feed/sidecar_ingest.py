@@ -1,8 +1,8 @@
 """CPU seconds per million blocks in the sidecar: engine batches in, journal and feed out.
 
-Three times: the work alone (order, decode, ledger, journal, deltas), the real process between real sockets with CURVE
-on the feed, given everything at once, and the same at a steady rate. The goal is 200,000 blocks/s of 16 tokens in
-64-block events on half a core; a burst is kinder than a steady rate, because it costs few wake-ups.
+Measured three ways: the work alone (order, decode, ledger, journal, deltas), the real process between real sockets with
+CURVE on the feed and everything at once, and the same at a steady rate. The goal is 200,000 blocks/s of 16 tokens in
+64-block events on half a core; a burst costs fewer wake-ups than a steady rate.
 """
 
 import gc
@@ -27,7 +27,7 @@ import zmq
 
 from bench.feed.fake_sidecars import Curve
 from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
-from bench.rows import Row, percentile, row, to_json
+from bench.rows import Row, percentile, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, unpack_keys
 from mmrouter_sidecar.engine.event_order import Ready, Stream
@@ -51,9 +51,9 @@ BATCHES_PER_FLUSH = 16
 """5 ms of 200,000 blocks/s in 64-block events."""
 HOST = "127.78.0.1"
 PORTS = Ports()
-PATIENCE = 60.0
+SILENCE_SECONDS = 60.0
 PORTION_SECONDS = 0.001
-"""The steady rate's sender sends what has become due in this time; finer steps would burden the machine it measures."""
+"""Sending interval of the steady rate; a finer one would burden the machine that it measures."""
 IDENTITY_KEY = bytes(range(32))
 RESOURCE: Final[dict[str, Any]] = {
     "apiVersion": "mmrouter.io/v1alpha1",
@@ -67,12 +67,12 @@ RESOURCE: Final[dict[str, Any]] = {
 }
 LAST_IDS = array("I", range(BLOCK_SIZE))
 LAST = vllm_payload(Event(0, None, array("Q", [1]), LAST_IDS, array("Q", [1])))
-"""A batch with one block that no other holds: when it arrives, everything before it has been applied."""
+"""A batch with one unique block: when it arrives, everything before it has been applied."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """Payloads in order, and what they amount to."""
+class SidecarCase:
+    """Payloads in order, the number of blocks in them, and of those that are held in the end."""
 
     name: str
     payloads: tuple[bytes, ...]
@@ -81,7 +81,7 @@ class Case:
     goal: str | None = None
 
 
-def cases() -> list[Case]:
+def cases() -> list[SidecarCase]:
     """Return prefill-like events, the same with every block evicted again, and decode-like events."""
     load = build(workers=1, blocks_per_worker=60_000, queries=0)
     stores = tuple(vllm_payload(event) for event in load.events)
@@ -89,23 +89,23 @@ def cases() -> list[Case]:
     turnover = tuple(itertools.chain.from_iterable(zip(stores, evictions, strict=True)))
     small = list(split(load.events, 1))[:10_000]
     return [
-        Case("64-block events", stores, load.blocks, load.blocks, GOAL),
-        Case("64-block events, every block evicted again", turnover, load.blocks, 0),
-        Case(STEPS, tuple(vllm_payload(*batch) for batch in steps(small, STEP)), len(small), len(small)),
-        Case("1-block events", tuple(vllm_payload(event) for event in small), len(small), len(small)),
+        SidecarCase("64-block events", stores, load.blocks, load.blocks, GOAL),
+        SidecarCase("64-block events, every block evicted again", turnover, load.blocks, 0),
+        SidecarCase(STEPS, tuple(vllm_payload(*batch) for batch in steps(small, STEP)), len(small), len(small)),
+        SidecarCase("1-block events", tuple(vllm_payload(event) for event in small), len(small), len(small)),
     ]
 
 
-def steady_case(seeds: int = PACED_SEEDS) -> Case:
-    """Return 50,000 blocks per seed of prefill-like events that share nothing between seeds: 3 s by default."""
+def steady_case(seeds: int = PACED_SEEDS) -> SidecarCase:
+    """Return 50,000 blocks per seed of prefill-like events; seeds share no blocks."""
     loads = [build(workers=1, blocks_per_worker=50_000, queries=0, seed=seed) for seed in range(1, seeds + 1)]
     payloads = tuple(vllm_payload(event) for load in loads for event in load.events)
     blocks = sum(load.blocks for load in loads)
-    return Case("64-block events", payloads, blocks, blocks)
+    return SidecarCase("64-block events", payloads, blocks, blocks)
 
 
 def eviction(event: Event) -> bytes:
-    """Return the batch in which vLLM removes an event's blocks: one removal per block, leaf first."""
+    """Return the batch in which vLLM removes an event's blocks: one removal per block, last block first."""
     removals = [
         {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU", "group_idx": 0}
         for number in reversed(event.hashes)
@@ -114,13 +114,13 @@ def eviction(event: Event) -> bytes:
 
 
 def run() -> list[Row]:
-    """Measure every case; the best of rounds that take turns, because other load on the machine only ever adds."""
+    """Measure every case; the best of rounds that take turns, because other load only adds."""
     rows: list[Row] = []
     for case in cases():
         alone, wired = [], []
         for _ in range(ROUNDS):
-            alone.append(work(case))
-            wired.append(process(case))
+            alone.append(relay_cpu(case))
+            wired.append(run_process(case))
         name = f"sidecar ingest, {case.name}"
         per_million = 1e6 / case.blocks
         rows.append(row(f"{name}: the work alone", min(alone) * per_million, UNIT, goal=case.goal))
@@ -130,7 +130,7 @@ def run() -> list[Row]:
             rows.append(row(f"{name}: per M tokens, over sockets", per_token, TOKEN_UNIT, goal=TOKEN_GOAL))
     steady = steady_case()
     seconds = steady.blocks / PACED_RATE
-    cores = [process(steady, PACED_RATE) / seconds for _ in range(ROUNDS)]
+    cores = [run_process(steady, PACED_RATE) / seconds for _ in range(ROUNDS)]
     name = f"sidecar ingest, {steady.name}: at a steady {PACED_RATE:,} blocks/s"
     rows.append(row(name, min(cores), "core", goal=PACED_GOAL))
     late = min(percentile(lags(steady_case(LAG_SEEDS), LAG_RATE), 0.99) for _ in range(ROUNDS))
@@ -138,7 +138,7 @@ def run() -> list[Row]:
     return [*rows, row(name, late * 1000, "ms", goal=LAG_GOAL)]
 
 
-def work(case: Case) -> float:
+def relay_cpu(case: SidecarCase) -> float:
     """Run a case in this process, without sockets; return CPU seconds. Raises ``RuntimeError`` on a wrong result."""
     with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
         sent = 0
@@ -147,10 +147,10 @@ def work(case: Case) -> float:
             nonlocal sent
             sent += len(feed.encode(frame))
 
-        relay = relaying(Path(folder), publish)
+        relay = make_relay(Path(folder), publish)
         gc.collect()
         began = time.process_time()
-        carry(relay, case.payloads)
+        relay_batches(relay, case.payloads)
         took = time.process_time() - began
         if relay.ledger.held != case.held or not sent:
             raise RuntimeError(f"{case.name}: {relay.ledger.held} blocks are held instead of {case.held}")
@@ -158,13 +158,13 @@ def work(case: Case) -> float:
     return took
 
 
-def relaying(folder: Path, publish: Callable[[feed.Published], None]) -> Relay:
-    """Return the sidecar's work without sockets, its journal in a folder."""
+def make_relay(folder: Path, publish: Callable[[feed.Published], None]) -> Relay:
+    """Return the sidecar's relay without sockets, with its journal in a folder."""
     return Relay(_settings(folder), Metrics(), publish)
 
 
-def carry(relay: Relay, payloads: Sequence[bytes]) -> None:
-    """Have it take an engine's batches, numbered from 0, as its process does."""
+def relay_batches(relay: Relay, payloads: Sequence[bytes]) -> None:
+    """Feed it an engine's batches, numbered from 0, as the sidecar process does."""
     stream = Stream()
     for number, payload in enumerate(payloads):
         for step in stream.live(number, payload):
@@ -175,14 +175,14 @@ def carry(relay: Relay, payloads: Sequence[bytes]) -> None:
     relay.flush()
 
 
-def process(case: Case, blocks_per_second: float = math.inf) -> float:
+def run_process(case: SidecarCase, blocks_per_second: float = math.inf) -> float:
     """Run a case through ``python -m mmrouter_sidecar``; return its CPU seconds, all threads.
 
-    Raises ``RuntimeError`` when the feed does not say what the events say, ``TimeoutError`` when it says nothing.
+    Raises ``RuntimeError`` for a wrong feed and ``TimeoutError`` for a silent one.
     """
     with (
         tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder,
-        _Wires() as wires,
+        Wires() as wires,
         _sidecar(Path(folder), wires.curve) as sidecar,
     ):
         wires.connect()
@@ -195,15 +195,15 @@ def process(case: Case, blocks_per_second: float = math.inf) -> float:
     return after - before
 
 
-def lags(case: Case, blocks_per_second: float) -> list[float]:
-    """Run a case of stores alone through ``python -m mmrouter_sidecar``; return each batch's seconds on its way.
+def lags(case: SidecarCase, blocks_per_second: float) -> list[float]:
+    """Run a case of stores alone through ``python -m mmrouter_sidecar``; return each batch's seconds to the router.
 
     From just before the engine's publisher sends it until a delta with its last block is at the router's socket.
     """
     ends = list(itertools.accumulate(len(msgspec.msgpack.decode(raw)[1][0]["block_hashes"]) for raw in case.payloads))
     with (
         tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder,
-        _Wires() as wires,
+        Wires() as wires,
         _sidecar(Path(folder), wires.curve),
     ):
         wires.connect()
@@ -212,11 +212,11 @@ def lags(case: Case, blocks_per_second: float) -> list[float]:
         engine.start()
         arrived = wires.arrivals(ends)
         engine.join()
-    return [there - sent for there, sent in zip(arrived, wires.sent, strict=True)]
+    return [arrival - sent for arrival, sent in zip(arrived, wires.sent, strict=True)]
 
 
-class _Wires:
-    """An engine's sockets and a router's, in this process."""
+class Wires:
+    """The sockets of an engine and of a router, in this process."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -225,7 +225,7 @@ class _Wires:
         self._replay = self._context.socket(zmq.ROUTER)
         self._sub = self._context.socket(zmq.SUB)
         self.sent: list[float] = []
-        """When each payload was handed to the engine's socket."""
+        """Time at which each payload was handed to the engine's socket."""
 
     def __enter__(self) -> Self:
         self._pub.set_hwm(0)
@@ -241,17 +241,17 @@ class _Wires:
         self._context.destroy(linger=0)
 
     def connect(self) -> None:
-        """Connect both ends; return when the sidecar has asked for its first replay and the router hears it."""
+        """Connect both ends; return once the sidecar has requested its first replay and the router receives frames."""
         self._sub.connect(f"tcp://{HOST}:{PORTS.pub}")
-        self._frame(PATIENCE)
+        self._frame(SILENCE_SECONDS)
         self._pub.connect(f"tcp://{HOST}:{PORTS.events}")
-        if not self._replay.poll(int(PATIENCE * 1000)):
-            raise TimeoutError("the sidecar asked for no replay")
+        if not self._replay.poll(int(SILENCE_SECONDS * 1000)):
+            raise TimeoutError("the sidecar requested no replay")
         client, empty, _ = self._replay.recv_multipart()
         self._replay.send_multipart([client, empty, b"", b"\xff" * 8, b""])
 
     def publish(self, payloads: Sequence[bytes], per_second: float = math.inf) -> None:
-        """Publish as an engine does, numbered from 0, in portions of ``PORTION_SECONDS`` at most ``per_second``."""
+        """Publish as an engine does, numbered from 0, at most ``per_second`` on average."""
         began = time.monotonic()
         self.sent.clear()
         for number, payload in enumerate(payloads):
@@ -262,22 +262,22 @@ class _Wires:
             self._pub.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     def arrivals(self, ends: Sequence[int]) -> list[float]:
-        """Return when the first ``ends[n]`` stored blocks had come, per n: blocks come in the order of their events."""
-        came, times = 0, list[float]()
+        """Return, per n, when the first ``ends[n]`` stored blocks had arrived, in the order of their events."""
+        arrived, times = 0, list[float]()
         while len(times) < len(ends):
-            frame = self._frame(PATIENCE)
+            frame = self._frame(SILENCE_SECONDS)
             if isinstance(frame, feed.Delta):
-                came += len(frame.stored) // 8
+                arrived += len(frame.stored) // 8
                 now = time.monotonic()
-                while len(times) < len(ends) and ends[len(times)] <= came:
+                while len(times) < len(ends) and ends[len(times)] <= arrived:
                     times.append(now)
         return times
 
     def follow_until(self, key: int) -> int:
-        """Apply deltas until one stores ``key``; return how many keys are held then."""
+        """Apply deltas until one stores ``key``; return the number of keys held then."""
         held: set[int] = set()
         while key not in held:
-            frame = self._frame(PATIENCE)
+            frame = self._frame(SILENCE_SECONDS)
             if isinstance(frame, feed.Delta):
                 held.difference_update(unpack_keys(frame.removed))
                 held.update(unpack_keys(frame.stored))
@@ -291,7 +291,7 @@ class _Wires:
 
 @contextmanager
 def _sidecar(folder: Path, curve: Curve) -> Iterator[psutil.Process]:
-    """The real process; its words are shown when it ends early."""
+    """Run the real process."""
     secrets = folder / "secrets"
     secrets.mkdir()
     (folder / "deployment.json").write_text(json.dumps(RESOURCE))
@@ -343,7 +343,3 @@ def _settings(folder: Path) -> Settings:
 
 def _last_key(settings: Settings) -> int:
     return block_keys(LAST_IDS, BLOCK_SIZE, (), settings.seed(None, None))[0]
-
-
-if __name__ == "__main__":
-    sys.stdout.write(to_json(run()) + "\n")

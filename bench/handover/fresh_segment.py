@@ -1,7 +1,7 @@
-"""How another router hands processed inputs over: framed into one buffer, copied to a fresh segment, copied out.
+"""The peer's hand-over of processed inputs: framed into one buffer, copied to a fresh segment, copied out.
 
-As facts about its source have it: msgpack for what describes a tensor, little-endian lengths around the parts, one
-``shared_memory`` segment for each item, ``bytes`` of it on the other side. Nothing of its code is here.
+Modelled on another router: msgpack for a tensor's description, little-endian lengths around the parts, one
+``shared_memory`` segment per item, and a ``bytes`` copy of it on the other side. None of its code is here.
 """
 
 import struct
@@ -14,14 +14,14 @@ _LENGTH = struct.Struct("<Q")
 
 
 def frame(payload: bytes) -> bytes:
-    """Return one buffer: what the payload is, and the payload."""
+    """Return one buffer with the payload's description and the payload."""
     described = msgspec.msgpack.encode({"pixel_values": ["uint8", [len(payload)], 1]})
     sizes = _LENGTH.pack(len(described)), _LENGTH.pack(len(payload))
     return b"".join((_COUNT.pack(2), sizes[0], described, sizes[1], payload))
 
 
 def send(payload: bytes) -> tuple[shared_memory.SharedMemory, int]:
-    """Return a fresh segment that holds the framed payload, and how many bytes of it count."""
+    """Return a fresh segment with the framed payload, and the number of bytes in use."""
     framed = frame(payload)
     segment = shared_memory.SharedMemory(create=True, size=len(framed))
     assert segment.buf is not None
@@ -30,15 +30,15 @@ def send(payload: bytes) -> tuple[shared_memory.SharedMemory, int]:
 
 
 def parts(raw: bytes) -> tuple[bytes, memoryview]:
-    """Return what was framed. Raises ``ValueError`` where it is not two parts and nothing more."""
+    """Return description and payload. Raises ``ValueError`` for anything but two parts."""
     view, place = memoryview(raw), _COUNT.size
-    found = []
+    result = []
     for _ in range(_COUNT.unpack_from(raw)[0]):
         (length,) = _LENGTH.unpack_from(raw, place)
         place += _LENGTH.size
-        found.append(view[place : place + length])
+        result.append(view[place : place + length])
         place += length
-    if len(found) != 2 or place != len(raw):
+    if len(result) != 2 or place != len(raw):
         raise ValueError("not a framed payload")
-    msgspec.msgpack.decode(found[0])
-    return bytes(found[0]), found[1]
+    msgspec.msgpack.decode(result[0])
+    return bytes(result[0]), result[1]

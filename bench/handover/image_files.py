@@ -1,29 +1,25 @@
-"""An image to an engine as a file of the node against base64 in the body: 0.1, 1 and 10 MB, end to end.
+"""Delivery of an image to an engine as a file of the node, against base64 in the body: 0.1, 1 and 10 MB, end to end.
 
-The router's part is the delivery that requests take (``mmrouter_router.handover``), over its own HTTP client. The
-engine's part is a real vLLM's front end: ``vllm launch render`` reads, decodes and processes an image by the code of
-``vllm serve``, and what follows there, the model, is the same for both ways. Files are PNGs of 64 x 64 pixels with a
-chunk of random bytes that no decoder looks into, so that the way shows and not the decoding of many pixels.
+The router's part is the delivery of real requests (``mmrouter_router.handover``), over its own HTTP client. The
+engine's part is a real vLLM front end: ``vllm launch render`` reads, decodes and processes an image by the code of
+``vllm serve``; what follows there, the model, is equal for both ways. Files are padded PNGs with few pixels.
 """
 
 import asyncio
-import io
 import os
-import random
 import resource
 import socket
 import statistics
 import subprocess
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
-from PIL import Image
 
+from bench.pictures import padded_png
 from bench.rows import Row, not_run, row
 from hack.engines import vllm_env
 from mmrouter_lib.api import parse_deployment
@@ -47,7 +43,7 @@ LIMIT = 1 << 30
 
 
 class MediaError(Exception):
-    """An engine did not answer as it has to: no time counts."""
+    """An engine failed or answered wrongly, so there are no figures."""
 
 
 def run() -> list[Row]:
@@ -55,14 +51,14 @@ def run() -> list[Row]:
     if not TMPFS.is_dir():
         return [not_run("image by file, below base64", "x", "no /dev/shm")]
     real = vllm_env.env_dir()
-    found = []
+    result = []
     if (real / "bin" / "vllm").is_file():
-        found += asyncio.run(_measure(real / "bin", "vLLM's front end"))
+        result += asyncio.run(_measure(real / "bin", "vLLM's front end"))
     else:
-        found.append(not_run("vLLM's front end", "ms", f"no environment in {real}: python -m hack.engines.vllm_env"))
+        result.append(not_run("vLLM's front end", "ms", f"no environment in {real}: python -m hack.engines.vllm_env"))
     with tempfile.TemporaryDirectory() as folder:
         install(Path(folder))
-        return found + asyncio.run(_measure(Path(folder), "simulator"))
+        return result + asyncio.run(_measure(Path(folder), "simulator"))
 
 
 async def _measure(programs: Path, name: str) -> list[Row]:
@@ -71,7 +67,7 @@ async def _measure(programs: Path, name: str) -> list[Row]:
         tempfile.TemporaryDirectory(prefix="mmrouter-bench-", dir=TMPFS) as root,
         _front_end(programs, Path(root)) as ip,
     ):
-        rig = _Rig(Path(root), ip)
+        rig = _DeliveryRig(Path(root), ip)
         await rig.ready()
         try:
             for size in SIZES:
@@ -81,8 +77,8 @@ async def _measure(programs: Path, name: str) -> list[Row]:
     return rows
 
 
-class _Rig:
-    """A router's delivery, by both ways, to one engine."""
+class _DeliveryRig:
+    """A router's delivery to one engine, by both ways."""
 
     def __init__(self, root: Path, ip: str) -> None:
         self._upstream, self._ip = Upstream(), ip
@@ -109,7 +105,7 @@ class _Rig:
         }
 
     async def ready(self) -> None:
-        """Wait for the engine. Raises :class:`MediaError`."""
+        """Wait until the engine answers. Raises :class:`MediaError`."""
         for _ in range(START_SECONDS * 5):
             try:
                 answer = await self._upstream.request(self._ip, PORT, "GET", "/health", {})
@@ -121,8 +117,8 @@ class _Rig:
         raise MediaError("the front end did not start")
 
     async def compare(self, size: int, name: str) -> list[Row]:
-        """Return the figures of one size; both ways take turns, medians of all rounds."""
-        media = Media(_picture(size), "image/png", "data")
+        """Return the figures of one size: medians of rounds in which both ways alternate."""
+        media = Media(padded_png(size), "image/png", "data")
         wall: dict[str, list[float]] = {way: [] for way in self._ways}
         cpu: dict[str, list[float]] = {way: [] for way in self._ways}
         for number in range(-3, ROUNDS):
@@ -141,7 +137,7 @@ class _Rig:
         ]
 
     async def _once(self, delivery: Delivery, media: Media, way: str) -> tuple[float, float]:
-        """Send one request; return its seconds, and the CPU seconds of this process, threads included."""
+        """Send one request; return its seconds, and the CPU seconds of this process."""
         name = "m1-" + "0" * 64
         part = {"type": "image_url", "image_url": {"url": ""}, "uuid": name}
         messages = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
@@ -176,21 +172,9 @@ def _cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _picture(size: int) -> bytes:
-    """Return a small PNG with a private chunk that makes it ``size`` bytes."""
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "#3060a0").save(file, "PNG")
-    png = file.getvalue()
-    head, rest = png[:33], png[33:]  # signature and IHDR
-    data = random.Random(size).randbytes(max(0, size - len(png) - 12))
-    kind = b"mmRo"
-    chunk = len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-    return head + chunk + rest
-
-
 @contextmanager
 def _front_end(programs: Path, root: Path) -> Iterator[str]:
-    """Run ``vllm launch render`` until the block ends; returns its address."""
+    """Run ``vllm launch render`` until the block ends; yields its address."""
     ip = _free_address()
     command = [str(programs / "vllm"), "launch", "render", str(MODEL), "--host", ip, "--port", str(PORT)]
     command += ["--served-model-name", "m", "--max-model-len", "8192", "--allowed-local-media-path", str(root)]

@@ -1,16 +1,14 @@
-"""Handing 4 and 16 MB from process to process: against a plain copy, and against a fresh segment per payload.
+"""Hand-over of 4 and 16 MB between processes, against a plain copy and against a fresh segment per payload.
 
 ``ratio_to_memcpy`` is the time of writing and reading by ``mmrouter_handover.shm`` over the time of one copy of the
-same
-bytes into memory that is there already, which no way of handing over by copy can beat. Eight payloads are in flight, as
-of eight requests; with one, everything lies in the CPU's cache, and what does not depend on the size shows most.
+same bytes into existing memory, which no hand-over by copy can beat. Eight payloads are in flight, as of eight
+requests; with one, everything lies in the CPU's cache, and costs independent of the size show most.
 """
 
 import gc
 import mmap
 import random
 import statistics
-import sys
 import tempfile
 import time
 import zlib
@@ -19,7 +17,7 @@ from pathlib import Path
 
 from bench.command_child import Child
 from bench.handover import fresh_segment
-from bench.rows import Row, not_run, row, to_json
+from bench.rows import Row, not_run, row
 from mmrouter_handover.shm import Pool
 
 MB = 1 << 20
@@ -32,7 +30,7 @@ TMPFS = Path("/dev/shm")
 
 
 class PayloadsDifferError(Exception):
-    """A reader read something else than was written: no time counts."""
+    """A reader read other bytes than were written, so times are not comparable."""
 
 
 @dataclass
@@ -47,24 +45,24 @@ class Times:
 
     @property
     def ratios(self) -> list[float]:
-        """Of each payload: writing and reading over the copy that was made just before."""
+        """Writing and reading over the preceding copy, of each payload."""
         return [(wrote + read) / copy for wrote, read, copy in zip(self.write, self.read, self.copy, strict=True)]
 
     @property
     def best(self) -> float:
-        """The same of the shortest times, each of its own payload: what a machine without other load comes to."""
+        """The ratio of the shortest times, which approaches that of a machine without other load."""
         return (min(self.write) + min(self.read)) / min(self.copy)
 
 
 def run() -> list[Row]:
-    """Measure all sizes; medians over payloads, because other load on the machine comes in bursts."""
+    """Measure all sizes; medians over payloads, because other load comes in bursts."""
     if not TMPFS.is_dir():
         return [not_run(f"ratio_to_memcpy, {size // MB} MB", "x", "no /dev/shm", goal=GOAL) for size in SIZES]
-    found: list[Row] = []
+    result: list[Row] = []
     for in_flight in IN_FLIGHT:
         for size in SIZES:
-            found += rows(measure(size, in_flight, ROUNDS * IN_FLIGHT[0] // in_flight), size, in_flight)
-    return found
+            result += rows(measure(size, in_flight, ROUNDS * IN_FLIGHT[0] // in_flight), size, in_flight)
+    return result
 
 
 def rows(times: Times, size: int, in_flight: int) -> list[Row]:
@@ -94,12 +92,12 @@ def measure(size: int, in_flight: int, rounds: int) -> Times:
     with (
         tempfile.TemporaryDirectory(prefix="mmrouter-bench-", dir=TMPFS) as root,
         Pool(root, "bench", limit_bytes=limit) as pool,
-        Child("reader", [sys.executable, "-m", "bench.handover.reader_process", root]) as reader,
+        Child.module("bench.handover.reader_process", root) as reader,
     ):
         gc.collect()
         gc.disable()
         try:
-            for number in range(-1, rounds):  # the first one warms up, and its payloads are compared
+            for number in range(-1, rounds):  # the first round warms up and compares the payloads
                 into = times if number >= 0 else Times()
                 expected = sums if number < 0 else []
                 _floor(into, payloads, floors)
@@ -145,10 +143,6 @@ def _peer(into: Times, payloads: list[bytes], reader: Child, expected: list[int]
         segment.unlink()
 
 
-def _require(way: str, found: int | None, expected: int | None) -> None:
-    if found != expected:
-        raise PayloadsDifferError(f"{way}: CRC-32 {found} instead of {expected}")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(to_json(run()) + "\n")
+def _require(way: str, actual: int | None, expected: int | None) -> None:
+    if actual != expected:
+        raise PayloadsDifferError(f"{way}: CRC-32 {actual} instead of {expected}")

@@ -1,6 +1,6 @@
-"""Runs inside the peer's own environment: Dynamo's selection service, told what to do by JSON lines on stdin.
+"""Runs Dynamo's selection service inside its own environment; commands come as JSON lines on stdin.
 
-One command per line, one answer per line. Times are taken here, around the call as a Python user makes it.
+Times are taken here, around the call as a Python user makes it.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ MODEL = "bench"
 POLL_SECONDS = 0.02
 
 
-class Child:
-    """State between commands. Worker ids are 1 + the worker's number."""
+class Service:
+    """The commands, and the state between them. Worker ids are 1 + the worker's number."""
 
     def __init__(self) -> None:
         self.service: Any = None
         self.prompts: list[list[int]] = []
 
     async def start(self, threads: int, block_size: int, endpoints: list[str]) -> dict[str, Any]:
-        """Make a service and its workers; their event sockets are connected from here on."""
+        """Create a service and its workers; it connects to their event sockets."""
         if self.service is not None:
             self.service.shutdown()
         self.service = SelectionService(indexer_threads=threads)
@@ -43,9 +43,9 @@ class Child:
         return {}
 
     async def load(self, path: str, lengths: list[int]) -> dict[str, Any]:
-        """Read prompts: token ids as u32, back to back."""
+        """Read prompts: concatenated token ids as u32."""
         self.prompts = []
-        with open(path, "rb") as file:  # noqa: ASYNC230 - nothing else runs meanwhile
+        with open(path, "rb") as file:  # noqa: ASYNC230 - nothing else runs
             for length in lengths:
                 ids = array("I")
                 ids.fromfile(file, length)
@@ -53,7 +53,7 @@ class Child:
         return {}
 
     async def select(self, number: int) -> dict[str, Any]:
-        """One decision: microseconds, and the blocks that the chosen worker need not compute."""
+        """Place a prompt; answer microseconds and the blocks that the chosen worker holds."""
         request = {"model_name": MODEL, "token_ids": self.prompts[number]}
         began = time.perf_counter_ns()
         answer = await self.service.select(request)
@@ -61,37 +61,34 @@ class Child:
         saved = len(self.prompts[number]) - answer["effective_prefill_tokens"]
         return {"us": micros, "overlap": saved // answer["block_size"]}
 
-    async def overlaps(self, number: int) -> dict[str, Any]:
-        """Overlap of every worker for one prompt, by worker number."""
+    async def _overlap(self, number: int, worker: int) -> int:
+        """Return a worker's overlap with a prompt in blocks."""
         scores = await self.service.overlap_scores({"model_name": MODEL, "token_ids": self.prompts[number]})
-        return {"overlaps": {str(w["worker_id"] - 1): w["device_blocks"] for w in scores["workers"]}}
+        return next((int(w["device_blocks"]) for w in scores["workers"] if w["worker_id"] == worker + 1), 0)
 
     async def settle(self, blocks: list[int], seconds: float) -> dict[str, Any]:
-        """Wait until worker n holds the first ``blocks[n]`` blocks of prompt n. Answers CPU seconds used up to now."""
+        """Wait until worker n holds the first ``blocks[n]`` blocks of prompt n; answer the CPU seconds used so far."""
         end = time.monotonic() + seconds
         for number, wanted in enumerate(blocks):
-            while True:
-                found = (await self.overlaps(number))["overlaps"].get(str(number), 0)
-                if found >= wanted:
-                    break
+            while (held := await self._overlap(number, number)) < wanted:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"worker {number} shows {found} of {wanted} blocks after {seconds:g} s")
+                    raise RuntimeError(f"worker {number} shows {held} of {wanted} blocks after {seconds:g} s")
                 await asyncio.sleep(POLL_SECONDS)
         return {"cpu": time.process_time()}
 
     async def cpu(self) -> dict[str, Any]:
-        """CPU seconds of this process, all threads."""
+        """Answer the CPU seconds of this process, all threads."""
         return {"cpu": time.process_time()}
 
 
 async def main() -> None:
     """Serve commands until stdin ends."""
-    child = Child()
+    service = Service()
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            answer = await getattr(child, command.pop("do"))(**command)
-        except Exception as error:  # whatever the peer raises is the driver's to report
+            answer = await getattr(service, command.pop("do"))(**command)
+        except Exception as error:  # the parent raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""Where peers are installed: ``${MMROUTER_CACHE:-${XDG_CACHE_HOME:-~/.cache}/mmrouter}/peers/<name>-<version>``.
+"""Installs other routers, each into an environment of its own below the cache.
 
-The variable ``MMROUTER_BENCH_PEERS`` says what may happen: ``install`` (default) installs what is missing, ``present``
-uses what is there, ``none`` runs no peer.
+Folders are ``${MMROUTER_CACHE:-${XDG_CACHE_HOME:-~/.cache}/mmrouter}/peers/<name>-<version>``. The variable
+``MMROUTER_BENCH_PEERS`` selects: ``install`` (default) installs missing peers, ``present`` uses installed ones only,
+``none`` runs no peer.
 """
 
 import os
@@ -33,7 +34,7 @@ class Peer:
 
 
 _refused: dict[Peer, str] = {}
-"""What could not be installed in this run, and why: nobody waits for it twice."""
+"""Failed installations of this run and their reasons; they are not tried again."""
 
 DYNAMO = Peer("ai-dynamo-runtime", "1.6.1")
 SGLANG_ROUTER = Peer("sglang-router", "0.3.2")
@@ -41,7 +42,7 @@ SMG = Peer("smg", "1.13.0")
 
 
 def folder(peer: Peer) -> Path:
-    """Return the peer's environment, whether or not it is there."""
+    """Return the peer's environment, which may not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache = Path(os.environ.get("MMROUTER_CACHE") or Path(base) / "mmrouter")
     return cache / "peers" / f"{peer.package}-{peer.version}"
@@ -74,19 +75,9 @@ def _install(peer: Peer, home: Path) -> None:
     sys.stderr.write(f"bench: installing {peer} into {home}\n")
     shutil.rmtree(home, ignore_errors=True)  # an installation that was interrupted
     venv.create(home, with_pip=True)
-    command = [
-        *(
-            str(home / "bin" / "python"),
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--retries",
-            "1",
-            "--timeout",
-            "20",
-        ),
-        *("install", "--quiet", "--only-binary", ":all:", f"{peer.package}=={peer.version}"),
-    ]
+    pip = (str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--retries", "1")
+    wanted = ("--quiet", "--only-binary", ":all:", f"{peer.package}=={peer.version}")
+    command = [*pip, "--timeout", "20", "install", *wanted]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:

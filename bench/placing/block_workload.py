@@ -1,8 +1,8 @@
-"""Synthetic caches and prompts: the same seed gives the same tokens, events and queries on every machine.
+"""Synthetic caches and prompts: blocks that workers hold, as engine events and feed keys, and prompts to place.
 
-A conversation is a system prompt (one of a few, shared), an image (Zipf: few images are asked about often) and turns of
-its own. Images stand here as runs of token ids, because every system names an image in its own way and all of them must
-give the same answers. A worker holds beginnings of conversations, each stored once, as a prefix cache does.
+A conversation is a system prompt (one of a few, shared), an image (Zipf: a few are frequent) and turns of its own.
+Images are runs of token ids here, because every system names images in its own way and all must give the same answers.
+A worker holds prefixes of conversations, each block once. Equal seeds give equal workloads on every machine.
 """
 
 import itertools
@@ -19,19 +19,19 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = 8192
 EVENT_BLOCKS = 64
 STEP = 16
-"""One-block events in a batch of an engine that decodes 256 answers: each fills a block every 16 tokens."""
+"""One-block events per batch of an engine that decodes 256 answers: each fills a block every 16 tokens."""
 STEPS = f"steps of {STEP} 1-block events"
 SEED, ENGINE_SEED = 0x6D6D, 0xE16E
 SYSTEM_PROMPTS, IMAGES, CONVERSATIONS = 4, 64, 256
 PART_TOKENS = 1024
 """Tokens of a system prompt, and of an image."""
 MAX_BLOCKS = 60_000
-"""Blocks that a worker can hold: half of what all conversations have, since not every one is asked to its end."""
+"""Most blocks of a worker: half of what all conversations have, since few are drawn to their end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Blocks that one worker stores: as its engine announces them (``hashes``), as the feed carries them (``keys``)."""
+    """Blocks that one worker stores: ``hashes`` as its engine publishes them, ``keys`` as the feed carries them."""
 
     worker: int
     parent: int | None  # engine hash of the block before
@@ -41,8 +41,8 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What workers hold and are asked. ``probes``: per worker, the ids of the longest conversation that it holds."""
+class BlockWorkload:
+    """Stored events and prompts. ``probes``: per worker, the ids of the longest conversation that it holds."""
 
     workers: int
     events: tuple[Event, ...]
@@ -55,10 +55,10 @@ class Workload:
         return sum(len(event.keys) for event in self.events)
 
 
-def build(*, workers: int, blocks_per_worker: int, queries: int, seed: int = 1) -> Workload:
+def build(*, workers: int, blocks_per_worker: int, queries: int, seed: int = 1) -> BlockWorkload:
     """Return a workload. The workers' events are interleaved, each worker's own in order.
 
-    Raises ``ValueError`` for more blocks than the conversations of one seed surely hold.
+    Raises ``ValueError`` for more blocks than the conversations of one seed hold.
     """
     if blocks_per_worker > MAX_BLOCKS:
         raise ValueError(f"one seed fills {MAX_BLOCKS} blocks per worker, not {blocks_per_worker}: take several seeds")
@@ -86,11 +86,11 @@ def build(*, workers: int, blocks_per_worker: int, queries: int, seed: int = 1) 
         per_worker.append(events)
         probes.append(probe)
     mixed = [event for turn in itertools.zip_longest(*per_worker) for event in turn if event is not None]
-    return Workload(workers, tuple(mixed), tuple(_query(rnd, talks) for _ in range(queries)), tuple(probes))
+    return BlockWorkload(workers, tuple(mixed), tuple(_query(rnd, talks) for _ in range(queries)), tuple(probes))
 
 
 def split(events: Sequence[Event], blocks: int) -> Iterator[Event]:
-    """Cut events into events of at most ``blocks`` blocks: what engines publish while they decode."""
+    """Split events into events of at most ``blocks`` blocks, as engines publish them while they decode."""
     for event in events:
         for first in range(0, len(event.hashes), blocks):
             yield replace(
@@ -103,14 +103,14 @@ def split(events: Sequence[Event], blocks: int) -> Iterator[Event]:
 
 
 def steps(events: Sequence[Event], count: int) -> Iterator[tuple[Event, ...]]:
-    """Gather each worker's events by ``count``: what one step of an engine publishes as one batch. Order is kept."""
-    open_: dict[int, list[Event]] = {}
+    """Group each worker's events by ``count``, in order: one batch per step of an engine."""
+    pending: dict[int, list[Event]] = {}
     for event in events:
-        batch = open_.setdefault(event.worker, [])
+        batch = pending.setdefault(event.worker, [])
         batch.append(event)
         if len(batch) == count:
-            yield tuple(open_.pop(event.worker))
-    yield from map(tuple, open_.values())
+            yield tuple(pending.pop(event.worker))
+    yield from map(tuple, pending.values())
 
 
 def vllm_payload(*events: Event) -> bytes:
@@ -167,6 +167,6 @@ def _events(
 
 
 def _query(rnd: random.Random, talks: list["array[int]"]) -> "array[int]":
-    """A conversation as far as it went, and a new turn up to the prompt's length."""
+    """Return a prefix of a conversation and a new turn up to the prompt's length."""
     known = rnd.randint(2 * PART_TOKENS, PROMPT_TOKENS)
     return rnd.choice(talks)[:known] + tokens(rnd, PROMPT_TOKENS - known)

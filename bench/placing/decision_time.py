@@ -1,7 +1,7 @@
-"""Token ids -> worker: microseconds per decision at 8k tokens, against a naive scan and Dynamo's selection service.
+"""Microseconds per routing decision from 8k token ids, against a naive scan and Dynamo's selection service.
 
-All of them decide about the same prompts over the same stored blocks, interleaved query by query in one run, and the
-overlap that each one's winner has must be equal in every query.
+All place the same prompts over the same stored blocks, interleaved query by query in one run, and the overlap of their
+winners must be equal in every query.
 """
 
 import gc
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
-from bench.peers.dynamo_client import Dynamo, EngineSockets
+from bench.peers.dynamo_client import Dynamo, fed_dynamo
 from bench.peers.environment import PeerMissingError
-from bench.placing import router_objects as bench_fleet
-from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, Workload, build, vllm_payload
+from bench.placing import router_objects
+from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, BlockWorkload, build
 from bench.rows import Row, not_run, percentile, row
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_router.fleet.index import mask_of
@@ -26,14 +26,14 @@ from mmrouter_router.scheduling.scoring import Table, choose
 SIZES = (64, 256)
 QUERIES = 1000
 SCAN_EVERY = 4
-"""The full scan takes longer than all others and empties the caches: it is timed once in so many queries."""
+"""The full scan is timed once in so many queries: it takes longer than all others and evicts CPU caches."""
 BLOCKS_PER_WORKER = 4000
 IMAGE = Span(1024, 2048, bytes(32))
 GOALS = {64: "<= 160"}
 
 
 class AnswersDifferError(Exception):
-    """Two implementations gave different answers: their times mean nothing."""
+    """Two implementations gave different answers, so their times are not comparable."""
 
 
 def run() -> list[Row]:
@@ -48,22 +48,22 @@ def run() -> list[Row]:
 class Ours:
     """The router's pure core (keys, index, choice) and, over the same index, its placer with live workers."""
 
-    def __init__(self, load: Workload) -> None:
-        fleet, members = bench_fleet.synced(load.workers)
+    def __init__(self, load: BlockWorkload) -> None:
+        fleet, members = router_objects.synced(load.workers)
         seqs = [0] * load.workers
         for event in load.events:
             seqs[event.worker] += 1
-            fleet.published(members[event.worker], bench_fleet.delta(seqs[event.worker], pack_keys(event.keys)))
+            fleet.published(members[event.worker], router_objects.delta(seqs[event.worker], pack_keys(event.keys)))
         count = load.workers
         self.index = fleet.index
         self.slots = [worker.slots[0] for worker in members]
         self._asked, self._mask, self._held = dict.fromkeys(self.slots, 0), mask_of(self.slots), taking(self.slots)
         self._who = [f"{worker.id}#0" for worker in members], [w.member.name for w in members], ["worker"] * count
         self._idle, self._scored = (0.0,) * count, (True,) * count
-        self._placer = bench_fleet.placer(fleet, count)
+        self._placer = router_objects.placer(fleet, count)
 
     def decide(self, ids: "array[int]") -> int:
-        """Return the overlap of the worker that is chosen."""
+        """Return the winner's overlap in blocks."""
         keys, idle = block_keys(ids, BLOCK_SIZE, (), SEED), self._idle
         found = self.index.match(keys, self._asked, self._mask)
         candidates = Table(
@@ -81,20 +81,20 @@ class Ours:
         return choose(candidates, policy="kv", overlap_weight=1.0, fingerprint=77, turn=0).winner.overlap
 
     def place(self, ids: "array[int]") -> int:
-        """The same with what the router knows of its workers: standing, loads, ranks."""
-        return self._placer.place(bench_fleet.prepared(ids)).choice.winner.overlap
+        """The same by the router's placer, with the state of its workers: standing, loads, ranks."""
+        return self._placer.place(router_objects.prepared(ids)).choice.winner.overlap
 
 
 class Naive:
-    """One set of keys per worker; every worker's is scanned with the whole prompt."""
+    """One set of keys per worker, each scanned with the whole prompt."""
 
-    def __init__(self, load: Workload) -> None:
+    def __init__(self, load: BlockWorkload) -> None:
         self.held: list[set[int]] = [set() for _ in range(load.workers)]
         for event in load.events:
             self.held[event.worker].update(event.keys)
 
     def decide(self, ids: "array[int]") -> int:
-        """Return the overlap of the worker that is chosen."""
+        """Return the winner's overlap in blocks."""
         keys = block_keys(ids, BLOCK_SIZE, (), SEED)
         best = 0
         for held in self.held:
@@ -103,7 +103,7 @@ class Naive:
         return best
 
     def overlap(self, ids: "array[int]") -> int:
-        """Return the same answer without scanning past a worker's first missing block."""
+        """Return the same overlap, but stop at a worker's first missing block."""
         keys = block_keys(ids, BLOCK_SIZE, (), SEED)
         return max(sum(1 for _ in takewhile(held.__contains__, keys)) for held in self.held)
 
@@ -115,16 +115,16 @@ class Timed:
     us: list[float] = field(default_factory=list)
     overlaps: list[int] = field(default_factory=list)
 
-    def take(self, us: float, overlap: int) -> None:
-        """Note one decision."""
+    def add(self, us: float, overlap: int) -> None:
+        """Record one decision."""
         self.us.append(us)
         self.overlaps.append(overlap)
 
     def measure(self, decide: Callable[["array[int]"], int], ids: "array[int]") -> None:
-        """Time one decision of ours."""
+        """Time one decision."""
         began = time.perf_counter_ns()
         overlap = decide(ids)
-        self.take((time.perf_counter_ns() - began) / 1000, overlap)
+        self.add((time.perf_counter_ns() - began) / 1000, overlap)
 
     def at(self, share: float) -> float:
         """Return a percentile in microseconds."""
@@ -134,7 +134,7 @@ class Timed:
         return f"p50 {self.at(0.5):.4g} us, p99 {self.at(0.99):.4g} us"
 
 
-def compare(load: Workload) -> list[Row]:
+def compare(load: BlockWorkload) -> list[Row]:
     """Return the rows of one workload. Raises :class:`AnswersDifferError`."""
     ours, naive = Ours(load), Naive(load)
     deciders = {"ours": ours.decide, "placement": ours.place}
@@ -142,21 +142,21 @@ def compare(load: Workload) -> list[Row]:
     reason = ""
     with ExitStack() as stack:
         try:
-            dynamo = _dynamo(stack, load)
+            dynamo = _start_dynamo(stack, load)
         except PeerMissingError as missing:
             dynamo, reason = None, str(missing)
         else:
             times["dynamo"] = Timed()
-        # As the router does at its start: what lives for good is not looked at by collections.
+        # As the router does at its start: keep long-lived objects out of collections.
         gc.collect()
         gc.freeze()
         try:
             for number, ids in enumerate(load.queries):
-                # Who comes first finds cold caches, so they take turns at it.
+                # The first one finds cold CPU caches, so they alternate.
                 for name in sorted(deciders, reverse=number % 2 == 1):
                     times[name].measure(deciders[name], ids)
                 if dynamo is not None:
-                    times["dynamo"].take(*dynamo.select(number))
+                    times["dynamo"].add(*dynamo.select(number))
                 if number % SCAN_EVERY == 0:
                     times["naive"].measure(naive.decide, ids)
         finally:
@@ -179,21 +179,16 @@ def require_equal(answers: dict[str, Sequence[int]]) -> None:
                 raise AnswersDifferError(f"query {number}: {first} has {a} blocks of overlap, {name} {b}")
 
 
-def _dynamo(stack: ExitStack, load: Workload) -> Dynamo:
+def _start_dynamo(stack: ExitStack, load: BlockWorkload) -> Dynamo:
     """Start the peer and feed it the events that the workload's engines would publish."""
-    dynamo = stack.enter_context(Dynamo())
-    with EngineSockets(load.workers) as sockets:
-        dynamo.start(sockets.endpoints, BLOCK_SIZE)
-        sockets.wait()
-        for event in load.events:
-            sockets.send(event.worker, vllm_payload(event))
-        dynamo.load(load.probes)
-        dynamo.settle([len(ids) // BLOCK_SIZE for ids in load.probes])
+    dynamo, publish = stack.enter_context(fed_dynamo(load))
+    publish((event,) for event in load.events)
+    dynamo.settle([len(ids) // BLOCK_SIZE for ids in load.probes])
     dynamo.load(load.queries)
     return dynamo
 
 
-def _rows(load: Workload, times: dict[str, Timed], peer: str | None, reason: str) -> list[Row]:
+def _rows(load: BlockWorkload, times: dict[str, Timed], peer: str | None, reason: str) -> list[Row]:
     what = f"decision, {load.workers} workers"
     ours, naive = times["ours"], times["naive"]
     scan = f"naive full scan: {naive}"

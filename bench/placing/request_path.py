@@ -1,11 +1,11 @@
-"""The whole routing cost of one request: body in, an engine's body out; in this process, without sockets.
+"""CPU time of the complete request path, from a client's body to an engine's body, in process and without sockets.
 
 A conversation of 8k tokens and an image of 1 MB, with a new turn in every request, through the router's own objects as
 the process wires them: parse, base64, identity, size, template, tokens, keys, decision among 64 workers, rewrite.
-*Warm*: conversation and image were there before. *Cold*: nobody has seen the image.
+*Warm*: conversation and image were seen before. *Cold*: the image is new.
 
-The naive way does the same with what is at hand: json, base64 and hashlib of the standard library, an image that is
-decoded to be hashed, the whole text tokenized, a chain of SHA-256, a full scan. Both must choose the same overlap.
+The naive way does the same with the standard library's json, base64 and hashlib, an image decoded to be hashed, the
+whole text tokenized, a chain of SHA-256 and a full scan. Both must choose the same overlap.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ import orjson
 import zmq
 from PIL import Image
 
-from bench.placing import router_objects as bench_fleet
+from bench.pictures import detailed_jpeg
+from bench.placing import router_objects
 from bench.placing.block_workload import BLOCK_SIZE
 from bench.placing.tokenization import REAL, TINY, WORDS
 from bench.rows import Row, not_run, percentile, row
@@ -40,24 +41,23 @@ WORKERS = 64
 PROMPT_TOKENS = 8192
 ROUNDS, NAIVE_EVERY = 120, 8
 IMAGE_BYTES = 1_000_000
-SIDES = (1120, 896)
 PAD = "<|image_pad|>"
 WARM, COLD, NAIVE = "warm", "cold image", "naive"
 GOALS = {WARM: "<= 3", COLD: "<= 8"}
 
 
 class AnswersDifferError(Exception):
-    """The two ways have other tokens or choose another overlap: their times mean nothing."""
+    """The two ways have other tokens or choose another overlap, so their times are not comparable."""
 
 
 @dataclass
 class Timed:
-    """CPU milliseconds of each request, by way: all of it is in one thread, and other load disturbs times more."""
+    """CPU milliseconds of each request by way; CPU of one thread, which other load disturbs less than elapsed time."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {WARM: [], COLD: [], NAIVE: []})
 
-    def take(self, way: str, began: int) -> None:
-        """Note one that began at a time of ``thread_time_ns``."""
+    def add(self, way: str, began: int) -> None:
+        """Record a request that began at this ``thread_time_ns``."""
         self.ms[way].append((time.thread_time_ns() - began) / 1e6)
 
 
@@ -81,35 +81,30 @@ async def measure(label: str, folder: Path, rounds: int = ROUNDS) -> list[Row]:
 
 
 async def compare(ours: "Ours", rounds: int) -> Timed:
-    """Let the ways take turns; every request has a turn of its own."""
-    talk, timed = Talk(ours), Timed()
-    await ours.fill(talk.body(0))
-    naive = Naive(ours, talk.body(0))
-    # As the router does at its start: what lives for good is not looked at by collections.
+    """Measure all ways with interleaved requests, each with a new turn."""
+    bodies, timed = RequestBodies(ours), Timed()
+    await ours.fill(bodies.body(0))
+    naive = Naive(ours, bodies.body(0))
+    # As the router does at its start: keep long-lived objects out of collections.
     gc.collect()
     gc.freeze()
     try:
-        await take_turns(ours, naive, talk, timed, rounds)
+        for number in range(1, rounds + 1):
+            warm, cold = bodies.body(2 * number), bodies.body(2 * number + 1, image=number)
+            # The first one finds cold CPU caches, so they alternate.
+            for way, raw in sorted({WARM: warm, COLD: cold}.items(), reverse=number % 2 == 1):
+                began = time.thread_time_ns()
+                await ours.route(raw)
+                timed.add(way, began)
+            if number % NAIVE_EVERY == 0:
+                began = time.thread_time_ns()
+                ids, overlap = naive.route(warm)
+                timed.add(NAIVE, began)
+                if (ids, overlap) != await ours.answer(warm):
+                    raise AnswersDifferError(f"request {number}: the naive way has an overlap of {overlap} blocks")
     finally:
         gc.unfreeze()
     return timed
-
-
-async def take_turns(ours: "Ours", naive: "Naive", talk: "Talk", timed: Timed, rounds: int) -> None:
-    """Measure; raises :class:`AnswersDifferError`."""
-    for number in range(1, rounds + 1):
-        warm, cold = talk.body(2 * number), talk.body(2 * number + 1, image=number)
-        # Who comes first finds cold caches, so they take turns at it.
-        for way, raw in sorted({WARM: warm, COLD: cold}.items(), reverse=number % 2 == 1):
-            began = time.thread_time_ns()
-            await ours.route(raw)
-            timed.take(way, began)
-        if number % NAIVE_EVERY == 0:
-            began = time.thread_time_ns()
-            ids, overlap = naive.route(warm)
-            timed.take(NAIVE, began)
-            if (ids, overlap) != await ours.answer(warm):
-                raise AnswersDifferError(f"request {number}: the naive way has an overlap of {overlap} blocks")
 
 
 def rows(label: str, timed: Timed) -> list[Row]:
@@ -133,46 +128,45 @@ def name(label: str, what: str) -> str:
 
 
 class Ours:
-    """A router as its process wires it, with workers that hold beginnings of one conversation; nothing is sent."""
+    """A router as its process wires it, with workers that hold prefixes of one conversation; nothing is sent."""
 
     def __init__(self, folder: Path) -> None:
         public, secret = zmq.curve_keypair()
-        deployment = bench_fleet.deployment(replicas=WORKERS)
+        deployment = router_objects.deployment(replicas=WORKERS)
         curve = CurveKeys(public, secret, public)
         self.router = Router(
             Settings(deployment, "bench", "127.0.0.1", folder / "nowhere", folder, bytes(32), "key", "token", curve)
         )
-        _, self.workers = bench_fleet.synced(WORKERS, fleet=self.router.fleet)
+        _, self.workers = router_objects.synced(WORKERS, fleet=self.router.fleet)
 
     async def route(self, raw: bytes) -> tuple[bytes, "array[int]", int]:
-        """Return the engine's body, the prompt's ids and the overlap of the worker that is chosen."""
+        """Return the engine's body, the prompt's ids and the winner's overlap."""
         prepared = await self.router.chat.prepare(CHAT, raw, DEFAULT)
         outgoing = self.router.chat._outgoing(CHAT, prepared)
         decision = self.router.placer.place(prepared)
         return outgoing.plain, prepared.ids, decision.choice.winner.overlap
 
     async def answer(self, raw: bytes) -> tuple["array[int]", int]:
-        """Return what another way must have found, too."""
+        """Return the ids and the overlap that the naive way must give, too."""
         _, ids, overlap = await self.route(raw)
         return ids, overlap
 
     async def fill(self, raw: bytes) -> None:
-        """Have each worker hold another part of a request's prompt."""
+        """Store prefixes of different length of a request's prompt on the workers."""
         prepared = await self.router.chat.prepare(CHAT, raw, DEFAULT)
         keys = prepared.keys(BLOCK_SIZE)
         for number, worker in enumerate(self.workers):
-            packed = pack_keys(keys[: held(number, len(keys))])
-            self.router.fleet.published(worker, bench_fleet.delta(1, packed))
+            packed = pack_keys(keys[: held_count(number, len(keys))])
+            self.router.fleet.published(worker, router_objects.delta(1, packed))
 
     async def close(self) -> None:
-        """Let go of what the router holds."""
         self.router.upstream.close()
         await self.router.media.close()
         self.router._context.destroy(linger=0)
 
 
 class Naive:
-    """The same request by the standard library, an image decoder and a tokenizer."""
+    """The same request path by the standard library, an image decoder and a tokenizer."""
 
     def __init__(self, ours: Ours, raw: bytes) -> None:
         prompter, family = ours.router.preparer.prompter, ours.router.preparer.family
@@ -180,17 +174,17 @@ class Naive:
         assert family is not None
         self._prompter, self._family = prompter, family
         keys = self._keys(*self._prompt(json.loads(raw)))
-        self._held = [set(keys[: held(number, len(keys))]) for number in range(WORKERS)]
+        self._held = [set(keys[: held_count(number, len(keys))]) for number in range(WORKERS)]
 
     def route(self, raw: bytes) -> tuple["array[int]", int]:
-        """Return the prompt's ids and the overlap of the worker that is chosen."""
+        """Return the prompt's ids and the winner's overlap."""
         body = json.loads(raw)
         ids, identity = self._prompt(body)
         keys = self._keys(ids, identity)
         best = 0
-        for held_there in self._held:
-            found = [key in held_there for key in keys]
-            best = max(best, found.index(False) if False in found else len(keys))
+        for held_keys in self._held:
+            hits = [key in held_keys for key in keys]
+            best = max(best, hits.index(False) if False in hits else len(keys))
         body["messages"][1]["content"][0]["uuid"] = identity.hex()
         json.dumps(body).encode()
         return ids, best
@@ -213,13 +207,13 @@ class Naive:
         return keys
 
 
-class Talk:
-    """Bodies of requests: one conversation about one image, each with a turn of its own at its end."""
+class RequestBodies:
+    """Bodies of requests: one conversation about one image, each with another last turn."""
 
     def __init__(self, ours: Ours) -> None:
         assert ours.router.preparer.prompter is not None
         encode = ours.router.preparer.prompter.tokenizer.encode
-        self._jpeg = picture(IMAGE_BYTES)
+        self._jpeg = detailed_jpeg(IMAGE_BYTES)
         self._turns: list[dict[str, Any]] = []
         tokens = 0
         while tokens < PROMPT_TOKENS:
@@ -229,7 +223,7 @@ class Talk:
             self._turns.append({"role": role, "content": text})
 
     def body(self, turn: int, *, image: int = 0) -> bytes:
-        """Return a request with a turn of this number; ``image``: another number is another image."""
+        """Return a request whose last turn has this number; ``image``: another number is another image."""
         comment = image.to_bytes(8, "big")
         jpeg = self._jpeg[:2] + b"\xff\xfe" + (2 + len(comment)).to_bytes(2, "big") + comment + self._jpeg[2:]
         url = "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
@@ -243,17 +237,6 @@ class Talk:
         return orjson.dumps({"model": "bench", "messages": messages, "max_tokens": 16})
 
 
-def held(worker: int, blocks: int) -> int:
-    """Return how many leading blocks of a prompt a worker holds: none of them the whole."""
+def held_count(worker: int, blocks: int) -> int:
+    """Return how many leading blocks of a prompt a worker holds; always less than all."""
     return random.Random(worker).randrange(blocks * 9 // 10)
-
-
-def picture(size: int) -> bytes:
-    """Return a JPEG of at least ``size`` bytes with as many details as a photograph that large."""
-    image = Image.merge("RGB", [Image.effect_noise(SIDES, sigma) for sigma in (40, 50, 60)])
-    for quality in range(92, 100):
-        file = io.BytesIO()
-        image.save(file, "JPEG", quality=quality)
-        if file.tell() >= size:
-            return file.getvalue()
-    raise ValueError(f"no quality makes {size} bytes of {SIDES}")

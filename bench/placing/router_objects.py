@@ -1,4 +1,4 @@
-"""The router's own objects around a workload: a fleet whose workers are synced and verified, and its placer."""
+"""The router's own objects for benchmarks: a fleet of synced and verified workers, its placer, and feed messages."""
 
 from array import array
 
@@ -37,7 +37,7 @@ def resource(*, replicas: int, policy: str = "kv", otlp: str = "") -> dict[str, 
 
 
 def heartbeat(uid: str, seq: int, *, block_size: int = BLOCK_SIZE) -> feed.Heartbeat:
-    """Return the heartbeat of a worker whose engine is up and whose canary compared equal."""
+    """Return the heartbeat of a worker whose engine is up and whose canary passed."""
     return feed.Heartbeat(
         worker=f"{uid}/boot",
         epoch=EPOCH,
@@ -54,7 +54,7 @@ def heartbeat(uid: str, seq: int, *, block_size: int = BLOCK_SIZE) -> feed.Heart
 
 
 def snapshot(request: int, uid: str, keys: bytes = b"") -> feed.SnapshotPart:
-    """Return the answer of a sidecar whose engine holds these packed keys; by default nothing yet."""
+    """Return a sidecar's answer with these packed keys."""
     return feed.SnapshotPart(request, f"{uid}/boot", EPOCH, 0, 0, 0, "GPU", keys, True)
 
 
@@ -64,7 +64,7 @@ def delta(seq: int, packed: bytes) -> feed.Delta:
 
 
 def synced(workers: int, *, block_size: int = BLOCK_SIZE, fleet: Fleet | None = None) -> tuple[Fleet, list[Worker]]:
-    """Return a fleet of workers that hold nothing, each synced and verified; ``fleet``: one that they join."""
+    """Return a fleet of synced and verified workers that hold nothing. ``fleet``: an existing one to join."""
     fleet = fleet if fleet is not None else Fleet(Metrics())
     members = []
     for number in range(workers):

@@ -1,6 +1,6 @@
-"""Prompt text -> token ids: milliseconds for 8k tokens of conversation and a new turn, with and without the cache.
+"""Tokenization time of 8k tokens of conversation and a new turn, with and without the router's segment cache.
 
-Both tokenize the same texts, interleaved in one run, and every answer must be equal.
+Both tokenize the same texts, interleaved in one run, and must give equal ids.
 """
 
 import os
@@ -22,14 +22,14 @@ PROMPT_TOKENS = 8192
 TURNS = 100
 GOAL = ">= 10"
 WORDS = (
-    "The captain crossed the harbour, counted 49 lamps and wrote a letter home; nobody could read it. "
+    "The captain crossed the harbour, counted 49 lamps and wrote a letter home; no reader understood it. "
     "for i in range(0, len(ids), size):\n    yield ids[i : i + size]\n"
     'Größe, 你好,世界 and 3.14159: what the painter saw was "a bridge", or so she said. '
 )
 
 
 class AnswersDifferError(Exception):
-    """The cache gave other ids: its times mean nothing."""
+    """The cache gave other ids, so its times are not comparable."""
 
 
 def run() -> list[Row]:
@@ -43,7 +43,7 @@ def run() -> list[Row]:
 def measure(label: str, folder: Path) -> list[Row]:
     """Return the rows of one tokenizer. Raises :class:`AnswersDifferError`."""
     tokenizer = load_tokenizer(folder, find_json(folder, "tokenizer_config.json") or {})
-    # The real product's call: a second tokenizer, because each remembers the words that it saw.
+    # A second tokenizer, because each caches the words that it has seen.
     cached = SegmentCache(load_tokenizer(folder, find_json(folder, "tokenizer_config.json") or {}))
     history = conversation(tokenizer)
     cached(history, add_special_tokens=False)

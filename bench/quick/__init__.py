@@ -1,1 +1,1 @@
-"""Has anything become slower? Ratios and counts that are the same on most machines, against those of the repository."""
+"""A quick check for regressions: ratios and counts that are equal on most machines, against a committed baseline."""

@@ -1,4 +1,4 @@
-"""What callgrind counts the instructions of: nothing, then each scenario and its floor, a dump after each of them."""
+"""Runs under callgrind: an empty function, then each scenario and its floor, with a dump after each."""
 
 import gc
 import os
@@ -9,18 +9,21 @@ from typing import Any
 from bench.quick.scenarios import scenarios
 
 
-def control(*asked: str) -> None:
-    """Have callgrind do something. Raises ``CalledProcessError``."""
+def control(*options: str) -> None:
+    """Control callgrind on this process. Raises ``CalledProcessError``."""
     subprocess.run(
-        ["callgrind_control", *asked, str(os.getpid())], check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+        ["callgrind_control", *options, str(os.getpid())],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
     )
 
 
 def main() -> None:
-    """Run everything once to warm it, and once more counted."""
-    with scenarios() as found:
+    """Run everything once to warm up, and once counted."""
+    with scenarios() as pieces:
         works: list[tuple[Callable[[Any], object], Callable[[], Any]]] = [(lambda _: None, lambda: None)]
-        works += [(work, scenario.fresh) for scenario in found for work in (scenario.once, scenario.floor)]
+        works += [(work, scenario.fresh) for scenario in pieces for work in (scenario.once, scenario.floor)]
         gc.collect()
         gc.disable()
         for work, fresh in works:

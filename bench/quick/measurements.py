@@ -1,4 +1,4 @@
-"""What a piece costs: its time beside its floor's, and counts that other load on the machine does not change."""
+"""Measurements of a scenario: time over its floor's, calls, memory, kept blocks, and instructions by callgrind."""
 
 import gc
 import os
@@ -17,14 +17,14 @@ from bench.quick.verdicts import Figure
 
 ROUNDS: Final = 7
 KEPT_AFTER: Final = 20
-"""Repetitions after which nothing new may be kept; as many again are counted."""
+"""Repetitions before and within the count of allocated blocks."""
 BLOCKS_SLACK: Final = 8.0
 LIMIT_SECONDS: Final = 150.0
 
 
 def times(scenarios: Iterable[Scenario], rounds: int = ROUNDS) -> list[Figure]:
-    """Return CPU time over the floor's: the least of rounds in which both take turns."""
-    found = []
+    """Return CPU time over the floor's: the least of alternating rounds."""
+    figures = []
     for scenario in scenarios:
         own, floor = [], []
         scenario.once(scenario.fresh())
@@ -32,33 +32,33 @@ def times(scenarios: Iterable[Scenario], rounds: int = ROUNDS) -> list[Figure]:
             own.append(_timed(scenario.once, scenario.fresh()))
             floor.append(_timed(scenario.floor, scenario.fresh()))
         name = f"time: {scenario.name}, over {scenario.against}"
-        found.append(Figure(name, min(own) / min(floor), "x", noisy=True))
-    return found
+        figures.append(Figure(name, min(own) / min(floor), "x", noisy=True))
+    return figures
 
 
 def calls(scenarios: Iterable[Scenario]) -> list[Figure]:
-    """Return calls of functions, Python's and C's."""
-    found = []
+    """Return the number of function calls, Python's and C's."""
+    figures = []
     for scenario in scenarios:
         scenario.once(scenario.fresh())
         state, number = scenario.fresh(), 0
 
-        def seen(frame: object, event: str, argument: object) -> None:
+        def count_call(frame: object, event: str, argument: object) -> None:
             nonlocal number
             number += event in ("call", "c_call")
 
-        sys.setprofile(seen)
+        sys.setprofile(count_call)
         try:
             scenario.once(state)
         finally:
             sys.setprofile(None)
-        found.append(Figure(f"calls: {scenario.name}", number / scenario.units, f"per {scenario.unit}", slack=1.0))
-    return found
+        figures.append(Figure(f"calls: {scenario.name}", number / scenario.units, f"per {scenario.unit}", slack=1.0))
+    return figures
 
 
 def memory(scenarios: Iterable[Scenario]) -> list[Figure]:
-    """Return the most memory that is allocated at one time."""
-    found = []
+    """Return the peak of allocated memory."""
+    figures = []
     for scenario in scenarios:
         scenario.once(scenario.fresh())
         state = scenario.fresh()
@@ -69,12 +69,12 @@ def memory(scenarios: Iterable[Scenario]) -> list[Figure]:
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        found.append(Figure(f"memory: {scenario.name}", peak / 1024, "KiB at the most", slack=1.0))
-    return found
+        figures.append(Figure(f"memory: {scenario.name}", peak / 1024, "KiB at the most", slack=1.0))
+    return figures
 
 
 def kept(scenario: Scenario) -> Figure:
-    """Return the allocated blocks that every repetition leaves behind once caches have met it."""
+    """Return the allocated blocks that a repetition leaves behind once caches are warm."""
     state = scenario.fresh()
 
     def repeat() -> int:
@@ -97,7 +97,7 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
         out = Path(folder) / "out"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
         command += [sys.executable, "-m", "bench.quick.callgrind_child"]
-        # The same hashes, so the same collisions, in every run.
+        # Fixed hashes, and so fixed collisions, in every run.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         try:
             done = subprocess.run(
@@ -117,7 +117,7 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
 
 
 def totals(dump: str) -> int:
-    """Return the instructions of one dump of callgrind."""
+    """Return the instruction count of a callgrind dump."""
     (line,) = (line for line in dump.splitlines() if line.startswith("totals:"))
     return int(line.split()[1])
 

@@ -1,6 +1,6 @@
-"""Pieces of the hot paths, each beside a floor: the least that an interpreter does for the same data.
+"""Parts of the hot paths, each with a floor: the least that an interpreter does for the same data.
 
-The ratio of both is about the same on any machine.
+Their ratio is about the same on any machine.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ import pybase64
 from xxhash import xxh3_64_intdigest
 
 from bench.feed import sidecar_ingest
-from bench.placing import decision_time, request_path
-from bench.placing import router_objects as bench_fleet
+from bench.pictures import detailed_jpeg
+from bench.placing import decision_time, request_path, router_objects
 from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, split, vllm_payload
 from bench.placing.tokenization import TINY, WORDS, conversation
 from mmrouter_lib import feed
@@ -41,7 +41,7 @@ TURNS = 4
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """``fresh`` makes what ``once`` and ``floor`` get; it is not part of them. ``units``: how many of it they do."""
+    """``fresh`` makes the argument of ``once`` and ``floor``, uncounted; ``units``: how much work they do."""
 
     name: str
     unit: str
@@ -54,21 +54,27 @@ class Scenario:
 
 @contextmanager
 def scenarios() -> Iterator[list[Scenario]]:
-    """Return them all; they share what is costly to make."""
+    """Yield all scenarios; they share what is costly to make."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
         ours = request_path.Ours(TINY)
         try:
-            yield [*choosing(), *ingesting(Path(folder)), tokens(), image(), whole(ours, loop)]
+            yield [
+                *placement_scenarios(),
+                *ingest_scenarios(Path(folder)),
+                tokenization_scenario(),
+                image_scenario(),
+                request_scenario(ours, loop),
+            ]
         finally:
             loop.run_until_complete(ours.close())
             loop.close()
             asyncio.set_event_loop(None)
 
 
-def choosing() -> list[Scenario]:
-    """Keys, index and placement of one prompt."""
+def placement_scenarios() -> list[Scenario]:
+    """Return keys, index and placement of one prompt."""
     load = build(workers=WORKERS, blocks_per_worker=HELD, queries=1)
     ours = decision_time.Ours(load)
     ids = load.queries[0]
@@ -105,10 +111,10 @@ def choosing() -> list[Scenario]:
     ]
 
 
-def ingesting(folder: Path) -> list[Scenario]:
-    """The feed into the index, an engine's events into the feed."""
+def ingest_scenarios(folder: Path) -> list[Scenario]:
+    """Return the feed into the index, and an engine's events into the feed."""
     load = build(workers=8, blocks_per_worker=HELD, queries=0)
-    found = []
+    result = []
     for size, events in ((64, load.events), (1, tuple(split(load.events, 1))[:1000])):
         blocks = sum(len(event.keys) for event in events)
         seqs = count(1)
@@ -116,7 +122,7 @@ def ingesting(folder: Path) -> list[Scenario]:
         keys = [(event.worker, event.keys) for event in events]
         payloads = [vllm_payload(event) for event in events if event.worker == 0]
         own = sum(len(event.keys) for event in events if event.worker == 0)
-        found.append(
+        result.append(
             Scenario(
                 f"feed into the index, {size}-block deltas",
                 "block",
@@ -127,22 +133,22 @@ def ingesting(folder: Path) -> list[Scenario]:
                 blocks,
             )
         )
-        found.append(
+        result.append(
             Scenario(
                 f"engine events into the feed, {size}-block events",
                 "block",
                 "msgpack",
                 partial(_relay, folder, seqs),
-                lambda relay, payloads=payloads: sidecar_ingest.carry(relay, payloads),  # type: ignore[misc]
+                lambda relay, payloads=payloads: sidecar_ingest.relay_batches(relay, payloads),  # type: ignore[misc]
                 lambda _, payloads=payloads: [msgspec.msgpack.decode(payload) for payload in payloads],  # type: ignore[misc]
                 own,
             )
         )
-    return found
+    return result
 
 
-def tokens() -> Scenario:
-    """A conversation with a new turn, by the cache of segments."""
+def tokenization_scenario() -> Scenario:
+    """Return tokenization of a conversation with a new turn by the segment cache."""
     config = find_json(TINY, "tokenizer_config.json") or {}
     whole = load_tokenizer(TINY, config)
     cached = SegmentCache(load_tokenizer(TINY, config))
@@ -162,9 +168,9 @@ def tokens() -> Scenario:
     return Scenario(f"tokens, {PROMPT_TOKENS} and a new turn", "prompt", "the whole text", texts, once, floor, TURNS)
 
 
-def image() -> Scenario:
-    """An image of 1 MB: base64, identity, size."""
-    data = request_path.picture(request_path.IMAGE_BYTES)
+def image_scenario() -> Scenario:
+    """Return base64, identity and size of an image of 1 MB."""
+    data = detailed_jpeg(request_path.IMAGE_BYTES)
     uri = "data:image/jpeg;base64," + pybase64.b64encode(data).decode()
     key = bytes(32)
 
@@ -175,17 +181,17 @@ def image() -> Scenario:
     return Scenario("image of 1 MB", "image", "base64", _nothing, once, lambda _: pybase64.b64decode(uri[23:]))
 
 
-def whole(ours: request_path.Ours, loop: asyncio.AbstractEventLoop) -> Scenario:
-    """The whole routing cost, warm."""
-    talk = request_path.Talk(ours)
-    loop.run_until_complete(ours.fill(talk.body(0)))
-    naive, numbers = request_path.Naive(ours, talk.body(0)), count(1)
+def request_scenario(ours: request_path.Ours, loop: asyncio.AbstractEventLoop) -> Scenario:
+    """Return the complete request path, warm."""
+    bodies = request_path.RequestBodies(ours)
+    loop.run_until_complete(ours.fill(bodies.body(0)))
+    naive, numbers = request_path.Naive(ours, bodies.body(0)), count(1)
 
     return Scenario(
         "whole routing cost, 8k tokens and an image of 1 MB",
         "request",
         "the naive way",
-        lambda: talk.body(next(numbers)),
+        lambda: bodies.body(next(numbers)),
         lambda raw: loop.run_until_complete(ours.route(raw)),
         naive.route,
     )
@@ -196,12 +202,12 @@ def _nothing() -> None:
 
 
 def _feed(frames: list[tuple[int, bytes]]) -> tuple[Any, list[tuple[int, bytes]]]:
-    fleet, members = bench_fleet.synced(8)
+    fleet, members = router_objects.synced(8)
     seqs = [0] * 8
     deltas = []
     for worker, packed in frames:
         seqs[worker] += 1
-        deltas.append((worker, feed.encode(bench_fleet.delta(seqs[worker], packed))))
+        deltas.append((worker, feed.encode(router_objects.delta(seqs[worker], packed))))
     return (fleet, members), deltas
 
 
@@ -225,4 +231,4 @@ def _relay(folder: Path, numbers: "count[int]") -> Any:
     def publish(frame: feed.Published) -> None:
         feed.encode(frame)
 
-    return sidecar_ingest.relaying(where, publish)
+    return sidecar_ingest.make_relay(where, publish)

@@ -1,4 +1,4 @@
-"""What was measured against what is committed: pure."""
+"""Figures, the committed baseline, and the verdict on each figure."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,22 +9,21 @@ import msgspec
 
 FILE: Final = Path(__file__).with_name("baseline.json")
 ALLOWED: Final = 1.25
-"""A figure that is larger than the committed one times this fails, unless it has a factor of its own."""
+"""Factor over the baseline from which a figure fails, unless it has its own."""
 
 State = Literal["ok", "better", "worse", "not run", "new", "gone"]
 FAILS: Final = frozenset({"worse", "new", "gone"})
 
 
 class BaselineError(ValueError):
-    """The committed file is not one of ours."""
+    """The baseline file cannot be read."""
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One figure; less is better for all of them. ``value`` is null where it was not measured, ``why`` says why.
+    """One figure, of which less is better; ``value`` is null where it was not measured, for the reason ``why``.
 
-    ``slack``: a difference that means nothing, for counts near 0. ``allowed``: the factor by which it may be larger.
-    ``noisy``: it is a time, so it may be measured again and the least of all attempts counts, because other load only
-    ever adds.
+    ``slack``: an insignificant difference, for counts near 0. ``allowed``: the factor by which it may be larger.
+    ``noisy``: a time; it may be measured again and the least of all attempts counts, because other load only adds.
     """
 
     name: str
@@ -37,7 +36,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A figure beside the committed value."""
+    """A figure beside its baseline."""
 
     name: str
     committed: float | None
@@ -48,7 +47,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def fails(self) -> bool:
-        """Whether it ends the run with status 1."""
+        """Whether the run ends with status 1."""
         return self.state in FAILS
 
     def text(self) -> str:
@@ -56,7 +55,7 @@ class Verdict(msgspec.Struct, frozen=True):
         if self.state == "not run":
             return f"{self.name}: not run: {self.why}"
         if self.state == "gone":
-            return f"{self.name}: committed as {self.committed:g}, and nothing measures it any more"
+            return f"{self.name}: committed as {self.committed:g}, and no longer measured"
         if self.state == "new":
             return f"{self.name}: {self.value:.4g} {self.unit}, and no value is committed"
         assert self.value is not None
@@ -66,7 +65,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judge(committed: Mapping[str, float], measured: Sequence[Figure]) -> list[Verdict]:
-    """Return a verdict for each figure that was measured or is committed."""
+    """Return a verdict for each figure that was measured or is in the baseline."""
     names = {figure.name for figure in measured}
     gone = [
         Verdict(name, value, None, "", "gone", "nothing measures it")
@@ -91,27 +90,27 @@ def _judged(figure: Figure, base: float | None) -> Verdict:
 
 
 def least(first: Sequence[Figure], again: Iterable[Figure]) -> list[Figure]:
-    """Return the figures with those that were measured again, each with the lesser value."""
-    seen = {figure.name: figure.value for figure in again if figure.value is not None}
-    found = []
-    for figure in first:
-        value = seen.get(figure.name)
-        better = value is not None and figure.value is not None and value < figure.value
-        found.append(msgspec.structs.replace(figure, value=value) if better else figure)
-    return found
+    """Return the figures, each with the lesser value of both measurements."""
+    repeated = {figure.name: figure.value for figure in again if figure.value is not None}
+    return [
+        figure
+        if figure.value is None
+        else msgspec.structs.replace(figure, value=min(figure.value, repeated.get(figure.name, figure.value)))
+        for figure in first
+    ]
 
 
 def read(path: Path = FILE) -> tuple[str, dict[str, float]]:
-    """Return the Python release and the values that are committed. Raises :class:`BaselineError`."""
+    """Return the baseline's Python release and values. Raises :class:`BaselineError`."""
     try:
-        found = json.loads(path.read_text())
-        return str(found["python"]), {str(name): float(value) for name, value in found["figures"].items()}
+        baseline = json.loads(path.read_text())
+        return str(baseline["python"]), {str(name): float(value) for name, value in baseline["figures"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BaselineError(f"{path}: {error!r}; --write-baseline makes one") from error
 
 
 def write(figures: Iterable[Figure], python: str, path: Path = FILE) -> None:
-    """Commit to what was measured; a figure that was not measured here keeps what was committed."""
+    """Write the baseline; a figure that was not measured here keeps its value."""
     try:
         _, values = read(path)
     except BaselineError:

@@ -1,32 +1,27 @@
-"""Many clients at once: 2,000 streams that wait for their next token and 500 that get one every 50 ms.
+"""Many clients at once: memory of a router with 2,000 idle streams and 500 that get a token every 50 ms.
 
-Every stream must come whole, or the target has an error and no figure. The memory is that of the router's process when
-all of it is under way, against Rust routers.
+Every stream must arrive complete, or the router has an error and no figure. The memory is the router process's largest
+while all streams are open, against Rust routers.
 """
 
 import resource
-import sys
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bench.command_child import Child, ChildError
-from bench.feed.fake_sidecars import FRONTEND, Curve, FeedEnds, address
-from bench.peers.environment import SGLANG_ROUTER, SMG, PeerMissingError
 from bench.rows import Row, not_run, row
-from bench.serving.router_processes import Ours, Process, rust
+from bench.serving.router_processes import Process, ServingRig
 
 IDLE, ACTIVE = 2000, 500
 PAUSE_MS = 50
-ENGINE_PORT = 8000
-FILES = 4 * (IDLE + ACTIVE)
-LOOKS_SECONDS = 0.25
+OPEN_FILES = 4 * (IDLE + ACTIVE)
+SAMPLE_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One router under the load: MiB at its most, the CPU seconds, and what went wrong."""
+class RouterUsage:
+    """One router under the load: its largest memory in MiB, its CPU seconds, or its failure."""
 
     mib: float = 0.0
     cpu: float = 0.0
@@ -36,71 +31,54 @@ class Seen:
 def run() -> list[Row]:
     """Measure all routers that can be run here, one after the other."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, hard), hard))
-    curve = Curve.fresh()
-    seen: dict[str, Seen] = {}
-    missing: list[str] = []
-    with ExitStack() as stack:
-        engine = Process(
-            "engine",
-            [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)],
-            address(0),
-            8000,
-        )
-        stack.enter_context(engine).wait()
-        with FeedEnds(1, curve):
-            seen["mmrouter"] = measure(Ours(FRONTEND, [address(0)], curve, policy="roundRobin"))
-        for peer in (SGLANG_ROUTER, SMG):
-            try:
-                seen[str(peer)] = measure(rust(peer, [f"http://{address(0)}:{ENGINE_PORT}"]))
-            except PeerMissingError as error:
-                missing.append(str(error))
-    return rows(seen, missing)
+    if soft < OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
+    with ServingRig() as rig:
+        usages = {"mmrouter": measure(rig.ours(policy="roundRobin"))}
+        for peer in rig.rust_routers():
+            usages[str(peer)] = measure(rig.rust_router(peer))
+    return rows(usages, rig.missing)
 
 
-def measure(target: Process) -> Seen:
+def measure(target: Process) -> RouterUsage:
     """Put the load on a router and end it."""
-    with target, ExitStack() as stack:
+    generator = "bench.serving.load_generator"
+    with target, Child.module(generator) as idle, Child.module(generator) as active:
         target.wait()
-        waits, asks = (
-            stack.enter_context(Child("load generator", [sys.executable, "-m", "bench.serving.load_client"]))
-            for _ in "ab"
-        )
-        most, done = [0.0], threading.Event()
+        samples, done = [0.0], threading.Event()
 
-        def look() -> None:
-            while not done.wait(LOOKS_SECONDS):
-                most.append(target.memory())
+        def sample_memory() -> None:
+            while not done.wait(SAMPLE_SECONDS):
+                samples.append(target.memory())
 
-        looks = threading.Thread(target=look)
+        sampler = threading.Thread(target=sample_memory)
         before = target.cpu()
         try:
-            waits.call("idle", host=target.host, port=target.port, connections=IDLE)
-            looks.start()
-            asks.call("streams", host=target.host, port=target.port, connections=ACTIVE, count=1, pause_ms=PAUSE_MS)
+            idle.call("idle", **target.address, connections=IDLE)
+            sampler.start()
+            active.call("streams", **target.address, connections=ACTIVE, count=1, pause_ms=PAUSE_MS)
         except ChildError as error:
-            return Seen(error=str(error))
+            return RouterUsage(error=str(error))
         finally:
             done.set()
-            if looks.is_alive():
-                looks.join()
-        return Seen(max(most), target.cpu() - before)
+            if sampler.is_alive():
+                sampler.join()
+        return RouterUsage(max(samples), target.cpu() - before)
 
 
-def rows(seen: dict[str, Seen], missing: Sequence[str]) -> list[Row]:
-    """Return our figures, and the memory against the better of the peers without an error."""
-    ours = seen["mmrouter"]
+def rows(usages: dict[str, RouterUsage], missing: Sequence[str]) -> list[Row]:
+    """Return our figures, and our memory over that of the best peer without an error."""
+    ours = usages["mmrouter"]
     name = f"connections, {IDLE:,} idle and {ACTIVE} active streams"
-    peers = {peer: each for peer, each in seen.items() if peer != "mmrouter"}
-    words = [f"{peer}: {each.error or f'{each.mib:.4g} MiB'}" for peer, each in peers.items()]
     failed = row(f"{name}: runs of ours with an error", float(bool(ours.error)), "", peer=ours.error, goal="<= 0")
     if ours.error:
         return [failed]
-    found = [failed, row(f"{name}: resident", ours.mib, "MiB"), row(f"{name}: CPU", ours.cpu, "s")]
-    whole = [each.mib for each in peers.values() if not each.error]
+    peers = {peer: usage for peer, usage in usages.items() if peer != "mmrouter"}
+    results = [f"{peer}: {usage.error or f'{usage.mib:.4g} MiB'}" for peer, usage in peers.items()]
+    complete = [usage.mib for usage in peers.values() if not usage.error]
+    figures = [failed, row(f"{name}: resident", ours.mib, "MiB"), row(f"{name}: CPU", ours.cpu, "s")]
     ratio = f"{name}: resident, over the better Rust router"
-    if not whole:
-        return [*found, not_run(ratio, "x", "; ".join([*words, *missing]), goal="<= 1.5")]
-    words += [f"not run: {reason}" for reason in missing]
-    return [*found, row(ratio, ours.mib / min(whole), "x", peer="; ".join(words), goal="<= 1.5")]
+    if not complete:
+        return [*figures, not_run(ratio, "x", "; ".join([*results, *missing]), goal="<= 1.5")]
+    results += [f"not run: {reason}" for reason in missing]
+    return [*figures, row(ratio, ours.mib / min(complete), "x", peer="; ".join(results), goal="<= 1.5")]

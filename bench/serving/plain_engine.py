@@ -1,4 +1,4 @@
-"""A process that answers like an engine and costs next to nothing: fixed JSON, or a stream of 64 tokens.
+"""A minimal engine process: answers chat requests at next to no cost, with fixed JSON or a stream of 64 tokens.
 
 A request's ``seed`` is the pause between two tokens in milliseconds; without one the stream comes as fast as it can.
 """
@@ -45,7 +45,7 @@ _PIECES = [_token(number) for number in range(TOKENS)]
 _END = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
-class Engine(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One connection, one request at a time."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Engine(asyncio.Protocol):
         head, found, rest = self._data.partition(b"\r\n\r\n")
         if not found:
             return
-        if _CHUNKED.search(head):  # some routers pass a large body on so
+        if _CHUNKED.search(head):  # how some routers forward a large body
             if not rest.endswith(b"0\r\n\r\n"):
                 return
             length = len(rest)
@@ -98,8 +98,8 @@ class Engine(asyncio.Protocol):
 
 
 async def main(host: str, port: int) -> None:
-    """Serve until killed; a line on stdout says that the port is open."""
-    server = await asyncio.get_running_loop().create_server(Engine, host, port)
+    """Serve until killed; prints a line when the port is open."""
+    server = await asyncio.get_running_loop().create_server(EngineConnection, host, port)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await server.serve_forever()

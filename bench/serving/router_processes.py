@@ -1,4 +1,4 @@
-"""Router processes under test: ours as it is deployed, and Rust routers from the package index."""
+"""Router processes under test: mmrouter as it is deployed, Rust routers from the package index, and their rig."""
 
 import http.client
 import json
@@ -10,26 +10,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Self
 
 import psutil
 
-from bench.feed.fake_sidecars import Curve
-from bench.peers.environment import Peer, ensure
+from bench.command_child import Child
+from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
+from bench.peers.environment import SGLANG_ROUTER, SMG, Peer, PeerMissingError, ensure
 from bench.placing.router_objects import resource
-from bench.serving.load_client import request, split
+from bench.serving.load_generator import chat_body
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.1
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen2-vl"
-FRONTEND_PORT = 8000
+ENGINE_PORT = FRONTEND_PORT = 8000
+HEALTH_PORT = 9090
 CONTROL_TOKEN = "bench-control-token"
 
 
 class RouterFailedError(Exception):
-    """A router did not start or answered wrongly; the message has its last words."""
+    """A router did not start or answered wrongly; the message has the end of its log."""
 
 
 class Process(AbstractContextManager["Process"]):
@@ -44,9 +46,6 @@ class Process(AbstractContextManager["Process"]):
             command, stdout=self._log, stderr=self._log, env={**os.environ, **(environment or {})}
         )
         self._usage = psutil.Process(self._process.pid)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         family = [*self._usage.children(recursive=True), self._usage] if self._usage.is_running() else []
@@ -63,6 +62,11 @@ class Process(AbstractContextManager["Process"]):
         """The process's id."""
         return self._process.pid
 
+    @property
+    def address(self) -> dict[str, str | int]:
+        """Host and port, as arguments of the load generator."""
+        return {"host": self.host, "port": self.port}
+
     def cpu(self) -> float:
         """Return CPU seconds used so far, children included."""
         times = [process.cpu_times() for process in (self._usage, *self._usage.children(recursive=True))]
@@ -78,35 +82,33 @@ class Process(AbstractContextManager["Process"]):
         answer = "nothing"
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                raise RouterFailedError(f"{self.name} ended with status {self._process.returncode}: {self._words()}")
+                status = self._process.returncode
+                raise RouterFailedError(f"{self.name} ended with status {status}: {self._end_of_log()}")
             try:
-                status = self._ask()
-            except (OSError, ConnectionError) as error:
+                status = self._request("POST", "/v1/chat/completions", self.port, chat_body(stream=False))
+            except (OSError, http.client.HTTPException) as error:
                 answer = str(error)
             else:
                 if status == 200:
                     return
                 answer = f"status {status}"
             time.sleep(POLL_SECONDS)
-        raise RouterFailedError(f"{self.name} still says {answer} after {START_SECONDS:g} s: {self._words()}")
+        raise RouterFailedError(f"{self.name} still answers {answer} after {START_SECONDS:g} s: {self._end_of_log()}")
 
-    def _ask(self) -> int:
-        with socket.create_connection((self.host, self.port), timeout=5) as connection:
-            connection.sendall(request(self.host, self.port, stream=False, pause_ms=None))
-            data = b""
-            while (answer := split(data)) is None:
-                piece = connection.recv(65536)
-                if not piece:
-                    raise ConnectionError("closed within an answer")
-                data += piece
-        return answer[0]
+    def _request(self, method: str, path: str, port: int, body: bytes | None = None) -> int:
+        connection = http.client.HTTPConnection(self.host, port, timeout=5)
+        try:
+            connection.request(method, path, body, {"content-type": "application/json"})
+            return connection.getresponse().status
+        finally:
+            connection.close()
 
-    def _words(self) -> str:
+    def _end_of_log(self) -> str:
         return " ".join(Path(self._log.name).read_text(errors="replace").split())[-300:]
 
 
 class Ours(Process):
-    """``mmrouter router`` with a configuration folder as in a pod, policy, workers and collector as given."""
+    """``mmrouter router`` with a configuration folder as in a pod."""
 
     def __init__(
         self,
@@ -119,9 +121,12 @@ class Ours(Process):
         under: Sequence[str] = (),
         peers: Sequence[str] = (),
     ) -> None:
-        """``under``: a command that runs it, as a tracer does. ``peers``: addresses of other routers."""
+        """``otlp``: URL of a collector. ``under``: a command that runs the router, such as a tracer.
+
+        ``workers``, ``peers``: addresses of engines and of other routers.
+        """
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
-        configure(self._config, workers, curve, policy=policy, otlp=otlp, peers=peers)
+        _write_config(self._config, workers, curve, policy=policy, otlp=otlp, peers=peers)
         environment = {
             "MMROUTER_CONFIG": str(self._config),
             "MMROUTER_MODEL_DIR": str(MODEL),
@@ -139,16 +144,12 @@ class Ours(Process):
     def wait(self) -> None:
         """Wait until every worker is verified and a request is answered."""
         super().wait()
-        connection = http.client.HTTPConnection(self.host, 9090, timeout=5)
-        connection.request("GET", "/readyz")
-        status = connection.getresponse().status
-        connection.close()
-        if status != 200:
+        if (status := self._request("GET", "/readyz", HEALTH_PORT)) != 200:
             raise RouterFailedError(f"{self.name} answers before it is ready ({status})")
 
 
-def configure(
-    folder: Path, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str = "", peers: Sequence[str] = ()
+def _write_config(
+    folder: Path, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str, peers: Sequence[str]
 ) -> None:
     """Write the files that a router reads (docs/architecture.md, Wiring)."""
     secrets = folder / "secrets"
@@ -172,7 +173,7 @@ def configure(
         (secrets / name).write_text(text)
 
 
-def rust(peer: Peer, workers: Sequence[str]) -> Process:
+def rust_router(peer: Peer, workers: Sequence[str]) -> Process:
     """Start a Rust router with policy round robin. Raises ``PeerMissingError`` where it cannot be installed."""
     command = ensure(peer) / peer.package
     port = _free_port()
@@ -188,3 +189,50 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class ServingRig(ExitStack):
+    """One engine process with its sidecar's end of the feed, and the routers in front of it; all end together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.curve = Curve.fresh()
+        self.missing: list[str] = []
+        """Why peers could not be started."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        command = [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)]
+        self.engine = self.start(Process("engine", command, address(0), ENGINE_PORT))
+        self.enter_context(FakeSidecars(1, self.curve))
+        return self
+
+    def ours(
+        self, host: str = FRONTEND, *, policy: str, otlp: str = "", under: Sequence[str] = (), peers: Sequence[str] = ()
+    ) -> Ours:
+        """Return an mmrouter process in front of the engine; not waited for."""
+        return Ours(host, [address(0)], self.curve, policy=policy, otlp=otlp, under=under, peers=peers)
+
+    def start(self, process: Process) -> Process:
+        """Wait until a process answers; it ends with the rig."""
+        self.enter_context(process).wait()
+        return process
+
+    def rust_routers(self) -> list[Peer]:
+        """Return the Rust routers that are installed here; :attr:`missing` has the reasons for the others."""
+        installed = []
+        for peer in (SGLANG_ROUTER, SMG):
+            try:
+                ensure(peer)
+                installed.append(peer)
+            except PeerMissingError as error:
+                self.missing.append(str(error))
+        return installed
+
+    def rust_router(self, peer: Peer) -> Process:
+        """Return a Rust router in front of the engine; not waited for."""
+        return rust_router(peer, [f"http://{address(0)}:{ENGINE_PORT}"])
+
+    def load_generator(self) -> Child:
+        """Start a load generator."""
+        return self.enter_context(Child.module("bench.serving.load_generator"))

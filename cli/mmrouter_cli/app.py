@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mmrouter_cli.bench import command as bench_command
 from mmrouter_cli.init import command as init_command
-from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, leave, reach_or_leave
+from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, control_or_leave, leave
 from mmrouter_cli.status import commands as looking
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
@@ -174,7 +174,7 @@ def verify(
     from mmrouter_cli import verify as gate
 
     with httpx.Client(timeout=60) as client:
-        asked = gate.Gate(reach_or_leave(url, control, token), api_key=api_key, client=client, strict=strict)
+        asked = gate.Gate(control_or_leave(url, control, token), api_key=api_key, client=client, strict=strict)
         checks = asked.run(rounds)
     result = {"strict": strict, **gate.as_json(checks)}
     if as_json:
@@ -214,7 +214,7 @@ def explain(
         leave("give either a request id or --dry-run FILE")
     if parity and dry_run is not None:
         leave("--parity needs a request that was sent: give its id")
-    where = reach_or_leave(url, control, token)
+    where = control_or_leave(url, control, token)
     with httpx.Client(timeout=30, headers=where.authorization) as client:
         base = where.controls[0]
         try:

@@ -17,7 +17,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.test_images import data_uri, picture
 
 SETTLE_SECONDS = 5.0
@@ -149,7 +149,7 @@ class Shown:
         show(console, self.rows, self.baseline)
 
 
-def run(reach: Reach, model: str) -> Shown:
+def run(reach: ControlEndpoint, model: str) -> Shown:
     """Send the workload by the deployment's policy, then by round robin. Raises :class:`DemoError`."""
     try:
         return Shown(_run(reach, model), _run(reach, model, policy="roundRobin"))
@@ -157,7 +157,7 @@ def run(reach: Reach, model: str) -> Shown:
         raise DemoError(f"the demo's workload failed: {error}") from error
 
 
-def _run(reach: Reach, model: str, *, policy: str | None = None) -> list[Row]:
+def _run(reach: ControlEndpoint, model: str, *, policy: str | None = None) -> list[Row]:
     """Send the workload once, under fresh text."""
     nonce = secrets.token_hex(4)
     headers = {"x-mmrouter-control": reach.token} | ({"x-mmrouter-policy": policy} if policy else {})
@@ -171,7 +171,7 @@ def _run(reach: Reach, model: str, *, policy: str | None = None) -> list[Row]:
     return rows
 
 
-def _send(client: openai.OpenAI, control: httpx.Client, reach: Reach, model: str, step: Step) -> Row:
+def _send(client: openai.OpenAI, control: httpx.Client, reach: ControlEndpoint, model: str, step: Step) -> Row:
     began = time.perf_counter()
     messages: Any = list(step.messages)
     answer = client.chat.completions.with_raw_response.create(
@@ -217,7 +217,7 @@ def _failure(step: Step, row: Row, trace: dict[str, Any]) -> str:
     return ""
 
 
-def _settle(control: httpx.Client, reach: Reach, step: Step, model: str) -> None:
+def _settle(control: httpx.Client, reach: ControlEndpoint, step: Step, model: str) -> None:
     """Wait until every frontend sees what the step left in an engine's cache (a few milliseconds)."""
     body = {"model": model, "messages": list(step.messages)}
     deadline = time.monotonic() + SETTLE_SECONDS

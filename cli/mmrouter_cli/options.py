@@ -1,11 +1,11 @@
-"""Options that several commands share, and how a command ends that cannot go on."""
+"""Options shared by several commands, and how a command ends with an error."""
 
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from mmrouter_cli.status.control_endpoint import Reach, UnreachableError, reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint, UnreachableError, find_control
 
 FAILED, USAGE = 1, 2
 
@@ -16,15 +16,15 @@ Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Defaul
 Kubeconfig = Annotated[Path | None, typer.Option(help="How to reach the cluster. Default: as kubectl does.")]
 
 
-def reach_or_leave(url: str, control: str | None, token: str | None) -> Reach:
-    """Find a deployment's control API, or end with a sentence."""
+def control_or_leave(url: str, control: str | None, token: str | None) -> ControlEndpoint:
+    """Return a deployment's control API, or end with status 2."""
     try:
-        return reach(url, control, token)
+        return find_control(url, control, token)
     except UnreachableError as error:
         leave(str(error))
 
 
 def leave(message: str) -> NoReturn:
-    """End with status 2 and a sentence."""
+    """End with status 2 and a message."""
     typer.echo(f"mmrouter: {message}", err=True)
     raise typer.Exit(USAGE)

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.test_images import data_uri, picture
 
 ROUNDS = 3
@@ -74,7 +74,9 @@ class GateError(Exception):
 class Gate:
     """Sends the gate's requests and judges what comes back."""
 
-    def __init__(self, reach: Reach, *, api_key: str | None, client: httpx.Client, strict: bool = True) -> None:
+    def __init__(
+        self, reach: ControlEndpoint, *, api_key: str | None, client: httpx.Client, strict: bool = True
+    ) -> None:
         self._reach, self._client, self._strict = reach, client, strict
         self._headers = {"x-mmrouter-control": reach.token}
         self._dry_headers = dict(reach.authorization)

@@ -19,7 +19,7 @@ from unit.render.test_children import load
 from unit.render.test_pods_security import CASES, broken_by
 
 from mmrouter_cli.doctor.resource import violated
-from mmrouter_cli.status.frontend_state import Unread, reached
+from mmrouter_cli.status.frontend_state import Unread, open_frontends
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME
 
 SECONDS = 30
@@ -248,7 +248,7 @@ def test_where_no_port_can_be_forwarded_kubectls_own_words_are_told(
     }
 
     async def way() -> str | Unread:
-        async with reached([frontend], plane.kubeconfig) as frontends:
+        async with open_frontends([frontend], plane.kubeconfig) as frontends:
             return frontends[0].url
 
     found = asyncio.run(way())

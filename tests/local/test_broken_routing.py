@@ -17,7 +17,7 @@ import httpx
 import pytest
 from local.rig import wait_for
 
-from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.verify import Gate
 
 
@@ -98,7 +98,7 @@ class Second:
         return [worker["standing"] for worker in state["workers"]]
 
     def gate(self):
-        reach = Reach(f"http://{self.ip}:8000", (f"http://{self.ip}:8001",), self.demo.token)
+        reach = ControlEndpoint(f"http://{self.ip}:8000", (f"http://{self.ip}:8001",), self.demo.token)
         with httpx.Client(timeout=60) as client:
             return Gate(reach, api_key=None, client=client).run(rounds=1)
 
@@ -296,7 +296,7 @@ def test_cached_tokens_that_are_absent_fail_the_gate(second, monkeypatch):
             return answer
 
     with second.running():
-        reach = Reach(f"http://{second.ip}:8000", (f"http://{second.ip}:8001",), second.demo.token)
+        reach = ControlEndpoint(f"http://{second.ip}:8000", (f"http://{second.ip}:8001",), second.demo.token)
         with Client(timeout=60) as client:
             checks = Gate(reach, api_key=None, client=client).run(rounds=1)
         assert "cached_tokens is absent" in first_failure(checks).message

@@ -1,6 +1,5 @@
-"""`mmrouter bench`: load for any OpenAI-compatible endpoint, and what came of it (docs/bench.md).
+"""`mmrouter bench`: send a load to any OpenAI-compatible endpoint and report latency and cache hits (docs/bench.md).
 
-Pure: ``workload`` and ``traces`` (what is asked, when), ``drawing`` (its words and pictures), ``measure`` (answers to
-figures), ``compare``, ``report``, ``page``. With I/O: ``asking`` (one request), ``endpoint`` (what is at a URL),
-``driving`` (when requests go out), ``run`` (all of it), ``live`` (progress).
+Pure: ``workload`` and ``traces`` (what is sent when), ``measure`` (answers to figures), ``compare``, ``html_report``.
+With I/O: ``load_client`` (HTTP), ``chat_request`` (one request), ``endpoint``, ``run``, ``terminal``.
 """

@@ -1,4 +1,4 @@
-"""`mmrouter bench` on a terminal: options in, one or two runs, tables and files out."""
+"""The command `mmrouter bench`: options, one or two runs, tables and files."""
 
 import asyncio
 import secrets
@@ -14,8 +14,8 @@ from rich.console import Console
 from mmrouter_cli.options import FAILED, USAGE, Control, Token, leave
 
 if TYPE_CHECKING:
-    from mmrouter_cli.bench.run import Asked
-    from mmrouter_cli.bench.types import Conversation, Load, Result
+    from mmrouter_cli.bench.run import Target
+    from mmrouter_cli.bench.types import Conversation, LoadSpec, Result
 
 DEFAULT_CONCURRENCY = 8
 MOST_REQUESTS = 100_000
@@ -23,14 +23,12 @@ LONGEST_TOKENS = 2**20
 MOST_PIXELS = 8192
 MOST_RUNS = 2
 WIDTH = 140
-"""Columns of a table that nobody looks at on a terminal."""
+"""Columns of a table that is not printed to a terminal."""
 
 
 def bench(
     url: Annotated[str, typer.Argument(help="An OpenAI-compatible endpoint, or the result file of an earlier run.")],
-    against: Annotated[
-        str | None, typer.Option(help="What it is compared with: another endpoint, or a result file.")
-    ] = None,
+    against: Annotated[str | None, typer.Option(help="Compare with this: another endpoint, or a result file.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Play this file: a Mooncake trace, or statistics of an image service.")
     ] = None,
@@ -39,7 +37,7 @@ def bench(
         int | None, typer.Option(min=1, max=4096, help="Conversations at a time. Default: 8, without --rate.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, max=10_000, help="Requests per second instead, by the clock (Poisson).")
+        float | None, typer.Option(min=0.001, max=10_000, help="Requests per second instead, at Poisson times.")
     ] = None,
     turns: Annotated[float, typer.Option(min=1, max=100, help="Mean turns of a conversation.")] = 3.0,
     think: Annotated[float, typer.Option(min=0, max=600, help="Mean seconds between an answer and a turn.")] = 0.0,
@@ -48,20 +46,20 @@ def bench(
     text_tokens: Annotated[int, typer.Option(min=1, max=LONGEST_TOKENS, help="Mean tokens of a user's turn.")] = 120,
     output_tokens: Annotated[int, typer.Option(min=1, max=LONGEST_TOKENS, help="Mean tokens of an answer.")] = 64,
     image_share: Annotated[float, typer.Option(min=0, max=1, help="Share of conversations with a picture.")] = 0.5,
-    image_reuse: Annotated[float, typer.Option(min=0, max=1, help="Share of pictures that others show, too.")] = 0.5,
+    image_reuse: Annotated[float, typer.Option(min=0, max=1, help="Share of pictures shown repeatedly.")] = 0.5,
     image_size: Annotated[str, typer.Option(help="Pixels of a picture.")] = "448x448",
     longest: Annotated[
         int | None, typer.Option(min=1, help="Leave out requests with more prompt tokens than this.")
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Let answers be as long as they may (vLLM and SGLang).")
+        bool, typer.Option("--ignore-eos", help="Let answers reach their full length (vLLM and SGLang).")
     ] = False,
     seed: Annotated[int, typer.Option(help="Draws lengths, pictures and times.")] = 1,
-    salt: Annotated[str | None, typer.Option(help="Draws the words. Default: new ones, which no cache knows.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Draws the words. Default: random, in no cache.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
     policy: Annotated[str | None, typer.Option(help="An mmrouter's policy for these requests.")] = None,
     against_policy: Annotated[str | None, typer.Option(help="The same for --against.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds until an answer must be whole.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds for a complete answer.")] = 120.0,
     api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
     against_api_key: Annotated[str | None, typer.Option(help="The same for --against. Default: --api-key.")] = None,
     control: Control = None,
@@ -75,19 +73,18 @@ def bench(
 
     Exit status 1 where nothing was answered, a run was interrupted, or two runs cannot be compared.
     """
-    from mmrouter_cli.bench import compare
-    from mmrouter_cli.bench import table_report as report
-    from mmrouter_cli.bench.run import Asked
-    from mmrouter_cli.bench.types import BenchError, Load
+    from mmrouter_cli.bench import compare, terminal
+    from mmrouter_cli.bench.run import Target
+    from mmrouter_cli.bench.types import BenchError, LoadSpec
 
     if rate is not None and concurrency is not None:
-        leave("--rate and --concurrency are two ways to send: give one of them")
+        leave("--rate and --concurrency are alternatives: give one of them")
     for option, value in (("--against-policy", against_policy), ("--against-api-key", against_api_key)):
         if against is None and value is not None:
             leave(f"{option} goes with --against")
-    _ready_to_write(json_file, html)
-    width, height = _size(image_size)
-    load = Load(
+    _check_outputs(json_file, html)
+    width, height = _image_size(image_size)
+    load = LoadSpec(
         seed=seed,
         requests=requests,
         rate=rate,
@@ -109,12 +106,12 @@ def bench(
     if not console.is_terminal:
         console.width = WIDTH
 
-    def side(place: str, by: str | None, key: str | None) -> "Asked | list[Result]":
-        """Return whom to ask, or the runs of a file: what is wrong with either is said before anything is sent."""
-        if not place.startswith(("http://", "https://")):
-            return _read(Path(place))
-        return Asked(
-            url=_base(place),
+    def side(source: str, by: str | None, key: str | None) -> "Target | list[Result]":
+        """Return an endpoint to measure, or the runs of a file; ends on a bad one before anything is sent."""
+        if not source.startswith(("http://", "https://")):
+            return _read_results(Path(source))
+        return Target(
+            url=_base_url(source),
             salt=salt or secrets.token_hex(4),
             timeout=timeout,
             model=model,
@@ -127,78 +124,78 @@ def bench(
     sides = [side(url, policy, api_key)]
     if against is not None:
         sides.append(side(against, against_policy, against_api_key or api_key))
-    count = sum(1 if isinstance(each, Asked) else len(each) for each in sides)
+    count = sum(1 if isinstance(each, Target) else len(each) for each in sides)
     if count > MOST_RUNS:
         leave(f"two runs are compared, and these are {count}")
     results: list[Result] = []
-    plan: _Plan | None = None
-    ended: tuple[str, int] | None = None
+    schedule: _Schedule | None = None
+    failure: tuple[str, int] | None = None
     try:
         for each in sides:
-            if isinstance(each, Asked):
-                plan = plan or _planned(load, trace)
-                found = [_run(each, plan)]
+            if isinstance(each, Target):
+                schedule = schedule or _make_schedule(load, trace)
+                results.append(_run(each, schedule))
+                terminal.show(console, results[-1])
+                if results[-1].interrupted or not results[-1].answered:
+                    break
             else:
-                found = each
-            for result in found:
-                report.show(console, result)
-            results += found
-            if isinstance(each, Asked) and (found[0].interrupted or not found[0].answered):
-                break
+                for result in each:
+                    terminal.show(console, result)
+                results += each
     except BenchError as error:
-        ended = str(error), USAGE
+        failure = str(error), USAGE
     except KeyboardInterrupt:
-        ended = "interrupted before a request was sent", FAILED
-    if ended is not None:
-        # A first run may have taken an hour: that there is no second one is no reason to lose it.
+        failure = "interrupted before a request was sent", FAILED
+    if failure is not None:
+        # The first run may have taken an hour: keep it although the second one failed.
         _write(results, json_file, html)
-        typer.echo(f"mmrouter: {ended[0]}", err=True)
-        raise typer.Exit(ended[1])
+        typer.echo(f"mmrouter: {failure[0]}", err=True)
+        raise typer.Exit(failure[1])
     objections = compare.objections(*results) if len(results) == 2 else []
     if len(results) == 2 and not objections:
-        report.show_comparison(console, *results)
+        terminal.show_comparison(console, *results)
     _write(results, json_file, html)
     if len(results) < count:
         objections = ["there is no second run"]
-    for said in objections:
-        typer.echo(f"mmrouter: not compared: {said}", err=True)
-    wrong = objections or any(result.interrupted or not result.answered for result in results)
-    raise typer.Exit(FAILED if wrong else 0)
+    for objection in objections:
+        typer.echo(f"mmrouter: not compared: {objection}", err=True)
+    failed = objections or any(result.interrupted or not result.answered for result in results)
+    raise typer.Exit(FAILED if failed else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    load: "Load"
+class _Schedule:
+    load: "LoadSpec"
     conversations: "list[Conversation]"
     left_out: int
 
 
-def _planned(load: "Load", trace: Path | None) -> _Plan:
-    """Return what is sent. What a trace says by itself stands in no load."""
+def _make_schedule(load: "LoadSpec", file: Path | None) -> _Schedule:
+    """Return the conversations to send, and the load as it describes them."""
     from mmrouter_cli.bench import traces, workload
 
-    if trace is None:
+    if file is None:
         if load.paced and load.rate is None:
             load = msgspec.structs.replace(load, concurrency=DEFAULT_CONCURRENCY)
-        found = workload.synthetic(load)
+        source = workload.synthetic(load)
     else:
-        said = traces.read(trace)
-        load = traces.load_of(said, load, DEFAULT_CONCURRENCY)
-        found = traces.conversations(said, load)
-    conversations, left_out = workload.planned(found, load)
+        trace = traces.read(file)
+        load = traces.load_of(trace, load, DEFAULT_CONCURRENCY)
+        source = traces.conversations(trace, load)
+    conversations, left_out = workload.select(source, load)
     count = sum(len(conversation.turns) for conversation in conversations)
-    return _Plan(msgspec.structs.replace(load, requests=count), conversations, left_out)
+    return _Schedule(msgspec.structs.replace(load, requests=count), conversations, left_out)
 
 
-def _run(asked: "Asked", plan: _Plan) -> "Result":
-    from mmrouter_cli.bench.progress import Screen
+def _run(target: "Target", schedule: _Schedule) -> "Result":
     from mmrouter_cli.bench.run import run
+    from mmrouter_cli.bench.terminal import ProgressScreen
 
-    screen = Screen(Console(stderr=True))
-    return asyncio.run(run(asked, plan.load, plan.conversations, plan.left_out, screen))
+    screen = ProgressScreen(Console(stderr=True))
+    return asyncio.run(run(target, schedule.load, schedule.conversations, schedule.left_out, screen))
 
 
-def _base(url: str) -> str:
+def _base_url(url: str) -> str:
     """Return an endpoint's URL without its ``/v1``."""
     parts = urlsplit(url)
     if not parts.hostname or parts.username is not None:
@@ -206,15 +203,15 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _read(file: Path) -> "list[Result]":
+def _read_results(file: Path) -> "list[Result]":
     """Return the one or two runs of a result file."""
     from mmrouter_cli.bench.types import Result
 
     try:
         raw = file.read_bytes()
         if raw.lstrip().startswith(b"["):
-            both: list[Result] = msgspec.json.decode(raw, type=Annotated[list[Result], msgspec.Meta(min_length=1)])
-            return both
+            results: list[Result] = msgspec.json.decode(raw, type=Annotated[list[Result], msgspec.Meta(min_length=1)])
+            return results
         return [msgspec.json.decode(raw, type=Result)]
     except OSError as error:
         leave(f"{file} is neither a URL nor a file that can be read: {error.strerror}")
@@ -222,7 +219,7 @@ def _read(file: Path) -> "list[Result]":
         leave(f"{file} is no result of mmrouter bench: {error}")
 
 
-def _size(text: str) -> tuple[int, int]:
+def _image_size(text: str) -> tuple[int, int]:
     """Return width and height of ``448x448``."""
     width, _, height = text.partition("x")
     if not (width.isdigit() and height.isdigit() and all(1 <= int(side) <= MOST_PIXELS for side in (width, height))):
@@ -230,8 +227,8 @@ def _size(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def _ready_to_write(json_file: Path | None, html: Path | None) -> None:
-    """End now, not after a long run, where its results could not be written."""
+def _check_outputs(json_file: Path | None, html: Path | None) -> None:
+    """End before a long run where its results could not be written."""
     for file in (json_file, html):
         if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
             leave(f"cannot write {file}: there is no folder {file.absolute().parent}")
@@ -239,7 +236,7 @@ def _ready_to_write(json_file: Path | None, html: Path | None) -> None:
         try:
             import leather  # noqa: F401
         except ImportError:
-            leave("--html draws with leather, which is not installed: pip install 'mmrouter-k8s[report]'")
+            leave("--html needs the package leather: pip install 'mmrouter-k8s[report]'")
 
 
 def _write(results: "list[Result]", json_file: Path | None, html: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Runs as one HTML file that needs nothing else: tables, and plots as SVG inside it. Pure."""
+"""Runs as one self-contained HTML page: tables, and plots as inline SVG. Pure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from leather import theme
 
 from mmrouter_cli.bench.compare import lines, objections
 from mmrouter_cli.bench.measure import quantiles
-from mmrouter_cli.bench.table_report import POINTS, doubts, facts, figures, headings, title
+from mmrouter_cli.bench.terminal import POINTS, doubts, facts, figures, headings, title
 from mmrouter_cli.bench.types import Result
 
 WIDTH, HEIGHT = 560, 360
 SLICES = 20
-"""Parts of a run's time that have one point each in the plot of hits."""
+"""Intervals of a run, with one point each in the plot of hits."""
 COLOURS = ("#1f6feb", "#d1571d")
 
 theme.background_color = "#ffffff"
@@ -27,16 +27,16 @@ Points = list[tuple[float, float]]
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page of one run, or of two beside each other; two that must not be compared are not."""
-    refused = objections(*results) if len(results) == 2 else None
+    """Return the page of one run, or of two side by side, with their comparison unless there are objections."""
+    refusals = objections(*results) if len(results) == 2 else None
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         Path(__file__).with_name("html_report.html").read_text()
     )
     return template.render(
         points=POINTS,
         results=[_shown(result) for result in results],
-        objections=refused,
-        comparison=_comparison(*results) if refused == [] else [],
+        objections=refusals,
+        comparison=_comparison(*results) if refusals == [] else [],
         headings=headings(*results) if len(results) == 2 else [],
         plots=[plot for plot in _plots(results) if plot],
     )
@@ -53,48 +53,21 @@ def _shown(result: Result) -> dict[str, Any]:
 
 
 def _comparison(first: Result, second: Result) -> list[dict[str, str]]:
-    found = []
-    for line in lines(first, second):
-        change = line.change
-        mark = ""
-        if change is not None and abs(change - 1) >= 0.01:
-            mark = "better" if (change - 1) * line.better > 0 else "worse"
-        values = ["-" if value is None else f"{value:,.2f}" for value in (line.first, line.second)]
-        found.append(
-            {
-                "name": f"{line.name} ({line.unit})",
-                "first": values[0],
-                "second": values[1],
-                "ratio": "-" if change is None else f"{change:.3f}x",
-                "mark": mark,
-            }
-        )
-    return found
+    keys = ("name", "first", "second", "ratio", "mark")
+    return [dict(zip(keys, (*line.texts(), line.judgement), strict=True)) for line in lines(first, second)]
 
 
 def _plots(results: Sequence[Result]) -> list[str]:
     names = headings(*results) if len(results) == 2 else [None]
+    percentile, time = ("percentile", "ms"), "seconds from the start"
+    first = [_by_percentile(quantiles([row.first for row in result.rows])) for result in results]
+    between = [_by_percentile(result.gaps) for result in results]
+    over_time = [[(row.started, 1000 * row.first) for row in result.rows] for result in results]
     return [
-        _plot(
-            "first token by percentile",
-            ("percentile", "ms"),
-            [_by_percentile(quantiles([row.first for row in result.rows])) for result in results],
-            names,
-        ),
-        _plot(
-            "time between tokens by percentile",
-            ("percentile", "ms"),
-            [_by_percentile(result.gaps) for result in results],
-            names,
-        ),
-        _plot(
-            "first token over time",
-            ("seconds from the start", "ms"),
-            [[(row.started, 1000 * row.first) for row in result.rows] for result in results],
-            names,
-            dots=True,
-        ),
-        _plot("hits over time", ("seconds from the start", "% of prompt tokens"), [_hits(r) for r in results], names),
+        _plot("first token by percentile", percentile, first, names),
+        _plot("time between tokens by percentile", percentile, between, names),
+        _plot("first token over time", (time, "ms"), over_time, names, dots=True),
+        _plot("hits over time", (time, "% of prompt tokens"), [_hits(result) for result in results], names),
     ]
 
 
@@ -103,21 +76,21 @@ def _by_percentile(values: Sequence[float]) -> Points:
 
 
 def _hits(result: Result) -> Points:
-    """Return the hit ratio in each part of a run's time that has known ones."""
-    found: Points = []
+    """Return the hit ratio of each interval in which it is known."""
+    points: Points = []
     width = result.seconds / SLICES
     for number in range(SLICES):
         rows = [row for row in result.rows if number * width <= row.started < (number + 1) * width]
         prompt = sum(row.prompt or 0 for row in rows if row.cached is not None)
         if prompt:
-            found.append(((number + 0.5) * width, 100 * sum(row.cached or 0 for row in rows) / prompt))
-    return found
+            points.append(((number + 0.5) * width, 100 * sum(row.cached or 0 for row in rows) / prompt))
+    return points
 
 
 def _plot(
     name: str, axes: tuple[str, str], series: Sequence[Points], names: Sequence[str | None], *, dots: bool = False
 ) -> str:
-    """Return a plot, from 0 on both axes; empty where there is nothing to draw."""
+    """Return a plot as SVG with both axes from 0; empty without points."""
     drawn = [points for points in series if points]
     if not drawn:
         return ""

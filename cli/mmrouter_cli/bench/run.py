@@ -1,4 +1,4 @@
-"""One run against one endpoint: look at it, send the load, look again, and say what came of it."""
+"""One run against one endpoint: examine it, send the load, examine it again, and return the result."""
 
 import asyncio
 import contextlib
@@ -6,28 +6,31 @@ import datetime
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-
-import aiohttp
+from dataclasses import dataclass
 
 from mmrouter_cli.bench import endpoint, measure
-from mmrouter_cli.bench import request as asking
-from mmrouter_cli.bench.content import Writer
+from mmrouter_cli.bench.chat_request import ask
 from mmrouter_cli.bench.endpoint import Endpoint
-from mmrouter_cli.bench.pacing import AHEAD_SECONDS, MOST_UNDER_WAY, drive
-from mmrouter_cli.bench.progress import Screen
-from mmrouter_cli.bench.request import clock
-from mmrouter_cli.bench.types import Answer, BenchError, Conversation, Events, Load, Result, Routing
+from mmrouter_cli.bench.load_client import Client, clock
+from mmrouter_cli.bench.terminal import ProgressScreen
+from mmrouter_cli.bench.types import Answer, BenchError, Conversation, EventState, LoadSpec, Result, Routing
+from mmrouter_cli.bench.workload import BodyWriter
 
+MOST_IN_FLIGHT = 1024
+"""Paced conversations in flight at once; the next one waits and counts as late."""
+AHEAD_SECONDS = 1.0
+"""A paced conversation starts this much before its first turn is due, so that its body is ready in time."""
+TIMER_SECONDS = 0.05
+"""Interval at which the delay of the event loop's own timers is sampled."""
 SHORTEST = 1e-3
-"""Seconds of a run that was stopped before its first request was due."""
+"""Duration of a run that was stopped before its first request was due."""
 MOST_WORKERS = 1_000
-"""Names of engines that are counted each by itself."""
+"""Engines that are counted by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Where a load goes, and as whom."""
+class Target:
+    """Where a load is sent, and with which credentials."""
 
     url: str
     salt: str
@@ -41,64 +44,47 @@ class Asked:
     @property
     def headers(self) -> dict[str, str]:
         """Headers of every request."""
-        return {"content-type": "application/json"} | (
-            {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        )
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
-@dataclass(slots=True)
-class Run:
-    """What is known while a run goes on."""
-
-    planned: int
-    began: float
-    sent: int = 0
-    answers: list[Answer] = field(default_factory=list)
-    gaps: measure.Sample = field(default_factory=measure.Sample)
-    lags: measure.Sample = field(default_factory=lambda: measure.Sample(10_000))
-
-    @property
-    def in_flight(self) -> int:
-        return self.sent - len(self.answers)
-
-
-async def run(asked: Asked, load: Load, plan: Sequence[Conversation], left_out: int, screen: Screen) -> Result:
-    """Send a plan and return what came of it; after ctrl-C what came until then.
+async def run(
+    target: Target, load: LoadSpec, conversations: Sequence[Conversation], left_out: int, screen: ProgressScreen
+) -> Result:
+    """Send all conversations and return the result; SIGINT and SIGTERM end the run early.
 
     Raises ``BenchError`` where the endpoint does not answer at all.
     """
-    async with asking.session(asked.timeout, load.concurrency or MOST_UNDER_WAY) as client:
-        found = await endpoint.find(
-            client,
-            asked.url,
-            asked.headers,
-            model=asked.model,
-            salt=asked.salt,
-            control=asked.control,
-            token=asked.token,
-        )
-        if asked.policy and found.reach is None:
-            raise BenchError(f"a policy is for who has the control token: {found.why or 'this is no mmrouter'}")
-        before = await _events(found)
-        ahead = AHEAD_SECONDS if load.paced else 0.0
-        state = Run(sum(len(conversation.turns) for conversation in plan), clock() + ahead)
-        started = datetime.datetime.now(datetime.UTC)
-        with _stopping() as stop:
-            interrupted = await _sent(client, asked, found, load, plan, state, stop, screen)
-        seconds = max(clock() - state.began, SHORTEST)
-        after = await _events(found)
-    answers = measure.whole(state.answers)
+    target_endpoint = await endpoint.examine(
+        target.url,
+        target.headers,
+        model=target.model,
+        salt=target.salt,
+        timeout=target.timeout,
+        control=target.control,
+        token=target.token,
+    )
+    if target.policy and target_endpoint.control is None:
+        raise BenchError(f"a policy needs the control token: {target_endpoint.why or 'this is no mmrouter'}")
+    before = await _event_state(target_endpoint)
+    ahead = AHEAD_SECONDS if load.paced else 0.0
+    state = measure.RunState(sum(len(conversation.turns) for conversation in conversations), clock() + ahead)
+    started = datetime.datetime.now(datetime.UTC)
+    with _stop_signals() as stop:
+        interrupted = await _send_all(target, target_endpoint, load, conversations, state, stop, screen)
+    seconds = max(clock() - state.began, SHORTEST)
+    after = await _event_state(target_endpoint)
+    answers = measure.successes(state.answers)
     late_share, latest = measure.lateness(state.answers)
     ratio, unknown = measure.hit_ratio(answers)
     return Result(
-        url=asked.url,
-        model=found.model,
-        policy=asked.policy or "",
+        url=target.url,
+        model=target_endpoint.model,
+        policy=target.policy or "",
         began=started.isoformat(timespec="seconds"),
-        salt=asked.salt,
+        salt=target.salt,
         load=load,
         left_out=left_out,
-        tokens_per_word=round(found.tokens_per_word, 4),
+        tokens_per_word=round(target_endpoint.tokens_per_word, 4),
         seconds=seconds,
         interrupted=interrupted,
         sent=state.sent,
@@ -106,7 +92,7 @@ async def run(asked: Asked, load: Load, plan: Sequence[Conversation], left_out: 
         unanswered=state.in_flight,
         failures=measure.failures(state.answers),
         prompt_tokens=sum(answer.prompt or 0 for answer in answers),
-        completion_tokens=sum(a.completion if a.completion is not None else a.tokens_seen for a in answers),
+        completion_tokens=sum(answer.tokens for answer in answers),
         hit_ratio=ratio,
         hit_unknown=unknown,
         first_token=measure.spread([answer.first for answer in answers]),
@@ -116,66 +102,88 @@ async def run(asked: Asked, load: Load, plan: Sequence[Conversation], left_out: 
         late_share=late_share,
         latest=latest,
         lag=(measure.quantiles(state.lags.values) or [0.0] * 101)[99],
-        routing=_routing(found, answers, before, after) if found.routed else None,
+        routing=_routing(answers, before, after) if target_endpoint.routed else None,
         rows=measure.rows(answers),
         gaps=measure.quantiles(state.gaps.values),
     )
 
 
-async def _sent(
-    client: aiohttp.ClientSession,
-    asked: Asked,
-    found: Endpoint,
-    load: Load,
-    plan: Sequence[Conversation],
-    state: Run,
+async def _send_all(
+    target: Target,
+    target_endpoint: Endpoint,
+    load: LoadSpec,
+    conversations: Sequence[Conversation],
+    state: measure.RunState,
     stop: asyncio.Event,
-    screen: Screen,
+    screen: ProgressScreen,
 ) -> bool:
-    """Send everything; returns whether that was cut short."""
-    writer = Writer(asked.salt, found.tokens_per_word, found.model, ignore_eos=load.ignore_eos)
-    headers = asked.headers
-    if found.reach is not None:
-        headers["x-mmrouter-control"] = found.reach.token
-        if asked.policy:
-            headers["x-mmrouter-policy"] = asked.policy
+    """Send everything; return whether ``stop`` cut it short."""
+    writer = BodyWriter(target.salt, target_endpoint.tokens_per_word, target_endpoint.model, ignore_eos=load.ignore_eos)
+    headers = target.headers
+    if target_endpoint.control is not None:
+        headers["x-mmrouter-control"] = target_endpoint.control.token
+        if target.policy:
+            headers["x-mmrouter-policy"] = target.policy
+    client = Client(target.url, target.timeout)
 
-    async def talk(conversation: Conversation, due: float | None) -> None:
+    async def converse(conversation: Conversation, due: float | None) -> None:
         for number, turn in enumerate(conversation.turns):
             if number:
                 due = clock() + turn.pause if turn.pause else None
-            # Drawing takes milliseconds, in which answers that come would be taken for late ones.
+            # In a thread: drawing takes milliseconds, during which arriving tokens would get late timestamps.
             body = await asyncio.to_thread(writer.body, conversation, number)
             late = None
             if due is not None:
                 await asyncio.sleep(max(0.0, due - clock()))
                 late = max(0.0, clock() - due)
-            now = clock()
+            started = clock() - state.began
             state.sent += 1
-            state.answers.append(
-                await asking.ask(
-                    client, asked.url, headers, body, started=now - state.began, late=late, gap=state.gaps.add
-                )
-            )
+            state.answers.append(await ask(client, headers, body, started=started, late=late, gap=state.gaps.add))
 
-    driving = asyncio.create_task(drive(plan, load, state.began, talk))
+    async def take_turns(queue: Iterator[Conversation]) -> None:
+        for conversation in queue:
+            await converse(conversation, None)
+
+    async def drive() -> None:
+        async with asyncio.TaskGroup() as group:
+            if load.concurrency is not None:
+                queue = iter(conversations)
+                for _ in range(load.concurrency):
+                    group.create_task(take_turns(queue))
+                return
+            slots = asyncio.Semaphore(MOST_IN_FLIGHT)
+            for conversation in conversations:
+                due = state.began + conversation.at
+                await asyncio.sleep(max(0.0, due - AHEAD_SECONDS - clock()))
+                await slots.acquire()
+                group.create_task(converse(conversation, due)).add_done_callback(lambda _: slots.release())
+
+    driving = asyncio.create_task(drive())
     stopped = asyncio.create_task(stop.wait())
-    beside = [asyncio.create_task(asking.lag(state.lags.add)), asyncio.create_task(screen.follow(state, asked.url))]
+    observers = [asyncio.create_task(_sample_lag(state.lags)), asyncio.create_task(screen.follow(state, target.url))]
     try:
         await asyncio.wait((driving, stopped), return_when=asyncio.FIRST_COMPLETED)
         interrupted = not driving.done()
     finally:
-        for task in (driving, stopped, *beside):
+        for task in (driving, stopped, *observers):
             task.cancel()
-        await asyncio.gather(stopped, *beside, return_exceptions=True)
+        await asyncio.gather(stopped, *observers, return_exceptions=True)
+        client.close()
     with contextlib.suppress(asyncio.CancelledError):
-        await driving  # what went wrong in it is raised here
+        await driving  # raises its failure
     return interrupted
 
 
+async def _sample_lag(lags: measure.Sample) -> None:
+    while True:
+        due = clock() + TIMER_SECONDS
+        await asyncio.sleep(TIMER_SECONDS)
+        lags.add(max(0.0, clock() - due))
+
+
 @contextlib.contextmanager
-def _stopping() -> Iterator[asyncio.Event]:
-    """Yield an event that ctrl-C, or the end of a pod, sets."""
+def _stop_signals() -> Iterator[asyncio.Event]:
+    """Yield an event that SIGINT or SIGTERM sets."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -187,15 +195,17 @@ def _stopping() -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-Looked = tuple[Events, str, dict[str, str]]
+Events = tuple[EventState, str, dict[str, str]]
 
 
-async def _events(found: Endpoint) -> Looked:
-    return ("unknown", found.why, {}) if found.reach is None else await endpoint.events(found.reach)
+async def _event_state(target_endpoint: Endpoint) -> Events:
+    if target_endpoint.control is None:
+        return "unknown", target_endpoint.why, {}
+    return await endpoint.event_state(target_endpoint.control)
 
 
-def _routing(found: Endpoint, answers: Sequence[Answer], before: Looked, after: Looked) -> Routing:
-    """Return what an mmrouter said, and whether engines' events reached it from the first request to the last."""
+def _routing(answers: Sequence[Answer], before: Events, after: Events) -> Routing:
+    """Return an mmrouter's decisions, and whether engines' events reached it throughout the run."""
     decisions = Counter(answer.exactness for answer in answers if answer.exactness)
     workers = Counter(answer.worker for answer in answers if answer.worker)
     events, why, _ = before if before[0] != "on" else after

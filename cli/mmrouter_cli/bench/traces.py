@@ -1,9 +1,9 @@
 """Readers of playable load files: Mooncake traces, and image statistics (bench/encoders/servegen_images.json).
 
-Which one a file is shows in its text. A line of a Mooncake trace has ``timestamp`` (ms), ``input_length`` and
-``output_length`` (tokens) and ``hash_ids``, one per 512 tokens of the prompt: equal ids, equal beginnings. Statistics
-have of each client its share of the requests, probabilities of 0, 1, .. images, and equally likely values of an image's
-visual tokens, of a request's text tokens and of an answer's.
+The content tells them apart. A line of a Mooncake trace has ``timestamp`` (ms), ``input_length`` and ``output_length``
+(tokens) and ``hash_ids``, one per 512 prompt tokens: equal ids are equal prefixes. Statistics have, per client, its
+share of the requests, the probabilities of 0, 1, .. images, and equally likely values of an image's visual tokens, a
+request's text tokens and an answer's tokens.
 """
 
 import hashlib
@@ -15,15 +15,18 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from mmrouter_cli.bench.types import BenchError, Conversation, Load, Shown, Turn, Words
-from mmrouter_cli.bench.workload import PATCH, arrival, pause, picked, turn_count
+from mmrouter_cli.bench.types import BenchError, Conversation, LoadSpec, Picture, Turn, Words
+from mmrouter_cli.bench.workload import PATCH, arrival_gap, catalogue_index, pause, turn_count
 
 BLOCK = 512
 """Tokens per block of Mooncake's traces."""
 INSTRUCTIONS = 0.85
-"""Share of a client's shortest text that all its requests begin with."""
-SAID = ("system_prompts", "system_tokens", "text_tokens", "output_tokens", "image_share", "image_width", "image_height")
-"""Numbers of the synthetic mix that a trace has in their place."""
+"""Share of a client's shortest text that all its requests start with."""
+FROM_TRACE = (
+    *("system_prompts", "system_tokens", "text_tokens", "output_tokens"),
+    *("image_share", "image_width", "image_height"),
+)
+"""Fields of a :class:`LoadSpec` that any trace determines."""
 MOST_BYTES = 512 * 2**20
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**22)]
@@ -31,7 +34,7 @@ Kind = TypeVar("Kind")
 Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Line(msgspec.Struct, frozen=True):
+class TraceLine(msgspec.Struct, frozen=True):
     """One request of a Mooncake trace."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -57,10 +60,10 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """What a file says, and its digest. Exactly one of ``lines`` and ``clients`` is not empty."""
+    """A file's content and digest. Exactly one of ``lines`` and ``clients`` is not empty."""
 
     digest: str
-    lines: tuple[Line, ...] = ()
+    lines: tuple[TraceLine, ...] = ()
     clients: tuple[Client, ...] = ()
 
 
@@ -73,38 +76,39 @@ def read(file: Path) -> Trace:
     except OSError as error:
         raise BenchError(f"cannot read {file}: {error.strerror}") from error
     digest = hashlib.sha256(raw).hexdigest()[:16]
-    lines = raw.split(b"\n")
-    if b'"clients"' in lines[0] or not lines[0].rstrip().endswith(b"}"):
-        return Trace(digest, clients=tuple(_decoded(file.name, raw, Statistics).clients))
-    found = [
-        _decoded(f"{file.name}, line {number}", line, Line) for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    for number, line in enumerate(found, 1):
-        if len(line.hash_ids) != math.ceil(line.input_length / BLOCK):
-            said = f"{len(line.hash_ids)} hash_ids do not make {line.input_length} tokens in blocks of {BLOCK}"
-            raise BenchError(f"{file.name}, line {number}: {said}")
-    return Trace(digest, lines=tuple(sorted(found, key=lambda line: line.timestamp)))
+    texts = raw.split(b"\n")
+    if b'"clients"' in texts[0] or not texts[0].rstrip().endswith(b"}"):
+        return Trace(digest, clients=tuple(_decode(file.name, raw, Statistics).clients))
+    lines = []
+    for number, text in enumerate(texts, 1):
+        if text.strip():
+            where = f"{file.name}, line {number}"
+            line = _decode(where, text, TraceLine)
+            if len(line.hash_ids) != math.ceil(line.input_length / BLOCK):
+                raise BenchError(f"{where}: {len(line.hash_ids)} hash_ids do not make {line.input_length} tokens")
+            lines.append(line)
+    return Trace(digest, lines=tuple(sorted(lines, key=lambda line: line.timestamp)))
 
 
-def load_of(trace: Trace, load: Load, concurrency: int) -> Load:
-    """Return the load of a trace: what the trace says by itself is 0 in it.
+def load_of(trace: Trace, load: LoadSpec, concurrency: int) -> LoadSpec:
+    """Return the load of a trace, with 0 for what the trace determines.
 
-    Statistics say nothing of times: without a rate, so many conversations go on at a time.
+    Statistics have no times: without a rate, ``concurrency`` conversations run at a time.
     """
     if trace.lines:
-        own = (*SAID, "turns", "think", "image_reuse", "seed")
-        return msgspec.structs.replace(load, kind="mooncake", trace=trace.digest, **dict.fromkeys(own, 0))
+        fields = (*FROM_TRACE, "turns", "think", "image_reuse", "seed")
+        return msgspec.structs.replace(load, kind="mooncake", trace=trace.digest, **dict.fromkeys(fields, 0))
     if load.paced and load.rate is None:
         load = msgspec.structs.replace(load, concurrency=concurrency)
-    return msgspec.structs.replace(load, kind="statistics", trace=trace.digest, **dict.fromkeys(SAID, 0))
+    return msgspec.structs.replace(load, kind="statistics", trace=trace.digest, **dict.fromkeys(FROM_TRACE, 0))
 
 
-def conversations(trace: Trace, load: Load) -> Iterator[Conversation]:
-    """Yield a trace's conversations: of a recorded one all, of statistics without end."""
+def conversations(trace: Trace, load: LoadSpec) -> Iterator[Conversation]:
+    """Yield a trace's conversations: those of a recording, or drawn from statistics without end."""
     return _recorded(trace.lines) if trace.lines else _drawn(trace.clients, load)
 
 
-def _recorded(lines: Iterable[Line]) -> Iterator[Conversation]:
+def _recorded(lines: Iterable[TraceLine]) -> Iterator[Conversation]:
     for number, line in enumerate(lines):
         parts = tuple(
             Words(f"b{name}", min(BLOCK, line.input_length - place * BLOCK)) for place, name in enumerate(line.hash_ids)
@@ -112,22 +116,22 @@ def _recorded(lines: Iterable[Line]) -> Iterator[Conversation]:
         yield Conversation(line.timestamp / 1000, (), (Turn(parts, Words(f"a{number}", max(1, line.output_length))),))
 
 
-def _drawn(clients: tuple[Client, ...], load: Load) -> Iterator[Conversation]:
+def _drawn(clients: tuple[Client, ...], load: LoadSpec) -> Iterator[Conversation]:
     rnd = random.Random(load.seed)
     shares = [client.share for client in clients]
     at = 0.0
     number = 0
     while True:
         number += 1
-        at += arrival(rnd, load)
+        at += arrival_gap(rnd, load)
         which = rnd.choices(range(len(clients)), shares)[0]
         client = clients[which]
         system = Words(f"i{which}", max(1, int(min(client.texts) * INSTRUCTIONS)))
         (count,) = rnd.choices(range(len(client.counts)), client.counts)
         pictures = []
         for place in range(count):
-            kept = picked(rnd, load.image_reuse)
-            name = f"p{number}.{place}" if kept is None else f"u{which}k{kept}"
+            index = catalogue_index(rnd, load.image_reuse)
+            name = f"p{number}.{place}" if index is None else f"u{which}k{index}"
             pictures.append(_picture(name, client, load.seed))
         turns = []
         for turn in range(turn_count(rnd, load.turns)):
@@ -137,14 +141,14 @@ def _drawn(clients: tuple[Client, ...], load: Load) -> Iterator[Conversation]:
         yield Conversation(at, (system,), tuple(turns))
 
 
-def _picture(name: str, client: Client, seed: int) -> Shown:
-    """Return a picture of about as many visual tokens as the client's have; one name has one size."""
+def _picture(name: str, client: Client, seed: int) -> Picture:
+    """Return a picture with a client's visual tokens; one name always has one size."""
     tokens = random.Random(f"{seed}/{name}").choice(client.tokens)
     across = max(1, round(math.sqrt(tokens)))
-    return Shown(name, across * PATCH, math.ceil(tokens / across) * PATCH)
+    return Picture(name, across * PATCH, math.ceil(tokens / across) * PATCH)
 
 
-def _decoded(where: str, raw: bytes, kind: type[Kind]) -> Kind:
+def _decode(where: str, raw: bytes, kind: type[Kind]) -> Kind:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:

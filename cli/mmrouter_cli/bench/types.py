@@ -1,11 +1,11 @@
-"""What is asked of an endpoint and what came of it, as plain values; a result file is one :class:`Result` as JSON."""
+"""Values of a bench run: the load, its conversations, answers and the result. A result file is a :class:`Result`."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
 
-Events = Literal["on", "off", "unknown"]
+EventState = Literal["on", "off", "unknown"]
 
 
 class BenchError(Exception):
@@ -13,14 +13,14 @@ class BenchError(Exception):
 
 
 class Words(NamedTuple):
-    """Text of about so many tokens; equal names begin with equal words."""
+    """Text of about ``tokens`` tokens; texts of one name start with the same words."""
 
     name: str
     tokens: int
 
 
-class Shown(NamedTuple):
-    """A picture; equal names of one size are equal bytes."""
+class Picture(NamedTuple):
+    """An image; equal names and sizes are equal bytes."""
 
     name: str
     width: int
@@ -29,28 +29,28 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, the answer as it stands in the turns after it, and the seconds to wait before asking."""
+    """A user's message, the answer that later turns repeat, and the seconds of pause before it is sent."""
 
-    parts: tuple[Words | Shown, ...]
+    parts: tuple[Words | Picture, ...]
     answer: Words
     pause: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns under one system prompt (none where empty); the first one is due ``at`` seconds after the start."""
+    """Turns under a system prompt (may be empty); the first turn is due ``at`` seconds after the start."""
 
     at: float
     system: tuple[Words, ...]
     turns: tuple[Turn, ...]
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that decides what is sent and when, but for the words themselves: equal loads can be compared.
+class LoadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that decides what is sent and when, except the words: runs of equal specs are comparable.
 
-    ``trace``: digest of the file that is played, empty for the synthetic mix. One of ``rate`` (requests per second)
-    and ``concurrency`` (conversations at a time) is given; neither: as the trace has it. What a trace says itself
-    stands here as 0.
+    ``trace``: digest of the file that is played, empty for the synthetic mix. At most one of ``rate`` (requests per
+    second) and ``concurrency`` (conversations at a time) is set; without both a trace's own times hold. Fields that a
+    trace determines are 0.
     """
 
     kind: Literal["synthetic", "mooncake", "statistics"] = "synthetic"
@@ -74,18 +74,16 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def paced(self) -> bool:
-        """Whether requests go out by the clock, not when answers come."""
+        """Whether requests are sent at times of their own instead of after answers."""
         return self.concurrency is None
 
 
 class Answer(msgspec.Struct, gc=False):
-    """What one request came to; times in seconds, ``started`` since the run began.
+    """Outcome of one request; times in seconds, ``started`` since the run began.
 
-    ``late``: after it was due, ``None`` where it was due at no time of its own.
-    ``first``, ``last``, ``total``: until the first token, the last one, and the end.
-    ``error``: its kind, empty for a whole answer. ``cached``: prompt tokens from the engine's cache, ``None`` where the
-    endpoint does not say.
-    ``overlap``: tokens that an mmrouter found cached before it sent the request, ``None`` where it does not say.
+    ``late``: after its due time, ``None`` without one. ``first``, ``last``, ``total``: until the first token, the last
+    one, and the end. ``error``: the kind of failure, empty for a complete answer. ``cached``: prompt tokens from the
+    engine's cache. ``overlap``: tokens that an mmrouter found cached before sending. ``None``: not reported.
     """
 
     started: float
@@ -104,9 +102,14 @@ class Answer(msgspec.Struct, gc=False):
     overlap: int | None = None
     worker: str = ""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer: as the endpoint counts them, else as many as events with text came."""
+        return self.completion if self.completion is not None else self.tokens_seen
+
 
 class Spread(msgspec.Struct, frozen=True):
-    """How values lie; seconds. ``None``: a percentile that needs more values than there are."""
+    """Distribution of values in seconds; ``None``: a percentile that needs more values."""
 
     count: int
     mean: float
@@ -118,23 +121,23 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """How often a kind of error came, and what the first one said."""
+    """Number of failures of one kind, and the message of the first."""
 
     count: int
     first: str
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """What an mmrouter said of its decisions. ``overlap``: share of prompt tokens that it found cached."""
+    """What an mmrouter reported about its decisions. ``overlap``: share of prompt tokens that it found cached."""
 
-    events: Events
+    events: EventState
     why: str
     decisions: dict[str, int]
     overlap: float | None
     workers: dict[str, int]
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class AnswerRow(msgspec.Struct, frozen=True, array_like=True):
     """One answer in the plots."""
 
     started: float
@@ -145,12 +148,12 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One run. Times are seconds; ``None``: could not be measured.
+    """One run; times in seconds, ``None`` where unknown.
 
-    ``hit_ratio``: prompt tokens from caches over prompt tokens, ratio of sums; without one ``hit_unknown`` says why.
-    ``late_share``: of the requests that were due at a time, those that went out late; ``latest``: by how much at most.
-    ``lag``: how late the client's own timers were,
-    p99. ``routing``: only of an mmrouter. ``unanswered``: under way when the run was interrupted.
+    ``hit_ratio``: cached prompt tokens over prompt tokens, a ratio of sums; ``hit_unknown`` says why it is missing.
+    ``late_share`` and ``latest``: of the requests with a due time, how many were sent late and by how much at most.
+    ``lag``: p99 of the delay of the client's own timers. ``routing``: for an mmrouter only. ``unanswered``: in flight
+    when the run was interrupted. ``gaps``: 101 quantiles of the time between tokens, empty without any.
     """
 
     url: str
@@ -158,7 +161,7 @@ class Result(msgspec.Struct, frozen=True):
     policy: str
     began: str
     salt: str
-    load: Load
+    load: LoadSpec
     left_out: int
     tokens_per_word: float
     seconds: float
@@ -178,13 +181,12 @@ class Result(msgspec.Struct, frozen=True):
     late_share: float
     lag: float
     routing: Routing | None
-    rows: list[Row]
+    rows: list[AnswerRow]
     gaps: list[float]
-    """Quantiles of the time between tokens: 101, from the least to the largest; empty without any."""
     version: Literal[1] = 1
     latest: float = 0.0
 
     @property
     def failed(self) -> int:
-        """Number of requests without a whole answer."""
+        """Number of requests without a complete answer."""
         return sum(failure.count for failure in self.failures.values())

@@ -10,7 +10,7 @@ from mmrouter_cli.cluster_reader import Object, Reader, attempt
 from mmrouter_cli.doctor.cluster import looks_stale
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFacts, RoutingFacts
 from mmrouter_cli.doctor.frontend_probe import of_frontends
-from mmrouter_cli.status.frontend_state import Frontend, Unread, reached
+from mmrouter_cli.status.frontend_state import Frontend, Unread, open_frontends
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
 from mmrouter_operator.cluster.client import NotFound
@@ -102,7 +102,7 @@ async def of_routing(
         return await of_frontends([Frontend(control, control.rstrip("/"))], secret)
     forward = f"kubectl port-forward -n {namespace} deployment/{facts.name}-frontend 8001"
     reach = f"In another terminal: {forward}. Then add --control http://127.0.0.1:8001"
-    async with reached(pods, kubeconfig) as frontends:
+    async with open_frontends(pods, kubeconfig) as frontends:
         return await of_frontends(frontends, secret, reach)
 
 

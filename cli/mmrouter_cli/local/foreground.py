@@ -12,7 +12,7 @@ from mmrouter_cli import demo as tour
 from mmrouter_cli import local
 from mmrouter_cli.demo import DemoError, Shown
 from mmrouter_cli.local.pod import VainError
-from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.status.wait_ready import NotReadyError, wait_verified
 from mmrouter_lib.api import MMRouterDeployment
 
@@ -66,7 +66,7 @@ async def _work(
         await cluster.wait_ready(wait_seconds)
     except (TimeoutError, VainError) as error:
         raise NotReadyError(str(error)) from error
-    reach = Reach(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
+    reach = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
     await wait_verified(reach, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")
     return await asyncio.to_thread(tour.run, reach, deployment.spec.model.served_name) if demo else None

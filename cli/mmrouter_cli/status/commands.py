@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from mmrouter_cli.options import FAILED, Control, Json, Kubeconfig, Namespace, Token, leave, reach_or_leave
+from mmrouter_cli.options import FAILED, Control, Json, Kubeconfig, Namespace, Token, control_or_leave, leave
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ def status(
         views = shown.from_cluster(name, namespace, kubeconfig, watch=watch)
     else:
         _not_with_url(name, namespace, kubeconfig)
-        views = shown.from_url(reach_or_leave(url, control, token), watch=watch)
+        views = shown.from_url(control_or_leave(url, control, token), watch=watch)
     try:
         asyncio.run(_shown(views, live=watch, as_json=as_json))
     except shown.StatusError as error:
@@ -98,7 +98,7 @@ def doctor(
         from mmrouter_cli.doctor.frontend_probe import on_url
 
         _not_with_url(name, namespace, kubeconfig)
-        found = asyncio.run(on_url(reach_or_leave(url, control, token)))
+        found = asyncio.run(on_url(control_or_leave(url, control, token)))
     if as_json:
         typer.echo(json.dumps(show.as_json(found)))
     else:

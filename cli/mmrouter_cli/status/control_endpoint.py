@@ -1,8 +1,7 @@
-"""Where a deployment's control ports are, and their token.
+"""Finds a deployment's control API and its token from the URL of its endpoint.
 
-A running ``mmrouter up`` leaves a ``run.json`` in its run folder; a URL that stands in one needs no further option. Nor
-does any in a frontend's own pod, which has a control port and its token. Elsewhere ``--control`` and ``--token`` (or
-``MMROUTER_CONTROL_TOKEN``) name them.
+A running ``mmrouter up`` has a ``run.json`` in its run folder, and a frontend's own pod has a control port and its
+token; elsewhere ``--control`` and ``--token`` (or ``MMROUTER_CONTROL_TOKEN``) are needed.
 """
 
 import json
@@ -20,12 +19,12 @@ CONTROL_PORT = 8001
 
 
 class UnreachableError(Exception):
-    """There is no way to the control API; the message says what to give."""
+    """The control API is unknown; the message says which options to give."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """One deployment: where clients go, where every frontend's control API is, and the token for it."""
+class ControlEndpoint:
+    """A deployment's endpoint for clients, the control API of every frontend, and its token."""
 
     url: str
     controls: tuple[str, ...]
@@ -37,52 +36,51 @@ class Reach:
         return {"authorization": f"Bearer {self.token}"}
 
 
-def reach(url: str, control: str | None, token: str | None) -> Reach:
+def find_control(url: str, control: str | None, token: str | None) -> ControlEndpoint:
     """Find a deployment's control API. Raises :class:`UnreachableError`."""
     url = url.rstrip("/").removesuffix("/v1")
     token = token or os.environ.get("MMROUTER_CONTROL_TOKEN")
     if control and token:
-        return Reach(url, (control.rstrip("/"),), token)
-    for folder in sorted(run_root().glob("*/run.json")):
-        found = _from_run_file(folder, url)
-        if found is not None:
-            return found
-    own = _from_own_pod(url, os.environ)
-    if own is not None:
-        return own
+        return ControlEndpoint(url, (control.rstrip("/"),), token)
+    for run_file in sorted(run_root().glob("*/run.json")):
+        if (of_run := _from_run_file(run_file, url)) is not None:
+            return of_run
+    if (of_pod := _from_own_pod(url, os.environ)) is not None:
+        return of_pod
     if control:
-        raise UnreachableError("--control wants --token too, or the environment's MMROUTER_CONTROL_TOKEN")
+        raise UnreachableError("--control needs --token too, or the environment's MMROUTER_CONTROL_TOKEN")
     raise UnreachableError(
         f"{url} is not an endpoint of a running `mmrouter up`{_running()}: name its control API with --control and "
-        "--token, or ask in a frontend's pod, with kubectl exec deploy/NAME-frontend -- mmrouter ..."
+        "--token, or run this in a frontend's pod, with kubectl exec deploy/NAME-frontend -- mmrouter ..."
     )
 
 
 def _running() -> str:
-    """Say where the deployments are that do run here, for who has mistyped one or forgotten its http://."""
-    found = []
+    """Return the endpoints of local deployments, as a hint for a mistyped URL."""
+    endpoints = []
     for path in sorted(run_root().glob("*/run.json")):
-        with suppress(OSError, ValueError, KeyError):  # that run is ending at this moment
-            found.append(str(json.loads(path.read_text())["endpoint"]))
-    return f" (there is {', '.join(found)})" if found else " (none runs here)"
+        with suppress(OSError, ValueError, KeyError):  # that run is ending
+            endpoints.append(str(json.loads(path.read_text())["endpoint"]))
+    return f" (there is {', '.join(endpoints)})" if endpoints else " (none runs here)"
 
 
-def _from_own_pod(url: str, env: Mapping[str, str]) -> Reach | None:
+def _from_own_pod(url: str, env: Mapping[str, str]) -> ControlEndpoint | None:
     token = Path(env.get("MMROUTER_CONFIG", CONFIG_DIR), "secrets", "control.token")
     host = env.get("POD_IP", "")
     if not host or not token.is_file():
         return None
-    return Reach(url, (f"http://{f'[{host}]' if ':' in host else host}:{CONTROL_PORT}",), token.read_text().strip())
+    return ControlEndpoint(
+        url, (f"http://{f'[{host}]' if ':' in host else host}:{CONTROL_PORT}",), token.read_text().strip()
+    )
 
 
-def _from_run_file(path: Path, url: str) -> Reach | None:
+def _from_run_file(path: Path, url: str) -> ControlEndpoint | None:
     try:
         run = json.loads(path.read_text())
         token = Path(run["control_token"]).read_text().strip()
     except (OSError, ValueError, KeyError):
-        return None  # that run is ending at this moment
-    here = urlsplit(url).netloc
+        return None  # that run is ending
     urls = [run["endpoint"], *(f["url"] for f in run["frontends"]), *(f["control"] for f in run["frontends"])]
-    if here not in {urlsplit(known).netloc for known in urls}:
+    if urlsplit(url).netloc not in {urlsplit(each).netloc for each in urls}:
         return None
-    return Reach(url, tuple(f["control"] for f in run["frontends"]), token)
+    return ControlEndpoint(url, tuple(f["control"] for f in run["frontends"]), token)

@@ -1,7 +1,7 @@
-"""What a deployment's frontends say of themselves: `/control/state` of each, wherever this process stands.
+"""Reads `/control/state` of a deployment's frontends, directly or through a port that kubectl forwards.
 
-In the cluster, and for pods at loopback addresses, a frontend is asked at its pod's address. From anywhere else kubectl
-forwards a port: a token is never sent to an address that may mean somebody else's machine here.
+Inside the cluster, and for pods at loopback addresses, the pod's address is used. From anywhere else kubectl forwards a
+port, because a pod's address may be another machine there, which must not get the token.
 """
 
 import asyncio
@@ -26,27 +26,27 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Stands for something that could not be read. ``why``: a sentence."""
+    """Stands for a value that could not be read; ``why`` is a sentence."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """A frontend's name for people, and the URL of its control API, or why there is none."""
+    """A frontend's display name, and the URL of its control API or why it has none."""
 
     name: str
     url: str | Unread
 
 
-async def ask(client: httpx.AsyncClient, frontend: Frontend) -> State | Unread:
-    """Return what a frontend says now. ``client`` has the control token in its headers."""
+async def fetch(client: httpx.AsyncClient, frontend: Frontend) -> State | Unread:
+    """Return a frontend's state; ``client`` carries the control token."""
     if isinstance(frontend.url, Unread):
         return frontend.url
     try:
         answer = await client.get(f"{frontend.url}/control/state")
         if answer.status_code == 401:
-            return Unread("it does not take the control token")
+            return Unread("it rejects the control token")
         answer.raise_for_status()
         state = answer.json()
     except httpx.HTTPStatusError as error:
@@ -54,54 +54,56 @@ async def ask(client: httpx.AsyncClient, frontend: Frontend) -> State | Unread:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Unread(str(error) or type(error).__name__)
     except ValueError:
-        return Unread("it answered no JSON")
+        return Unread("its answer is not JSON")
     if not isinstance(state, dict) or not isinstance(state.get("workers"), list):
-        return Unread("its answer is no state of a frontend")
+        return Unread("its answer is not the state of a frontend")
     return state
 
 
 def client(token: str) -> httpx.AsyncClient:
-    """Return a client for control APIs; the caller closes it. Proxies are not for addresses of pods."""
+    """Return a client for control APIs, without proxies; the caller closes it."""
     headers = {"authorization": f"Bearer {token}"}
     return httpx.AsyncClient(timeout=ANSWER_SECONDS, headers=headers, trust_env=False)
 
 
 @asynccontextmanager
-async def reached(pods: Sequence[Mapping[str, Any]], kubeconfig: Path | None) -> AsyncIterator[list[Frontend]]:
-    """Find a way to each of these frontend pods; forwarded ports are closed after the block."""
-    ends: list[asyncio.subprocess.Process] = []
+async def open_frontends(pods: Sequence[Mapping[str, Any]], kubeconfig: Path | None) -> AsyncIterator[list[Frontend]]:
+    """Make each of these frontend pods reachable; forwarded ports are closed after the block."""
+    forwards: list[asyncio.subprocess.Process] = []
     try:
-        yield list(await asyncio.gather(*(_way(pod, kubeconfig, ends) for pod in pods)))
+        yield list(await asyncio.gather(*(_open(pod, kubeconfig, forwards) for pod in pods)))
     finally:
-        for process in ends:
+        for process in forwards:
             with suppress(ProcessLookupError):
                 process.terminate()
             await process.wait()
 
 
-async def _way(pod: Mapping[str, Any], kubeconfig: Path | None, ends: list[asyncio.subprocess.Process]) -> Frontend:
+async def _open(
+    pod: Mapping[str, Any], kubeconfig: Path | None, forwards: list[asyncio.subprocess.Process]
+) -> Frontend:
     name, ip = pod["metadata"]["name"], (pod.get("status") or {}).get("podIP", "")
-    # A pod whose init container fails has an address, and nobody who listens there.
+    # A pod with a failing init container has an address without a listener.
     if not ip or (pod.get("status") or {}).get("phase") != "Running":
         return Frontend(name, Unread(NOT_RUNNING))
     if "KUBERNETES_SERVICE_HOST" in os.environ or ipaddress.ip_address(ip).is_loopback:
         host = f"[{ip}]" if ":" in ip else ip
         return Frontend(name, f"http://{host}:{CONTROL_PORT}")
-    return Frontend(name, await _forward(name, pod["metadata"]["namespace"], kubeconfig, ends))
+    return Frontend(name, await _forward(name, pod["metadata"]["namespace"], kubeconfig, forwards))
 
 
 async def _forward(
-    pod: str, namespace: str, kubeconfig: Path | None, ends: list[asyncio.subprocess.Process]
+    pod: str, namespace: str, kubeconfig: Path | None, forwards: list[asyncio.subprocess.Process]
 ) -> str | Unread:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        return Unread("its pod's address means nothing here, and there is no kubectl to forward a port")
+        return Unread("its pod's address is not reachable from here, and there is no kubectl to forward a port")
     argv = [kubectl, *([f"--kubeconfig={kubeconfig}"] if kubeconfig is not None else [])]
     argv += ["port-forward", f"--namespace={namespace}", f"pod/{pod}", f":{CONTROL_PORT}"]
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    ends.append(process)
+    forwards.append(process)
     assert process.stdout is not None
     assert process.stderr is not None
     try:
@@ -110,7 +112,7 @@ async def _forward(
             # "Forwarding from 127.0.0.1:40123 -> 8001"
             if " -> " in line:
                 return f"http://{line.partition(' from ')[2].partition(' -> ')[0]}"
-            said = (await process.stderr.read()).decode().strip()
+            errors = (await process.stderr.read()).decode().strip()
     except TimeoutError:
         return Unread(f"kubectl forwarded no port within {FORWARD_SECONDS:g} s")
-    return Unread(f"kubectl cannot forward a port: {said.splitlines()[-1] if said else 'it says nothing'}")
+    return Unread(f"kubectl cannot forward a port: {errors.splitlines()[-1] if errors else 'no message'}")

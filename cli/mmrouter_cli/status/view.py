@@ -15,8 +15,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.status.control_endpoint import Reach
-from mmrouter_cli.status.frontend_state import Frontend, State, Unread, ask, client
+from mmrouter_cli.status.control_endpoint import ControlEndpoint
+from mmrouter_cli.status.frontend_state import Frontend, State, Unread, client, fetch
 
 EVERY_SECONDS = 1.0
 """How often it is looked at with --watch."""
@@ -258,7 +258,7 @@ def _of(resource: Object, pods: Sequence[Object]) -> list[Object]:
     return [pod for pod in pods if pod["metadata"]["labels"][DEPLOYMENT_LABEL] == resource["metadata"]["name"]]
 
 
-async def from_url(reach: Reach, *, watch: bool) -> AsyncIterator[list[View]]:
+async def from_url(reach: ControlEndpoint, *, watch: bool) -> AsyncIterator[list[View]]:
     """Yield the view of a deployment through its control APIs."""
     frontends = [Frontend(url.removeprefix("http://"), url) for url in reach.controls]
     async with client(reach.token) as asking:
@@ -270,7 +270,7 @@ async def from_url(reach: Reach, *, watch: bool) -> AsyncIterator[list[View]]:
 
 
 async def _asked(asking: httpx.AsyncClient, url: str, frontends: Sequence[Frontend]) -> View:
-    answers = await asyncio.gather(*(ask(asking, frontend) for frontend in frontends))
+    answers = await asyncio.gather(*(fetch(asking, frontend) for frontend in frontends))
     return of_states(url, {one.name: answer for one, answer in zip(frontends, answers, strict=True)})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.verify import NOT_PROBED
 from mmrouter_lib.api import MMRouterDeployment
 
@@ -20,18 +20,20 @@ class NotReadyError(Exception):
     """Something did not come up in time; the message says what it waited for."""
 
 
-async def wait_verified(reach: Reach, deployment: MMRouterDeployment, console: Console, seconds: float) -> None:
+async def wait_verified(
+    endpoint: ControlEndpoint, deployment: MMRouterDeployment, console: Console, seconds: float
+) -> None:
     """Print each worker's standing as it comes. Raises :class:`NotReadyError` with what is missing."""
     wanted = sum(pool.replicas for pool in deployment.spec.pools if pool.role in AWAITED)
     shown: dict[tuple[str, str], str] = {}
     missing = "no frontend answered"
-    async with httpx.AsyncClient(timeout=5, headers=reach.authorization) as client:
+    async with httpx.AsyncClient(timeout=5, headers=endpoint.authorization) as client:
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    views = [await _view(client, control) for control in reach.controls]
+                    views = [await _view(client, control) for control in endpoint.controls]
                     settled = True
-                    for control, workers in zip(reach.controls, views, strict=True):
+                    for control, workers in zip(endpoint.controls, views, strict=True):
                         for worker in workers:
                             _show(console, shown, control, worker)
                         done = sum(_is_settled(worker) for worker in workers)

@@ -25,7 +25,6 @@ from conformance.workload import Case, user, workload
 from local.rig import Deployment, running, wait_for
 
 from mmrouter_cli.bench import endpoint
-from mmrouter_cli.bench import request as asking
 from mmrouter_cli.bench.types import Result
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 
@@ -97,8 +96,7 @@ def questions(deployment: Deployment, salt: str) -> Counter[str]:
     """Return what engines count of the two questions that bench asks before it sends its load, once they are cached."""
 
     async def ask() -> None:
-        async with asking.session(60, 1) as client:
-            await endpoint.find(client, deployment.url, {}, model=None, salt=salt, control=None, token=None)
+        await endpoint.examine(deployment.url, {}, model=None, salt=salt, timeout=60, control=None, token=None)
 
     def again() -> Counter[str]:
         before = counted(deployment)

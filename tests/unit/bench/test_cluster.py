@@ -1,4 +1,4 @@
-"""The simulated cluster: its engines do what the simulator's do, nothing is lost, its policies are what they say."""
+"""The simulated cluster: engines match the simulator's scheduler, no request is lost, policies behave as documented."""
 
 import os
 from array import array
@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cluster import policy_comparison
+from bench.cluster import multiple_routers, policy_comparison
 from bench.cluster import weight_sweep as clustersweep
+from bench.cluster.multiple_routers import Routers, spread, summary
+from bench.cluster.policy_comparison import Case, Outcome
 from bench.cluster.routing_policies import Dynamo, LeastLoaded, Ours, RoundRobin, TextPrefix
 from bench.cluster.simulation import simulate
-from bench.cluster.virtual_engine import NEVER, Engine, Machine, Running
-from bench.cluster.workloads import TRACE_BLOCK, Ask, mooncake, servegen
+from bench.cluster.virtual_engine import NEVER, EngineRequest, Machine, VirtualEngine
+from bench.cluster.workloads import TRACE_BLOCK, ClusterRequest, mooncake, servegen
 from mmrouter_router.scheduling.scoring import WEIGHTS
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.core.request import Request
@@ -89,9 +91,9 @@ def theirs(prompts, *, caching=True):
 
 def mine(prompts, *, named=True):
     """Return the same of the engine in virtual time; its blocks are counted after every step."""
-    engine = Engine(TINY, SIZE)
+    engine = VirtualEngine(TINY, SIZE)
     runs = [
-        Running(n, prompt.names() if named else (), prompt.tokens, prompt.output, prompt.media)
+        EngineRequest(n, prompt.names() if named else (), prompt.tokens, prompt.output, prompt.media)
         for n, prompt in enumerate(prompts)
     ]
     first, end, coming = {}, {}, 0
@@ -189,7 +191,7 @@ def test_every_prompt_token_is_either_hit_or_computed_once(make):
     engines = []
     run = simulate(load, 3, Machine(), make(3), watch=lambda now, fleet: engines or engines.extend(fleet))
     assert run.preemptions == 0
-    assert run.tokens == sum(ask.tokens for ask in load.asks)
+    assert run.tokens == sum(request.tokens for request in load.requests)
     assert sum(engine.computed_tokens for engine in engines) == run.tokens - run.cached
 
 
@@ -239,53 +241,56 @@ def test_the_feed_costs_few_of_the_oracles_hits_and_no_policy_beats_both():
     assert sum(load.alone) < sum(runs["oracle"].seconds)
 
 
-def ask(number, blocks, at=0.0, output=4):
+def cluster_request(number, blocks, at=0.0, output=4):
     keys = array("Q", blocks)
     names = tuple(key.to_bytes(8, "little") for key in keys)
-    return Ask(at, len(blocks) * SIZE, output, keys, names, keys, len(blocks) * SIZE, number)
+    return ClusterRequest(at, len(blocks) * SIZE, output, keys, names, keys, len(blocks) * SIZE, number)
 
 
 def test_dynamos_cost_of_the_fields_example():
-    """Overlaps 2, 5, 8 of 10 blocks and 10, 5, 9 blocks in use: 18, 10, 11 (facts on routing 5.1), 10 more by the
-    request itself on each.
+    """The example of Dynamo's documentation: overlaps 2, 5, 8 of 10 blocks and 10, 5, 9 blocks in use cost 18, 10, 11.
+
+    The blocks in use belong to three requests without a shared prefix.
     """
     policy = Dynamo(3, SIZE)
+    for number, (engine, used) in enumerate(((0, 10), (1, 5), (2, 9))):
+        blocks = range(1000 * (engine + 1), 1000 * (engine + 1) + used)
+        policy.cache_changed(engine, [key.to_bytes(8, "little") for key in blocks], [])
+        assert policy.choose(number, cluster_request(number, blocks), 0.0) == engine
     prompt = list(range(100, 110))
-    for engine, (overlap, used) in enumerate(((2, 10), (5, 5), (8, 9))):
-        policy.told(engine, [key.to_bytes(8, "little") for key in prompt[:overlap]], [])
-        policy._active.store(policy._actives[engine], range(1000 * (engine + 1), 1000 * (engine + 1) + used))
-    assert policy.choose(1, ask(1, prompt), 0.0) == 1
+    for engine, overlap in enumerate((2, 5, 8)):
+        policy.cache_changed(engine, [key.to_bytes(8, "little") for key in prompt[:overlap]], [])
+    assert policy.choose(3, cluster_request(3, prompt), 0.0) == 1
 
 
 def test_the_text_prefix_does_not_see_images_and_smg_s_thresholds_decide():
     policy = TextPrefix(2)
-    assert policy.choose(0, ask(0, range(10)), 0.0) == 0
-    assert policy.choose(1, ask(1, [0, 1, 2, 3, *range(50, 56)]), 0.0) == 0  # 40 % match
-    assert policy.choose(2, ask(2, [0, 1, *range(60, 68)]), 0.0) == 1  # 20 %: to the smaller tree
+    assert policy.choose(0, cluster_request(0, range(10)), 0.0) == 0
+    assert policy.choose(1, cluster_request(1, [0, 1, 2, 3, *range(50, 56)]), 0.0) == 0  # 40 % match
+    assert policy.choose(2, cluster_request(2, [0, 1, *range(60, 68)]), 0.0) == 1  # 20 %: to the smaller tree
     for number in range(3, 67):
-        assert policy.choose(number, ask(number, range(10)), 0.0) == 0
-    assert policy._flying == [66, 1]
-    assert policy.choose(67, ask(67, range(10)), 0.0) == 1  # 65 more and over 1.5 times as many: the shortest queue
+        assert policy.choose(number, cluster_request(number, range(10)), 0.0) == 0
+    assert policy.choose(67, cluster_request(67, range(10)), 0.0) == 1  # 65 more, over 1.5 times as many
 
 
 @pytest.mark.parametrize("repeats", [True, False])
 def test_a_load_is_work_over_what_all_engines_do_and_sessions_are_what_can_be_reused(repeats):
     load = servegen(repeats, 2, 0.5, 40.0, Machine())
-    assert list(load.asks) == sorted(load.asks, key=lambda one: one.at)
+    assert list(load.requests) == sorted(load.requests, key=lambda one: one.at)
     assert (load.reusable > 0.5) == repeats
     run = simulate(replace(load, counted_from=0.0), 2, Machine(), Ours(2, 16))
     seconds = (run.tokens - run.cached) / Machine().prefill_rate + run.encoded * Machine().encode_seconds
-    assert seconds / load.asks[-1].at / 2 == pytest.approx(0.5, rel=0.15)
+    assert seconds / load.requests[-1].at / 2 == pytest.approx(0.5, rel=0.15)
 
 
 def test_parts_of_a_trace_share_only_what_the_whole_service_shares():
     if not (FOLDER / "mooncake").is_dir():
         pytest.skip(f"not run: no traces at {FOLDER} (MMROUTER_TRACES)")
     load = mooncake(FOLDER / "mooncake", "conversation", 8, 0.5, 60.0, policy_comparison.LARGE)
-    copies = {key >> 32 for one in load.asks for key in one.keys}
+    copies = {key >> 32 for one in load.requests for key in one.keys}
     assert copies == {0, 1, 2, 3, 4}
-    assert {key for one in load.asks for key in one.keys if key >> 32 == 0} == {0}
-    assert all(len(one.keys) == one.tokens // TRACE_BLOCK for one in load.asks)
+    assert {key for one in load.requests for key in one.keys if key >> 32 == 0} == {0}
+    assert all(len(one.keys) == one.tokens // TRACE_BLOCK for one in load.requests)
 
 
 def test_without_traces_their_rows_say_so_and_the_others_are_measured(tmp_path, monkeypatch):
@@ -308,3 +313,57 @@ def test_the_sweep_begins_with_the_weights_in_use_and_changes_one_at_a_time():
         assert sum(getattr(other, name) != getattr(WEIGHTS, name) for name in WEIGHTS.__struct_fields__) == 1
     for name, values in clustersweep.TRIED.items():
         assert min(values) < getattr(WEIGHTS, name) < max(values)
+
+
+CASE = Case("servegen sessions", 2, 0.5)
+
+
+@pytest.fixture(scope="module")
+def load():
+    return servegen(True, 2, 0.6, 6.0, Machine())
+
+
+def run_routers(load, routers, delay=None):
+    policy = Routers(routers, 2, load.block_size, delay)
+    done = simulate(load, 2, Machine(), policy, watch=policy.watch if delay is not None else None)
+    return policy, done
+
+
+def test_every_request_is_one_routers_and_every_router_has_the_same_index_in_the_end(load):
+    policy, _ = run_routers(load, 3)
+    assert all(not usage.requests for router in policy.routers for w in router.workers for usage in w.usage.values())
+    for engine in range(2):
+        assert policy.routers[0].holds(engine) == policy.routers[1].holds(engine) == policy.routers[2].holds(engine)
+
+
+def test_one_router_loses_nothing_whether_it_hears_of_itself_or_not(load):
+    assert run_routers(load, 1)[1].chosen == run_routers(load, 1, 0.01)[1].chosen
+
+
+def test_what_is_heard_of_others_counts_while_one_chooses_and_not_beside_it(load):
+    policy, heard = run_routers(load, 2, 0.0)
+    assert heard.chosen != run_routers(load, 2)[1].chosen
+    for router in policy.routers:
+        assert all(abs(usage.active) < 1e-6 for worker in router.workers for usage in worker.usage.values())
+
+
+def test_requests_of_one_time_are_spread_to_the_next_time_in_their_order(load):
+    requests = tuple(replace(request, at=float(n // 4)) for n, request in enumerate(load.requests[:8]))
+    moved = spread(replace(load, requests=requests)).requests
+    assert [request.at for request in moved] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
+    assert [request.tokens for request in moved] == [request.tokens for request in requests]
+
+
+def test_the_loss_is_over_one_router_in_the_same_case():
+    found = {
+        (CASE, (1, None)): Outcome(100, 200, 0.5),
+        (CASE, (2, None)): Outcome(100, 260, 0.4),
+        (CASE, (2, multiple_routers.GOSSIP_DELAY)): Outcome(100, 202, 0.5),
+    }
+    rows = {item.name: item for item in summary(found)}
+    name = "2 routers before 2 engines"
+    lost = rows[f"{name}, if each knew of its own requests only: TTFT p95 over 1 router, mean"]
+    assert (lost.value, lost.met) == (1.3, None)
+    heard = rows[f"{name}: TTFT p95 over 1 router, mean"]
+    assert (heard.value, heard.met) == (1.01, True)
+    assert rows[f"{name}, if each knew of its own requests only: hits over 1 router's, mean"].value == 0.8

@@ -7,17 +7,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.encoders import simulation as encodersim
-from bench.encoders import split_comparison
-from bench.encoders.image_requests import SAMPLE, Arrival, Device, Picture, arrivals, derive, load, pictures, shared
+from bench.encoders import simulation, split_comparison
+from bench.encoders.image_requests import (
+    SAMPLE,
+    Arrival,
+    Device,
+    Picture,
+    arrivals,
+    derive,
+    image_sizes,
+    load_clients,
+    shared,
+)
 
 TRACES = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[4] / "shared" / "traces"))
 FLEET = split_comparison.FLEETS["8:3:1"]
 
 
-def asked(count=150, share=0.6, cv=2.0, seed=3):
+def requests_at(count=150, share=0.6, cv=2.0, seed=3):
     rnd = random.Random(seed)
-    return arrivals(rnd, pictures(rnd, load(), count), FLEET, share, cv)
+    return arrivals(rnd, image_sizes(rnd, load_clients(), count), FLEET, share, cv)
 
 
 def test_the_sample_is_what_the_traces_say():
@@ -29,13 +38,13 @@ def test_the_sample_is_what_the_traces_say():
 
 
 def test_the_sample_has_requests_with_one_to_twelve_images_and_most_have_one():
-    counts = [len(body) for body in pictures(random.Random(1), load(), 4000)]
+    counts = [len(body) for body in image_sizes(random.Random(1), load_clients(), 4000)]
     assert set(range(1, 9)) <= set(counts) <= set(range(1, 13))
     assert 0.7 < counts.count(1) / len(counts) < 0.9
 
 
 def test_load_is_work_over_what_the_whole_fleet_does():
-    requests = asked(3000, share=0.5, cv=1.0)
+    requests = requests_at(3000, share=0.5, cv=1.0)
     work = sum(shared(picture, FLEET) for request in requests for picture in request.pictures)
     assert work / requests[-1].at == pytest.approx(0.5, rel=0.1)
 
@@ -43,34 +52,34 @@ def test_load_is_work_over_what_the_whole_fleet_does():
 @pytest.mark.parametrize("how", ["perImage", "perRequest"])
 @pytest.mark.parametrize("weights", [(1, 1, 1), (8, 3, 1), (5, 0, 2)])
 def test_the_fast_form_of_a_split_equals_the_schedulers_mode(how, weights):
-    requests = asked()
-    fast = encodersim.split(encodersim.table(requests, FLEET), how, weights)
-    assert encodersim.scheduled(requests, FLEET, how, weights=weights).seconds == pytest.approx(fast)
+    requests = requests_at()
+    fast = simulation.split(simulation.service_times(requests, FLEET), how, weights)
+    assert simulation.scheduled(requests, FLEET, how, weights=weights).seconds == pytest.approx(fast)
 
 
 def test_a_split_in_blocks_takes_a_then_b():
     requests = [Arrival(float(n), (Picture(0, 1.0, n),)) for n in range(9)]
-    seconds = encodersim.split(encodersim.table(requests, (Device(1, 0.1), Device(1, 0.2))), "blocks", (2, 1))
+    seconds = simulation.split(simulation.service_times(requests, (Device(1, 0.1), Device(1, 0.2))), "blocks", (2, 1))
     assert seconds == pytest.approx([0.1, 0.1, 0.2] * 3)
 
 
 def test_bounds_are_exact_where_they_can_be_counted_by_hand():
     fleet = (Device(8.0, 0.0), Device(1.0, 0.0))
     lone = [Arrival(0.0, (Picture(72, 1.0, 1),))]
-    assert encodersim.pooled(lone, fleet) == pytest.approx([8.0])  # 72 tokens at 9
-    assert encodersim.undivided(lone, fleet) == pytest.approx([9.0])  # 72 tokens at 8
+    assert simulation.pooled(lone, fleet) == pytest.approx([8.0])  # 72 tokens at 9
+    assert simulation.undivided(lone, fleet) == pytest.approx([9.0])  # 72 tokens at 8
     two = [Arrival(0.0, (Picture(72, 1.0, 1), Picture(8, 1.0, 2)))]
     # One at 8 and one at 1 for 8 s; or, after 8 s, 64 and 8 are done, and the large one has 8 left at 8.
-    assert encodersim.undivided(two, fleet) == pytest.approx([9.0])
+    assert simulation.undivided(two, fleet) == pytest.approx([9.0])
     queue = [Arrival(0.0, (Picture(72, 1.0, 1),)), Arrival(1.0, (Picture(72, 1.0, 2),))]
-    assert encodersim.pooled(queue, fleet) == pytest.approx([8.0, 15.0])
+    assert simulation.pooled(queue, fleet) == pytest.approx([8.0, 15.0])
     # The second has 8 of its 72 done slowly when the first ends, then 64 at 8.
-    assert encodersim.undivided(queue, fleet) == pytest.approx([9.0, 16.0])
+    assert simulation.undivided(queue, fleet) == pytest.approx([9.0, 16.0])
 
 
 def test_undivided_images_are_never_faster_than_divided_ones_in_the_mean():
-    requests = asked(400)
-    assert sum(encodersim.undivided(requests, FLEET)) >= sum(encodersim.pooled(requests, FLEET))
+    requests = requests_at(400)
+    assert sum(simulation.undivided(requests, FLEET)) >= sum(simulation.pooled(requests, FLEET))
 
 
 def test_the_same_seed_gives_the_same_figures():
@@ -95,6 +104,6 @@ def test_the_goals_of_the_encoder_scheduler_are_rows_of_that_name_and_met_on_a_s
 
 
 def test_a_request_that_never_ends_is_no_figure(monkeypatch):
-    monkeypatch.setattr(encodersim.Encoders, "finished", lambda self, run, now, value=None: encodersim.Outcome())
-    with pytest.raises(encodersim.LostError, match="never ended"):
-        encodersim.scheduled(asked(5), FLEET, "auto")
+    monkeypatch.setattr(simulation.Encoders, "finished", lambda self, run, now, value=None: simulation.Outcome())
+    with pytest.raises(simulation.LostError, match="never ended"):
+        simulation.scheduled(requests_at(5), FLEET, "auto")

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from bench.handover import fresh_segment, shared_memory
+from bench.rows import to_json
 
 SIZE = 1 << 20
 
@@ -44,8 +45,7 @@ def test_the_peers_frame_is_taken_apart_as_it_was_made_and_refused_where_it_is_n
 def test_rows_are_json():
     times = shared_memory.Times([1.0], [1.1], [0.1], [8.0], [2.0])
     rows = {
-        item["name"]: item
-        for item in json.loads(shared_memory.to_json(shared_memory.rows(times, 16 * shared_memory.MB, 8)))["rows"]
+        item["name"]: item for item in json.loads(to_json(shared_memory.rows(times, 16 * shared_memory.MB, 8)))["rows"]
     }
     assert rows["ratio_to_memcpy, 16 MB"]["value"] == 1.2
     assert rows["ratio_to_memcpy, 16 MB"]["met"] is True

@@ -15,33 +15,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_cli.bench import compare, measure, traces, workload
-from mmrouter_cli.bench import table_report as report
-from mmrouter_cli.bench.content import Writer, text
+from mmrouter_cli.bench import compare, measure, terminal, traces, workload
 from mmrouter_cli.bench.html_report import page
 from mmrouter_cli.bench.types import (
     Answer,
+    AnswerRow,
     BenchError,
     Conversation,
     Failure,
-    Load,
+    LoadSpec,
     Result,
     Routing,
-    Row,
     Spread,
     Words,
 )
+from mmrouter_cli.bench.workload import BodyWriter, draw_text
 
 STATISTICS = Path(__file__).parents[3] / "bench" / "encoders" / "servegen_images.json"
-LOAD = Load(concurrency=4)
+LOAD = LoadSpec(concurrency=4)
 
 
-def plan(load: Load) -> list[Conversation]:
-    return workload.planned(workload.synthetic(load), load)[0]
+def plan(load: LoadSpec) -> list[Conversation]:
+    return workload.select(workload.synthetic(load), load)[0]
 
 
-def bodies(load: Load, salt: str) -> list[bytes]:
-    writer = Writer(salt, 1.0, "m", ignore_eos=False)
+def bodies(load: LoadSpec, salt: str) -> list[bytes]:
+    writer = BodyWriter(salt, 1.0, "m", ignore_eos=False)
     return [writer.body(each, turn) for each in plan(load) for turn in range(len(each.turns))]
 
 
@@ -51,7 +50,7 @@ def bodies(load: Load, salt: str) -> list[bytes]:
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 30), turns=st.floats(1, 9))
 def test_a_load_is_as_many_requests_as_it_says_and_the_same_again(seed: int, requests: int, turns: float) -> None:
-    load = Load(seed=seed, requests=requests, turns=turns, rate=5.0)
+    load = LoadSpec(seed=seed, requests=requests, turns=turns, rate=5.0)
     found = plan(load)
     assert sum(len(each.turns) for each in found) == requests
     assert found == plan(load)
@@ -59,7 +58,7 @@ def test_a_load_is_as_many_requests_as_it_says_and_the_same_again(seed: int, req
 
 
 def test_seed_and_salt_decide_every_byte_and_the_salt_alone_only_the_words() -> None:
-    load = Load(requests=12, image_width=32, image_height=32, concurrency=1)
+    load = LoadSpec(requests=12, image_width=32, image_height=32, concurrency=1)
     assert bodies(load, "a") == bodies(load, "a")
     other = bodies(load, "b")
     assert not set(other) & set(bodies(load, "a"))
@@ -72,9 +71,9 @@ def test_seed_and_salt_decide_every_byte_and_the_salt_alone_only_the_words() -> 
 
 
 def test_a_turn_is_asked_with_all_that_was_said_before_it() -> None:
-    load = Load(requests=40, turns=4, image_share=1.0, image_width=16, image_height=16, concurrency=1)
+    load = LoadSpec(requests=40, turns=4, image_share=1.0, image_width=16, image_height=16, concurrency=1)
     conversation = next(each for each in plan(load) if len(each.turns) > 2)
-    writer = Writer("s", 1.0, "m", ignore_eos=True)
+    writer = BodyWriter("s", 1.0, "m", ignore_eos=True)
     asked = [json.loads(writer.body(conversation, turn)) for turn in range(len(conversation.turns))]
     for before, after in itertools.pairwise(asked):
         assert after["messages"][: len(before["messages"])] == before["messages"]
@@ -84,7 +83,7 @@ def test_a_turn_is_asked_with_all_that_was_said_before_it() -> None:
 
 
 def test_shares_turns_and_rate_are_what_the_load_says() -> None:
-    load = Load(requests=8_000, turns=2.5, image_share=0.3, rate=10.0)
+    load = LoadSpec(requests=8_000, turns=2.5, image_share=0.3, rate=10.0)
     found = plan(load)
     pictures = [any(not isinstance(part, Words) for part in each.turns[0].parts) for each in found]
     assert statistics.fmean(pictures) == pytest.approx(0.3, abs=0.02)
@@ -97,20 +96,20 @@ def test_shares_turns_and_rate_are_what_the_load_says() -> None:
 @settings(deadline=None)
 @given(words=st.integers(1, 50), more=st.integers(0, 50), ratio=st.floats(0.25, 8))
 def test_fewer_tokens_of_a_text_are_the_beginning_of_more(words: int, more: int, ratio: float) -> None:
-    short, long = (text("s", ratio, Words("n", count)) for count in (words, words + more))
+    short, long = (draw_text("s", ratio, Words("n", count)) for count in (words, words + more))
     assert long.startswith(short)
     assert len(short.split()) == max(1, round(words / ratio))
 
 
 def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
-    load = Load(requests=100, turns=3, longest=700, concurrency=1)
-    found, left_out = workload.planned(workload.synthetic(load), load)
+    load = LoadSpec(requests=100, turns=3, longest=700, concurrency=1)
+    found, left_out = workload.select(workload.synthetic(load), load)
     assert left_out > 0
     assert sum(len(each.turns) for each in found) == 100
     longest = max(workload.prompt_tokens(each, turn) for each in found for turn in range(len(each.turns)))
     assert 400 < longest <= 700
     with pytest.raises(BenchError, match="longer than 10 tokens"):
-        plan(Load(longest=10, concurrency=1))
+        plan(LoadSpec(longest=10, concurrency=1))
 
 
 # -- files that are played -------------------------------------------------------------------------------------------
@@ -129,24 +128,24 @@ def line(**values: Any) -> dict[str, Any]:
 def test_equal_blocks_of_a_recorded_trace_are_equal_beginnings(tmp_path: Path) -> None:
     file = recorded(tmp_path, [line(timestamp=3000, hash_ids=[1, 3]), line(), line(input_length=500, hash_ids=[1])])
     trace = traces.read(file)
-    load = traces.load_of(trace, Load(), 8)
-    found, _ = workload.planned(traces.conversations(trace, load), load)
+    load = traces.load_of(trace, LoadSpec(), 8)
+    found, _ = workload.select(traces.conversations(trace, load), load)
     assert [each.at for each in found] == [0.0, 0.0, 3.0]
-    writer = Writer("s", 1.0, "m", ignore_eos=False)
+    writer = BodyWriter("s", 1.0, "m", ignore_eos=False)
     said = [json.loads(writer.body(each, 0))["messages"][0]["content"].split() for each in found]
     assert [len(words) for words in said] == [600, 500, 600]
     assert said[0][:500] == said[1]
     assert said[0][:512] == said[2][:512]
     assert said[0][512:] != said[2][512:]
     slower = msgspec.structs.replace(load, rate=0.1)
-    assert [each.at for each in workload.planned(traces.conversations(trace, slower), slower)[0]] == [0.0, 0.0, 20.0]
+    assert [each.at for each in workload.select(traces.conversations(trace, slower), slower)[0]] == [0.0, 0.0, 20.0]
 
 
 def test_statistics_are_drawn_with_their_shares_and_a_picture_has_one_size() -> None:
     trace = traces.read(STATISTICS)
-    load = traces.load_of(trace, Load(requests=1500, turns=1.0), 8)
+    load = traces.load_of(trace, LoadSpec(requests=1500, turns=1.0), 8)
     assert (load.kind, load.concurrency, load.system_tokens) == ("statistics", 8, 0)
-    found, _ = workload.planned(traces.conversations(trace, load), load)
+    found, _ = workload.select(traces.conversations(trace, load), load)
     busiest = max(range(len(trace.clients)), key=lambda which: trace.clients[which].share)
     asked = Counter(each.system[0].name for each in found)
     expected = trace.clients[busiest].share / sum(client.share for client in trace.clients)
@@ -203,7 +202,7 @@ def test_no_percentile_is_of_fewer_values_than_it_takes_to_have_one_above_it(poi
 def test_a_sample_is_bounded_and_every_value_has_the_same_chance() -> None:
     kept = Counter[float]()
     for seed in range(200):
-        sample = measure.Sample(room=20, seed=seed)
+        sample = measure.Sample(size=20, seed=seed)
         for value in range(100):
             sample.add(value)
         assert (len(sample.values), sample.seen) == (20, 100)
@@ -229,7 +228,7 @@ def test_the_hit_ratio_is_one_of_sums_and_unknown_where_any_answer_is_silent() -
 def test_errors_are_counted_by_kind_with_what_the_first_one_said() -> None:
     answers = [answer(), *(answer(error="timeout", message=str(n)) for n in range(3)), answer(error="connect")]
     assert measure.failures(answers) == {"timeout": Failure(3, "0"), "connect": Failure(1, "")}
-    assert len(measure.whole(answers)) == 1
+    assert len(measure.successes(answers)) == 1
 
 
 def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
@@ -244,7 +243,7 @@ def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
 )
 def test_a_client_that_is_late_itself_says_so(lag: float, first: float, token: float | None, told: bool) -> None:
     one, other = (value and Spread(200, 9, value, 9, 9, 9, 9) for value in (first, token))
-    said = report.doubts(result(lag=lag, first_token=one, per_token=other))
+    said = terminal.doubts(result(lag=lag, first_token=one, per_token=other))
     assert (said == [f"this client's own timers were {1000 * lag:.1f} ms late (p99): its machine is busy"]) is told
 
 
@@ -252,10 +251,8 @@ def test_only_requests_that_were_due_at_a_time_can_be_late() -> None:
     paced = [answer(late=late) for late in (0.0, 0.05, 0.3, None, None, None)]
     assert measure.lateness(paced) == (pytest.approx(1 / 3), 0.3)
     assert measure.lateness([answer()]) == (0.0, 0.0)
-    said = report.doubts(result(late_share=1 / 3, latest=0.3))
-    assert said == [
-        "33.3% of the requests by the clock went out more than 100 ms after they were due, the latest 0.3 s"
-    ]
+    said = terminal.doubts(result(late_share=1 / 3, latest=0.3))
+    assert said == ["33.3% of the scheduled requests went out more than 100 ms after they were due, the latest 0.3 s"]
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -269,7 +266,7 @@ def result(**values: Any) -> Result:
         "unanswered": 0, "failures": {}, "prompt_tokens": 100_000, "completion_tokens": 10_000, "hit_ratio": 0.5,
         "hit_unknown": "", "first_token": spread, "between_tokens": spread, "per_token": spread, "end_to_end": spread,
         "late_share": 0.0, "lag": 0.001, "routing": None,
-        "rows": [Row(n / 10, 0.1 + n / 1000, 0.5, 500, 250) for n in range(200)],
+        "rows": [AnswerRow(n / 10, 0.1 + n / 1000, 0.5, 500, 250) for n in range(200)],
         "gaps": [n / 1000 for n in range(101)],
     }  # fmt: skip
     return Result(**{**base, **values})
@@ -300,7 +297,7 @@ def test_two_whole_runs_of_one_load_are_compared(routing: Routing | None) -> Non
         ({"failures": {"timeout": Failure(10, "")}, "answered": 190}, "0.0% and 5.0% of the requests failed"),
         ({"interrupted": True, "answered": 20}, "was interrupted after 20 of 200 requests"),
         ({"answered": 0}, "has no answer"),
-        ({"late_share": 0.2}, "20.0% of its requests by the clock went out late"),
+        ({"late_share": 0.2}, "20.0% of its scheduled requests went out late"),
         ({"salt": "s", "seconds": 21.0}, "both sent the same words"),
     ],
 )
@@ -372,8 +369,8 @@ def test_two_runs_are_named_by_their_policies_and_a_percentile_that_nobody_has_i
     text = Parsed(page([first, second])).text
     for said in ("first, kv", "second, roundRobin", "p95 takes 20"):
         assert said in text
-    assert report.figures(first)[0] == ["first token", "100.0", "100.0", "150.0", "-", "-", "400.0", "12"]
-    assert report.TOO_FEW not in report.facts(second)
+    assert terminal.figures(first)[0] == ["first token", "100.0", "100.0", "150.0", "-", "-", "400.0", "12"]
+    assert terminal.TOO_FEW not in terminal.facts(second)
     changes = {line.name: line.change for line in compare.lines(first, second)}
     assert (changes["first token, p50"], changes["first token, p95"]) == (1.0, None)
 
@@ -386,7 +383,7 @@ def test_a_run_without_any_answer_is_shown_without_plots() -> None:
     parsed = Parsed(page([none]))
     assert parsed.count["svg"] == 0
     assert "refused" in parsed.text
-    assert any("0 answered and 200 failed" in said for said in report.facts(none))
+    assert any("0 answered and 200 failed" in said for said in terminal.facts(none))
 
 
 def test_a_result_file_is_read_as_it_was_written() -> None:

@@ -10,18 +10,16 @@ from aiohttp import web
 from rich.console import Console
 from unit.cli.chat_servers import DONE, GOOD, Engine, Handler, event, said, serving, streamed
 
-from mmrouter_cli.bench import request as asking
-from mmrouter_cli.bench import table_report as report
-from mmrouter_cli.bench import workload
-from mmrouter_cli.bench.progress import Screen
-from mmrouter_cli.bench.run import Asked, run
-from mmrouter_cli.bench.types import Answer, BenchError, Load, Result
+from mmrouter_cli.bench import chat_request, terminal, workload
+from mmrouter_cli.bench.load_client import Client
+from mmrouter_cli.bench.run import Target, run
+from mmrouter_cli.bench.types import Answer, BenchError, LoadSpec, Result
 
 
 async def asked(handler: Handler, timeout: float = 5.0) -> tuple[Answer, list[float]]:
     gaps: list[float] = []
-    async with serving(handler) as url, asking.session(timeout, 4) as client:
-        answer = await asking.ask(client, url, {}, b"{}", started=0.0, late=0.0, gap=gaps.append)
+    async with serving(handler) as url:
+        answer = await chat_request.ask(Client(url, timeout), {}, b"{}", started=0.0, late=0.0, gap=gaps.append)
     return answer, gaps
 
 
@@ -91,31 +89,30 @@ async def test_whatever_goes_wrong_is_an_error_of_its_own_kind(handler: Handler,
     ],
 )
 def test_an_error_is_told_by_its_message_and_as_it_is_where_it_has_none(raw: bytes, message: str) -> None:
-    assert asking.meant(raw) == message
+    assert chat_request.error_message(raw) == message
 
 
 async def test_nobody_there_is_an_error_and_no_run() -> None:
-    async with serving(full) as gone, asking.session(5, 1) as client:
+    async with serving(full) as gone:
         pass
-    async with asking.session(5, 1) as client:
-        answer = await asking.ask(client, gone, {}, b"{}", started=0.0, late=0.0, gap=list[float]().append)
+    answer = await chat_request.ask(Client(gone, 5), {}, b"{}", started=0.0, late=0.0, gap=list[float]().append)
     assert (answer.error, answer.message) == ("connect", "Connection refused")
     with pytest.raises(BenchError, match="does not answer: Connection refused"):
-        await whole(gone, Load(concurrency=1))
+        await whole(gone, LoadSpec(concurrency=1))
     async with serving(full) as url:
         with pytest.raises(BenchError, match=r"answered 503: .*no room"):
-            await whole(url, Load(concurrency=1))
+            await whole(url, LoadSpec(concurrency=1))
 
 
-async def whole(url: str, load: Load, **options: str) -> Result:
-    plan, left_out = workload.planned(workload.synthetic(load), load)
-    screen = Screen(Console(file=io.StringIO()))
-    return await run(Asked(url, "salt", 10.0, **options), load, plan, left_out, screen)
+async def whole(url: str, load: LoadSpec, **options: str) -> Result:
+    plan, left_out = workload.select(workload.synthetic(load), load)
+    screen = terminal.ProgressScreen(Console(file=io.StringIO()))
+    return await run(Target(url, "salt", 10.0, **options), load, plan, left_out, screen)
 
 
 async def test_any_endpoint_is_measured_with_prompts_as_long_as_its_tokenizer_makes_them() -> None:
     engine = Engine()
-    load = Load(requests=12, concurrency=3, turns=2, image_share=0.0, system_tokens=300, text_tokens=90)
+    load = LoadSpec(requests=12, concurrency=3, turns=2, image_share=0.0, system_tokens=300, text_tokens=90)
     async with serving(engine) as url:
         result = await whole(url, load)
     assert (result.answered, result.failed, result.unanswered, result.interrupted) == (12, 0, 0, False)
@@ -132,10 +129,10 @@ async def test_any_endpoint_is_measured_with_prompts_as_long_as_its_tokenizer_ma
 
 async def test_by_the_clock_requests_go_out_when_they_are_due_whatever_answers_take() -> None:
     engine = Engine()
-    load = Load(requests=20, rate=100.0, turns=1, image_share=0.0, system_tokens=10)
+    load = LoadSpec(requests=20, rate=100.0, turns=1, image_share=0.0, system_tokens=10)
     async with serving(engine) as url:
         result = await whole(url, load)
-    due = [conversation.at for conversation in workload.planned(workload.synthetic(load), load)[0]]
+    due = [conversation.at for conversation in workload.select(workload.synthetic(load), load)[0]]
     sent = sorted(row.started for row in result.rows)
     assert all(at <= started for at, started in zip(due, sent, strict=True))
     assert result.answered == 20
@@ -144,7 +141,7 @@ async def test_by_the_clock_requests_go_out_when_they_are_due_whatever_answers_t
 async def test_a_policy_is_refused_where_it_would_be_ignored() -> None:
     async with serving(Engine()) as url:
         with pytest.raises(BenchError, match="no mmrouter"):
-            await whole(url, Load(concurrency=1), policy="roundRobin")
+            await whole(url, LoadSpec(concurrency=1), policy="roundRobin")
 
 
 @pytest.mark.parametrize(
@@ -156,11 +153,11 @@ async def test_who_is_not_let_in_is_told_what_to_give(key: dict[str, str], said:
 
     async with serving(unauthorized) as url:
         with pytest.raises(BenchError, match=f"answered 401: Unauthorized .{said}"):
-            await whole(url, Load(concurrency=1), **key)
+            await whole(url, LoadSpec(concurrency=1), **key)
 
 
 async def test_a_run_that_is_stopped_before_its_first_request_is_due_can_be_shown() -> None:
-    load = Load(requests=2, rate=0.001, turns=1, image_share=0.0, system_tokens=10)
+    load = LoadSpec(requests=2, rate=0.001, turns=1, image_share=0.0, system_tokens=10)
     ends = signal.getsignal(signal.SIGINT)
     async with serving(Engine()) as url:
         running = asyncio.create_task(whole(url, load))
@@ -171,4 +168,4 @@ async def test_a_run_that_is_stopped_before_its_first_request_is_due_can_be_show
         result = await running
     assert (result.interrupted, result.sent, result.answered) == (True, 0, 0)
     assert 0 < result.seconds < 20
-    assert report.facts(result)[1].startswith("0 answered and 0 failed in 0.0 s: 0.00 requests/s")
+    assert terminal.facts(result)[1].startswith("0 answered and 0 failed in 0.0 s: 0.00 requests/s")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_cli.status.control_endpoint import Reach, UnreachableError, reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint, UnreachableError, find_control
 
 URL = "http://demo"
 
@@ -25,19 +25,21 @@ def test_in_a_frontends_pod_its_own_control_port_is_taken(
     pod: Path, monkeypatch: pytest.MonkeyPatch, ip: str, host: str
 ) -> None:
     monkeypatch.setenv("POD_IP", ip)
-    assert reach(f"{URL}/v1", None, None) == Reach(URL, (f"http://{host}:8001",), "secret")
+    assert find_control(f"{URL}/v1", None, None) == ControlEndpoint(URL, (f"http://{host}:8001",), "secret")
 
 
 def test_what_is_named_counts_more_than_the_own_pod(pod: Path) -> None:
-    assert reach(URL, "http://10.9.9.9:8001/", "other") == Reach(URL, ("http://10.9.9.9:8001",), "other")
+    assert find_control(URL, "http://10.9.9.9:8001/", "other") == ControlEndpoint(
+        URL, ("http://10.9.9.9:8001",), "other"
+    )
 
 
 def test_elsewhere_the_error_says_what_to_give(pod: Path) -> None:
     (pod / "secrets" / "control.token").unlink()
     with pytest.raises(UnreachableError, match="--control and --token"):
-        reach(URL, None, None)
-    with pytest.raises(UnreachableError, match="--control wants --token too"):
-        reach(URL, "http://10.9.9.9:8001", None)
+        find_control(URL, None, None)
+    with pytest.raises(UnreachableError, match="--control needs --token too"):
+        find_control(URL, "http://10.9.9.9:8001", None)
 
 
 def test_elsewhere_the_error_names_what_runs_on_this_machine(
@@ -46,7 +48,7 @@ def test_elsewhere_the_error_names_what_runs_on_this_machine(
     (pod / "secrets" / "control.token").unlink()
     monkeypatch.setattr("mmrouter_cli.status.control_endpoint.run_root", lambda: tmp_path / "runs")
     with pytest.raises(UnreachableError, match="none runs here"):
-        reach("127.1.0.1:8000", None, None)
+        find_control("127.1.0.1:8000", None, None)
     (tmp_path / "runs" / "ending").mkdir(parents=True)
     (tmp_path / "runs" / "ending" / "run.json").write_text("{")
     (tmp_path / "runs" / "demo").mkdir()
@@ -54,4 +56,4 @@ def test_elsewhere_the_error_names_what_runs_on_this_machine(
         '{"endpoint": "http://127.1.0.1:8000", "frontends": [], "control_token": "/nowhere"}'
     )
     with pytest.raises(UnreachableError, match=r"\(there is http://127\.1\.0\.1:8000\)"):
-        reach("127.1.0.1:8000", None, None)
+        find_control("127.1.0.1:8000", None, None)

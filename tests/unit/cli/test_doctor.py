@@ -17,7 +17,7 @@ from mmrouter_cli.doctor.facts import FrontendFacts, RoutingFacts
 from mmrouter_cli.doctor.pods import memory_check, pod_check
 from mmrouter_cli.doctor.resource import condition_check, network_check, reference_check, security_check, spec_check
 from mmrouter_cli.doctor.routing import STALE_SECONDS, event_check, exactness_check, frontend_check
-from mmrouter_cli.status.frontend_state import NOT_RUNNING, Unread, reached
+from mmrouter_cli.status.frontend_state import NOT_RUNNING, Unread, open_frontends
 from mmrouter_lib.api.crd import HASH_ANNOTATION
 from mmrouter_operator.model.refs import KINDS, Ref
 from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
@@ -299,7 +299,7 @@ def test_what_one_pool_waits_for_does_not_hide_the_pods_of_another() -> None:
 
 async def test_a_frontend_whose_pod_does_not_run_is_not_to_be_forwarded_to() -> None:
     failing = d.pod("f", "", ready=False, phase="Pending", podIP="10.1.2.3")
-    async with reached([failing], None) as (frontend,):
+    async with open_frontends([failing], None) as (frontend,):
         assert frontend.url == Unread(NOT_RUNNING)
     silent = Unread(NOT_RUNNING)
     facts = RoutingFacts((FrontendFacts("f", silent, silent),), 0.0, "forward a port")

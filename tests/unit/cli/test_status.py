@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from unit.cli import healthy_cluster as d
 
 from mmrouter_cli.app import app
-from mmrouter_cli.status import frontend_state as states
+from mmrouter_cli.status import frontend_state
 from mmrouter_cli.status.frontend_state import Frontend, Unread
 from mmrouter_cli.status.view import UNKNOWN, View, drawn, of_resource, of_states
 
@@ -184,8 +184,8 @@ def control() -> Iterator[str]:
 
 def asked(url: str | Unread, token: str = TOKEN) -> Any:
     async def run() -> Any:
-        async with states.client(token) as client:
-            return await states.ask(client, Frontend("f", url))
+        async with frontend_state.client(token) as client:
+            return await frontend_state.fetch(client, Frontend("f", url))
 
     return asyncio.run(run())
 
@@ -197,9 +197,9 @@ def test_a_state_is_read(control: str) -> None:
 @pytest.mark.parametrize(
     ("path", "token", "says"),
     [
-        ("", "wrong", "does not take the control token"),
-        ("/html", TOKEN, "no JSON"),
-        ("/list", TOKEN, "no state of a frontend"),
+        ("", "wrong", "rejects the control token"),
+        ("/html", TOKEN, "not JSON"),
+        ("/list", TOKEN, "not the state of a frontend"),
         ("/broken", TOKEN, "answered 503"),
     ],
 )
@@ -215,7 +215,7 @@ def test_nobody_there_is_said() -> None:
 def ways(*ips: str) -> list[str | Unread]:
     async def run() -> list[str | Unread]:
         pods = [d.pod(f"f-{ip}", "", podIP=ip) for ip in ips]
-        async with states.reached(pods, None) as frontends:
+        async with frontend_state.open_frontends(pods, None) as frontends:
             return [frontend.url for frontend in frontends]
 
     return asyncio.run(run())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 
-from mmrouter_cli.status.control_endpoint import Reach
+from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.verify import Gate, Seen, _agree, _repeats, _said, as_json
 
 GOOD = Seen("r-1", "a", "exact", overlap=6, blocks=6, block_size=16, prompt_tokens=100, engine_tokens=100, cached=96)
@@ -154,7 +154,7 @@ def _common(left: list[str], right: list[str]) -> int:
 
 def gate(deployment: Deployment | None = None, *, strict: bool = True) -> Gate:
     client = httpx.Client(transport=httpx.MockTransport(deployment or Deployment()))
-    reach = Reach("http://deployment", ("http://control",), "token")
+    reach = ControlEndpoint("http://deployment", ("http://control",), "token")
     return Gate(reach, api_key=None, client=client, strict=strict)
 
 

@@ -1,0 +1,167 @@
+"""A run on a terminal: progress while it goes on, then its figures, or two runs compared, as tables."""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mmrouter_cli.bench.compare import SPREADS, describe, lines
+from mmrouter_cli.bench.load_client import clock
+from mmrouter_cli.bench.measure import VALUES_NEEDED, RunState
+from mmrouter_cli.bench.types import Result
+
+DRAW_SECONDS, PRINT_SECONDS = 0.5, 5.0
+"""Interval of progress on a terminal and elsewhere."""
+RECENT = 500
+"""Number of the latest answers that progress figures are of."""
+POINTS = ("mean", "p50", "p90", "p95", "p99", "max")
+TOO_FEW = "- stands for a percentile of too few values: " + ", ".join(
+    f"p{point} takes {count}" for point, count in VALUES_NEEDED.items()
+)
+SLOW_CLIENT = 0.1
+"""Share of the first token's median by which the client's timers may be late without a warning."""
+STYLES = {"": "", "better": "green", "worse": "red"}
+
+
+class ProgressScreen:
+    """Shows the progress of a run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    async def follow(self, state: RunState, url: str) -> None:
+        """Show a run until cancelled, and once more at its end."""
+        if not self._console.is_terminal:
+            while True:
+                await asyncio.sleep(PRINT_SECONDS)
+                self._console.print(progress_line(state, url), soft_wrap=True)
+        with Live(console=self._console, auto_refresh=False) as screen:
+            try:
+                while True:
+                    screen.update(progress_line(state, url), refresh=True)
+                    await asyncio.sleep(DRAW_SECONDS)
+            finally:
+                screen.update(progress_line(state, url), refresh=True)
+
+
+def progress_line(state: RunState, url: str) -> Text:
+    """Return the state of a run in one line."""
+    latest = state.answers[-RECENT:]
+    answered = [answer for answer in latest if not answer.error]
+    rate = len(state.answers) / max(1e-9, clock() - state.began)
+    line = f"{len(state.answers)} of {state.planned} at {url}, {state.in_flight} in flight, {rate:.3g}/s"
+    if answered:
+        line += f"; first token {statistics.median(answer.first for answer in answered) * 1000:.0f} ms"
+        prompt = sum(answer.prompt or 0 for answer in answered if answer.cached is not None)
+        if prompt:
+            line += f", cached {sum(answer.cached or 0 for answer in answered) / prompt:.0%}"
+    text = Text(line, style="dim")
+    if failed := len(latest) - len(answered):
+        text.append(f"; {failed} of the last {len(latest)} failed", style="red")
+    return text
+
+
+def show(console: Console, result: Result) -> None:
+    """Print one run."""
+    if rows := figures(result):
+        table = _table(title(result), "milliseconds", (*POINTS, "values"))
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        console.print(Text(title(result), style="bold"))
+    for fact in facts(result):
+        console.print(Text(fact), soft_wrap=True)
+    for kind, failure in result.failures.items():
+        console.print(Text(f"{failure.count} failed: {kind}: {failure.first}", "red"), soft_wrap=True)
+    for doubt in doubts(result):
+        console.print(Text(doubt, "yellow"), soft_wrap=True)
+
+
+def show_comparison(console: Console, first: Result, second: Result) -> None:
+    """Print two runs side by side."""
+    table = _table("second against first", "figure", (*headings(first, second), "ratio"))
+    for line in lines(first, second):
+        *texts, ratio = line.texts()
+        table.add_row(*texts, Text(ratio, STYLES[line.judgement]))
+    console.print(table)
+
+
+def _table(title: str, first: str, numbers: Sequence[str]) -> Table:
+    table = Table(title=Text(title))
+    table.add_column(first)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def figures(result: Result) -> list[list[str]]:
+    """Return a row per timed figure: its name, its points in milliseconds, and its number of values."""
+    rows = []
+    for field, name in SPREADS.items():
+        if (spread := getattr(result, field)) is not None:
+            values = (getattr(spread, point) for point in POINTS)
+            rows.append(
+                [name, *("-" if value is None else f"{1000 * value:,.1f}" for value in values), f"{spread.count:,}"]
+            )
+    return rows
+
+
+def title(result: Result) -> str:
+    """Return what was measured where and when."""
+    policy = f" by {result.policy}" if result.policy else ""
+    return f"{result.model} at {result.url}{policy}, {result.began}"
+
+
+def headings(first: Result, second: Result) -> list[str]:
+    """Return the column headings of two runs, with their policies where given."""
+    named = zip(("first", "second"), (first.policy, second.policy), strict=True)
+    return [name + (f", {policy}" if policy else "") for name, policy in named]
+
+
+def facts(result: Result) -> list[str]:
+    """Return sentences on the run as a whole."""
+    sentences = [TOO_FEW] if any("-" in row for row in figures(result)) else []
+    sentences += [describe(result.load) + (f"; {result.left_out} longer ones left out" if result.left_out else "")]
+    rates = [n / result.seconds for n in (result.answered, result.prompt_tokens, result.completion_tokens)]
+    sentences.append(
+        f"{result.answered} answered and {result.failed} failed in {result.seconds:.1f} s: {rates[0]:.2f} requests/s, "
+        f"{rates[1]:,.0f} prompt and {rates[2]:,.0f} answer tokens/s"
+    )
+    if result.hit_ratio is None:
+        sentences.append(f"hit ratio unknown: {result.hit_unknown}")
+    else:
+        sentences.append(f"hit ratio {result.hit_ratio:.1%}: prompt tokens from caches, as the endpoint reports them")
+    if (routing := result.routing) is not None:
+        parts = [f"mmrouter: events {routing.events}" + (f" ({routing.why})" if routing.why else "")]
+        if routing.decisions:
+            parts.append("decisions: " + ", ".join(f"{count} {name}" for name, count in routing.decisions.items()))
+        if routing.overlap is not None:
+            parts.append(f"{routing.overlap:.1%} of the prompt tokens found cached before sending")
+        if routing.workers:
+            busiest = max(routing.workers.values()) / sum(routing.workers.values())
+            engines = f"{len(routing.workers)} engine{'s' * (len(routing.workers) > 1)}"
+            parts.append(f"{engines}, the busiest with {busiest:.0%} of the requests")
+        sentences.append("; ".join(parts))
+    return sentences
+
+
+def doubts(result: Result) -> list[str]:
+    """Return sentences on what makes the figures less reliable."""
+    sentences = []
+    if result.interrupted:
+        sentences.append(f"interrupted: {result.unanswered} requests were in flight, and not all were sent")
+    if result.late_share:
+        sentences.append(
+            f"{result.late_share:.1%} of the scheduled requests went out more than 100 ms after they were due, "
+            f"the latest {result.latest:.1f} s"
+        )
+    bounds = [SLOW_CLIENT * result.first_token.p50] if result.first_token is not None else []
+    bounds += [result.per_token.p50] if result.per_token is not None else []
+    if bounds and result.lag > min(bounds):
+        sentences.append(f"this client's own timers were {1000 * result.lag:.1f} ms late (p99): its machine is busy")
+    return sentences

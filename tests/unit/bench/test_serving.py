@@ -1,0 +1,138 @@
+"""Benchmarks of router processes: the load generator, the minimal engine, and rows with ratios to the better peer."""
+
+import asyncio
+
+import pytest
+
+from bench.pictures import padded_png
+from bench.serving import load_generator, many_connections, proxy_overhead, router_replicas
+from bench.serving.large_requests import KV, RequestCosts
+from bench.serving.large_requests import rows as large_request_rows
+from bench.serving.load_generator import LoadGenerator
+from bench.serving.many_connections import RouterUsage
+from bench.serving.plain_engine import TOKENS, EngineConnection
+from bench.serving.proxy_overhead import DIRECT, OURS, TargetFigures, Usage
+from bench.serving.router_replicas import RequestCpu
+from mmrouter_lib.image_size import probe
+
+SMG = "smg 1.13.0"
+
+
+@pytest.fixture
+async def engine():
+    server = await asyncio.get_running_loop().create_server(EngineConnection, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()
+    server.close()
+
+
+@pytest.mark.parametrize("pause_ms", [None, 1])
+async def test_every_token_of_every_stream_arrives(engine, pause_ms):
+    answer = await LoadGenerator().streams(*engine, connections=3, count=2, pause_ms=pause_ms)
+    assert answer["tokens"] == 3 * 2 * TOKENS
+    assert pause_ms is None or answer["seconds"] >= 2 * TOKENS * 0.001
+
+
+@pytest.mark.parametrize(("connections", "image"), [(1, b""), (3, padded_png(100_000))])
+async def test_plain_answers_are_timed_one_by_one(engine, connections, image):
+    answer = await LoadGenerator().plain(*engine, count=4, connections=connections, image=image.hex())
+    assert len(answer["us"]) == 4 * connections
+
+
+async def test_a_stream_that_lacks_tokens_is_an_error(engine, monkeypatch):
+    monkeypatch.setattr(load_generator, "TOKENS", TOKENS + 1)
+    with pytest.raises(ValueError, match=f"{TOKENS} tokens of {TOKENS + 1} arrived"):
+        await LoadGenerator().streams(*engine, connections=1, count=1, pause_ms=None)
+
+
+async def test_idle_streams_begin_and_stay_open(engine):
+    await LoadGenerator().idle(*engine, connections=3)
+
+
+async def test_an_engine_reads_a_chunked_body_to_its_end(engine):
+    reader, writer = await asyncio.open_connection(*engine)
+    writer.write(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n")
+    await asyncio.sleep(0.01)
+    writer.write(b"0\r\n\r\n")
+    assert await reader.readuntil(b"lazy dog")
+    writer.close()
+
+
+def by_name(rows):
+    return {item.name: item for item in rows}
+
+
+def target_figures(us: float, cpu: float) -> TargetFigures:
+    return TargetFigures([us] * 100, Usage(cpu, 1_000_000), Usage(cpu, 1_000_000))
+
+
+def test_overhead_ratios_are_to_the_better_of_the_peers():
+    figures = {
+        DIRECT: target_figures(100, 1),
+        OURS: target_figures(200, 10),
+        "a": target_figures(300, 8),
+        "b": target_figures(600, 20),
+    }
+    rows = by_name(proxy_overhead.rows(figures, []))
+    assert rows["proxy, plain JSON, 1 connection: added p50"].value == 100
+    added = rows["proxy, plain JSON, 1 connection: added p50, over the better Rust router"]
+    assert (added.value, added.met, added.peer) == (0.5, True, "a: 200 us; b: 500 us")
+    token = rows["proxy, paced 10 ms, 64 connections: CPU per token, over the better Rust router"]
+    assert (token.value, token.met) == (1.25, False)
+
+
+def costs(**peers: RequestCosts) -> dict[str, RequestCosts]:
+    def of(us: float, cpu: float) -> RequestCosts:
+        return RequestCosts([us] * 100, Usage(cpu, 1_000_000), Usage(cpu, 1_000_000), image_cpu=cpu, images=1000)
+
+    return {DIRECT: of(100, 0), OURS: of(300, 20), KV: of(300, 25), **peers}
+
+
+def test_costs_of_kv_are_ratios_to_round_robin_and_to_the_peer():
+    peer = RequestCosts([200.0] * 100, image_cpu=5, images=1000)
+    rows = by_name(large_request_rows(costs(**{SMG: peer}), []))
+    assert rows["proxy, paced 10 ms, 64 connections: CPU per token, policy kv, 1k-token prompt, over roundRobin"].met
+    over = rows["proxy, 1.4 MB image, 4 connections: CPU per request, policy kv, over smg"]
+    assert (over.value, over.met) == (5.0, False)
+    plain = rows["proxy, 1.4 MB image, 4 connections: CPU per request, policy roundRobin, over smg"]
+    assert (plain.value, plain.goal) == (4.0, "<= 1.0")
+    added = rows["proxy, plain JSON, 64 connections: added p50, over the better Rust router"]
+    assert (added.value, added.met) == (2.0, False)
+
+
+def test_without_peers_ratios_are_not_run_and_give_the_reason():
+    figures = {DIRECT: target_figures(100, 1), OURS: target_figures(200, 10)}
+    rows = [
+        *proxy_overhead.rows(figures, ["no index"]),
+        *large_request_rows(costs(), ["no index"]),
+        *many_connections.rows({"mmrouter": RouterUsage(mib=15)}, ["no index"]),
+    ]
+    missing = [(item.value, item.met, item.peer) for item in rows if item.value is None]
+    assert missing == [(None, None, "not run: no index")] * (4 + 4 + 1)
+
+
+def test_a_padded_picture_has_its_size_and_can_be_read():
+    data = padded_png(1_000_000)
+    assert len(data) == 1_000_000
+    size = probe(data, max_pixels=10_000, exif=True)
+    assert (size.width, size.height) == (56, 56)
+
+
+def test_an_error_of_ours_is_the_only_row():
+    (only,) = many_connections.rows({"mmrouter": RouterUsage(error="closed"), "smg": RouterUsage(mib=10)}, [])
+    assert (only.value, only.met, only.peer) == (1.0, False, "closed")
+
+
+def test_a_peer_with_an_error_is_named_and_not_compared():
+    usages = {
+        "mmrouter": RouterUsage(mib=15),
+        "smg": RouterUsage(mib=5, error="reset"),
+        "sglang-router": RouterUsage(mib=10),
+    }
+    ratio = many_connections.rows(usages, [])[-1]
+    assert (ratio.value, ratio.met) == (1.5, True)
+    assert ratio.peer == "smg: reset; sglang-router: 10 MiB"
+
+
+def test_cpu_of_two_replicas_is_compared_with_one_process():
+    rows = router_replicas.rows(RequestCpu(1.0, 1000), RequestCpu(1.2, 1000))
+    assert [(item.value, item.met) for item in rows] == [(1200.0, None), (1.2, False)]
