@@ -6,13 +6,14 @@ engines: a model, the official client, every frontend's control API, and a web s
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import httpx
 import openai
-from local.rig import wait_for
+from local.rig import Deployment, wait_for
 
 from mmrouter_cli.test_images import data_uri, picture
 
@@ -122,6 +123,13 @@ class Chat:
                 return max((int(each["overlap"]) for each in dry["candidates"]), default=0) == blocks
 
             wait_for(known, SETTLE_SECONDS, f"frontend {number} sees the blocks of the last request")
+
+
+@contextmanager
+def open_chat(deployment: Deployment) -> Iterator[Chat]:
+    """Give a chat with a local deployment: no retries, the first frontend's control API."""
+    with deployment.control() as control, deployment.client(max_retries=0) as client:
+        yield Chat("demo", client, [control])
 
 
 def assert_whole(first: Seen, again: Seen) -> None:

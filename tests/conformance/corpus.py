@@ -1,7 +1,7 @@
 """Conversations over which prompts are compared token by token: for each family the same ones in every run.
 
-Written down are the shapes that templates, tokenizers and expansion treat differently; drawn at random, always with the
-same numbers, are mixtures of them, since nobody thinks of everything. Images are small pictures in ``data:`` URIs.
+Written out are the shapes that templates, tokenizers and expansion treat differently; seeded random mixtures of them
+cover the rest. Images are small pictures in ``data:`` URIs.
 """
 
 import json

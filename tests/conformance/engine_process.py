@@ -29,23 +29,23 @@ from mmrouter_lib.engines.launchers import LAUNCHERS
 
 BLOCK_SIZE = 32  # the CPU attention of vLLM takes multiples of 32 only
 START_SECONDS = 600
-"""A deadline: one engine alone starts in 40 s, and beside twenty busy processes in ten times that."""
+"""Bound of a hang: an engine starts in 40 s on an idle machine, in ten times that on a busy one."""
 API_KEY = "conformance"
 CONTEXT = 8192
 FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
 MORE_BYTES = 3 << 29
-"""Of each further engine: most of what one keeps is code that they share."""
+"""For each further engine: most of an engine's memory is code, which engines share."""
 LOCK_PORT = 47_128
 HELD: list[socket.socket] = []
-"""Sockets that keep the addresses of this session from another one, which runs beside it."""
+"""Sockets that reserve the addresses of this session against a session beside it."""
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Listener:
     """Binds the engine's event socket, as a sidecar does, and keeps every message in order.
 
-    A thread reads all the time: a bound subscriber announces its subscription only when its own thread serves the
-    socket, and until then the engine's publisher drops what it sends.
+    A thread reads continuously: a bound subscriber announces its subscription only while its socket is served, and the
+    engine's publisher drops messages until then.
     """
 
     def __init__(self, ip: str, kind: str = "vllm") -> None:
@@ -70,7 +70,7 @@ class Listener:
                     self._arrived.notify_all()
 
     def wait_for_prompt(self, ids: Sequence[int], seconds: float = 20) -> None:
-        """Wait until a block with the first tokens of a prompt arrived; messages come in order, so all before too."""
+        """Wait for the block with the first tokens of a prompt; messages are ordered, so all earlier ones are there."""
         seen = 0
         deadline = time.monotonic() + seconds
         with self._arrived:
@@ -87,7 +87,7 @@ class Listener:
         return [self._decode(payload) for _, payload in self.frames]
 
     def replayed(self, seconds: float = 20) -> list[tuple[int, bytes]]:
-        """Ask the engine for everything that it published so far."""
+        """Return everything that the engine has published, from its replay socket."""
         dealer = self._context.socket(zmq.DEALER)
         dealer.linger = 0
         try:
@@ -169,8 +169,8 @@ def engine(
 ) -> Iterator[Engine]:
     """Run a real engine over a shrunk model folder, with the product's own command line, until the block ends.
 
-    It gets a loopback address that nobody uses. Skips the test where there is no memory for an engine. ``kind`` is the
-    type of a resource, ``vllm`` or ``sglang``; ``wrapper`` stands before its command, ``variables`` in its environment.
+    The engine has an unused loopback address. Skips the test without enough free memory. ``kind`` is the engine type of
+    a resource, ``vllm`` or ``sglang``; ``wrapper`` precedes the command, ``variables`` extend its environment.
     """
     require_memory()
     ip = free_address()
@@ -178,7 +178,7 @@ def engine(
     try:
         made = command(model_dir, ip, kind)
         with log.open("wb") as out:
-            # A process group of its own, so that the engine's children end with it whatever happens.
+            # A process group of its own, so that stop() ends the engine's children as well.
             process = subprocess.Popen(
                 [*wrapper, str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra],
                 stdout=out,
@@ -214,7 +214,7 @@ def free_address() -> str:
 
 
 def hold(ip: str) -> bool:
-    """Keep an address until this session ends: an engine takes its ports only long after it was given the address."""
+    """Reserve an address until this session ends, because an engine binds its ports long after its start."""
     lock = socket.socket()
     try:
         lock.bind((ip, LOCK_PORT))
@@ -271,13 +271,13 @@ def env_version(env: Path) -> str:
 
 
 def context_length(model_dir: Path) -> int:
-    """Return the tokens of context that an engine is started with: all of the model's, and no more than is needed."""
+    """Return the context length for an engine: that of the model, at most :data:`CONTEXT`."""
     config = json.loads((model_dir / "config.json").read_text())
     return min(CONTEXT, config.get("text_config", config).get("max_position_embeddings", CONTEXT))
 
 
 def engine_args(context: int = CONTEXT) -> list[str]:
-    """What makes a real engine small: no weights, no compilation, a context that holds the workload's largest image."""
+    """Return flags for a small engine: no weights, no compilation, a context for the workload's largest image."""
     return [
         *("--load-format", "dummy"),
         *("--dtype", "float32"),
@@ -289,26 +289,23 @@ def engine_args(context: int = CONTEXT) -> list[str]:
 
 
 RENDERS = "--enable-scale-out"
-"""Has a serving vLLM tell what it makes of a request, as ``vllm launch render`` does."""
+"""Lets a serving vLLM return rendered prompts, as ``vllm launch render`` does."""
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""With these vLLM keeps to ``uni`` on a CPU too, as it does on one GPU: scheduler and model in one process. That is
-less to compute at a start, and 0.8 GB less memory. The API server has a process of its own as ever."""
+"""Run vLLM's scheduler and model in one process on a CPU, as on one GPU: a faster start and 0.8 GB less memory. The API
+server keeps a process of its own."""
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Has vLLM fork the engine's process from the API server, as it does unless it is started by its command, so that vLLM
-is loaded once and not twice."""
+"""Fork the engine's process from the API server, so that vLLM is imported once."""
 SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-"""As vLLM's command has it: one engine of this level starts so (``vllm/test_fields.py``)."""
+"""The default of vLLM's command, which one engine of this level uses (``vllm/test_fields.py``)."""
 KEPT = {"VLLM_CACHE_ROOT": str(cache_dir() / "engines" / "kept-vllm")}
-"""Has a vLLM keep what it learns of a model's class, for which it starts a process that loads all of vLLM: once per
-machine. A pod's own folder for it is empty at every start."""
+"""Cache the inspection of a model class per machine: without it, every start loads vLLM in another process for it."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Has an engine run as it is written what PyTorch would compile for it at its first request (SGLang's rotary embedding,
-vLLM's ranks of probabilities): half a minute of a C++ compiler, in each pod anew."""
+"""Disable PyTorch's compilation at the first request, which takes half a minute per engine."""
 SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **EAGER}
 
 
 def sglang_args(context: int = CONTEXT) -> list[str]:
-    """The same for SGLang, with PyTorch's own kernels."""
+    """Return the same for SGLang, with PyTorch's kernels."""
     return [
         *("--load-format", "dummy"),
         *("--attention-backend", "torch_native"),
@@ -317,7 +314,7 @@ def sglang_args(context: int = CONTEXT) -> list[str]:
         "--disable-cuda-graph",
         "--disable-overlap-schedule",
         "--skip-server-warmup",
-        "--sleep-on-idle",  # or its scheduler keeps a CPU busy from its start to its end
+        "--sleep-on-idle",  # otherwise its scheduler polls without a pause
         *("--mem-fraction-static", "0.1"),
         *("--max-total-tokens", "131072"),
         *("--context-length", str(context)),
@@ -357,7 +354,7 @@ def wait_healthy(engine: Engine) -> None:
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End an engine by its pid, and whatever is left of its process group."""
+    """Stop an engine by its pid, then kill what remains of its process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

@@ -49,7 +49,7 @@ def resource(
 ) -> dict[str, Any]:
     """Return a deployment named demo with one frontend, which fetches images from this machine.
 
-    ``args``: what its engines are told beside what makes them small. ``frontend``: the router's environment.
+    ``args``: further engine flags. ``frontend``: the router's environment.
     """
     media = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
     router = {"name": "router", "env": environment(frontend)}

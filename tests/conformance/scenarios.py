@@ -1,7 +1,7 @@
 """The ten scenarios by which image routing is judged, as requests with what an engine's cache must answer.
 
-``tests/scenarios.py`` has them for a client of a deployment, who is told what the router saw. These are compared with
-what the library predicts, so they also stand for an engine that is asked without a router.
+``tests/scenarios.py`` runs them through a deployment and reads the router's decisions. These compare an engine with the
+library's prediction and need no router.
 
 Each stands under a system prompt of its own, so its first request finds nothing but text of its own in the cache.
 Images come by ``http:`` from an origin on loopback; what the router's own fetcher made of them is what the engine gets.

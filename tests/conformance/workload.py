@@ -181,7 +181,7 @@ def salted() -> Iterator[Case]:
 
 
 def mixed(count: int = 40) -> Iterator[Case]:
-    """Conversations drawn at random, always the same ones: what nobody thought of writing down above."""
+    """Return seeded random conversations, for combinations that are not written out above."""
     draw = random.Random(20)
     words = [*STORY.split(), *SCRIPTS.split(), *EMOJI.split(), *CODE.split(" "), "<|vision_start|>", "\n\n", "\t"]
     pool = [

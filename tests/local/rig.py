@@ -72,6 +72,13 @@ class Deployment:
             answer: dict[str, Any] = client.get(f"/control/workers/{uid}/keys").json()
             return answer
 
+    def decision(self, response: Any) -> dict[str, Any]:
+        """Return the router's decision for a response that still has its headers."""
+        with self.control() as client:
+            path = f"/control/decisions/{response.headers['x-mmrouter-request-id']}"
+            decision: dict[str, Any] = client.get(path).raise_for_status().json()
+            return decision
+
     def processes(self, command: str) -> dict[str, psutil.Process]:
         """Pod name -> process, for ``router``, ``sidecar`` or ``vllm``."""
         found: dict[str, psutil.Process] = {}

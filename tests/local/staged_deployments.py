@@ -32,6 +32,4 @@ def decided(deployment: Deployment, chat: Chat, *content: str) -> dict[str, Any]
         model="demo", messages=chat.messages(*content), max_tokens=4, temperature=0
     )
     assert raw.parse().choices[0].message.content
-    with deployment.control() as control:
-        found: dict[str, Any] = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").json()
-    return found
+    return deployment.decision(raw)

@@ -1,4 +1,4 @@
-"""Sizes and pictures that every processor is asked about, and the processors that nobody here wrote."""
+"""Sizes and pictures for the processor tests, and the third-party processors that they compare with."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every family against an image processor that nobody here wrote: Hugging Face's own, for Phi-3 that of mlx-vlm."""
+"""Every family against a third-party image processor: Hugging Face's, for Phi-3 that of mlx-vlm."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

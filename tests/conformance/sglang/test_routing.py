@@ -1,11 +1,10 @@
-"""A real SGLang behind a real sidecar and router: what identity was learned or computed holds, and no hit is promised
-that the engine does not make.
+"""A real SGLang behind a real sidecar and router: learned and computed image identities never over-estimate a hit.
 
 *learned*: Qwen2.5-VL without a preprocessing cache, so the engine's sentinels follow from pixels that only it has.
 *artifact*: Qwen3-VL, whose sentinels the router computes once its canary has proved how.
 
-An engine publishes when it finds the time (docs/engine-facts/sglang.md#block-size-and-timing), so everything here
-waits for a state, never for time.
+SGLang publishes events with a delay (docs/engine-facts/sglang.md#block-size-and-timing), so every test waits for a
+state, never for a time.
 """
 
 import json
@@ -55,7 +54,7 @@ SIGHTING_SECONDS = 5.0
 IMAGE = "example.invalid/sglang:0.5.23"  # there is no default one for CPUs; processes need none
 NO_CACHE = ("--mm-preprocess-cache-size-mb", "0")
 """What an operator writes to have the engine name images by their pixels."""
-OTHER_TEXT = "A text of its own, in which a picture is shown so that whoever looks at it learns what it is. " * 2
+OTHER_TEXT = "A text of its own, in which a picture is shown so that a reader learns what it is. " * 2
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Answer:
 
 @dataclass
 class Served:
-    """A deployment of one engine and one frontend, and everything that was asked of it."""
+    """A deployment of one engine and one frontend, and every answered request."""
 
     provider: Literal["learned", "artifact"]
     deployment: Deployment
@@ -99,21 +98,20 @@ class Served:
     answers: list[Answer] = field(default_factory=list)
 
     def ask(self, one: Case) -> Answer:
-        """Send a request. Whatever is known by then, no more is promised than the engine hits."""
+        """Send a request; the promised overlap never exceeds the engine's hit."""
         headers = {"x-mmrouter-control": self.deployment.token}
         answer = httpx.post(
             f"{self.deployment.url}/v1/chat/completions", json=self._body(one), headers=headers, timeout=60
         )
         assert answer.status_code == 200, answer.text
-        said, usage = answer.headers, answer.json()["usage"]
-        with self.deployment.control() as control:
-            decision = control.get(f"/control/decisions/{said['x-mmrouter-request-id']}").json()
+        headers, usage = answer.headers, answer.json()["usage"]
+        decision = self.deployment.decision(answer)
         made = Answer(
             one,
-            said["x-mmrouter-exactness"],
-            int(said["x-mmrouter-overlap-blocks"]),
-            int(said["x-mmrouter-prompt-blocks"]),
-            int(said["x-mmrouter-prompt-tokens"]),
+            headers["x-mmrouter-exactness"],
+            int(headers["x-mmrouter-overlap-blocks"]),
+            int(headers["x-mmrouter-prompt-blocks"]),
+            int(headers["x-mmrouter-prompt-tokens"]),
             usage["prompt_tokens"],
             (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
             decision,
@@ -128,10 +126,10 @@ class Served:
         return made
 
     def known(self, one: Case) -> Answer:
-        """Ask until every image of the request is known; an image is asked about once it was requested twice."""
-        found = wait_for(partial(self._exact, one), LEARN_SECONDS, f"{one.name}: the images are known")
-        assert isinstance(found, Answer)
-        return found
+        """Repeat the request until every image is known; the router probes an image after its second request."""
+        answer = wait_for(partial(self._exact, one), LEARN_SECONDS, f"{one.name}: the images are known")
+        assert isinstance(answer, Answer)
+        return answer
 
     def _exact(self, one: Case) -> Answer | None:
         answer = self.ask(one)
@@ -140,9 +138,9 @@ class Served:
     def foreseen(self, one: Case) -> str:
         """Return how exactly the router knows a request, without sending it."""
         with self.deployment.control() as control:
-            told = control.post("/control/explain", json=self._body(one))
-        assert told.status_code == 200, told.text
-        return str(told.json()["exactness"])
+            response = control.post("/control/explain", json=self._body(one))
+        assert response.status_code == 200, response.text
+        return str(response.json()["exactness"])
 
     def published(self, answer: Answer) -> Answer:
         """Wait until the router's index has every predicted key: the engine has published each of them."""
@@ -157,7 +155,7 @@ class Served:
         return set(self.deployment.keys(worker["uid"])["keys"].get("0", ()))
 
     def became(self, event: str) -> int:
-        """How often something became known of sentinels, by the router's own metric."""
+        """Return the router's count of a sentinel event."""
         host = httpx.URL(self.deployment.run["frontends"][0]["url"]).host
         text = httpx.get(f"http://{host}:9090/metrics", timeout=10).text
         found = re.search(rf'^mmrouter_sentinels_total\{{[^}}]*"{event}"[^}}]*\}} ([\d.]+)', text, re.MULTILINE)
@@ -282,15 +280,16 @@ def test_a_repeat_is_a_whole_hit_and_another_image_hits_the_text_before_it_alone
 
 
 def test_a_single_request_is_enough_to_know_its_image(served: Served) -> None:
-    """Computed, it is known before. Learned, it is known once its blocks are published, without a question of the
-    router's own; for a minute after its start a router trusts no sighting, so more than one picture may be needed."""
-    asked_before = served.became("asked")
+    """A computed identity is known before the request, a learned one once its blocks are published, without a probe.
+
+    A router ignores observations in its first minute, so more than one picture may be needed."""
+    probes_before = served.became("asked")
     first_seen = "exact" if served.provider == "artifact" else "partial"
     seeds = count(700)
     tried: list[Case] = []
 
     def taught() -> bool:
-        """Ask once for a picture that nobody has seen, at a place of its own; is it known then without another?"""
+        """Send a new picture once, at a new place; return whether that made it known."""
         seed = next(seeds)
         text = f"Picture {seed} is shown a single time. {OTHER_TEXT}"
         one = case(f"seen once {seed}", user(text, image_part(picture(168, 168, seed=seed)), OTHER_TEXT))
@@ -306,7 +305,7 @@ def test_a_single_request_is_enough_to_know_its_image(served: Served) -> None:
     wait_for(taught, PROVE_SECONDS, "a sighting teaches an image")
     assert (served.became("learned") > 0) == (served.provider == "learned")
     again = served.ask(tried[-1])
-    assert (again.exactness, served.became("asked")) == ("exact", asked_before)
+    assert (again.exactness, served.became("asked")) == ("exact", probes_before)
     again = served.ask(served.published(again).case)
     assert (again.exactness, again.overlap, again.cached) == ("exact", again.blocks, again.most)
     for one in tried:
@@ -316,8 +315,9 @@ def test_a_single_request_is_enough_to_know_its_image(served: Served) -> None:
 def test_the_engines_own_history_is_what_was_predicted(
     served: Served, cells: Cells, record: Callable[[str, Any], None]
 ) -> None:
-    """Over everything that was asked above: the index equals the engine's replayed events, and every block under a text
-    of ours is a predicted one. Other texts are the router's own questions."""
+    """The index equals the engine's replayed events, and every block below a text of these tests was predicted.
+
+    Other texts are the router's probes."""
     exact = [answer for answer in served.answers if answer.exactness == "exact"]
     assert {answer.case.name for answer in exact} == {answer.case.name for answer in served.answers}
     predicted = {key for answer in exact for key in answer.keys}

@@ -84,13 +84,15 @@ def engine_says(sglang_env: Path) -> dict[str, Any]:
 
 
 def test_the_engine_reads_where_two_engines_meet(engine_says: dict[str, Any]) -> None:
-    for said, meeting in zip(engine_says["headers"], MEETINGS * 2, strict=True):
-        told = asdict(meeting)
-        assert (said["host"], said["port"], said["room"]) == (told["host"], told["port"], told["room"])
-        assert said["fits"]
+    for headers, meeting in zip(engine_says["headers"], MEETINGS * 2, strict=True):
+        expected = asdict(meeting)
+        assert {name: headers[name] for name in ("host", "port", "room")} == {
+            name: expected[name] for name in ("host", "port", "room")
+        }
+        assert headers["fits"]
 
 
-def test_a_room_names_the_prefill_engines_rank_and_the_decode_engine_is_told_both(engine_says: dict[str, Any]) -> None:
+def test_a_room_names_the_prefill_rank_and_the_decode_engine_receives_both_ranks(engine_says: dict[str, Any]) -> None:
     prefills, decodes = engine_says["headers"][: len(MEETINGS)], engine_says["headers"][len(MEETINGS) :]
     for prefill, decode, meeting in zip(prefills, decodes, MEETINGS, strict=True):
         several = meeting.ranks > 1

@@ -1,4 +1,4 @@
-"""One engine for each family. It starts once, for all that is asked of it: a start takes longer than most answers."""
+"""One engine per family, started once for all test files, because a start takes longer than most tests."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,17 +19,16 @@ FAMILIES = {
     "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
 }
 ROOM = {"phi3_v": ("--max-num-batched-tokens", "8192")}
-"""Families whose vision tower vLLM builds at its real width: the engine keeps as many image tokens of its tower as it
-takes in one step, so it runs less often."""
+"""Families whose vision tower vLLM builds at its real width: a larger step runs the tower less often."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A family's running engine, and what the library says of its model folder.
+    """A family's running engine and the library's predictor for its model folder.
 
-    All that an engine publishes is compared with all that it was asked, so nothing but the workload of
-    ``test_prediction`` may fill its cache. Prompts it renders for anyone: that goes past its caches. What ends it comes
-    last, in ``test_tokenization``.
+    ``test_prediction`` compares everything that the engine publishes with everything that it received, so only its
+    workload may fill the cache. Rendered prompts do not use the cache. The test that ends the engine is the last one
+    of ``test_tokenization``.
     """
 
     family: str
@@ -48,7 +47,7 @@ def served(
     family: str = request.param
     with ExitStack() as running:
         with cells.of("vllm", family, "uuid of ours") as cell:
-            vllm_env: Path = request.getfixturevalue("vllm_env")  # here, so that the cell says why there is none
+            vllm_env: Path = request.getfixturevalue("vllm_env")  # inside the cell, so that a skip becomes its reason
             cell.version = env_version(vllm_env)
             folder = shrunk(FAMILIES[family])
             log = tmp_path_factory.mktemp(family) / "engine.log"

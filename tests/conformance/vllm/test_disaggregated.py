@@ -1,7 +1,7 @@
-"""A real encoder, prefill and decode engine: what one hands over is what the next one uses, and all is exact as ever.
+"""A real encoder, prefill and decode engine: each stage uses what the previous one handed over, and routing is exact.
 
-All are stock vLLM. Blocks travel by NIXL, embeddings in files of a folder that the engines share, because on a CPU
-vLLM's other connectors for them do not run.
+All are stock vLLM. Blocks travel by NIXL; embeddings travel as files in a shared folder, because vLLM's other
+embedding connectors do not run on a CPU.
 """
 
 import secrets
@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,18 @@ from conformance.history import History
 from conformance.resources import BLOCK, REPOSITORY, pool, resource
 from local.rig import Deployment, running, wait_for
 from openai.types.chat import ChatCompletion
-from scenarios import Chat
+from scenarios import Chat, open_chat
 
 Messages = list[dict[str, Any]]
 
 LONG = 128
-"""Tokens of a prompt that have to be computed for it to go to the prefill engine."""
+"""Uncached tokens from which a prompt goes to the prefill engine."""
 CACHE_BLOCKS = 290  # the longest context and little more
 TOKENS, FAILED = "vllm:prompt_tokens_by_source_total", "vllm:nixl_num_failed_transfers_total"
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 VERY_LONG = "It tells of those who sail. " * 900
 TRIES = 17
-"""Of requests that are faster where they are decoded, one in 16 goes to the prefill engine all the same."""
+"""One in 16 requests takes the costlier path, so that both stay measured."""
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +50,8 @@ def deployment(
 
 @pytest.fixture
 def chat(deployment: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        control = stack.enter_context(deployment.control())
-        yield Chat("demo", stack.enter_context(deployment.client(max_retries=0)), [control])
+    with open_chat(deployment) as chat:
+        yield chat
 
 
 def decided(deployment: Deployment, chat: Chat, messages: Messages) -> tuple[dict[str, Any], ChatCompletion]:
@@ -61,9 +59,7 @@ def decided(deployment: Deployment, chat: Chat, messages: Messages) -> tuple[dic
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=messages, max_tokens=8, temperature=0
     )
-    with deployment.control() as control:
-        found = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").raise_for_status().json()
-    return found, raw.parse()
+    return deployment.decision(raw), raw.parse()
 
 
 def stages(decision: dict[str, Any]) -> dict[str, str]:
@@ -73,7 +69,7 @@ def stages(decision: dict[str, Any]) -> dict[str, str]:
 def apart(
     deployment: Deployment, chat: Chat, ask: Callable[[Chat], Messages]
 ) -> tuple[Messages, dict[str, Any], ChatCompletion]:
-    """Send new prompts until the prefill engine computed one; return that one, its decision and its answer."""
+    """Send new prompts until the prefill engine computes one; return it, its decision and its answer."""
     for _ in range(TRIES):
         messages = ask(fresh(chat))
         decision, answer = decided(deployment, chat, messages)
@@ -84,7 +80,7 @@ def apart(
 
 
 def fresh(chat: Chat) -> Chat:
-    """Return the same with pictures and texts that nobody has sent."""
+    """Return the same chat with new pictures and texts."""
     return replace(chat, nonce=secrets.token_hex(8))
 
 
@@ -129,30 +125,30 @@ def test_every_token_of_a_prompt_is_computed_once_by_the_prefill_engine_and_fetc
 def test_what_a_transfer_costs_is_measured(
     deployment: Deployment, chat: Chat, record: Callable[[str, Any], None]
 ) -> None:
-    """Time to the first token on idle engines, the best of three: what a prefill engine has to be worth at least."""
+    """Record the best of three times to first token on idle engines, with and without a prefill engine."""
     engines = pods(deployment)
     seconds: dict[str, list[float]] = {"whole": [], "apart": []}
     tokens = 0
     for _ in range(3):
-        for way, found in seconds.items():
+        for way, samples in seconds.items():
             asked = {"model": "demo", "max_tokens": 1, "messages": fresh(chat).messages(VERY_LONG)}
             began = time.monotonic()
             if way == "apart":
                 left = engines["prefill"].ask({**asked, "kv_transfer_params": REMOTE_DECODE}).raise_for_status().json()
                 asked["kv_transfer_params"] = left["kv_transfer_params"]
             answer = engines["decode"].ask(asked).raise_for_status().json()
-            found.append(time.monotonic() - began)
+            samples.append(time.monotonic() - began)
             tokens = answer["usage"]["prompt_tokens"]
-    best = {way: round(min(found), 3) for way, found in seconds.items()}
+    best = {way: round(min(samples), 3) for way, samples in seconds.items()}
     record(f"disaggregated: seconds to the first token of a prompt of {tokens} tokens", best)
     assert tokens > 5000
 
 
-def test_answers_are_the_same_whoever_encodes_and_computes(deployment: Deployment, chat: Chat) -> None:
+def test_the_answer_does_not_depend_on_which_engines_encode_and_prefill(deployment: Deployment, chat: Chat) -> None:
     messages, decision, answer = apart(deployment, chat, lambda chat: chat.messages(chat.image("c"), "what?"))
     assert stages(decision) == {"encode": "done", "prefill": "done", "answer": "first_byte"}
     assert answer.usage is not None
-    # Without an identity of ours an engine takes the image for another one, which nobody encoded or computed for it.
+    # Without our identity the engine treats it as another image, with no embedding and no blocks.
     alone = pods(deployment)["prefill"].ask({"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0})
     assert alone.json()["choices"][0]["message"]["content"] == answer.choices[0].message.content
     assert alone.json()["usage"]["prompt_tokens_details"]["cached_tokens"] < answer.usage.prompt_tokens - BLOCK
@@ -161,7 +157,7 @@ def test_answers_are_the_same_whoever_encodes_and_computes(deployment: Deploymen
 def test_images_that_swap_places_share_the_text_before_them_and_no_block_of_theirs(
     deployment: Deployment, chat: Chat
 ) -> None:
-    # Long enough that the last image lies in complete blocks: then a repeat needs no encoder.
+    # Long enough for the last image to lie in complete blocks, so that a repeat needs no encoder.
     question = "What is to be seen in these two pictures, and in which of them is more of it? " * 4
     a, b = chat.image("a"), chat.image("b")
     asked, decision, _ = apart(deployment, chat, lambda chat: chat.messages(a, b, question))
@@ -189,7 +185,7 @@ def test_a_short_prompt_and_a_cached_one_are_computed_where_they_are_decoded(
     assert answer.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - BLOCK
 
 
-def test_the_index_is_what_both_engines_hold_fetched_blocks_among_it(deployment: Deployment) -> None:
+def test_the_index_equals_the_blocks_of_both_engines_including_fetched_ones(deployment: Deployment) -> None:
     engines = pods(deployment)
     held = {}
     for role in ("prefill", "decode"):
@@ -204,7 +200,7 @@ def test_the_index_is_what_both_engines_hold_fetched_blocks_among_it(deployment:
     assert held["prefill"]
 
 
-# What follows ends engines, and so comes last, in this order.
+# The remaining tests end engines, so they run last and in this order.
 
 
 def test_a_prefill_engine_that_is_killed_while_it_computes_costs_no_request_and_no_block_of_the_decode_engine(
@@ -221,14 +217,14 @@ def test_a_prefill_engine_that_is_killed_while_it_computes_costs_no_request_and_
         return any(worker["uid"] == prefill.uid and worker["in_flight"] for worker in deployment.state()["workers"])
 
     def caught() -> bool:
-        """Send a prompt that takes long, and end the engine while it computes it, if it is given the prompt at all."""
+        """Send a long prompt and kill the prefill engine while it computes; return whether it had the prompt."""
         found.clear()
         messages = fresh(chat).messages(VERY_LONG)
         sending = threading.Thread(target=lambda: found.append(decided(deployment, chat, messages)))
         sending.start()
         while sending.is_alive() and not computing():
             pass
-        prefill.signal(signal.SIGSTOP)  # what is in flight now stays so
+        prefill.signal(signal.SIGSTOP)  # freezes the requests in flight
         hit = computing()
         prefill.signal(signal.SIGKILL if hit else signal.SIGCONT)
         sending.join()
@@ -238,14 +234,14 @@ def test_a_prefill_engine_that_is_killed_while_it_computes_costs_no_request_and_
     ((decision, answer),) = found
     assert stages(decision)["prefill"] == "engine_lost"
     assert (answer.usage and answer.usage.completion_tokens) == 8
-    # Case 64, for blocks: reads fail for more blocks than the cache has, and each prompt is computed all the same.
+    # Case 64, for blocks: more reads fail than the cache has blocks, and each prompt is still computed.
     failed = decode.value(FAILED)
     blocks = left["usage"]["prompt_tokens"] // BLOCK * 100 // 120
     for number in range(CACHE_BLOCKS // blocks + 3):
-        # Never longer than what it names: a request for more blocks than there were ends the engine (0.32).
+        # Not longer than the prompt of the parameters: asking for more blocks ends the engine (0.32).
         messages = fresh(chat).messages("It tells of those who sail. " * 100)
-        told = {**question, "messages": messages, "kv_transfer_params": left["kv_transfer_params"]}
-        answered = decode.ask(told)
+        request = {**question, "messages": messages, "kv_transfer_params": left["kv_transfer_params"]}
+        answered = decode.ask(request)
         assert answered.status_code == 200, (number, answered.text)
     assert decode.value("vllm:kv_cache_usage_perc") == decode.value("vllm:num_requests_running") == 0
     record("disaggregated: reads of blocks that failed", decode.value(FAILED) - failed)
@@ -255,7 +251,7 @@ def test_a_prefill_engine_that_is_killed_while_it_computes_costs_no_request_and_
 def test_without_a_decode_engine_the_prefill_engine_answers_with_what_the_encoder_made(
     deployment: Deployment, chat: Chat
 ) -> None:
-    # A pod that is not ready is not known at all.
+    # The router lists ready pods only.
     wait_for(lambda: "prefill" in pods(deployment) and deployment.settled(), 300, "the prefill engine is back")
     pods(deployment)["decode"].signal(signal.SIGKILL)
 
@@ -267,7 +263,7 @@ def test_without_a_decode_engine_the_prefill_engine_answers_with_what_the_encode
 
     decision, messages, answer = wait_for(simpler, 30, "a request is served without the decode engine")
     assert decision["form"] == "encode-whole"
-    found = stages(decision)  # of the attempt with the engine that was gone, too
-    assert (found["encode"], found["answer"]) == ("done", "first_byte")
+    outcomes = stages(decision)  # includes the attempt on the killed engine
+    assert (outcomes["encode"], outcomes["answer"]) == ("done", "first_byte")
     alone = pods(deployment)["prefill"].ask({"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0})
     assert alone.json()["choices"][0]["message"]["content"] == answer.choices[0].message.content

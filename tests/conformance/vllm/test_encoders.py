@@ -1,14 +1,14 @@
-"""A real encoder, a real engine that takes its embeddings, and a real renderer: what an engine needs of an image.
+"""A real encoder, an engine that reads its embeddings, and a renderer whose processed images it takes as well.
 
-All are stock vLLM but for our plugin, and have weights, so that every pixel shows in the probabilities of an answer.
-The encoder leaves embeddings as files of a folder, because on a CPU vLLM's other connectors do not run. What is asked
-past the router is what a router could ask: prompts without pixels, which it does not send (docs/disaggregation.md).
+All are stock vLLM with the plugin, and have weights, so that every pixel changes the probabilities of an answer. The
+encoder writes embeddings to files, because vLLM's other connectors do not run on a CPU. The last test sends a prompt
+without pixels past the router, to show why the router never sends one (docs/disaggregation.md).
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ import yaml
 from conformance.engine_process import RENDERS, require_memory
 from conformance.engines import Pod, pods
 from conformance.history import History
-from conformance.resources import BLOCK, ENVIRONMENT, REPOSITORY, environment, pool, resource
+from conformance.resources import ENVIRONMENT, REPOSITORY, environment, pool, resource
 from conformance.vllm.test_handover import WEIGHTS, weighted
 from local.rig import Deployment, running, wait_for
-from scenarios import Chat, assert_only_text, assert_whole
+from scenarios import Chat, assert_only_text, assert_whole, open_chat
 
 from mmrouter_cli.test_images import data_uri, picture
 from mmrouter_lib.engines.vllm.handover import is_cache_miss, without_bytes
@@ -32,7 +32,7 @@ from mmrouter_lib.media_identity import to_wire
 GENERATE_PATH, DERENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/derender"
 EMBEDDING = "encoder_cache.safetensors"
 FORGETS = {"VLLM_SERVER_DEV_MODE": "1"}
-"""With it an engine forgets when it is told to, as it does by itself when its caches are full."""
+"""Enables the routes that clear an engine's caches, which otherwise happens only when they are full."""
 Body = dict[str, Any]
 
 
@@ -49,18 +49,16 @@ def deployment(
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump(made))
     with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
-        with deployment.control() as control:
-            chat = Chat("demo", deployment.client(max_retries=0), [control])
-            # The router asks plugins now and then what they can do.
+        with open_chat(deployment) as chat:
+            # The router queries the plugins' capabilities periodically.
             wait_for(lambda: set(ways(asked(deployment, chat, chat.image("a"))[0])) == {"shm"}, 60, "images go by shm")
         yield deployment
 
 
 @pytest.fixture
 def chat(deployment: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        control = stack.enter_context(deployment.control())
-        yield Chat("demo", stack.enter_context(deployment.client(max_retries=0)), [control])
+    with open_chat(deployment) as chat:
+        yield chat
 
 
 def asked(deployment: Deployment, chat: Chat, *content: str) -> tuple[Body, Body]:
@@ -68,24 +66,22 @@ def asked(deployment: Deployment, chat: Chat, *content: str) -> tuple[Body, Body
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=chat.messages(*content), max_tokens=8, temperature=0, logprobs=True, top_logprobs=5
     )
-    with deployment.control() as control:
-        found = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").raise_for_status().json()
-    return found, json.loads(raw.text)
+    return deployment.decision(raw), json.loads(raw.text)
 
 
 def ways(decision: Body) -> list[str]:
     """How each image reached each engine."""
-    return [one["how"] for one in decision["travelled"]]
+    return [image["how"] for image in decision["travelled"]]
 
 
 def probabilities(answer: Body) -> list[tuple[float, list[float]]]:
-    """Of each token of an answer and of those that it might have been: what depends on every pixel."""
+    """Return the probability of each token and of its alternatives, which depend on every pixel."""
     content = answer["choices"][0]["logprobs"]["content"]
-    return [(one["logprob"], [other["logprob"] for other in one["top_logprobs"]]) for one in content]
+    return [(token["logprob"], [other["logprob"] for other in token["top_logprobs"]]) for token in content]
 
 
 def body_of(uuid: str, data: bytes, **more: Any) -> Body:
-    """A chat that shows an image under a name, as the router sends it."""
+    """Return a chat with a named image, as the router sends it."""
     image = {"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid}
     content = [
         {"type": "text", "text": "What is to be seen? " * 12},
@@ -102,12 +98,12 @@ def body_of(uuid: str, data: bytes, **more: Any) -> Body:
 
 
 def named(what: str) -> tuple[str, bytes]:
-    """An identity of ours and a picture, of which nobody else knows."""
+    """Return an identity and a new picture."""
     return to_wire(hashlib.sha256(what.encode()).digest()), picture(what, 224, 224)
 
 
 def encoded(encoder: Pod, uuid: str, data: bytes) -> Body:
-    """Have an image encoded; return what the encoder says of it."""
+    """Encode an image; return the transfer parameters of the encoder's answer."""
     image = {"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid}
     asked = {"model": "demo", "messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
     params: Body = encoder.ask(asked).raise_for_status().json()["ec_transfer_params"]
@@ -115,7 +111,7 @@ def encoded(encoder: Pod, uuid: str, data: bytes) -> Body:
 
 
 def embedding(worker: Pod, uuid: str) -> Path:
-    """Where the encoder leaves an image's embedding."""
+    """Return the path of an image's embedding."""
     return Path(worker.processes[0].environ()["MMROUTER_SHARED_DIR"]) / uuid / EMBEDDING
 
 
@@ -125,13 +121,13 @@ def forget(worker: Pod, *caches: str) -> None:
 
 
 def renders(deployment: Deployment, worker: Pod) -> Pod:
-    """The renderer, which has the key of every engine."""
+    """Return the renderer, with the API key of the engines."""
     (found,) = deployment.state()["renderers"]
     return replace(worker, name=found["name"], uid=found["uid"], ip=found["ip"])
 
 
 def without_pixels(renderer: Pod, body: Body, params: Mapping[str, Any]) -> Body:
-    """Return the request for ``GENERATE_PATH`` that has everything of a chat but the pixels of its images."""
+    """Return a chat as a request for ``GENERATE_PATH`` without the pixels of its images."""
     made: Body = renderer.ask(body, RENDER_PATH).raise_for_status().json()
     return {**made, "features": {**made["features"], "kwargs_data": None}, "ec_transfer_params": dict(params)}
 
@@ -168,11 +164,11 @@ def test_an_image_that_was_handed_over_processed_is_taken_from_the_encoder_too(
     worker, image = pods(deployment)["worker"], chat.image("c")
 
     def both(nonce: str) -> tuple[Body, Body]:
-        """Ask through the router, and of the worker alone, to which the image is another one: nobody encoded it."""
+        """Send the chat through the router, and to the worker alone, which then encodes the image itself."""
         own = replace(chat, nonce=nonce)
         decision, answer = asked(deployment, own, image, "what?")
         assert decision["chain"][0]["outcome"] == "done"
-        assert ways(decision)[-1] == "shm"  # so its part of the chat is null, beside the encoder's parameters
+        assert ways(decision)[-1] == "shm"  # its image_url is null, beside the encoder's parameters
         alone = {"messages": own.messages(image, "what?"), "model": "demo", "max_tokens": 8, "temperature": 0}
         return answer, worker.ask({**alone, "logprobs": True, "top_logprobs": 5}).raise_for_status().json()
 
@@ -180,14 +176,14 @@ def test_an_image_that_was_handed_over_processed_is_taken_from_the_encoder_too(
     assert through["choices"][0]["message"]["content"] == alone["choices"][0]["message"]["content"]
     assert probabilities(through) == probabilities(alone)
     assert through["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
-    # Another embedding is another answer: the engine takes it, and does not encode what was handed over.
+    # A changed embedding changes the answer: the engine reads it and does not encode the handed-over image.
     forget(worker, "encoder")
-    (identity,) = {one["identity"] for one in asked(deployment, chat, image, "so?")[0]["travelled"]}
+    (identity,) = {image["identity"] for image in asked(deployment, chat, image, "so?")[0]["travelled"]}
     forget(worker, "encoder")
     overwrite(embedding(worker, identity))
     through, alone = both(chat.nonce + "2")
     assert probabilities(through) != probabilities(alone)
-    # One that has gone costs the encoding, of what was handed over.
+    # Without the embedding, the engine encodes the handed-over image.
     forget(worker, "encoder")
     embedding(worker, identity).unlink()
     through, alone = both(chat.nonce + "3")
@@ -195,66 +191,10 @@ def test_an_image_that_was_handed_over_processed_is_taken_from_the_encoder_too(
 
 
 def overwrite(file: Path) -> None:
-    """Let an embedding be all zeros: behind the length of its head, and that."""
+    """Zero an embedding, keeping the length of its header and the header."""
     raw = bytearray(file.read_bytes())
     head = 8 + int.from_bytes(raw[:8], "little")
     file.write_bytes(raw[:head] + bytes(len(raw) - head))
-
-
-def test_where_an_image_stands_and_its_embedding_are_enough_for_the_same_answer_and_the_same_blocks(
-    deployment: Deployment, record: Callable[[str, Any], None]
-) -> None:
-    engines = pods(deployment)
-    worker, renderer = engines["worker"], renders(deployment, engines["worker"])
-    truth = History(deployment, worker.ip, REPOSITORY)
-    uuid, data = named("without pixels")
-    body = body_of(uuid, data)
-    forget(worker, "prefix", "mm", "encoder")
-    own = worker.ask(body).raise_for_status().json()
-    blocks = truth.keys()
-    assert len(blocks) >= (len(own["prompt_token_ids"]) + 7) // BLOCK
-    forget(worker, "prefix", "mm", "encoder")
-    made = without_pixels(renderer, body, encoded(engines["encoder"], uuid, data))
-    answer = worker.ask(made, GENERATE_PATH).raise_for_status().json()
-    assert made["token_ids"] == own["prompt_token_ids"]
-    assert answer["choices"][0]["token_ids"] == own["choices"][0]["token_ids"]
-    assert probabilities(answer) == probabilities(own)
-    assert truth.keys() == blocks
-    # Whoever wants the metadata gets the pixels, too.
-    rendered = renderer.ask(body, RENDER_PATH).json()["features"]
-    sizes = {name: len(rendered[name]["image"][0]) for name in ("kwargs_data", "mm_metadata")}
-    assert sizes["kwargs_data"] > 3 * 224 * 224
-    bare = renderer.ask({**body, "mm_payload": "none"}, RENDER_PATH).json()["features"]
-    assert bare["mm_metadata"] is bare["kwargs_data"] is None
-    record("encoders: characters of a rendering of a picture of 224 x 224", sizes)
-
-
-def test_what_a_renderer_makes_of_generated_ids_is_not_what_the_chat_would_have_said(deployment: Deployment) -> None:
-    engines = pods(deployment)
-    worker, renderer = engines["worker"], renders(deployment, engines["worker"])
-    uuid, data = named("derendered")
-
-    def derendered(body: Body) -> tuple[Body, Body]:
-        chat = worker.ask(body).raise_for_status().json()
-        made = without_pixels(renderer, body, encoded(engines["encoder"], uuid, data))
-        generated = worker.ask(made, GENERATE_PATH).raise_for_status().json()
-        asked = {"generate_response": generated, "chat_request": body, "prompt_token_ids": made["token_ids"]}
-        asked |= {"model": "demo", "prompt_tokens": len(made["token_ids"])}
-        return chat, renderer.ask(asked, DERENDER_PATH).raise_for_status().json()
-
-    chat, made = derendered(body_of(uuid, data))
-    said = chat["choices"][0]["message"]["content"]
-    assert made["choices"][0]["message"]["content"] == said
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert {name: made["usage"][name] for name in counts} == {name: chat["usage"][name] for name in counts}
-    assert chat["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": 64}
-    assert made["usage"]["prompt_tokens_details"] is None
-    # A stop string ends the generation and stays in what is made of it.
-    stop = said[len(said) // 2 : len(said) // 2 + 2]
-    chat, made = derendered(body_of(uuid, data, stop=[stop]))
-    assert chat["choices"][0]["stop_reason"] == made["choices"][0]["stop_reason"] == stop
-    assert stop not in chat["choices"][0]["message"]["content"]
-    assert stop in made["choices"][0]["message"]["content"]
 
 
 def test_what_an_engine_does_not_hold_is_refused_where_nothing_says_what_it_is_and_the_engine_goes_on(
@@ -272,18 +212,18 @@ def test_what_an_engine_does_not_hold_is_refused_where_nothing_says_what_it_is_a
     assert worker.ask({**body, "ec_transfer_params": params}).status_code == 200
 
 
-# What follows ends the engine, and so comes last.
+# Ends the engine, so it runs last.
 
 
 def test_a_prompt_without_pixels_makes_the_next_chat_with_pixels_end_the_engine(deployment: Deployment) -> None:
-    """Why the router sends none: in vLLM's cache of processed images it takes the place of the whole image."""
+    """In vLLM's cache of processed images, a prompt without pixels replaces the complete image."""
     engines = pods(deployment)
     worker, renderer = engines["worker"], renders(deployment, engines["worker"])
     uuid, data = named("twice")
     body = body_of(uuid, data)
 
     def shown_again() -> httpx.Response:
-        """Show an image whose blocks and embedding are gone; the engine still has what it made of the file."""
+        """Send the image again after its blocks and embedding are gone; the engine still has it processed."""
         forget(worker, "prefix", "encoder")
         embedding(worker, uuid).unlink(missing_ok=True)
         return worker.ask(body)

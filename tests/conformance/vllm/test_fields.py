@@ -175,7 +175,7 @@ class Router:
         return asyncio.run(self._prepare(fields, salt))
 
     def body(self, prepared: Prepared) -> dict[str, Any]:
-        """What the engine is sent."""
+        """Return the body for the engine."""
         images = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in prepared.images]
         sent = rewrite_chat(prepared.request.body, images, model=self.folder.name, cache_salt=prepared.salt)
         return sent.body
@@ -220,7 +220,7 @@ def router(shrunk: Callable[[str], Path]) -> Router:
 
 @pytest.fixture(scope="module")
 def alone(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """As the product starts an engine, with the parser that tool choices need. Nobody else fills its cache."""
+    """An engine as the product starts it, with the parser for tool choices; only this file fills its cache."""
     log = tmp_path_factory.mktemp("fields") / "engine.log"
     parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with engine(vllm_env, router.folder, log, RENDERS, *parser, variables=SPAWNED) as running:
@@ -229,13 +229,13 @@ def alone(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def server(alone: Engine) -> Renderer:
-    """The same engine, asked for prompts alone: that goes past its caches."""
+    """The same engine, for rendered prompts only, which do not use its caches."""
     return Renderer(alone.client)
 
 
 @pytest.fixture(scope="module")
 def bare(vllm_env: Path, router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Router, Renderer]]:
-    """With the resource's own template and processor options, and a trust in clients that an operator may give."""
+    """An engine with the resource's template and processor options, which trusts clients' options."""
     folder = tmp_path_factory.mktemp("bare")
     own = Router(router.folder, PROCESSOR, TEMPLATE)
     template = folder / "template.jinja"
@@ -300,7 +300,7 @@ def test_case_39_an_image_that_is_not_predicted_leaves_the_prompt_before_it_exac
     assert found[first][1] == at
     assert to_wire(prepared.spans[first].identity) not in {name for name, _, _ in found}
     if cause == "processor_options":
-        # The engine's own name for it has the options in it, so what it keeps is never taken for the plain image.
+        # The engine's hash covers the options, so its cache never mixes this with the plain image.
         assert to_wire(prepared.images[first].identity) not in {name for name, _, _ in found}
 
 
@@ -346,7 +346,7 @@ def test_what_the_engine_refuses_names_its_field(name: str, router: Router, serv
 
 
 def cached(running: Engine, body: dict[str, Any]) -> int:
-    """Return how many tokens of the prompt the engine took from its cache, or -1 where it does not say."""
+    """Return the cached prompt tokens that the engine reports, -1 without a report."""
     details = running.chat(body)["usage"].get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
 

@@ -1,7 +1,8 @@
-"""Processed images from a real renderer to a real engine, by every way: it computes what it would have computed.
+"""Processed images handed from a real renderer to a real engine, by every way: the engine computes the same.
 
 Both are started from the stock environment with the product's wrapper, and the plugin from the folder that
-``mmrouter plugin`` makes. One renderer and one engine serve the whole file; what kills the renderer comes last.
+``mmrouter plugin`` makes. One renderer and one engine serve the whole file; the test that kills the
+renderer is the last.
 """
 
 import hashlib
@@ -58,7 +59,7 @@ def sides(vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytes
     assert "mmrouter_handover" in made.stdout
     wrapper = [str(vllm_env / "bin" / "python3"), "-m", "mmrouter_handover.plugin.start"]
     with ExitStack() as running:
-        # Hand-over by shared memory is for memory.
+        # The hand-over by shared memory needs a tmpfs.
         root = Path(running.enter_context(TemporaryDirectory(dir="/dev/shm", prefix="mmrouter-handover-")))
         variables = {
             "PYTHONPATH": str(plugin),
@@ -81,7 +82,7 @@ def sides(vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytes
 
 
 def weighted(model: Path, into: Path, env: Path) -> Path:
-    """Return a copy of a model folder with weights: what an engine answers then depends on every pixel."""
+    """Return a copy of a model folder with weights, so that an answer depends on every pixel."""
     copy = Path(shutil.copytree(model, into / model.name))
     python = str(env / "bin" / "python3")
     environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"}
@@ -95,7 +96,7 @@ def weighted(model: Path, into: Path, env: Path) -> Path:
 
 
 def name(*what: object) -> str:
-    """An identity of ours for what nobody else calls by it: a renderer keeps what it processed under a name."""
+    """Return a new identity: a renderer caches processed images by it."""
     return to_wire(hashlib.sha256(repr(what).encode()).digest())
 
 
@@ -111,7 +112,7 @@ def chat(sides: Sides, *images: tuple[str, bytes], tokens: int = 8) -> dict[str,
 
 def ask(client: httpx.Client, path: str, body: Any, status: int = 200) -> bytes:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    # A client whose connection the server has closed in between sends again: these routes may be asked twice.
+    # The client retries on a closed connection; these routes are idempotent.
     answer = client.post(path, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == status, answer.text
     return answer.content
@@ -137,17 +138,17 @@ def release(sides: Sides, made: wire.Rendered) -> None:
 
 
 def forget(sides: Sides) -> None:
-    """Have the engine forget blocks, embeddings and processed images: whatever it is asked next, it computes."""
+    """Clear the engine's blocks, embeddings and processed images, so that it computes the next request."""
     for cache in ("prefix", "mm", "encoder"):
         sides.engine.client.post(f"/reset_{cache}_cache").raise_for_status()
 
 
 def computed(sides: Sides, body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Ask a chat of an engine that has forgotten everything: prompt, answer, probabilities, and published blocks."""
+    """Send a chat to an engine with empty caches; return prompt, answer, probabilities and published blocks."""
     seen = len(sides.engine.listener.frames)
     answer = sides.engine.chat({**body, "logprobs": True, "top_logprobs": 5})
     choice = answer["choices"][0]
-    # The last token that was made is in no block yet.
+    # The last generated token is in no block yet.
     full = (len(answer["prompt_token_ids"]) + len(choice["token_ids"]) - 1) // BLOCK_SIZE
     return answer["prompt_token_ids"], choice["token_ids"], choice["logprobs"]["content"], stored(sides, seen, full)
 
@@ -209,13 +210,13 @@ def test_an_engine_computes_of_handed_over_images_what_it_computes_of_its_own_pr
     after = status(sides.engine.client)[1]
     assert after["used"] - before.get("used", 0) == len(images)
     assert after["kept bytes"] == after["kept"] == 0
-    # Other pixels under these names are another answer: what is compared is what the images decide.
+    # Other pixels under these names change the answer, so the comparison depends on the images.
     forget(sides)
     others = [(uuid, picture(*SMALL, seed=40 + number)) for number, (uuid, _) in enumerate(images)]
     assert computed(sides, chat(sides, *others))[2] != own[2]
 
 
-def test_an_image_that_nobody_handed_over_is_a_cache_miss_and_its_bytes_are_the_way_out(sides: Sides):
+def test_an_image_that_was_not_handed_over_is_a_cache_miss_and_its_bytes_succeed(sides: Sides):
     images = [(name(2000), PICTURES["a small one"][0])]
     body = chat(sides, *images, tokens=2)
     refused = sides.engine.post(wire.without_bytes(body, {name(2000)}))
@@ -247,11 +248,11 @@ def test_what_cannot_be_taken_is_refused_with_its_reason_and_the_engine_goes_on(
     for path, asked in ((wire.ITEMS_PATH, {"items": 1}), (wire.RELEASE_PATH, {}), (wire.RENDER_PATH, {"chat": 1})):
         client = sides.engine.client if path == wire.ITEMS_PATH else sides.renderer.client
         ask(client, path, asked, 400)
-    nobody = httpx.get(f"{sides.engine.url}{wire.STATUS_PATH}")
-    assert nobody.status_code == 401
+    without_key = httpx.get(f"{sides.engine.url}{wire.STATUS_PATH}")
+    assert without_key.status_code == 401
 
 
-def test_a_renderer_withholds_what_it_cannot_offer_and_says_which_ways_were_tried_in_vain(sides: Sides):
+def test_a_renderer_withholds_what_it_cannot_offer_and_reports_the_ways_that_failed(sides: Sides):
     body = chat(sides, (name(4000), picture(*SMALL, seed=8)))
     asked = wire.render_request(
         body, ways=("inline", "shm"), seconds=SECONDS, inline_bytes=1, images=[name(4000), name(1)]
@@ -267,28 +268,28 @@ def test_a_renderer_withholds_what_it_cannot_offer_and_says_which_ways_were_trie
     assert (made.offers, made.withheld, made.spans) == ({}, {}, ())
 
 
-def test_both_sides_say_alike_what_they_are_and_the_engine_keeps_the_plugins_of_its_image(sides: Sides):
+def test_both_sides_report_equal_settings_and_the_engine_keeps_the_plugins_of_its_image(sides: Sides):
     here, there = status(sides.renderer.client)[0], status(sides.engine.client)[0]
     assert (here.role, there.role) == ("renderer", "engine")
     assert here.settings == there.settings
     assert len(here.settings) == 64
     for side in (here, there):
         assert all(side.offers(way) for way in wire.WAYS), side
-    # The stock environment has plugins of its own, and they are loaded as they are without ours.
+    # The plugins of the stock environment are loaded as they are without ours.
     variable = psutil.Process(sides.engine.process.pid).environ()["VLLM_PLUGINS"].split(",")
     assert variable[-1] == "mmrouter"
     assert len(variable) > 1
 
 
 def test_figures_of_processing_and_of_each_way(sides: Sides, record: Callable[..., None]):
-    """No assertion about time: what they are on this machine, beside its load."""
+    """Record the times on this machine beside its load; no time is asserted."""
     load = psutil.getloadavg()[0]
     for label, size, form in (("224x224", SMALL, "PNG"), ("1008x1008", LARGE, "JPEG")):
         own, ways = [], {way: ([], [], []) for way in wire.WAYS}
         length = 0
         for round_ in range(FIGURE_ROUNDS):
             data = picture(*size, seed=100 + round_, form=form)
-            # All but processing is the same in both: the second time the image is processed already.
+            # The second request finds the image processed; everything else is the same in both.
             uuid = name(label, round_)
             body = chat(sides, (uuid, data), tokens=1)
             forget(sides)
@@ -319,7 +320,7 @@ def test_figures_of_processing_and_of_each_way(sides: Sides, record: Callable[..
 
 
 def clock() -> float:
-    """Seconds since the node booted, by which leases end."""
+    """Return seconds since boot, the clock of leases."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -348,7 +349,7 @@ def test_a_killed_renderer_fails_what_it_offered_with_a_reason_drains_no_pool_an
     after = status(sides.engine.client)[1]
     assert after["nixl leased bytes"] == after["nixl stuck"] == 0
     assert after["refused failed"] >= engines_before.get("refused failed", 0) + 40
-    # What lies on the tmpfs outlives who wrote it, until its lease is over.
+    # Files on the tmpfs outlive their writer until their lease ends.
     held = taken(sides, dict(list(made["shm"].offers.items())[:2]))
     assert len(held.held) == 2
     deadline = time.monotonic() + seconds + 5

@@ -1,4 +1,4 @@
-"""Real engines behind real sidecars and routers: every predicted key is published, every repeat a whole hit.
+"""Real engines behind real sidecars and routers: every predicted key is published, every repeat is a whole hit.
 
 The engines' caches are small, so blocks are evicted and stored again while the workload runs. At the end the routers'
 index must equal what an independent reader makes of the engines' own event history, copies counted.
@@ -30,7 +30,7 @@ from mmrouter_lib.engines.base.launch import HTTP_PORT
 
 CACHE_BLOCKS = 290  # the longest context and little more
 REPOSITORIES = {"Qwen/Qwen2-VL-2B-Instruct": 2, "Qwen/Qwen3-VL-2B-Instruct": 1}
-"""Model -> engines. Between which of them a router chooses is no matter of the family."""
+"""Model -> number of engines. The choice between engines does not depend on the family, so one model is enough."""
 
 
 def resource(name: str, repository: str, model_dir: Path, engines: int) -> dict:
@@ -181,7 +181,7 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
         for seen in (first, again):
             if seen.predicted_tokens != seen.tokens or seen.cached != seen.expected_cached:
                 mismatches.append((case.name, vars(seen)))
-        # A prompt shorter than a block is in nobody's cache: whoever has less to do, or holds less, takes it.
+        # A prompt shorter than a block is in no cache, so load and cache size decide.
         if again.overlap != again.blocks or (again.blocks and again.worker != first.worker):
             mismatches.append((case.name, "repeat", vars(again)))
         blocks += first.blocks

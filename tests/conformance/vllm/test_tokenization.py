@@ -1,6 +1,6 @@
 """The expanded prompt of every conversation of the corpus, token by token and span by span, against vLLM's own.
 
-The engine's side is what a serving vLLM itself makes of a request; it tells that to whoever asks for the prompt alone.
+The engine's side is the rendered prompt that a serving vLLM returns.
 """
 
 import time
@@ -36,8 +36,8 @@ REFUSED_BY_THE_ENGINE = {"no tools in the list"}
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one side says of a conversation: the ids and (identity, offset, length) of each image, or why not."""
+class Outcome:
+    """One side's prompt: the ids and (identity, offset, length) of each image, or the reason of a refusal."""
 
     ids: list[int]
     images: list[tuple[str, int, int]]
@@ -49,10 +49,10 @@ class Run:
     """One family's corpus with both sides' answers."""
 
     predictor: Predictor
-    answers: list[tuple[Case, Told, Told]]
+    answers: list[tuple[Case, Outcome, Outcome]]
 
     @property
-    def both(self) -> list[tuple[Case, Told, Told]]:
+    def both(self) -> list[tuple[Case, Outcome, Outcome]]:
         """The conversations that neither side refuses."""
         return [(one, mine, theirs) for one, mine, theirs in self.answers if not (mine.refused or theirs.refused)]
 
@@ -123,7 +123,7 @@ def outlives(served: Engine, body: dict[str, Any], seconds: float = 60) -> bool:
     return False
 
 
-def ours(predictor: Predictor, one: Case, *, more: int = 0) -> Told:
+def ours(predictor: Predictor, one: Case, *, more: int = 0) -> Outcome:
     """Return what the library predicts, as the router asks for it; ``more`` is added to the tokens of each image."""
     try:
         images = [prompt_image(predictor, url, more) for _, _, url in places(one)]
@@ -131,17 +131,17 @@ def ours(predictor: Predictor, one: Case, *, more: int = 0) -> Told:
         special = bool(one.body.get("add_special_tokens", False))
         expanded = predictor.prompter.expand(text, images, add_special_tokens=special)
     except ValueError as error:
-        return Told([], [], f"{type(error).__name__}: {error}")
+        return Outcome([], [], f"{type(error).__name__}: {error}")
     spans = [(to_wire(span.identity), span.offset, span.length) for span in expanded.spans]
-    return Told(expanded.ids.tolist(), spans)
+    return Outcome(expanded.ids.tolist(), spans)
 
 
-def engines(answer: Rendered) -> Told:
+def engines(answer: Rendered) -> Outcome:
     """Return what the engine answered. A status of 500 is a refusal too: it is one that the engine did not foresee."""
     if answer.status != 200:
         message = (answer.body.get("error") or {}).get("message", "")
-        return Told([], [], f"{answer.status}: {str(message)[:200]}")
-    return Told(answer.ids, answer.images)
+        return Outcome([], [], f"{answer.status}: {str(message)[:200]}")
+    return Outcome(answer.ids, answer.images)
 
 
 def with_identities(predictor: Predictor, one: Case) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def prompt_image(predictor: Predictor, url: str, more: int) -> PromptImage:
     return PromptImage(media_identity(data, predictor.family.pixel_options, key=predictor.key), count + more)
 
 
-def difference(mine: Told, theirs: Told) -> str:
+def difference(mine: Outcome, theirs: Outcome) -> str:
     """Return the first difference in words."""
     pairs = enumerate(zip(mine.ids, theirs.ids, strict=False))
     at = next((at for at, (a, b) in pairs if a != b), min(len(mine.ids), len(theirs.ids)))

@@ -1,15 +1,14 @@
-"""The ten scenarios in every mode of ``routing.transfer``: which way an image takes changes nothing that is seen of it.
+"""The ten scenarios in every mode of ``routing.transfer``: the answers do not depend on how an image is handed over.
 
-With ``none`` an engine gets the bytes and processes the image. With ``shm`` and ``nixl`` a real ``vllm launch render``
-has processed it, and the engine, stock but for our plugin, reads that from a slot on the shared tmpfs or over NIXL.
+With ``none`` the engine receives the bytes and processes the image. With ``shm`` and ``nixl`` a real ``vllm launch
+render`` processes it, and the engine, stock but for the plugin, reads the result from shared memory or over NIXL.
 
-The mode is the frontend's affair: one engine and one renderer stay for all three, and know none of them. An engine
-without the plugin is served with ``none`` in ``test_routing``.
+Only the frontend has the mode, so one engine and one renderer serve all three. ``test_routing`` covers an engine
+without the plugin.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,19 @@ from conformance.resources import REPOSITORY, pool, resource
 from local.rig import Deployment, running, wait_for
 from local.test_scenarios import Folder, web
 from prometheus_client.parser import text_string_to_metric_families
-from scenarios import SCENARIOS, Chat, Scenario, title
+from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
 
 __all__ = ["web"]
 
 WAYS = {"nixl": "nixl", "shm": "shm", "none": ""}
-"""Mode -> how an image reaches an engine that has never seen it; empty where nothing is handed over at all."""
+"""Mode -> how a new image reaches an engine; empty where nothing is handed over."""
 
 
 @pytest.fixture(scope="module")
 def deployment(
     vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """One engine and a renderer; hand-overs whether they pay off or not."""
+    """One engine and a renderer, with hand-over forced even where it is not cheaper."""
     require_memory()
     pools = [pool("worker"), pool("renderer")]
     made = resource(shrunk(REPOSITORY), pools, frontend={"MMROUTER_HANDOVER": "always"}, transfer=next(iter(WAYS)))
@@ -45,29 +44,27 @@ def deployment(
 
 @pytest.fixture(scope="module", params=WAYS)
 def mode(request: pytest.FixtureRequest, deployment: Deployment) -> str:
-    """The mode of the frontend, which reads it when it starts: it is started anew for another one."""
+    """The mode of the frontend, which is restarted to change it."""
     mode = str(request.param)
     (router,) = deployment.processes("router").values()
     config = Path(router.environ()["MMROUTER_CONFIG"]) / "deployment.json"
-    told = json.loads(config.read_text())
-    if told["spec"]["routing"]["transfer"] != mode:
-        told["spec"]["routing"]["transfer"] = mode
-        config.write_text(json.dumps(told))
+    config_json = json.loads(config.read_text())
+    if config_json["spec"]["routing"]["transfer"] != mode:
+        config_json["spec"]["routing"]["transfer"] = mode
+        config.write_text(json.dumps(config_json))
         router.terminate()
         router.wait(60)
         wait_for(deployment.settled, 60, "the frontend is back and sees every engine verified")
-    with deployment.control() as control, deployment.client() as client:
-        chat = Chat("demo", client, [control])
-        # The router asks plugins now and then what they can do.
+    with open_chat(deployment) as chat:
+        # The router queries the plugins' capabilities periodically.
         wait_for(lambda: way(deployment, chat, chat.image("first")) == WAYS[mode], 60, f"an image goes by {mode}")
     return mode
 
 
 @pytest.fixture
 def chat(deployment: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        control = stack.enter_context(deployment.control())
-        yield Chat("demo", stack.enter_context(deployment.client(max_retries=0)), [control])
+    with open_chat(deployment) as chat:
+        yield chat
 
 
 def way(deployment: Deployment, chat: Chat, image: str) -> str:
@@ -75,13 +72,12 @@ def way(deployment: Deployment, chat: Chat, image: str) -> str:
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=chat.messages(image, "what?"), max_tokens=1
     )
-    with deployment.control() as control:
-        found = control.get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").raise_for_status().json()
-    return str(found["travelled"][0]["how"]) if found["travelled"] else ""
+    travelled = deployment.decision(raw)["travelled"]
+    return str(travelled[0]["how"]) if travelled else ""
 
 
 def counted(deployment: Deployment) -> dict[tuple[str, str], float]:
-    """Return how many images took each way, and why others did not: way, reason -> how many."""
+    """Return (way, reason) -> number of images; the reason says why another way was not taken."""
     page = httpx.get(deployment.controls[0].replace(":8001", ":9090") + "/metrics").text
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     return {
@@ -99,10 +95,10 @@ def test_scenario(scenario: Scenario, deployment: Deployment, mode: str, chat: C
     assert {key for key, value in passed.items() if value} <= {(WAYS[mode], "")}
 
 
-def test_images_were_handed_over_in_the_modes_that_do(
+def test_modes_with_a_hand_over_hand_images_over(
     deployment: Deployment, mode: str, record: Callable[[str, Any], None]
 ) -> None:
-    """The scenarios look that there was no other way; here, that there were images at all."""
+    """The scenarios check that no other way was used; this checks that images were handed over at all."""
     found = {f"{how} {reason}".strip(): count for (how, reason), count in counted(deployment).items() if count}
     record(f"transfer {mode}: images by their way, and ways that were not taken before the plugins had answered", found)
     assert not WAYS[mode] or found[WAYS[mode]] > len(SCENARIOS)
