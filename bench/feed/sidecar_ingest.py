@@ -30,8 +30,8 @@ from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, Event, build, 
 from bench.rows import Row, percentile, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, unpack_keys
-from mmrouter_sidecar.engine.event_order import Ready, Stream
-from mmrouter_sidecar.feed.relay import Relay
+from mmrouter_sidecar.engine.event_order import EventStream, NextBatch
+from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import CurveKeys, Ports, Settings
 
@@ -158,17 +158,17 @@ def relay_cpu(case: SidecarCase) -> float:
     return took
 
 
-def make_relay(folder: Path, publish: Callable[[feed.Published], None]) -> Relay:
+def make_relay(folder: Path, publish: Callable[[feed.Published], None]) -> EventRelay:
     """Return the sidecar's relay without sockets, with its journal in a folder."""
-    return Relay(_settings(folder), Metrics(), publish)
+    return EventRelay(_settings(folder), Metrics(), publish)
 
 
-def relay_batches(relay: Relay, payloads: Sequence[bytes]) -> None:
+def relay_batches(relay: EventRelay, payloads: Sequence[bytes]) -> None:
     """Feed it an engine's batches, numbered from 0, as the sidecar process does."""
-    stream = Stream()
+    stream = EventStream()
     for number, payload in enumerate(payloads):
         for step in stream.live(number, payload):
-            if isinstance(step, Ready):
+            if isinstance(step, NextBatch):
                 relay.batch(0, step.seq, step.payload, step.digest)
         if number % BATCHES_PER_FLUSH == 0:
             relay.flush()

@@ -8,7 +8,7 @@ from hack.generators.tables import replaced, table
 from mmrouter_lib.engines.base.metrics import RankLoad
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
-from mmrouter_sidecar.metrics import Counted
+from mmrouter_sidecar.metrics import HotPathCounts
 from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
 
 UNITS = ("seconds", "bytes", "ratio")
@@ -19,8 +19,8 @@ Row = tuple[str, str, str, str, str]
 def registries() -> dict[str, CollectorRegistry]:
     """Return what each of our processes exposes, with a value for what appears only with one."""
     sidecar = SidecarMetrics()
-    sidecar.watch(lambda: Counted(batches=1, events={"stored": 1}, held=1, aside=1))
-    sidecar.load.saw("", {0: RankLoad(0, 0, 0.5)})
+    sidecar.watch(lambda: HotPathCounts(batches=1, events={"stored": 1}, held=1, aside=1))
+    sidecar.load.update("", {0: RankLoad(0, 0, 0.5)})
     return {"router": RouterMetrics().registry, "sidecar": sidecar.registry, "operator": OperatorMetrics().registry}
 
 

@@ -1,25 +1,25 @@
-"""``mmrouter sidecar``: one process beside one engine; configuration comes from files and environment only.
+"""Start the sidecar (``mmrouter sidecar``). Its configuration comes from files and environment variables only.
 
-It must be ready in a moment and stay small beside every engine, so another process reads its settings
-(:mod:`mmrouter_sidecar.settings_loader`) while this one imports what it serves with.
+To start fast and stay small, a second process reads the settings (:mod:`mmrouter_sidecar.settings_loader`) while this
+one imports the modules it serves with.
 """
 
 import subprocess
 import sys
 
-from mmrouter_sidecar.logs import log_to_stderr
+from mmrouter_sidecar import log_to_stderr
 
 
 def main() -> int:
-    """Run until SIGTERM. Exit status 2: the configuration is wrong, and the last line says what."""
+    """Run until SIGTERM. Exit status 2: the configuration is wrong, as the last line of the log describes."""
     log_to_stderr()
     with subprocess.Popen([sys.executable, "-m", "mmrouter_sidecar.settings_loader"], stdout=subprocess.PIPE) as reader:
-        from mmrouter_sidecar.process import serve  # noqa: PLC0415 - while the other process reads
+        from mmrouter_sidecar.app import serve  # noqa: PLC0415 - while the other process reads
 
-        told, _ = reader.communicate()
+        settings, _ = reader.communicate()
     if reader.returncode:
-        return max(reader.returncode, 1)  # it has said why, unless it was killed
-    return serve(told)
+        return max(reader.returncode, 1)  # it has logged the reason, unless it was killed
+    return serve(settings)
 
 
 if __name__ == "__main__":

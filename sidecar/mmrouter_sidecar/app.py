@@ -1,36 +1,41 @@
-"""One running sidecar: which part starts when, when changes are flushed, and in what order everything stops."""
+"""Wire the parts of the sidecar together, run them until SIGTERM, and stop them in order."""
 
 import asyncio
 import contextlib
+import gc
 import logging
+import signal
 from collections.abc import Iterator
 
+import uvloop
 import zmq.asyncio
 
 from mmrouter_lib import feed
 from mmrouter_lib.engines.sglang.encoder_requests import Encoder
 from mmrouter_lib.feed import SharedDirectory
 from mmrouter_sidecar import http
-from mmrouter_sidecar.engine import presence
-from mmrouter_sidecar.engine.encoder_proxy import Encoders
-from mmrouter_sidecar.engine.engine_probe import UNSEEN, Probe
-from mmrouter_sidecar.engine.sockets import Engine
+from mmrouter_sidecar.engine.encoder_proxy import EncoderProxy
+from mmrouter_sidecar.engine.engine_probe import UNSEEN, EngineProbe, watch_listener
+from mmrouter_sidecar.engine.sockets import EngineSockets
 from mmrouter_sidecar.feed.publisher import Publisher
-from mmrouter_sidecar.feed.relay import Relay
-from mmrouter_sidecar.metrics import Counted, Metrics
-from mmrouter_sidecar.settings import Settings
+from mmrouter_sidecar.feed.relay import EventRelay
+from mmrouter_sidecar.metrics import HotPathCounts, Metrics
+from mmrouter_sidecar.settings import Settings, SettingsError, from_json
 from mmrouter_sidecar.shared_memory.janitor import Janitor
 
 log = logging.getLogger("mmrouter.sidecar")
 
 FLUSH_SECONDS = 0.005
-"""Changes of this long travel together; a change after a silence travels at once."""
+"""Changes within this time are published together; a change after a pause is published at once."""
 BEAT_SECONDS = 0.5
 LINGER_MS = 200
+CONFIGURATION_ERROR = 2  # exit status
+GC_THRESHOLD = 10_000
+"""Young objects before a garbage collection: the objects of engine events form no cycles."""
 
 
 class Sidecar:
-    """Everything of one process. ``run`` serves until ``stop`` is called."""
+    """All parts of one sidecar process. ``run`` serves until ``stop`` is called."""
 
     def __init__(self, settings: Settings) -> None:
         self.metrics = Metrics()
@@ -38,12 +43,12 @@ class Sidecar:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self.publisher = Publisher(settings, self._context, self.metrics)
-        self.relay = Relay(settings, self.metrics, self.publisher.publish)
-        self.metrics.watch(self._counted)
-        self.engine = Engine(settings, self.relay, self._context, self.metrics, self._settle)
-        self._probe = Probe(settings, self.relay, self.metrics)
-        self._janitor = Janitor(settings, self.metrics, self._filled) if settings.shared_dir is not None else None
-        self.encoders = Encoders(self.metrics) if settings.encodes_elsewhere else None
+        self.relay = EventRelay(settings, self.metrics, self.publisher.publish)
+        self.metrics.watch(self._hot_path_counts)
+        self.engine = EngineSockets(settings, self.relay, self._context, self.metrics, self._flush_soon)
+        self._probe = EngineProbe(settings, self.relay, self.metrics)
+        self._janitor = Janitor(settings, self.metrics, self._set_shared) if settings.shared_dir is not None else None
+        self.encoders = EncoderProxy(self.metrics) if settings.encodes_elsewhere else None
         self._settings = settings
         self._flushed = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -59,12 +64,12 @@ class Sidecar:
             self._settings,
             self.metrics,
             ready=self.ready.is_set,
-            drain=lambda: self.relay.learned(draining=True),
+            drain=lambda: self.relay.update_facts(draining=True),
             encode=self.encoders.encode if self.encoders is not None else None,
         )
         encoding = self.encoders.open() if self.encoders is not None else contextlib.nullcontext()
         if self._janitor is not None:
-            # Before anything answers, so before the kubelet starts the engine: what the dead left is not in its way.
+            # Before readiness, so before the kubelet starts the engine: files of dead writers do not take its memory.
             await self._janitor.begin()
         try:
             async with encoding, web, asyncio.TaskGroup() as tasks:
@@ -74,7 +79,7 @@ class Sidecar:
                     tasks.create_task(self._probe.run()),
                     tasks.create_task(self._beats()),
                     tasks.create_task(self._boot()),
-                    tasks.create_task(self._missing()),
+                    tasks.create_task(self._watch_engine()),
                     *([tasks.create_task(self._janitor.run())] if self._janitor is not None else []),
                 ]
                 await self._stop.wait()
@@ -92,45 +97,45 @@ class Sidecar:
             log.info("stopped at seq %d of epoch %d", self.relay.seq, self.relay.epoch)
 
     async def _boot(self) -> None:
-        """Ready means that both ends listen; it does not wait for the engine, which starts only afterwards."""
+        """Become ready once both sides listen; the engine starts only afterwards."""
         await self.publisher.bound.wait()
         await self.engine.bound()
         self.ready.set()
         log.info("ready: worker %s, epoch %d", self.relay.worker, self.relay.epoch)
 
-    async def _missing(self) -> None:
-        """Notice the end of an engine whose events do not tell it."""
+    async def _watch_engine(self) -> None:
+        """Notice the end of an engine that publishes no events."""
         if not self._settings.publishes:
-            await presence.watch(self._settings.pod_ip, self._settings.ports.engine, self._unseen)
+            await watch_listener(self._settings.pod_ip, self._settings.ports.engine, self._engine_gone)
 
-    def _unseen(self) -> None:
+    def _engine_gone(self) -> None:
         if self.relay.facts.state == "up":
             self.relay.engine_ended(UNSEEN)
-            self.relay.learned(state="down")
+            self.relay.update_facts(state="down")
 
-    def _filled(self, shared: SharedDirectory) -> None:
+    def _set_shared(self, shared: SharedDirectory) -> None:
         self.relay.shared = shared
 
     def _answer(self, request: feed.Request) -> Iterator[feed.Reply]:
         if not isinstance(request, feed.EncoderAddresses):
             yield from self.relay.answer(request)
         elif self.encoders is None:
-            yield feed.Refused(request.id, "this engine asks no encoders")
+            yield feed.Refused(request.id, "this engine uses no encoders")
         else:
-            self.encoders.told(request.router, (Encoder(name, ip) for name, ip in request.encoders))
+            self.encoders.update(request.router, (Encoder(name, ip) for name, ip in request.encoders))
             yield feed.Accepted(request.id)
 
-    def _counted(self) -> Counted:
+    def _hot_path_counts(self) -> HotPathCounts:
         ledger = self.relay.ledger
-        return Counted(self.relay.batches, ledger.counts, ledger.held, ledger.aside)
+        return HotPathCounts(self.relay.batches, ledger.counts, ledger.held, ledger.aside)
 
     async def _beats(self) -> None:
         while True:
             self.relay.beat()
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _settle(self) -> None:
-        """Something may have changed: flush now, or as soon as the last flush is long enough ago."""
+    def _flush_soon(self) -> None:
+        """Flush pending changes now, or once the last flush is FLUSH_SECONDS ago."""
         if self._timer is not None or not self.relay.dirty:
             return
         wait = self._flushed + FLUSH_SECONDS - self._loop.time()
@@ -143,3 +148,23 @@ class Sidecar:
         self._timer = None
         self._flushed = self._loop.time()
         self.relay.flush()
+
+
+async def _serve(settings: Settings) -> None:
+    sidecar = Sidecar(settings)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, sidecar.stop)
+    gc.freeze()  # everything allocated so far lives until the end
+    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
+    await sidecar.run()
+
+
+def serve(settings: bytes) -> int:
+    """Run with the settings that :mod:`mmrouter_sidecar.settings_loader` printed. Returns the exit status."""
+    try:
+        uvloop.run(_serve(from_json(settings)))
+    except SettingsError as error:
+        log.error("configuration: %s", error)
+        return CONFIGURATION_ERROR
+    return 0

@@ -1,6 +1,6 @@
-"""Everything the sidecar is told, as values; :mod:`mmrouter_sidecar.settings_loader` makes them.
+"""The sidecar's settings as values, passed as JSON from :mod:`mmrouter_sidecar.settings_loader`.
 
-Nothing here imports the resource's models: they take 12 MiB, and a sidecar needs them for a moment of its life.
+This module does not import the resource's models, which take 12 MiB and are needed at startup only.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from mmrouter_lib.block_keys import Key, namespace_seed
 
 
 class SettingsError(ValueError):
-    """A file or variable that the sidecar needs is missing or malformed; the message names it."""
+    """A required file or variable is missing or malformed; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where things listen (docs/architecture.md); the rank is added to ``events`` and ``replay``."""
+    """Port numbers (docs/architecture.md); the rank is added to ``events`` and ``replay``."""
 
     engine: int = 8000
     events: int = 5557
@@ -31,7 +31,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Z85 texts: our pair, and the one client key that is let in."""
+    """The sidecar's key pair and the accepted client key, in Z85."""
 
     public: bytes
     secret: bytes
@@ -58,34 +58,34 @@ class Settings:
     buffer_events: int = 10_000
     ports: Ports = field(default_factory=Ports)
     health_path: str = ""
-    """What the engine is asked in this role; empty for what it is usually asked."""
+    """Path of the health check; empty for the default of the engine type."""
     health_seconds: float = 5.0
-    """How long an answer may take. One that takes long is work for the engine, and is asked for seldom."""
+    """Timeout of the health check. A check with a long one is work for the engine, and is sent rarely."""
     shared_dir: Path | None = None
-    """The node's shared directory, where the pod has it."""
+    """The node's shared directory, if the pod has it."""
     shared_bytes: int = 0
-    """What may lie in it; 0 where only the file system bounds it."""
+    """Limit of the shared directory; 0 if only the file system bounds it."""
     encodes_elsewhere: bool = False
-    """Whether the engine asks encoders, through us."""
+    """Whether the engine uses encoders, through the sidecar."""
     publishes: bool = True
-    """Whether the engine publishes events. Where it does not, only its health tells that it is another one."""
+    """Whether the engine publishes events. If not, its restarts are detected by connection and health checks."""
 
     def seed(self, lora: str | None, salt: str | None) -> Key:
-        """Return the seed of a chain of keys, the same that every router computes."""
+        """Return the seed of a chain of block keys, as every router computes it."""
         return namespace_seed(self.identity_key, model=self.model, revision=self.revision, lora=lora, salt=salt)
 
     @property
     def fingerprint(self) -> str:
-        """Names everything that block keys in a journal depend on."""
+        """Digest of all settings that the block keys in a journal depend on."""
         text = f"{self.engine}\n{self.model}\n{self.revision}\n{self.ranks}"
         return blake3(text.encode(), key=self.identity_key).hexdigest(16)
 
 
 def to_json(settings: Settings) -> bytes:
-    """Return settings as one process tells them to another: with every secret in them."""
+    """Encode settings, including every secret, for the serving process."""
     return msgspec.json.encode(settings, enc_hook=str)
 
 
 def from_json(text: bytes) -> Settings:
-    """Return what :func:`to_json` was given. Raises ``msgspec.DecodeError``."""
+    """Decode settings. Raises ``msgspec.DecodeError``."""
     return msgspec.json.decode(text, type=Settings, dec_hook=lambda kind, value: kind(value))

@@ -1,9 +1,9 @@
-"""From the resource, secrets and downward-API values (docs/architecture.md) to settings.
+"""Load the settings from the resource, the secrets and downward-API values (docs/architecture.md).
 
     python -m mmrouter_sidecar.settings_loader    # prints the settings, for the sidecar that started it
 
-A process of its own, because it imports the resource's models (:mod:`mmrouter_sidecar.settings`); it runs while the
-sidecar imports what it serves with.
+It runs as a separate process, because it imports the resource's models (:mod:`mmrouter_sidecar.settings`), while the
+sidecar imports its own modules.
 """
 
 import logging
@@ -17,10 +17,10 @@ from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_D
 from mmrouter_lib.engines.base.launch import LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.media_identity import KEY_BYTES
-from mmrouter_sidecar.logs import log_to_stderr
+from mmrouter_sidecar import log_to_stderr
 from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, to_json
 
-WRONG = 2  # exit status: the configuration is wrong
+CONFIGURATION_ERROR = 2  # exit status
 
 
 def load(env: Mapping[str, str] = os.environ) -> Settings:
@@ -36,7 +36,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
     try:
         launch = LAUNCHERS[spec.engine.type].launch(dep, pool)
     except LaunchError as error:
-        raise SettingsError(f"pool {pool.name} is no engine of this release: {error}") from error
+        raise SettingsError(f"pool {pool.name} is not an engine of this release: {error}") from error
     identity_key = _read(secrets / "identity.key")
     if len(identity_key) != KEY_BYTES:
         raise SettingsError(f"{secrets / 'identity.key'} holds {len(identity_key)} bytes, not {KEY_BYTES}")
@@ -106,13 +106,13 @@ def _curve(path: Path) -> bytes:
 
 
 def main() -> int:
-    """Print the settings as JSON. Exit status 2: the configuration is wrong, and the last line on stderr says what."""
+    """Print the settings as JSON. Exit status 2: the configuration is wrong, as the last line on stderr describes."""
     log_to_stderr()
     try:
         settings = load()
     except (SettingsError, SpecError) as error:
         logging.getLogger("mmrouter.sidecar").error("configuration: %s", error)
-        return WRONG
+        return CONFIGURATION_ERROR
     sys.stdout.buffer.write(to_json(settings))
     return 0
 

@@ -9,7 +9,7 @@ from conformance.workload import Case
 
 from mmrouter_lib.block_keys import chain
 from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Removed, Stored
-from mmrouter_sidecar.blocks.sliding_windows import Windows
+from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def published(batches: Iterable[Batch], predictor: Predictor) -> Published:
     """Rebuild the keys of every stored block from the engine's tokens, identities and parents."""
     seen = Published()
     by_hash: dict[int, int] = {}
-    windows = Windows()
+    windows = WindowBlocks()
     for number, batch in enumerate(batches):
         for event in batch.events:
             if isinstance(event, Stored):
@@ -87,7 +87,7 @@ def published(batches: Iterable[Batch], predictor: Predictor) -> Published:
 
 
 def _add_stored(
-    event: Stored, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: Windows
+    event: Stored, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: WindowBlocks
 ) -> None:
     if event.block_size != predictor.block_size:
         seen.faults.append(f"{where}: block size {event.block_size}, predicted with {predictor.block_size}")
@@ -107,7 +107,7 @@ def _add_stored(
 
 
 def _add_ragged(
-    event: Ragged, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: Windows
+    event: Ragged, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: WindowBlocks
 ) -> None:
     """The event does not say which of its tokens its blocks are: the sidecar's own code finds out."""
     placed = windows.place(event, lambda _, salt: predictor.seed(salt))

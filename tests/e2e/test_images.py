@@ -37,7 +37,7 @@ print(*(line for line in said.splitlines() if line.startswith("# code object fro
 """
 IMPORT = "import sys, time; began = time.monotonic(); __import__(sys.argv[1]); print(time.monotonic() - began)"
 COMMANDS = {
-    "mmrouter sidecar": ("worker", "sidecar", "mmrouter_sidecar.process"),
+    "mmrouter sidecar": ("worker", "sidecar", "mmrouter_sidecar.app"),
     "mmrouter router": ("frontend", "router", "mmrouter_router.__main__"),
     "mmrouter verify": ("frontend", "router", "mmrouter_cli.app"),
     "mmrouter operator": ("frontend", "router", "mmrouter_operator.__main__"),

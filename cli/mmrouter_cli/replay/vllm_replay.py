@@ -66,9 +66,9 @@ class _Stream:
         self._hashes: dict[int, int] = {}  # key -> engine hash
         self._predicted: dict[int, None] = {}
         self._held: Counter[int] = Counter()
-        from mmrouter_sidecar.blocks.sliding_windows import Windows
+        from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
-        self._windows = Windows()
+        self._windows = WindowBlocks()
         self._windowed = False
         self._size = 0
 

@@ -1,4 +1,4 @@
-"""The blocks of one place (rank, group, medium): engine hash -> block key, with copies counted. Pure; no I/O."""
+"""Blocks of one rank, cache group and medium: engine hash -> block key, with copies counted. Pure; no I/O."""
 
 from array import array
 from collections import Counter, deque
@@ -10,16 +10,16 @@ from mmrouter_lib.block_keys import Key
 
 
 @dataclass(slots=True)
-class Cache:
-    """What is held, and what changed since :meth:`net` was last called.
+class BlockTable:
+    """The blocks held, and the changes since the last call of :meth:`net`.
 
-    ``blocks``: engine hash -> key. ``copies``: engine hash -> copies, where there are several. ``owners``: key ->
-    number of hashes that have it, for keys that several may have. ``aside``: engine hash -> copies, without a key.
-    ``partial``: every event so far was about one block, so these may have been parts of blocks of the group.
+    ``blocks``: engine hash -> key. ``copies``: engine hash -> copies, if more than one. ``owners``: key -> number of
+    its hashes, for keys that several hashes may share. ``aside``: engine hash -> copies, for blocks without a key.
+    ``partial``: every event so far had one block, so the entries may be parts of the group's blocks.
 
-    An engine's hash and our key stand for the same content, so each hash has a key of its own; only with LoRA adapters
-    may several hashes share one, because the engine also hashes the path that an adapter was loaded from, which its
-    events do not tell (docs/engine-facts/vllm.md#block-hashes).
+    An engine hash and a key stand for the same content, so each hash has its own key. Only with LoRA adapters may
+    several hashes share one, because the engine also hashes the path of the adapter, which its events do not contain
+    (docs/engine-facts/vllm.md#block-hashes).
     """
 
     blocks: dict[int, Key] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Cache:
 
     @property
     def held(self) -> int:
-        """Distinct keys held."""
+        """Number of distinct keys held."""
         return len(self.blocks) - sum(self.owners.values()) + len(self.owners)
 
     def keys(self) -> Collection[Key]:
@@ -42,19 +42,19 @@ class Cache:
         return dict.fromkeys(keys) if self.owners else keys
 
     def add(self, hashes: Sequence[int], keys: "array[int]", *, shareable: bool = False) -> int:
-        """Count one more copy of each block. Returns how many known hashes came with another key (the first stays).
+        """Add one copy of each block. Returns how many known hashes came with another key (the first key stays).
 
-        ``shareable``: other hashes may have the same keys.
+        ``shareable``: several hashes may have the same key.
         """
         blocks = self.blocks
-        if len(hashes) == 1:  # what engines announce while they decode
+        if len(hashes) == 1:  # the usual event during decoding
             number, key = hashes[0], keys[0]
             if shareable or number in blocks or self.aside:
                 return int(self._add_one(number, key, shareable))
             blocks[number] = key
             self.stored.append(key)
             return 0
-        # Nearly always everything is new; then one pass in C does it, which looks for each block once.
+        # Usually all blocks are new: one pass in C with one lookup per block.
         if not shareable and (not self.aside or self.aside.keys().isdisjoint(hashes)):
             before = len(blocks)
             deque(map(blocks.setdefault, hashes, keys.tolist()), maxlen=0)
@@ -62,7 +62,7 @@ class Cache:
             if new == len(keys) == len(hashes):
                 self.stored.extend(keys)
                 return 0
-            for number in list(islice(reversed(blocks), new)):  # some were known: one by one after all
+            for number in list(islice(reversed(blocks), new)):  # some were known: undo, and add one by one
                 del blocks[number]
         return sum(self._add_one(number, key, shareable) for number, key in zip(hashes, keys, strict=True))
 
@@ -84,7 +84,7 @@ class Cache:
         return False
 
     def put_aside(self, hashes: Iterable[int]) -> None:
-        """Count one more copy of each block without knowing its key; a known block simply has one copy more."""
+        """Add one copy of each block without a key; a block with a known key gets one more copy."""
         for number in hashes:
             if number in self.blocks:
                 self.copies[number] = self.copies.get(number, 1) + 1
@@ -92,7 +92,7 @@ class Cache:
                 self.aside[number] = self.aside.get(number, 0) + 1
 
     def resize(self, block_size: int) -> None:
-        """Put everything aside: its keys are those of blocks of another size."""
+        """Put all blocks aside, because their keys belong to another block size."""
         for number in tuple(self.blocks):
             self.aside[number] = self.aside.get(number, 0) + self.copies.get(number, 1)
         self.removed.extend(self.keys())
@@ -102,7 +102,7 @@ class Cache:
         self.block_size, self.partial = block_size, False
 
     def drop(self, hashes: Sequence[int]) -> int:
-        """Count one copy of each block less. Returns how many hashes were not known at all."""
+        """Remove one copy of each block. Returns how many hashes were unknown."""
         copies = self.copies
         single = hashes if not copies or copies.keys().isdisjoint(hashes) else [n for n in hashes if self._last_copy(n)]
         pop, owners, gone = self.blocks.pop, self.owners, self.removed.append
@@ -119,7 +119,7 @@ class Cache:
         return unknown
 
     def _last_copy(self, number: int) -> bool:
-        """Count one copy less where there are several; else the one that is left has to go."""
+        """Return whether this is the last copy; otherwise remove one."""
         copies = self.copies.get(number)
         if copies is None:
             return True
@@ -140,10 +140,10 @@ class Cache:
         return False
 
     def net(self) -> tuple["array[int]", "array[int]"]:
-        """Return and reset what changed.
+        """Return and reset the net changes: stored and removed keys.
 
-        ``stored`` and ``removed`` list each key's appearances and disappearances, which alternate: a key in both lists
-        changed only if it stands in one of them more often.
+        ``stored`` and ``removed`` list the appearances and disappearances of each key, which alternate. So a key in
+        both lists has changed only if it occurs more often in one of them.
         """
         stored, removed = self.stored, self.removed
         self.stored, self.removed = array("Q"), array("Q")

@@ -1,10 +1,11 @@
-"""Images seen in an engine's events: where each one's run of placeholder tokens starts and who it is. Pure; no I/O.
+"""Observe images in engine events: the position and length of each run of placeholder tokens, and its identity.
 
-vLLM names images beside the token ids, so each identity is sighted once. SGLang writes *sentinels* into the ids, a
-cycle of up to four values that starts anew with every run (docs/engine-facts/sglang.md#sentinels). Such a run is
-sighted once per
-place, because only a router that knows what was asked for at a place can tell whose it is, and it may have missed the
-first one. A run may go on in a later event; where it started is then known only if this process saw the block before.
+vLLM names images beside the token ids, so each identity is observed once. SGLang writes *sentinels* into the ids, a
+cycle of up to four values that restarts with every run (docs/engine-facts/sglang.md#sentinels). Such a run is observed
+once per place, because only a router that knows the request at a place can identify the image, and it may have missed
+the first one. A run may continue in a later event; its start is then known only if the block before was seen.
+
+Pure; no I/O.
 """
 
 from array import array
@@ -19,11 +20,11 @@ from mmrouter_lib.feed import ImageObservation
 MAX_SEEN = 16_384
 MAX_OPEN = 32_768
 CHUNK = 16
-"""Cycles compared at a time."""
+"""Number of cycles that are compared at once."""
 
 
 class _Run(NamedTuple):
-    """A run of sentinels up to some token: its place, its values in their order from the start, its tokens so far."""
+    """A run of sentinels up to some token: its place, its distinct values in order, and its length so far."""
 
     parent: Key | None
     offset: int
@@ -32,45 +33,45 @@ class _Run(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether the values are all that cycle, however the run goes on."""
+        """Whether all values of the cycle are known, however the run continues."""
         return len(self.values) == WIDE_SENTINELS or self.length > len(self.values)
 
 
-class Sightings:
-    """What was seen. ``remembered`` is bounded; the oldest are forgotten."""
+class ImageObservations:
+    """Observed images, bounded: the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._seen: dict[object, ImageObservation] = {}
         self._new: list[ImageObservation] = []
         self._open: dict[int, _Run] = {}
-        self._complete = True  # every block that ends within a run is in _open
+        self._complete = True  # whether every block that ends within a run is in _open
 
     @property
     def remembered(self) -> tuple[ImageObservation, ...]:
-        """Oldest first."""
+        """All remembered observations, oldest first."""
         return tuple(self._seen.values())
 
     @property
     def fresh(self) -> bool:
-        """Whether :meth:`take` would return anything."""
+        """Whether there are new observations to :meth:`take`."""
         return bool(self._new)
 
     def take(self) -> list[ImageObservation]:
-        """Return the new ones since the last call."""
+        """Return the observations since the last call."""
         new, self._new = self._new, []
         return new
 
     def doubt(self) -> None:
-        """Events were missed."""
+        """Note that events were missed, so a run may continue one that is unknown."""
         self._complete = False
 
     def recall(self, sightings: Iterable[ImageObservation]) -> None:
-        """Remember what another process saw."""
+        """Restore observations from the journal."""
         for sighting in sightings:
             self._remember(_name(sighting), sighting)
 
-    def look(self, rank: int, event: Stored, keys: Sequence[Key], parent: Key) -> None:
-        """Look for images in an event; ``keys`` are those of its blocks, ``parent`` the one before (or the seed)."""
+    def observe(self, rank: int, event: Stored, keys: Sequence[Key], parent: Key) -> None:
+        """Observe the images of an event; ``keys``: of its blocks; ``parent``: key of the block before, or the seed."""
         if event.spans:
             self._spans(rank, event, keys, parent)
         elif event.ids.typecode == "Q" and max(event.ids, default=0) >= SENTINEL_BASE:
@@ -85,11 +86,11 @@ class Sightings:
         for number, identity, start in fresh:
             begin = number * size + start
             if identity in self._seen or begin >= len(ids):
-                continue  # twice in one event
+                continue  # twice in this event
             limit = next((s for s in starts if s > begin), len(ids))
             end = next((n for n in range(begin, limit) if ids[n] != ids[begin]), limit)
             before = keys[number - 1] if number else (None if event.parent is None else parent)
-            self._sight(identity, ImageObservation(rank, event.group, before, start, end - begin, identity))
+            self._add(identity, ImageObservation(rank, event.group, before, start, end - begin, identity))
 
     def _sentinels(self, rank: int, event: Stored, keys: Sequence[Key], parent: Key) -> None:
         ids, size = event.ids, event.block_size
@@ -103,20 +104,20 @@ class Sightings:
             run = None
             if not at and open_run is not None:
                 run, at = _follow(ids, at, open_run)
-            if at == start:  # it does not go on from the block before
+            if at == start:  # it does not continue the block before
                 before = keys[number - 1] if number else (None if event.parent is None else parent)
                 run, at = _follow(ids, at, _Run(before, at % size, (), 0))
                 if start == 0 and event.parent is not None and open_run is None and not self._complete:
-                    continue  # perhaps it began in a block that we never saw
+                    continue  # it may have begun in a block that was not seen
             assert run is not None
             self._keep_open(event, run, start, at)
             if run.whole or at < len(ids):
                 sighting = ImageObservation(rank, event.group, run.parent, run.offset, run.length, b"", run.values)
                 if _name(sighting) not in self._seen:
-                    self._sight(_name(sighting), sighting)
+                    self._add(_name(sighting), sighting)
 
     def _keep_open(self, event: Stored, run: _Run, start: int, end: int) -> None:
-        """Note the blocks that end within a run."""
+        """Remember the blocks that end within a run."""
         size = event.block_size
         for number in range(start // size, end // size):
             length = run.length - (end - (number + 1) * size)
@@ -126,7 +127,7 @@ class Sightings:
                 del self._open[next(iter(self._open))]
                 self._complete = False
 
-    def _sight(self, name: object, sighting: ImageObservation) -> None:
+    def _add(self, name: object, sighting: ImageObservation) -> None:
         self._remember(name, sighting)
         self._new.append(sighting)
 
@@ -141,7 +142,7 @@ def _name(sighting: ImageObservation) -> object:
 
 
 def _follow(ids: "array[int]", at: int, run: _Run) -> tuple[_Run, int]:
-    """Return a run with the tokens from ``at`` on that belong to it, and where it ends."""
+    """Extend a run by its tokens from ``at`` on; return it and its end."""
     values, length = run.values, run.length
     while at < len(ids) and ids[at] >= SENTINEL_BASE:
         if length == len(values) < WIDE_SENTINELS and (not values or ids[at] != values[0]):

@@ -1,10 +1,9 @@
-"""The journal: what a restarted sidecar needs to go on where it stopped.
+"""Append-only journal of the ledger's operations, from which a restarted sidecar resumes.
 
-Engines replay only their last batches and have no snapshot, so the ledger's operations are appended to one file. A
-record is ``[length u32][XXH3-64 u64][msgpack]``; it is written with one ``write`` before what it describes is
-published, so the journal is never behind the feed, and a process that is killed at any byte leaves at most one torn
-record at the end, which is cut off. Nothing is synced to disk: the file lives and dies with the pod, not with the
-node's power.
+It is needed because engines replay only their last batches and have no snapshot. A record is
+``[length u32][XXH3-64 u64][msgpack]``. It is written with one ``write`` before its changes are published, so the
+journal is never behind the feed, and a killed process leaves at most one torn record at the end, which is cut off.
+Nothing is synced to disk, because the file has the lifetime of the pod.
 """
 
 import os
@@ -16,17 +15,17 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.feed import CanaryReport, ImageObservation
-from mmrouter_sidecar.blocks.ledger import Op
+from mmrouter_sidecar.blocks.ledger import LedgerOp
 
 MAGIC = b"mmrouter journal 1\n"
 _FRAME = struct.Struct("<IQ")
 MIN_COMPACT_BYTES = 16 << 20
 COMPACT_FACTOR = 4
-"""The file is rewritten when it is this many times larger than just after the last rewriting."""
+"""The file is rewritten when it is this many times larger than after the last rewrite."""
 
 
 class Epoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
-    """A new epoch began. ``fresh``: nothing of the ledger belongs to it; else ``ops`` say what does not.
+    """A new epoch began. ``fresh``: with an empty ledger; otherwise ``ops`` remove what does not belong to it.
 
     ``last`` is as in :class:`Flush`.
     """
@@ -35,38 +34,38 @@ class Epoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
     epoch: int
     fresh: bool
     last: dict[int, tuple[int, int]]
-    ops: list[Op]
+    ops: list[LedgerOp]
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
     """Operations up to feed number ``seq``; ``last`` is rank -> (engine number, digest) of the last batch in them.
 
-    ``sightings``: the new ones that hold sentinels, which routers learn from and which no engine tells twice.
+    ``sightings``: new ones with sentinels, which routers need and engines do not repeat.
     """
 
     seq: int
     last: dict[int, tuple[int, int]]
-    ops: list[Op]
+    ops: list[LedgerOp]
     sightings: list[ImageObservation] = []
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True, tag="verdict"):
+class CanaryOutcome(msgspec.Struct, frozen=True, array_like=True, tag="verdict"):
     """The canary's result."""
 
     canary: CanaryReport
 
 
-Record = Epoch | Flush | Verdict
+Record = Epoch | Flush | CanaryOutcome
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class Journal:
-    """One open journal file. ``fingerprint`` names all that keys depend on; a file with another one is discarded."""
+    """One open journal file. A file with another ``fingerprint`` (settings that keys depend on) is discarded."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
-        """Open or begin the file. Raises ``OSError`` when the folder cannot be written."""
+        """Open or create the file. Raises ``OSError`` if the folder cannot be written."""
         self._path = folder / "ledger.journal"
         self._head = MAGIC + fingerprint.encode() + b"\n"
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,10 +73,10 @@ class Journal:
         self.size = 0
         self._compacted = 0
         self.torn_bytes = 0
-        """Bytes at the end of the file found at opening that belonged to no whole record."""
+        """Bytes of an incomplete record at the end of the file when it was opened."""
 
     def recover(self) -> Iterator[Record]:
-        """Yield every whole record in order, then cut off what is torn. To be exhausted before anything is appended."""
+        """Yield every complete record in order, then cut off a torn one. Must be exhausted before the first append."""
         raw = self._path.read_bytes()
         if not raw.startswith(self._head):
             os.ftruncate(self._fd, 0)
@@ -94,7 +93,7 @@ class Journal:
             try:
                 record = _decoder.decode(body)
             except msgspec.DecodeError:
-                break  # whole, but of another version
+                break  # complete, but of another version
             yield record
             place += _FRAME.size + length
         self.torn_bytes = len(raw) - place
@@ -104,22 +103,22 @@ class Journal:
 
     @property
     def bloated(self) -> bool:
-        """Whether the file is worth rewriting."""
+        """Whether the file should be rewritten."""
         return self.size > max(MIN_COMPACT_BYTES, COMPACT_FACTOR * self._compacted)
 
     def append(self, record: Record) -> None:
-        """Write one record. Raises ``OSError``; the file must then be given up with :meth:`discard`."""
+        """Write one record. After an ``OSError`` the file must be dropped with :meth:`discard`."""
         self.size += _write(self._fd, _framed(record))
 
     def compact(self, records: Iterable[Record]) -> None:
-        """Replace the file by one that holds ``records`` only. Raises ``OSError`` and leaves the old file in force."""
+        """Replace the file by one with ``records`` only. Raises ``OSError``, which leaves the old file in place."""
         new = self._path.with_suffix(".new")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
             size = _write(fd, self._head)
             for record in records:
                 size += _write(fd, _framed(record))
-            os.replace(new, self._path)  # a process killed before this line leaves the old file in force
+            os.replace(new, self._path)  # atomic: a process killed before leaves the old file
         except OSError:
             os.close(fd)
             raise
@@ -127,12 +126,12 @@ class Journal:
         self._fd, self.size, self._compacted = fd, size, size
 
     def discard(self) -> None:
-        """Remove the file: a restart then begins honestly empty instead of going on from a stale state."""
+        """Remove the file, so that a restart begins empty instead of with stale state."""
         self._path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
-        """Close the file; what was appended is in it."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,15 +1,13 @@
-"""Blocks of sliding-window groups: which ones an event names, and what their keys are. Pure; no I/O.
+"""Compute the keys of sliding-window blocks: find which blocks an event names by recomputing engine hashes.
 
-Such a group keeps only the blocks that a later hit can use, and the engine's events name only these. A named block's
-key needs the keys of all blocks before it, kept or not, and its place is found by recomputing the engine's hash, which
-needs the whole digest of the block before (:mod:`mmrouter_lib.engines.vllm.block_hashes`). Hashes travel as 64-bit
-numbers, too
-short to go on from, so both are remembered for every block that the events let us follow.
+A sliding-window group keeps only the blocks that a later hit can use, and the engine's events name only these. The key
+of a named block depends on all blocks before it, kept or not. Its position is found by recomputing the engine's hash,
+which needs the whole digest of the block before (:mod:`mmrouter_lib.engines.vllm.block_hashes`). Events contain 64-bit
+hashes, too short to continue from, so keys and digests of all followed blocks are remembered.
 
-The alternative, engines that publish whole digests, would spare this memory half of what it holds, and not the memory:
-keys of blocks that were never stored cannot come from anywhere else. It would make each hash of *every* engine 34 bytes
-instead of 9 on the wire and slower to read, and nobody who writes an engine's command line knows whether its model has
-a window. So only groups that decide by a window pay, about 6 us of hashing per block.
+Engines that publish whole digests would halve this memory but not replace it, because the keys of blocks that were
+never stored have no other source. Each hash of *every* engine would take 34 bytes instead of 9 on the wire. So only
+groups that decide by a window pay, about 6 us of hashing per block. Pure; no I/O.
 """
 
 from array import array
@@ -22,33 +20,33 @@ from mmrouter_lib.engines.vllm.block_hashes import align, root, short
 from mmrouter_lib.engines.vllm.events import published_extras
 
 MAX_KNOWN = 131_072
-"""Blocks remembered, about 250 bytes each; the oldest go."""
+"""Number of remembered blocks, about 250 bytes each; the oldest are dropped."""
 DIGEST_BYTES = 32
 
 Seed = Callable[[str | None, str | None], Key]
-"""(LoRA, salt) -> where a chain of keys starts."""
+"""(LoRA, salt) -> seed of a chain of keys."""
 
 
-class Known(NamedTuple):
-    """A block that was followed from its prompt's start."""
+class FollowedBlock(NamedTuple):
+    """A block whose chain is known from the start of its prompt."""
 
     key: Key
     digest: bytes
 
 
-class Placed(NamedTuple):
-    """What a ragged event's hashes are: the explained ones with their keys, and those that are not explained."""
+class LocatedBlocks(NamedTuple):
+    """The hashes of a ragged event: located ones with their keys, and the ``rest``."""
 
     hashes: tuple[int, ...]
     keys: "array[int]"
     rest: tuple[int, ...]
 
 
-class Windows:
-    """Memory of followed blocks by engine hash. ``learned`` collects what is new since :meth:`take`."""
+class WindowBlocks:
+    """Keys and digests of followed blocks, by engine hash."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, FollowedBlock] = {}
         self._root = root()
         self._keys = array("Q")
         self._digests: list[bytes] = []
@@ -57,38 +55,38 @@ class Windows:
         return len(self._known)
 
     def key(self, number: int) -> Key | None:
-        """Return a followed block's key."""
+        """Return the key of a followed block."""
         known = self._known.get(number)
         return known.key if known else None
 
     def clear(self) -> None:
-        """Forget everything, with what was not taken."""
+        """Drop everything, including what was not taken."""
         self._known.clear()
         self._keys, self._digests = array("Q"), []
 
     def take(self) -> tuple["array[int]", bytes]:
-        """Return keys and digests, back to back, of what was learned since the last call."""
+        """Return the keys and concatenated digests of blocks that are new since the last call."""
         keys, digests = self._keys, b"".join(self._digests)
         self._keys, self._digests = array("Q"), []
         return keys, digests
 
     def recall(self, keys: Sequence[Key], digests: bytes) -> None:
-        """Remember what another process learned."""
+        """Restore blocks from the journal."""
         for number, key in enumerate(keys):
             self._remember(key, digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
 
     def dump(self) -> tuple["array[int]", bytes]:
-        """Return keys and digests of everything that is remembered, oldest first."""
+        """Return the keys and concatenated digests of all remembered blocks, oldest first."""
         held = self._known.values()
         return array("Q", [known.key for known in held]), b"".join([known.digest for known in held])
 
     def follow(self, event: Stored, keys: Sequence[Key]) -> None:
-        """Learn from an event that names all of its blocks, as far as its hashes are what we make of its tokens."""
+        """Follow the blocks of an event that names all of them, as far as their recomputed hashes match."""
         parent = self._parent(event)
         if parent is None or event.lora is not None:
             return
         try:
-            found = align(
+            aligned = align(
                 event.hashes[: len(keys)],
                 event.ids,
                 event.block_size,
@@ -98,29 +96,29 @@ class Windows:
             )
         except ValueError:
             return
-        for number, digest in zip(found.blocks, found.digests, strict=False):
-            self._learn(keys[number], digest)
+        for number, digest in zip(aligned.blocks, aligned.digests, strict=False):
+            self._follow(keys[number], digest)
 
-    def place(self, event: Ragged, seed: Seed) -> Placed:
-        """Find what an event's hashes name, and learn its blocks, the ones that were not stored too."""
+    def place(self, event: Ragged, seed: Seed) -> LocatedBlocks:
+        """Locate the blocks that an event names, and follow all its blocks, stored or not."""
         parent = self._parent(event)
         start = None if event.parent is None else self.key(event.parent)
-        nothing = Placed((), array("Q"), event.hashes)
+        unlocated = LocatedBlocks((), array("Q"), event.hashes)
         if parent is None or event.lora is not None or (event.parent is not None and start is None):
-            return nothing
+            return unlocated
         size, first = event.block_size, event.parent is None
         try:
-            found = align(event.hashes, event.ids, size, event.published, parent, first=first)
-            extras, _, salt = published_extras(found.extra_keys, lora=None, starts_prompt=first)
+            aligned = align(event.hashes, event.ids, size, event.published, parent, first=first)
+            extras, _, salt = published_extras(aligned.extra_keys, lora=None, starts_prompt=first)
         except (EventError, ValueError):
-            return nothing
+            return unlocated
         if start is None:
             start = seed(None, salt)
-        keys = chain(event.ids, size, len(found.digests), extras, start)
-        for key, digest in zip(keys, found.digests, strict=True):
-            self._learn(key, digest)
-        count = len(found.blocks)
-        return Placed(event.hashes[:count], array("Q", [keys[n] for n in found.blocks]), event.hashes[count:])
+        keys = chain(event.ids, size, len(aligned.digests), extras, start)
+        for key, digest in zip(keys, aligned.digests, strict=True):
+            self._follow(key, digest)
+        count = len(aligned.blocks)
+        return LocatedBlocks(event.hashes[:count], array("Q", [keys[n] for n in aligned.blocks]), event.hashes[count:])
 
     def _parent(self, event: Stored | Ragged) -> bytes | None:
         if event.parent is None:
@@ -128,7 +126,7 @@ class Windows:
         known = self._known.get(event.parent)
         return known.digest if known else None
 
-    def _learn(self, key: Key, digest: bytes) -> None:
+    def _follow(self, key: Key, digest: bytes) -> None:
         if self._remember(key, digest):
             self._keys.append(key)
             self._digests.append(digest)
@@ -136,7 +134,7 @@ class Windows:
     def _remember(self, key: Key, digest: bytes) -> bool:
         number = short(digest)
         fresh = self._known.pop(number, None) is None
-        self._known[number] = Known(key, digest)
+        self._known[number] = FollowedBlock(key, digest)
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return fresh

@@ -1,42 +1,46 @@
-"""What the engine says of itself over HTTP: health, version, load, block size; and what its model folder holds."""
+"""Poll the engine over HTTP for health, version, load and block size, and read the metadata of its model folder."""
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
 from mmrouter_lib import metadata_digests as metadata
 from mmrouter_lib.engines import adapter
-from mmrouter_sidecar.feed.relay import Relay
+from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
 
 log = logging.getLogger("mmrouter.sidecar")
 
 PERIOD = 0.5
-"""Seconds between looks at an engine that is not up yet; one that is up is asked for its load every second."""
+"""Seconds between health checks of an engine that is not up."""
 LOAD_PERIOD = 1.0
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 SLOW = aiohttp.ClientTimeout(total=10.0)
-"""For what an engine is asked once."""
+"""Timeout of requests that are sent once per engine start."""
 HEAVY_SECONDS = 5.0
-"""From so long an answer on, a question counts as work for the engine..."""
-HEAVY_PERIOD = 10.0
-"""... and is asked only so often while it is up: an SGLang encoder encodes an image for it.
+"""A health check with a longer timeout is work for the engine: an SGLang encoder encodes an image for it.
 
 See docs/engine-facts/sglang.md#encoder-disaggregation.
 """
+HEAVY_PERIOD = 10.0
+"""Seconds between such health checks while the engine is up."""
 UNSEEN = "down"
-"""Reason of the epoch that begins when an engine goes down whose end no connection tells."""
-PATIENCE = 3
-"""Failed looks in a row at an engine that was up before it counts as down: a busy one may miss one."""
+"""Reason of the epoch that begins when an engine without events goes down."""
+MAX_FAILURES = 3
+"""Unanswered health checks in a row before an engine counts as down: a busy one may miss one."""
+RECONNECT_SECONDS = 0.5
+CONNECT_SECONDS = 2.0
 
 
-class Probe:
-    """Polls one engine and tells the relay what changed."""
+class EngineProbe:
+    """Polls one engine and reports changes to the relay."""
 
-    def __init__(self, settings: Settings, relay: Relay, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, relay: EventRelay, metrics: Metrics) -> None:
         self._settings, self._relay, self._metrics = settings, relay, metrics
         self._base = f"http://{settings.pod_ip}:{settings.ports.engine}"
         self._failures = 0
@@ -44,52 +48,52 @@ class Probe:
         self._path = settings.health_path or self._adapter.health_path
         heavy = settings.health_seconds > HEAVY_SECONDS
         self._period = HEAVY_PERIOD if heavy else 0.0
-        self._patience = aiohttp.ClientTimeout(total=settings.health_seconds) if heavy else TIMEOUT
+        self._timeout = aiohttp.ClientTimeout(total=settings.health_seconds) if heavy else TIMEOUT
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        loop, looked = asyncio.get_running_loop(), 0.0
+        loop, checked = asyncio.get_running_loop(), 0.0
         key = self._settings.engine_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with aiohttp.ClientSession(self._base, headers=headers, timeout=TIMEOUT) as session:
             await self._learn_model()
             while True:
-                if self._relay.facts.state != "up" or loop.time() - looked >= self._period:
-                    await self._look(session)
-                    looked = loop.time()
+                if self._relay.facts.state != "up" or loop.time() - checked >= self._period:
+                    await self._check_health(session)
+                    checked = loop.time()
                 up = self._relay.facts.state == "up"
                 self._metrics.up.set(up)
                 if up:
                     await self._load(session)
                 else:
-                    self._metrics.load.lost()
+                    self._metrics.load.clear()
                 await asyncio.sleep(LOAD_PERIOD if up else PERIOD)
 
-    async def _look(self, session: aiohttp.ClientSession) -> None:
+    async def _check_health(self, session: aiohttp.ClientSession) -> None:
         epoch = self._relay.epoch
         healthy = await self._healthy(session)
         if self._relay.epoch != epoch or (healthy and self._relay.facts.cut_off):
-            return  # the engine ended, and the answer is not about the next one
+            return  # the engine ended meanwhile: the answer is the old one's
         state = self._relay.facts.state
         if healthy:
             self._failures = 0
-            if state != "up" or not self._relay.facts.version:  # it may have been too busy to say
-                said = await self._ask(session)
+            if state != "up" or not self._relay.facts.version:  # it may have been too busy to answer
+                facts = await self._get_info(session)
                 await self._learn_model()
                 if self._relay.epoch == epoch:
-                    self._relay.learned(state="up", **said)
+                    self._relay.update_facts(state="up", **facts)
             return
         self._failures += 1
-        if state == "up" and (healthy is False or self._failures >= PATIENCE):
+        if state == "up" and (healthy is False or self._failures >= MAX_FAILURES):
             if not self._settings.publishes:
-                self._relay.engine_ended(UNSEEN)  # what was proved of it was perhaps another engine
-            self._relay.learned(state="down")
+                self._relay.engine_ended(UNSEEN)  # a restart in between would go unnoticed
+            self._relay.update_facts(state="down")
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool | None:
-        """True: it serves. False: it says that it does not. None: no answer."""
+        """Return true: it serves; false: it reports that it does not; ``None``: no answer."""
         path = self._path
         try:
-            async with session.get(path, timeout=self._patience) as answer:
+            async with session.get(path, timeout=self._timeout) as answer:
                 if answer.status == 200:
                     return True
         except (aiohttp.ClientError, TimeoutError, OSError):
@@ -98,8 +102,8 @@ class Probe:
         self._metrics.probes.labels(path).inc()
         return False
 
-    async def _ask(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """Return what an engine that came up says of itself, once: its answers may be heavy.
+    async def _get_info(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        """Return version, facts and block size of an engine that came up. The requests may be heavy.
 
         See docs/engine-facts/sglang.md#http-endpoints.
         """
@@ -116,11 +120,11 @@ class Probe:
         try:
             async with session.get(path, timeout=SLOW) as answer:
                 answer.raise_for_status()
-                said = await answer.json(content_type=None)
+                value = await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             self._metrics.probes.labels(path).inc()
             return {}
-        return said if isinstance(said, dict) else {}
+        return value if isinstance(value, dict) else {}
 
     async def _load(self, session: aiohttp.ClientSession) -> None:
         try:
@@ -131,25 +135,66 @@ class Probe:
             self._metrics.probes.labels("/metrics").inc()
             return
         ranks = self._adapter.parse_load(text)
-        self._metrics.load.saw(text, ranks)
+        self._metrics.load.update(text, ranks)
         for rank, load in ranks.items():
             self._relay.load(rank, load.running, load.waiting, load.kv_usage)
         size = self._adapter.parse_block_size(text)
         if size is not None:
-            self._relay.learned(block_size=size)
+            self._relay.update_facts(block_size=size)
 
     async def _learn_model(self) -> None:
-        """Read the metadata files: those of the mounted volume, else those that the engine downloaded."""
+        """Read the metadata files of the mounted volume, or else those that the engine downloaded."""
         settings = self._settings
         folder, revision = settings.model_dir, settings.revision
         try:
             if not folder.is_dir():
-                found = metadata.hub_folder(settings.hub_dir, settings.model, settings.revision)
-                if found is None:
+                downloaded = metadata.hub_folder(settings.hub_dir, settings.model, settings.revision)
+                if downloaded is None:
                     return
-                folder, revision = found
+                folder, revision = downloaded
             digests = await asyncio.to_thread(metadata.digests, folder)
         except OSError as error:
             log.warning("the model's metadata files cannot be read: %s", error)
             return
-        self._relay.learned(digests=digests, revision=revision)
+        self._relay.update_facts(digests=digests, revision=revision)
+
+
+async def watch_listener(ip: str, port: int, ended: Callable[[], None]) -> None:
+    """Call ``ended`` whenever the server that listens at an address has gone; runs until cancelled.
+
+    For an engine that publishes no events, such as an encoder: nothing else shows a restart within a poll period, and
+    what it held would still count as present. The connection is idle. A server may close it, or one of several server
+    processes may end, so ``ended`` is called only if a new connection is refused.
+    """
+    connection: asyncio.StreamWriter | None = None
+    try:
+        while True:
+            opened = await _connect(ip, port)
+            if opened is None:
+                if connection is not None:
+                    connection = None
+                    ended()
+                await asyncio.sleep(RECONNECT_SECONDS)
+                continue
+            if connection is not None:
+                await asyncio.sleep(RECONNECT_SECONDS)  # do not reconnect in a tight loop
+            reader, connection = opened
+            await _until_closed(reader)
+            connection.close()
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+async def _connect(ip: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """Return a connection, or ``None`` if it is refused."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(CONNECT_SECONDS):
+            return await asyncio.open_connection(ip, port)
+    return None
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(OSError):
+        while await reader.read(1024):
+            pass

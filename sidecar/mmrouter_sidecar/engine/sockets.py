@@ -1,10 +1,9 @@
-"""The sockets towards one engine: per data parallel rank a SUB that binds, a DEALER per replay, a monitor.
+"""ZMQ sockets towards the engine: receive events, request replays, and detect the end of the engine.
 
-The engine's publisher connects to us (docs/engine-facts/vllm.md#event-sockets), so the end of its connection is the
-end of the engine:
-nothing in the frames would tell. What decides is in :mod:`mmrouter_sidecar.engine.event_order` and
-:mod:`mmrouter_sidecar.feed.relay`;
-here frames are received, replays are asked for, and time is kept.
+Each data parallel rank has a bound SUB socket with a monitor, and a DEALER socket per replay. The engine's publisher
+connects to the sidecar (docs/engine-facts/vllm.md#event-sockets), so the end of its connection is the end of the
+engine, which the frames do not show. The decisions are made in :mod:`mmrouter_sidecar.engine.event_order` and
+:mod:`mmrouter_sidecar.feed.relay`.
 """
 
 import asyncio
@@ -16,8 +15,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from mmrouter_sidecar.engine.event_order import Ask, Duplicate, Lost, Ready, Skipped, Step, Stream
-from mmrouter_sidecar.feed.relay import DISCONNECTED, Relay
+from mmrouter_sidecar.engine.event_order import Duplicate, EventStream, Lost, NextBatch, ReplayRequest, Skipped, Step
+from mmrouter_sidecar.feed.relay import DISCONNECTED, EventRelay
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
 
@@ -25,17 +24,17 @@ log = logging.getLogger("mmrouter.sidecar")
 
 END = b"\xff" * 8
 DRAIN = 256
-"""Messages taken in one go before others get their turn."""
+"""Messages received in a row before other tasks run."""
 GATHER_SECONDS = 0.002
-"""Pause after each portion, so that a busy engine's next one is more than one message: every wake-up costs as much as
-the work on a dozen blocks."""
+"""Pause after each portion, so that a busy engine's next one has several messages: a wake-up costs as much as the work
+on a dozen blocks."""
 RECEIVE_HWM = 100_000
 REPLAY_SECONDS = 3.0
-"""How long a replay may be silent: engines serve it between publishes, within 0.1 s when idle."""
+"""Longest silence of a replay: engines serve it between publishes, within 0.1 s when idle."""
 QUIET_SECONDS = 1.0
-"""Silence after which the tail is looked for once: the newest messages are the ones that a full queue drops."""
+"""Silence after which a replay is requested once: a full queue drops the newest messages."""
 TAIL_SECONDS = 10.0
-"""And how often again while the silence lasts."""
+"""Seconds between further such replays while the silence lasts."""
 BIND_SECONDS = 0.02
 WATCHED = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -46,32 +45,32 @@ WATCHED = (
 )
 
 
-class Rank:
-    """One rank's sockets and stream. ``settle`` is called after every portion of messages."""
+class RankSockets:
+    """The sockets and the stream of one rank. ``flush_soon`` is called after every portion of messages."""
 
     def __init__(
         self,
         rank: int,
         settings: Settings,
-        relay: Relay,
+        relay: EventRelay,
         context: zmq.asyncio.Context,
         metrics: Metrics,
-        settle: Callable[[], None],
-        replaced: Callable[["Rank"], None],
+        flush_soon: Callable[[], None],
+        replaced: Callable[["RankSockets"], None],
     ) -> None:
         self._rank, self._relay, self._context, self._metrics = rank, relay, context, metrics
-        self._settle, self._replaced = settle, replaced
+        self._flush_soon, self._replaced = flush_soon, replaced
         self._events = f"tcp://{settings.loopback}:{settings.ports.events + rank}"
         self._replays = f"tcp://{settings.loopback}:{settings.ports.replay + rank}"
-        self.stream = Stream(relay.proofs.get(rank))
+        self.stream = EventStream(relay.proofs.get(rank))
         self._replay: asyncio.Task[None] | None = None
         self._connected = False
-        self._heard = self._looked = 0.0
+        self._received = self._checked = 0.0
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.bound = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve connection after connection of the engine; ends only by cancellation."""
+        """Serve one connection of the engine after the other until cancelled."""
         try:
             while True:
                 sub, monitor = await self._bind()
@@ -79,18 +78,18 @@ class Rank:
                 try:
                     await self._serve(sub, monitor)
                 finally:
-                    # A new socket for the next engine: what the old one still had queued must not reach its stream.
+                    # A new socket for the next engine, so that queued messages of the old one cannot reach its stream.
                     _close(sub, monitor)
                 self._ended()
         finally:
             self._cancel_replay()
 
     def restart(self) -> None:
-        """Another rank found that the engine is another one: nothing of this stream is proved either."""
+        """Reset the stream: another rank found that the engine was replaced."""
         self.stream.ended()
         self._cancel_replay()
         if self._connected:
-            self._take(self.stream.connected())
+            self._process(self.stream.connected())
 
     async def _bind(self) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
         waiting = False
@@ -99,7 +98,7 @@ class Rank:
             sub.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
             sub.setsockopt(zmq.LINGER, 0)
             sub.subscribe(b"")
-            # Watched before it listens: a waiting engine connects at once, and that must be seen.
+            # Monitor before binding, because a waiting engine connects at once.
             monitor: zmq.asyncio.Socket = sub.get_monitor_socket(WATCHED)
             try:
                 sub.bind(self._events)
@@ -110,19 +109,17 @@ class Rank:
                 if not waiting:
                     log.info("rank %d: waiting until %s is free", self._rank, self._events)
                 waiting = True
-                await asyncio.sleep(
-                    BIND_SECONDS
-                )  # a closed socket leaves its port a moment later, and nothing tells when
+                await asyncio.sleep(BIND_SECONDS)  # libzmq closes the old socket asynchronously
                 continue
             return sub, monitor
 
     async def _serve(self, sub: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
         """Receive until the engine's connection ends."""
         receiving = asyncio.create_task(self._receive(sub))
-        looking = asyncio.create_task(self._look())
+        checking = asyncio.create_task(self._check_tail())
         watching = asyncio.create_task(self._watch(monitor))
         self._broken = asyncio.get_running_loop().create_future()
-        tasks = (receiving, looking, watching, self._broken)
+        tasks = (receiving, checking, watching, self._broken)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -136,37 +133,37 @@ class Rank:
         direct: zmq.Socket[bytes] = zmq.Socket.shadow(sub)
         loop = asyncio.get_running_loop()
         while True:
-            self._live(await sub.recv_multipart())
-            self._heard = loop.time()
+            self._receive_live(await sub.recv_multipart())
+            self._received = loop.time()
             try:
                 for _ in range(DRAIN):
-                    self._live(direct.recv_multipart(zmq.NOBLOCK))
+                    self._receive_live(direct.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 pass
-            self._settle()
+            self._flush_soon()
             await asyncio.sleep(GATHER_SECONDS)
 
-    def _live(self, parts: list[bytes]) -> None:
+    def _receive_live(self, parts: list[bytes]) -> None:
         if len(parts) != 3 or len(parts[1]) != 8:
             self._metrics.frames.inc()
             return
-        self._take(self.stream.live(int.from_bytes(parts[1], "big"), parts[2]))
+        self._process(self.stream.live(int.from_bytes(parts[1], "big"), parts[2]))
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Return when the last of the engine's connections ended."""
+        """Return when the last connection of the engine has ended."""
         connections = strangers = 0
         while True:
             event = (await recv_monitor_message(monitor))["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 connections += 1
                 self._connected = True
-                self._heard = asyncio.get_running_loop().time()
+                self._received = asyncio.get_running_loop().time()
                 self._metrics.connections.labels("connected").inc()
                 log.info("rank %d: the engine's publisher connected", self._rank)
                 self._relay.connected()
-                self._take(self.stream.connected())
+                self._process(self.stream.connected())
             elif event != zmq.Event.DISCONNECTED:
-                strangers += 1  # no publisher; its DISCONNECTED follows
+                strangers += 1  # not a publisher; its DISCONNECTED follows
             elif strangers:
                 strangers -= 1
             else:
@@ -174,17 +171,17 @@ class Rank:
                 if connections <= 0:
                     return
 
-    async def _look(self) -> None:
-        """Look for a lost tail when nothing comes."""
+    async def _check_tail(self) -> None:
+        """Request a replay when no messages arrive, in case the last ones were dropped."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(QUIET_SECONDS)
             now = loop.time()
-            if not self._connected or now - self._heard < QUIET_SECONDS:
+            if not self._connected or now - self._received < QUIET_SECONDS:
                 continue
-            if self._looked < self._heard or now - self._looked >= TAIL_SECONDS:
-                self._looked = now
-                self._take(self.stream.quiet())
+            if self._checked < self._received or now - self._checked >= TAIL_SECONDS:
+                self._checked = now
+                self._process(self.stream.quiet())
 
     def _ended(self) -> None:
         self._connected = False
@@ -195,15 +192,15 @@ class Rank:
         self._relay.engine_ended(DISCONNECTED)
         self._replaced(self)
 
-    def _take(self, steps: list[Step]) -> None:
+    def _process(self, steps: list[Step]) -> None:
         for step in steps:
             match step:
-                case Ready(seq, payload, digest):
+                case NextBatch(seq, payload, digest):
                     self._relay.batch(self._rank, seq, payload, digest)
                 case Duplicate():
                     self._metrics.duplicates.inc()
-                case Ask(first):
-                    self._ask(first)
+                case ReplayRequest(first):
+                    self._request_replay(first)
                 case Skipped(first, end):
                     log.warning("rank %d: the engine no longer has batches %d to %d", self._rank, first, end)
                     self._metrics.skipped.inc(end - first + 1)
@@ -211,7 +208,7 @@ class Rank:
                     if self._relay.lost(self._rank, reason):
                         self._replaced(self)
 
-    def _ask(self, first: int) -> None:
+    def _request_replay(self, first: int) -> None:
         self._cancel_replay()
         if self.stream.waiting:
             self._metrics.gaps.inc()
@@ -219,7 +216,7 @@ class Rank:
         self._replay.add_done_callback(self._fetched)
 
     def _fetched(self, task: asyncio.Task[None]) -> None:
-        """A fault in a replay is a fault of the rank: it ends ``run`` instead of passing unseen."""
+        """Let an unexpected exception of a replay end ``run``."""
         if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
             self._broken.set_exception(error)
 
@@ -229,40 +226,40 @@ class Rank:
             task.cancel()
 
     async def _fetch(self, first: int) -> None:
-        """One replay, over a socket of its own, so that an answer that comes too late meets nobody."""
-        me = asyncio.current_task()
+        """Run one replay over its own socket, so that a late answer is dropped with it."""
+        this_task = asyncio.current_task()
         dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         try:
             dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.RCVHWM, 0)  # the engine's ROUTER drops what does not fit
+            dealer.setsockopt(zmq.RCVHWM, 0)  # the engine's ROUTER socket drops messages beyond the mark
             dealer.connect(self._replays)
             await dealer.send_multipart([b"", first.to_bytes(8, "big")])
             received = 0
-            while self._replay is me:
+            while self._replay is this_task:
                 async with asyncio.timeout(REPLAY_SECONDS):
                     parts = await dealer.recv_multipart()
                 received += 1
                 if received % DRAIN == 0:
-                    self._settle()
+                    self._flush_soon()
                     await asyncio.sleep(0)
-                if self._replay is not me:
+                if self._replay is not this_task:
                     return
-                # Some releases leave the topic out: the number and the payload are always the last two.
+                # Some releases omit the topic; the number and the payload are always the last two parts.
                 if len(parts) < 3 or len(parts[-2]) != 8:
                     self._metrics.frames.inc()
                     continue
                 if parts[-2] == END:
                     self._metrics.replays.labels("complete").inc()
-                    self._take(self.stream.replay_ended())
+                    self._process(self.stream.replay_ended())
                     return
-                self._take(self.stream.replayed(int.from_bytes(parts[-2], "big"), parts[-1]))
+                self._process(self.stream.replayed(int.from_bytes(parts[-2], "big"), parts[-1]))
         except TimeoutError:
             self._metrics.replays.labels("unanswered").inc()
-            if self._replay is me:
-                self._take(self.stream.replay_failed())
+            if self._replay is this_task:
+                self._process(self.stream.replay_failed())
         finally:
             dealer.close(0)
-            self._settle()
+            self._flush_soon()
 
 
 def _close(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
@@ -271,33 +268,34 @@ def _close(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
     socket.close(0)
 
 
-class Engine:
-    """All ranks of one engine."""
+class EngineSockets:
+    """The sockets of all ranks of one engine."""
 
     def __init__(
         self,
         settings: Settings,
-        relay: Relay,
+        relay: EventRelay,
         context: zmq.asyncio.Context,
         metrics: Metrics,
-        settle: Callable[[], None],
+        flush_soon: Callable[[], None],
     ) -> None:
         self._ranks = [
-            Rank(rank, settings, relay, context, metrics, settle, self._replaced) for rank in range(settings.ranks)
+            RankSockets(rank, settings, relay, context, metrics, flush_soon, self._replaced)
+            for rank in range(settings.ranks)
         ]
 
     async def run(self) -> None:
-        """Serve all ranks; ends only by cancellation."""
+        """Serve all ranks until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for rank in self._ranks:
                 tasks.create_task(rank.run())
 
     async def bound(self) -> None:
-        """Wait until every rank's event socket listens."""
+        """Wait until the event socket of every rank is bound."""
         for rank in self._ranks:
             await rank.bound.wait()
 
-    def _replaced(self, by: Rank) -> None:
+    def _replaced(self, by: RankSockets) -> None:
         for rank in self._ranks:
             if rank is not by:
                 rank.restart()

@@ -1,8 +1,10 @@
-"""The feed's two sockets towards routers: PUB and ROUTER, CURVE, only one client key let in."""
+"""The feed's ZMQ sockets towards routers: PUB and ROUTER, with CURVE and a single accepted client key."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import or_
 
 import msgspec
 import zmq
@@ -18,64 +20,62 @@ log = logging.getLogger("mmrouter.sidecar")
 
 DOMAIN = "mmrouter"
 SEND_HWM = 10_000
-MAX_QUESTION_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 1 << 20
 HEARTBEAT_MS = 2_000
 REFUSED: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "key",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "protocol",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "handshake",
 }
+WATCHED = reduce(or_, REFUSED, int(zmq.Event.HANDSHAKE_SUCCEEDED))
 
 
 class RouterKeyOnly:
-    """ZAP credentials provider: without one, CURVE lets every client in that knows the server's public key."""
+    """ZAP credentials provider: without one, CURVE accepts every client that has the server's public key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether this client key may speak (Z85)."""
+        """Return whether this client key (Z85) is accepted."""
         return domain == DOMAIN and key == self._key
 
 
 class Publisher:
-    """Owns both sockets."""
+    """The PUB socket for frames and the ROUTER socket for requests."""
 
     def __init__(self, settings: Settings, context: zmq.asyncio.Context, metrics: Metrics) -> None:
         self._settings, self._context, self._metrics = settings, context, metrics
         self._authenticator = AsyncioAuthenticator(context)
         self._pub: zmq.asyncio.Socket = self._socket(zmq.PUB)
         self._router: zmq.asyncio.Socket = self._socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that cannot be sent is an error, not silence
-        # Sending never waits here, so the plain sockets under the asyncio ones spare a future per frame.
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report an answer that cannot be sent
+        # Sends do not block, so the plain sockets under the asyncio ones save a future per frame.
         self._send_pub: zmq.Socket[bytes] = zmq.Socket.shadow(self._pub)
         self._send_router: zmq.Socket[bytes] = zmq.Socket.shadow(self._router)
         self.bound = asyncio.Event()
 
     def publish(self, frame: feed.Published) -> None:
-        """Send a frame to every router; a router that does not keep up misses it and asks for it again."""
+        """Send a frame to every router; a slow router misses it and requests a replay."""
         self._send_pub.send(feed.encode(frame), zmq.NOBLOCK)
 
     async def run(self, answer: Callable[[feed.Request], Iterator[feed.Reply]]) -> None:
-        """Serve until cancelled; ``answer`` turns a question into its parts.
+        """Serve until cancelled; ``answer`` yields the replies to a request.
 
-        Raises ``zmq.ZMQError`` when an address cannot be bound.
+        Raises ``zmq.ZMQError`` if an address cannot be bound.
         """
         self._authenticator.start()
         try:
             self._authenticator.configure_curve_callback(DOMAIN, RouterKeyOnly(self._settings.curve.client))
             ports = self._settings.ports
-            monitors = [
-                socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | _any(REFUSED))
-                for socket in (self._pub, self._router)
-            ]
+            monitors = [socket.get_monitor_socket(WATCHED) for socket in (self._pub, self._router)]
             self._pub.bind(f"tcp://{self._settings.pod_ip}:{ports.pub}")
             self._router.bind(f"tcp://{self._settings.pod_ip}:{ports.router}")
             self.bound.set()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._questions(answer))
+                    tasks.create_task(self._requests(answer))
                     for monitor in monitors:
                         tasks.create_task(self._watch(monitor))
             finally:
@@ -85,7 +85,7 @@ class Publisher:
         finally:
             self._authenticator.stop()
 
-    async def _questions(self, answer: Callable[[feed.Request], Iterator[feed.Reply]]) -> None:
+    async def _requests(self, answer: Callable[[feed.Request], Iterator[feed.Reply]]) -> None:
         while True:
             parts = await self._router.recv_multipart()
             if len(parts) != 3 or parts[1]:
@@ -95,9 +95,9 @@ class Publisher:
             for reply in self._replies(payload, answer):
                 try:
                     self._send_router.send_multipart([client, b"", feed.encode(reply)], zmq.NOBLOCK)
-                except zmq.ZMQError as error:  # its queue is full or it has gone; it asks again when it is back
+                except zmq.ZMQError as error:  # its queue is full or it is gone; it will ask again
                     self._metrics.unsent.inc()
-                    log.warning("an answer was not taken: %s", error.strerror)
+                    log.warning("an answer could not be sent: %s", error.strerror)
                     break
             await asyncio.sleep(0)
 
@@ -106,7 +106,7 @@ class Publisher:
             request = feed.decode_request(payload)
         except (feed.FeedError, UnicodeDecodeError) as error:
             self._metrics.refusals.labels("undecodable").inc()
-            log.warning("a question was refused: %s", error)
+            log.warning("a request was refused: %s", error)
             yield feed.Refused(_request_id(payload), str(error))
             return
         self._metrics.requests.labels(type(request).__name__).inc()
@@ -137,15 +137,8 @@ class Publisher:
         return socket
 
 
-def _any(events: dict[int, str]) -> int:
-    mask = 0
-    for event in events:
-        mask |= event
-    return mask
-
-
 def _request_id(payload: bytes) -> int:
-    """Return the id of a question of another version, so that its asker hears of the refusal; 0 where there is none."""
+    """Return the id of a request of another version, for the refusal; 0 if there is none."""
     try:
         frame = msgspec.msgpack.decode(memoryview(payload)[1:])
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""What the janitor of a node's shared directory decides: how full it is, and which files of others have to go. Pure."""
+"""Rules of the shared directory's janitor: how full the directory is, and which files must be removed. Pure."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -7,68 +7,66 @@ from mmrouter_handover.shm import Entry, Ledger
 from mmrouter_lib import feed
 
 HIGH_WATER = 0.8
-"""Share, of the limit or of the file system, from which on the directory counts as too full. Writers stop at 0.9."""
+"""Used share of the limit or the file system above which encoder files are removed. Writers stop at 0.9."""
 LOW_WATER = 0.7
-"""Share below which it does not any more, and down to which files of others are removed."""
+"""Used share down to which they are removed."""
 ENCODER_FILE = "encoder_cache.safetensors"
-"""What vLLM's ECExampleConnector calls the embedding of an image, in a folder named by the image. It removes none."""
+"""File name of an image's embedding in vLLM's ECExampleConnector, which never removes one."""
 UNUSED_SECONDS = 60.0
-"""A file that was written or read within this time may be the one that a request in flight names: it stays, always."""
+"""A file that was used within this time may belong to a request in flight, and is never removed."""
 FORGOTTEN_SECONDS = 3600.0
-"""One that was not for this long goes, also where there is room: its memory is the node's."""
+"""A file unused for this long is removed even without pressure, to free the node's memory."""
 PRESENT_SECONDS = 360.0
-"""For how long a pod counts as there after its janitor was last heard of: a container that ends is started again after
-at most five minutes."""
+"""How long a pod is present after its last mark: the kubelet restarts a container within five minutes."""
 
 Reason = Literal["dead_writer", "unused", "pressure", "left_behind"]
-"""``dead_writer``: what a writer that is dead left. ``unused``: an encoder's file that nobody used for an hour.
-``pressure``: one that was not used for longer than others when room was needed. ``left_behind``: whatever it was, when
-no pod of the node was there."""
+"""``dead_writer``: a file of a dead writer. ``unused``: an encoder's file, unused for an hour. ``pressure``: the least
+recently used encoder file when room was needed. ``left_behind``: any file when the node had no pod that uses it."""
 
 
-class Doomed(NamedTuple):
-    """A file that has to go, and why."""
+class Removal(NamedTuple):
+    """A file to remove, and the reason."""
 
     entry: Entry
     reason: Reason
 
 
 def shared(book: Ledger, limit: int, *, was_above: bool) -> feed.SharedDirectory:
-    """Return how full the directory is. ``limit``: bytes that it may hold, 0 where only the file system bounds it.
+    """Return the usage of the directory. ``limit``: its bytes, 0 if only the file system bounds it.
 
-    Once it is above the high-water mark, it stays so until it is below the low one.
+    Once ``above`` the high-water mark, it stays so until usage is below the low one.
     """
     above = pressure(book, limit) >= (LOW_WATER if was_above else HIGH_WATER)
     return feed.SharedDirectory(book.bytes, limit, book.available_bytes, book.capacity_bytes, above)
 
 
 def pressure(book: Ledger, limit: int) -> float:
-    """Return the share that is taken, of the limit or of the file system, whichever is more."""
+    """Return the used share of the limit or of the file system, whichever is higher."""
     return max(book.pressure, book.bytes / limit if limit else 0.0)
 
 
-def doomed(book: Ledger, figures: feed.SharedDirectory, now: float) -> list[Doomed]:
-    """Return the encoders' files that go, those that were not used for longest first. ``now``: seconds since 1970."""
-    held = [entry for entry in book.entries if is_encoders(entry)]
-    held.sort(key=lambda entry: (entry.used or 0.0, entry.path))
+def removals(book: Ledger, figures: feed.SharedDirectory, now: float) -> list[Removal]:
+    """Return the encoder files to remove, least recently used first. ``now``: seconds since 1970."""
+    candidates = [entry for entry in book.entries if is_encoders(entry)]
+    candidates.sort(key=lambda entry: (entry.used or 0.0, entry.path))
     wanted = surplus(figures)
-    found: list[Doomed] = []
-    for entry in held:
+    chosen: list[Removal] = []
+    for entry in candidates:
         unused = now - (entry.used or 0.0)
         if unused < UNUSED_SECONDS:
             break
         if unused >= FORGOTTEN_SECONDS:
-            found.append(Doomed(entry, "unused"))
+            chosen.append(Removal(entry, "unused"))
         elif wanted > 0:
-            found.append(Doomed(entry, "pressure"))
+            chosen.append(Removal(entry, "pressure"))
         else:
             break
         wanted -= entry.bytes
-    return found
+    return chosen
 
 
 def surplus(figures: feed.SharedDirectory) -> int:
-    """Return how many bytes have to go until a directory that is above its mark is below the low one."""
+    """Return how many bytes to remove from a directory above the high-water mark to reach the low one."""
     if not figures.above:
         return 0
     over_limit = figures.taken - LOW_WATER * figures.limit if figures.limit else 0.0
@@ -77,12 +75,12 @@ def surplus(figures: feed.SharedDirectory) -> int:
 
 
 def is_encoders(entry: Entry) -> bool:
-    """Whether a file is an embedding that an encoder left for others."""
+    """Whether a file is an embedding written by an encoder."""
     return entry.state == "other" and entry.path.rpartition("/")[2] == ENCODER_FILE
 
 
 def present(marks: Mapping[str, float], now: float) -> set[str]:
-    """Return the pods that use the directory. ``marks``: pod -> when its janitor was last heard of."""
+    """Return the pods that use the directory. ``marks``: pod -> time of its last mark."""
     return {pod for pod, heard in marks.items() if now - heard < PRESENT_SECONDS}
 
 
@@ -92,12 +90,12 @@ def alone(marks: Mapping[str, float], own: str, now: float) -> bool:
 
 
 def by_state(book: Ledger) -> dict[str, int]:
-    """Return the bytes of each state. What idle writers keep for later is ``idle``, whatever its last lease came to."""
-    found: dict[str, int] = {}
+    """Return the bytes of each state. Slots that a living writer keeps for reuse are ``idle``."""
+    totals: dict[str, int] = {}
     for entry in book.entries:
         state = "encoder" if is_encoders(entry) else _state(entry)
-        found[state] = found.get(state, 0) + entry.bytes
-    return found
+        totals[state] = totals.get(state, 0) + entry.bytes
+    return totals
 
 
 def _state(entry: Entry) -> str:
@@ -106,11 +104,11 @@ def _state(entry: Entry) -> str:
     return entry.state
 
 
-def by_place(book: Ledger) -> dict[str, tuple[int, int]]:
-    """Return how many files, and bytes, there are in each thing that lies in the directory itself."""
-    found: dict[str, tuple[int, int]] = {}
+def by_top_level(book: Ledger) -> dict[str, tuple[int, int]]:
+    """Return the number and bytes of files below each top-level entry."""
+    totals: dict[str, tuple[int, int]] = {}
     for entry in book.entries:
         name = entry.path.partition("/")[0]
-        number, size = found.get(name, (0, 0))
-        found[name] = number + 1, size + entry.bytes
-    return found
+        number, size = totals.get(name, (0, 0))
+        totals[name] = number + 1, size + entry.bytes
+    return totals

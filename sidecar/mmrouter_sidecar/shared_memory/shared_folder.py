@@ -1,7 +1,7 @@
-"""``mmrouter shared-memory FOLDER GROUP``: open a folder of the node's tmpfs to the pods that share it.
+"""Give the group of the pods access to the node's shared tmpfs folder (``mmrouter shared-memory FOLDER GROUP``).
 
-An init container runs it as root, once per pod, before the sidecar starts. It needs no capability: it owns the folder,
-and belongs to the group.
+An init container runs it as root, once per pod, before the sidecar starts. It needs no capability, because it owns the
+folder and belongs to the group.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MODE = 0o2770
-"""The group may write, nobody else may look in, and what is made inside belongs to the group too (setgid)."""
+"""Only the group has access, and new files belong to it too (setgid)."""
 
 
 class SharedFolderError(Exception):
@@ -19,12 +19,12 @@ class SharedFolderError(Exception):
 
 
 def open_folder(folder: Path, group: int) -> None:
-    """Give ``folder`` to ``group`` with :data:`MODE`; one that is so already, or that we can use anyway, is left.
+    """Set group and :data:`MODE` of ``folder``, unless they are set or the folder is accessible anyway.
 
     Raises :class:`SharedFolderError`.
     """
     try:
-        # Not through a link: whoever may write beside the folder must not choose what is opened.
+        # No links: a process that can write beside the folder must not redirect this one.
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise SharedFolderError(f"{folder}: {error.strerror}") from error
@@ -36,7 +36,7 @@ def open_folder(folder: Path, group: int) -> None:
             os.fchown(number, -1, group)
             os.fchmod(number, MODE)
         except OSError as error:
-            # Outside a cluster the folder belongs to whoever runs everything.
+            # Outside a cluster the folder belongs to the user of all processes.
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
                 raise SharedFolderError(f"{folder} cannot be given to group {group}: {error.strerror}") from error
     finally:
@@ -44,7 +44,7 @@ def open_folder(folder: Path, group: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the exit status: 0 done, 1 the folder cannot be used, 2 wrong use; the last line says why."""
+    """Return the exit status: 0 done, 1 unusable folder, 2 wrong usage; the last line has the reason."""
     try:
         folder, group = arguments
         open_folder(Path(folder), int(group))

@@ -16,7 +16,7 @@ from mmrouter_operator.render.autoscaling import METRICS, ROLES, quantity
 from mmrouter_operator.render.hpa import render_hpas
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, render_podmonitors
 from mmrouter_operator.render.scaledobject import render_scaledobjects
-from mmrouter_sidecar.engine.load_metrics import EngineLoad
+from mmrouter_sidecar.metrics import EngineLoad
 
 NOTHING = Capabilities()
 ADAPTER = Capabilities(frozenset({"custom.metrics.k8s.io/v1beta1"}))
@@ -116,7 +116,7 @@ def test_the_query_uses_labels_that_the_pod_monitor_gives(whole: MMRouterDeploym
 
 def test_every_metric_is_one_that_a_sidecar_exports() -> None:
     load = EngineLoad()
-    load.saw("", {0: RankLoad()})
+    load.update("", {0: RankLoad()})
     assert set(METRICS.values()) <= {family.name for family in load.collect()}
     assert set(METRICS) == set(ROLES)
 

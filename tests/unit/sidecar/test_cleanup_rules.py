@@ -13,10 +13,10 @@ from mmrouter_sidecar.shared_memory.cleanup_rules import (
     PRESENT_SECONDS,
     UNUSED_SECONDS,
     alone,
-    by_place,
     by_state,
-    doomed,
+    by_top_level,
     pressure,
+    removals,
     shared,
     surplus,
 )
@@ -35,7 +35,7 @@ def book(*entries: Entry, capacity: int = HUGE, available: int = HUGE) -> Ledger
 
 def going(found: Ledger, limit: int, *, was_above: bool = False) -> list[tuple[str, str]]:
     figures = shared(found, limit, was_above=was_above)
-    return [(one.entry.path.partition("/")[0], one.reason) for one in doomed(found, figures, NOW)]
+    return [(one.entry.path.partition("/")[0], one.reason) for one in removals(found, figures, NOW)]
 
 
 def test_what_was_not_used_for_longest_goes_first_and_only_so_much_that_the_low_mark_is_reached() -> None:
@@ -97,7 +97,7 @@ def test_after_a_look_it_is_below_the_mark_or_nothing_is_left_that_may_go(
     taken = sum(size for size, _ in files)
     found = book(*entries, capacity=taken + room, available=room)
     figures = shared(found, limit, was_above=False)
-    gone = doomed(found, figures, NOW)
+    gone = removals(found, figures, NOW)
     assert all(NOW - (one.entry.used or 0) >= UNUSED_SECONDS for one in gone)
     kept = [entry for entry in entries if entry not in [one.entry for one in gone]]
     freed = taken - sum(entry.bytes for entry in kept)
@@ -136,7 +136,7 @@ def test_bytes_are_told_by_what_they_are_and_by_where_they_lie() -> None:
         Entry("c/notes", 70, "other", used=1.0),
     )
     assert by_state(found) == {"owner": 4096, "leased": 60, "idle": 50, "expired": 40, "encoder": 60, "other": 70}
-    assert by_place(found) == {"pool-a": (4, 4156), "pool-b": (2, 90), "c": (2, 130)}
+    assert by_top_level(found) == {"pool-a": (4, 4156), "pool-b": (2, 90), "c": (2, 130)}
     assert sum(by_state(found).values()) == found.bytes == shared(found, 0, was_above=False).taken
 
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from mmrouter_lib.engines.sglang.encoder_requests import Encoder, image_key, ranked
 from mmrouter_sidecar.engine import encoder_proxy as module
-from mmrouter_sidecar.engine.encoder_proxy import Encoders
+from mmrouter_sidecar.engine.encoder_proxy import EncoderProxy
 from mmrouter_sidecar.metrics import Metrics
 
 _hosts = itertools.count(1)
@@ -60,11 +60,11 @@ class Rig:
 
     def __init__(self) -> None:
         self.metrics, self.now = Metrics(), 100.0
-        self.proxy = Encoders(self.metrics, lambda: self.now)
+        self.proxy = EncoderProxy(self.metrics, lambda: self.now)
         self.sites = {name: Site(name) for name in ("e1", "e2")}
 
     def tell(self, *names: str, router: str = "r1") -> None:
-        self.proxy.told(router, [Encoder(name, self.sites[name].ip) for name in names])
+        self.proxy.update(router, [Encoder(name, self.sites[name].ip) for name in names])
 
     def body(self, text: str, **more: Any) -> bytes:
         return json.dumps({"req_id": "r_local_part_0", "mm_items": [text], "num_parts": 1, **more}).encode()
@@ -93,7 +93,7 @@ class Rig:
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     one = Rig()
-    app = web.Application(client_max_size=module.LARGEST)
+    app = web.Application(client_max_size=module.MAX_REQUEST_BYTES)
     app.add_routes([web.post("/encoders/{slot}/encode", one.proxy.encode)])
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
@@ -195,7 +195,7 @@ async def test_without_encoders_the_engine_is_told_so(rig: Rig) -> None:
 
 async def test_a_request_waits_until_somebody_has_said_who_encodes(rig: Rig) -> None:
     asked = asyncio.create_task(rig.post(rig.body("data:x")))
-    await until(lambda: rig.proxy._held > 0)
+    await until(lambda: rig.proxy._held_bytes > 0)
     rig.tell("e1")
     assert (await asked)[0] == 200
 
@@ -207,7 +207,7 @@ async def test_an_encoder_with_more_than_its_share_passes_images_on(rig: Rig) ->
     bodies = {rig.owned_by("e1")}
     while len(bodies) < 5:
         body = rig.body(f"data:more {len(bodies)} {next(_hosts)}")
-        if ranked(image_key(body), rig.proxy.known)[0].name == "e1":
+        if ranked(image_key(body), rig.proxy.encoders)[0].name == "e1":
             bodies.add(body)
     waiting = [asyncio.create_task(rig.post(body)) for body in bodies]
     await until(lambda: len(first.got) + len(second.got) == 5)
@@ -227,33 +227,33 @@ async def test_an_engine_that_gives_up_takes_its_image_back(rig: Rig) -> None:
     await site.came.wait()
     asked.cancel()
     await site.left.wait()
-    await until(lambda: rig.proxy._held == 0)
+    await until(lambda: rig.proxy._held_bytes == 0)
     assert rig.proxy._busy == {}
     assert rig.count("encode_failures_total", cause="lost") == 0
 
 
 async def test_more_bytes_than_there_is_room_for_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     body = rig.body("data:" + "x" * 1000)
-    monkeypatch.setattr(module, "BUDGET", 2 * len(body))
+    monkeypatch.setattr(module, "BUDGET_BYTES", 2 * len(body))
     rig.tell("e1")
     site = rig.sites["e1"]
     site.says = HANGS
     waiting = [asyncio.create_task(rig.post(body)) for _ in range(4)]
-    await until(lambda: len(site.got) == 2 and rig.proxy._held == 2 * len(body))
+    await until(lambda: len(site.got) == 2 and rig.proxy._held_bytes == 2 * len(body))
     waiting[0].cancel()
     waiting[1].cancel()
     await until(lambda: len(site.got) == 4)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await until(lambda: rig.proxy._held == 0)
+    await until(lambda: rig.proxy._held_bytes == 0)
 
 
 async def test_what_any_router_says_counts_and_one_that_is_silent_has_no_say_beside_others(rig: Rig) -> None:
     rig.tell("e1", router="r1")
     rig.tell("e2", router="r2")
-    assert {encoder.name for encoder in rig.proxy.known} == {"e1", "e2"}
-    rig.now += module.TOLD_SECONDS + 1
-    assert {encoder.name for encoder in rig.proxy.known} == {"e1", "e2"}  # nobody speaks: the last word holds
+    assert {encoder.name for encoder in rig.proxy.encoders} == {"e1", "e2"}
+    rig.now += module.REPORT_SECONDS + 1
+    assert {encoder.name for encoder in rig.proxy.encoders} == {"e1", "e2"}  # nobody speaks: the last word holds
     rig.tell("e2", router="r2")
-    assert {encoder.name for encoder in rig.proxy.known} == {"e2"}
+    assert {encoder.name for encoder in rig.proxy.encoders} == {"e2"}

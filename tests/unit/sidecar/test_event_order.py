@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_sidecar.engine import event_order as module
-from mmrouter_sidecar.engine.event_order import Ask, Duplicate, Lost, Ready, Skipped, Stream, digest_of
+from mmrouter_sidecar.engine.event_order import (
+    Duplicate,
+    EventStream,
+    Lost,
+    NextBatch,
+    ReplayRequest,
+    Skipped,
+    digest_of,
+)
 
 
 def payload(seq: int, engine: str = "a") -> bytes:
@@ -16,7 +24,7 @@ def payload(seq: int, engine: str = "a") -> bytes:
 
 
 def seqs(steps: list[module.Step]) -> list[int]:
-    return [step.seq for step in steps if isinstance(step, Ready)]
+    return [step.seq for step in steps if isinstance(step, NextBatch)]
 
 
 @dataclass
@@ -25,7 +33,7 @@ class World:
 
     chance: random.Random
     buffer: int = 10_000
-    stream: Stream = field(default_factory=Stream)
+    stream: EventStream = field(default_factory=EventStream)
     published: int = 0
     live: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
@@ -35,7 +43,7 @@ class World:
 
     def take(self, steps: list[module.Step]) -> None:
         for step in steps:
-            if isinstance(step, Ask):
+            if isinstance(step, ReplayRequest):
                 self.asked, self.serving, self.answer = step.first, False, []
             else:
                 self.out.append(step)
@@ -111,14 +119,14 @@ def test_a_short_replay_buffer_loses_openly_and_never_reorders(seed: int, steps:
         if isinstance(step, Skipped):
             assert step.first == before + 1
             before = step.end
-        elif isinstance(step, Ready):
+        elif isinstance(step, NextBatch):
             assert step.seq == before + 1
             before = step.seq
     assert before == world.published - 1
 
 
 def test_a_late_replay_changes_nothing_that_was_applied_live() -> None:
-    stream = Stream()
+    stream = EventStream()
     stream.connected()
     for seq in range(5):
         assert seqs(stream.live(seq, payload(seq))) == [seq]
@@ -127,38 +135,38 @@ def test_a_late_replay_changes_nothing_that_was_applied_live() -> None:
 
 
 def test_a_gap_is_asked_for_from_the_first_missing_number() -> None:
-    stream = Stream()
+    stream = EventStream()
     stream.live(0, payload(0))
-    assert stream.live(3, payload(3)) == [Ask(1)]
+    assert stream.live(3, payload(3)) == [ReplayRequest(1)]
     assert stream.live(4, payload(4)) == []
     assert seqs(stream.replayed(1, payload(1))) == [1]
     assert seqs(stream.replayed(2, payload(2))) == [2, 3, 4]
 
 
 def test_an_answer_older_than_the_gap_does_not_count_as_a_loss() -> None:
-    stream = Stream()
+    stream = EventStream()
     stream.live(0, payload(0))
-    assert stream.quiet() == [Ask(1)]
+    assert stream.quiet() == [ReplayRequest(1)]
     assert stream.live(2, payload(2)) == []
-    assert stream.replay_ended() == [Ask(1)]
+    assert stream.replay_ended() == [ReplayRequest(1)]
     assert seqs(stream.replayed(1, payload(1))) == [1, 2]
 
 
 def test_history_that_the_engine_no_longer_has_is_lost_openly() -> None:
-    stream = Stream()
+    stream = EventStream()
     stream.live(0, payload(0))
     stream.live(9, payload(9))
     assert stream.replayed(7, payload(7)) == [
         Lost("history"),
         Skipped(1, 6),
-        Ready(7, payload(7), digest_of(payload(7))),
+        NextBatch(7, payload(7), digest_of(payload(7))),
     ]
     assert seqs(stream.replayed(8, payload(8))) == [8, 9]
 
 
 def test_a_late_start_has_nothing_to_lose() -> None:
-    stream = Stream()
-    assert stream.connected() == [Ask(0)]
+    stream = EventStream()
+    assert stream.connected() == [ReplayRequest(0)]
     stream.live(9, payload(9))
     steps = stream.replayed(8, payload(8))
     assert steps[0] == Skipped(0, 7)
@@ -166,18 +174,18 @@ def test_a_late_start_has_nothing_to_lose() -> None:
 
 
 def test_a_lower_number_with_other_bytes_is_another_engine() -> None:
-    stream = Stream()
+    stream = EventStream()
     for seq in range(4):
         stream.live(seq, payload(seq))
     assert stream.live(2, payload(2)) == [Duplicate()]
-    assert stream.live(0, payload(0, "b")) == [Lost("backwards"), Ask(0)]
+    assert stream.live(0, payload(0, "b")) == [Lost("backwards"), ReplayRequest(0)]
     assert seqs(stream.replayed(0, payload(0, "b"))) == [0]
     assert seqs(stream.live(1, payload(1, "b"))) == [1]
 
 
 def test_a_number_older_than_every_memory_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECENT", 8)
-    stream = Stream()
+    stream = EventStream()
     for seq in range(20):
         stream.live(seq, payload(seq))
     assert stream.live(13, payload(13)) == [Duplicate()]
@@ -185,8 +193,8 @@ def test_a_number_older_than_every_memory_is_another_engine(monkeypatch: pytest.
 
 
 def test_a_restarted_sidecar_goes_on_when_the_engine_proves_to_be_the_same() -> None:
-    stream = Stream((41, digest_of(payload(41))))
-    assert stream.connected() == [Ask(41)]
+    stream = EventStream((41, digest_of(payload(41))))
+    assert stream.connected() == [ReplayRequest(41)]
     assert stream.live(43, payload(43)) == []
     assert stream.replayed(41, payload(41)) == [Duplicate()]
     assert seqs(stream.replayed(42, payload(42))) == [42, 43]
@@ -195,34 +203,34 @@ def test_a_restarted_sidecar_goes_on_when_the_engine_proves_to_be_the_same() -> 
 
 @pytest.mark.parametrize("answer", [[], [(41, payload(41, "b"))], [(50, payload(50))], [(0, payload(0, "b"))]])
 def test_a_restarted_sidecar_believes_nothing_that_is_not_proved(answer: list[tuple[int, bytes]]) -> None:
-    stream = Stream((41, digest_of(payload(41))))
+    stream = EventStream((41, digest_of(payload(41))))
     stream.connected()
     stream.live(1, payload(1, "b"))
     steps = [step for seq, raw in answer for step in stream.replayed(seq, raw)] or stream.replay_ended()
-    assert steps == [Lost("other_instance"), Ask(0)]
+    assert steps == [Lost("other_instance"), ReplayRequest(0)]
     assert seqs(stream.replayed(0, payload(0, "b"))) == [0, 1]
 
 
 def test_without_answers_a_gap_is_given_up_after_some_patience() -> None:
-    stream = Stream()
+    stream = EventStream()
     stream.live(0, payload(0))
     stream.live(2, payload(2))
-    assert stream.replay_failed() == [Ask(1)]
-    assert stream.replay_failed() == [Ask(1)]
+    assert stream.replay_failed() == [ReplayRequest(1)]
+    assert stream.replay_failed() == [ReplayRequest(1)]
     steps = stream.replay_failed()
     assert steps[:2] == [Lost("unanswered"), Skipped(1, 1)]
     assert seqs(steps) == [2]
 
 
 def test_an_unanswered_question_without_a_gap_is_asked_on() -> None:
-    stream = Stream()
+    stream = EventStream()
     stream.connected()
-    assert [stream.replay_failed() for _ in range(10)] == [[Ask(0)]] * 10
+    assert [stream.replay_failed() for _ in range(10)] == [[ReplayRequest(0)]] * 10
 
 
 def test_what_waits_behind_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HELD", 10)
-    stream = Stream()
+    stream = EventStream()
     stream.live(0, payload(0))
     steps = [step for seq in range(2, 40) for step in stream.live(seq, payload(seq))]
     assert Lost("backlog") in steps
@@ -231,9 +239,9 @@ def test_what_waits_behind_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_after_the_engines_end_numbers_begin_anew() -> None:
-    stream = Stream()
+    stream = EventStream()
     for seq in range(3):
         stream.live(seq, payload(seq))
     stream.ended()
-    assert stream.connected() == [Ask(0)]
+    assert stream.connected() == [ReplayRequest(0)]
     assert seqs(stream.live(0, payload(0, "b"))) == [0]

@@ -10,7 +10,7 @@ from mmrouter_lib.block_keys import block_keys, chain
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
 from mmrouter_lib.feed import ImageObservation
-from mmrouter_sidecar.blocks.image_observations import Sightings
+from mmrouter_sidecar.blocks.image_observations import ImageObservations
 
 SIZE = 4
 SEED = 5
@@ -46,13 +46,13 @@ def event(ids: "array[int]", first: int, end: int) -> Stored:
     )
 
 
-def look(seen: Sightings, ids: "array[int]", cuts: list[int]) -> list[ImageObservation]:
+def look(seen: ImageObservations, ids: "array[int]", cuts: list[int]) -> list[ImageObservation]:
     keys = block_keys(ids, SIZE, (), SEED)
     found: list[ImageObservation] = []
     for first, end in pairwise(cuts):
         one = event(ids, first, end)
         parent = keys[first - 1] if first else SEED
-        seen.look(0, one, chain(one.ids, SIZE, end - first, {}, parent), parent)
+        seen.observe(0, one, chain(one.ids, SIZE, end - first, {}, parent), parent)
         found += seen.take()
     return found
 
@@ -70,7 +70,7 @@ def test_every_image_is_sighted_at_its_place_with_its_cycle(
     ids, images = prompt(apart, legacy=legacy)
     blocks = len(ids) // SIZE
     keys = block_keys(ids, SIZE, (), SEED)
-    found = look(Sightings(), ids, sorted({0, blocks, *(cut for cut in cuts if cut < blocks)}))
+    found = look(ImageObservations(), ids, sorted({0, blocks, *(cut for cut in cuts if cut < blocks)}))
     expected = {}
     for image, offset, length in images:
         values, told = sentinels(image, legacy=legacy), min(length, blocks * SIZE - offset)
@@ -83,13 +83,13 @@ def test_every_image_is_sighted_at_its_place_with_its_cycle(
 
 def test_two_images_side_by_side_are_two_runs() -> None:
     ids, _ = prompt([(1, 6), (2, 10)])
-    first, second = look(Sightings(), ids, [0, 4])
+    first, second = look(ImageObservations(), ids, [0, 4])
     assert (first.parent, first.offset, first.length) == (None, 0, 6)
     assert (second.offset, second.length, second.sentinels) == (2, 10, sentinels(2, legacy=False))
 
 
 def test_an_image_is_sighted_again_at_another_place_and_not_at_the_same() -> None:
-    seen = Sightings()
+    seen = ImageObservations()
     ids, _ = prompt([2, (1, 8), 2])
     assert len(look(seen, ids, [0, 3])) == 1
     assert look(seen, ids, [0, 3]) == []
@@ -100,19 +100,19 @@ def test_an_image_is_sighted_again_at_another_place_and_not_at_the_same() -> Non
 
 def test_after_a_restart_a_run_at_an_events_start_proves_no_beginning() -> None:
     ids, _ = prompt([(1, 40)])
-    seen = Sightings()
+    seen = ImageObservations()
     seen.doubt()
     keys = block_keys(ids, SIZE, (), SEED)
-    seen.look(0, event(ids, 3, 10), keys[3:], keys[2])
+    seen.observe(0, event(ids, 3, 10), keys[3:], keys[2])
     assert seen.take() == []
-    fresh = Sightings()
+    fresh = ImageObservations()
     text, _ = prompt([4, (1, 8)])
     assert [s.parent for s in look(fresh, text, [0, 1, 3])] == [block_keys(text, SIZE, (), SEED)[0]]
 
 
 def test_what_another_process_saw_is_not_told_twice() -> None:
     ids, _ = prompt([2, (1, 8), 2])
-    first, second = Sightings(), Sightings()
+    first, second = ImageObservations(), ImageObservations()
     look(first, ids, [0, 3])
     second.recall(first.remembered)
     assert second.remembered == first.remembered

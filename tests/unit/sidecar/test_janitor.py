@@ -14,9 +14,9 @@ from handover.tests.support import bytes_below, crash_pool, shared_root
 from mmrouter_handover.shm import PlainFiles, Pool
 from mmrouter_handover.shm.files import clock
 from mmrouter_lib import feed
-from mmrouter_sidecar.metrics import Counted, Metrics
+from mmrouter_sidecar.metrics import HotPathCounts, Metrics
 from mmrouter_sidecar.settings import Settings
-from mmrouter_sidecar.shared_memory import cleanup_rules as tidying
+from mmrouter_sidecar.shared_memory import cleanup_rules
 from mmrouter_sidecar.shared_memory import janitor as janitors
 from mmrouter_sidecar.shared_memory.janitor import Janitor
 
@@ -39,7 +39,7 @@ class Node:
         self.ahead = 0.0
         self.told: list[feed.SharedDirectory] = []
         self.metrics = Metrics()
-        self.metrics.watch(lambda: Counted(0, {}, 0, 0))
+        self.metrics.watch(lambda: HotPathCounts(0, {}, 0, 0))
 
     def janitor(self, uid: str = "pod-1", **changes: Any) -> Janitor:
         settings = replace(self.settings, pod_uid=uid, **changes)
@@ -53,7 +53,7 @@ class Node:
         return self.metrics.registry.get_sample_value(f"mmrouter_sidecar_{name}", labels) or 0.0
 
     def encoded(self, name: str, size: int = 5000, unused: float = 0.0) -> Path:
-        path = self.folder / name / tidying.ENCODER_FILE
+        path = self.folder / name / cleanup_rules.ENCODER_FILE
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(size))
         status = path.stat()
@@ -107,10 +107,10 @@ async def test_beside_another_pod_leases_last_until_their_ends_and_files_of_othe
 async def test_a_pod_that_was_killed_is_waited_for_as_long_as_a_restart_takes(node: Node) -> None:
     await node.janitor("pod-2").begin()
     node.encoded("m1-aa")
-    node.ahead = tidying.PRESENT_SECONDS - 10
+    node.ahead = cleanup_rules.PRESENT_SECONDS - 10
     await node.janitor().begin()
     assert (node.folder / ENCODERS).exists()
-    node.ahead = 2 * tidying.PRESENT_SECONDS
+    node.ahead = 2 * cleanup_rules.PRESENT_SECONDS
     await node.janitor("pod-3").begin()
     assert os.listdir(node.folder) == ["sidecar-pod-3"]
 
@@ -151,14 +151,14 @@ async def test_a_look_that_is_under_way_at_the_pods_end_leaves_no_mark_behind(
     one = node.janitor()
     await one.begin()
     looking, end = threading.Event(), threading.Event()
-    real = Janitor._look
+    real = Janitor._scan
 
     def slow(self: Janitor) -> None:
         looking.set()
         assert end.wait(10)
         real(self)
 
-    monkeypatch.setattr(Janitor, "_look", slow)
+    monkeypatch.setattr(Janitor, "_scan", slow)
     task = asyncio.create_task(one.run())
     await asyncio.to_thread(looking.wait, 10)
     task.cancel()
@@ -176,8 +176,8 @@ async def test_a_look_that_is_under_way_at_the_pods_end_leaves_no_mark_behind(
 async def test_nothing_is_followed_out_of_the_directory(node: Node, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / tidying.ENCODER_FILE).write_bytes(b"x")
-    os.utime(outside / tidying.ENCODER_FILE, (0, 0))
+    (outside / cleanup_rules.ENCODER_FILE).write_bytes(b"x")
+    os.utime(outside / cleanup_rules.ENCODER_FILE, (0, 0))
     (node.folder / "link").symlink_to(outside)
     (node.folder / "folder").mkdir()
     (node.folder / "folder" / "link").symlink_to(outside)
@@ -187,7 +187,7 @@ async def test_nothing_is_followed_out_of_the_directory(node: Node, tmp_path: Pa
     await node.janitor("pod-2").end()
     await one.end()
     assert os.listdir(node.folder) == []
-    assert (outside / tidying.ENCODER_FILE).exists()
+    assert (outside / cleanup_rules.ENCODER_FILE).exists()
 
 
 async def test_encoders_files_make_room_those_first_that_were_not_read_for_longest(node: Node) -> None:
@@ -195,7 +195,7 @@ async def test_encoders_files_make_room_those_first_that_were_not_read_for_longe
     for number in range(6):
         node.encoded(f"m1-{number}", MIB, unused=600 - number)
     young = node.encoded("m1-young", MIB)
-    read = node.folder / "m1-0" / tidying.ENCODER_FILE
+    read = node.folder / "m1-0" / cleanup_rules.ENCODER_FILE
     one = node.janitor(shared_bytes=8 * MIB)
     assert read.read_bytes()
     await one.begin()
@@ -237,19 +237,19 @@ async def test_a_file_that_was_used_since_it_was_looked_at_is_not_removed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await node.janitor("pod-2").begin()
-    path = node.encoded("m1-aa", unused=2 * tidying.FORGOTTEN_SECONDS)
-    real = tidying.doomed
+    path = node.encoded("m1-aa", unused=2 * cleanup_rules.FORGOTTEN_SECONDS)
+    real = cleanup_rules.removals
 
-    def used_meanwhile(*arguments: Any) -> list[tidying.Doomed]:
+    def used_meanwhile(*arguments: Any) -> list[cleanup_rules.Removal]:
         found = real(*arguments)
         assert len(found) == 1
         assert path.read_bytes()
         return found
 
-    monkeypatch.setattr(tidying, "doomed", used_meanwhile)
+    monkeypatch.setattr(cleanup_rules, "removals", used_meanwhile)
     await node.janitor().begin()
     assert path.exists()
-    monkeypatch.setattr(tidying, "doomed", real)
+    monkeypatch.setattr(cleanup_rules, "removals", real)
     os.utime(path, (0, 0))
     await node.janitor().begin()
     assert (path.exists(), node.removed("unused")) == (False, 1)
@@ -257,7 +257,7 @@ async def test_a_file_that_was_used_since_it_was_looked_at_is_not_removed(
 
 async def test_a_folder_that_an_encoder_may_be_about_to_write_into_stays_and_one_long_empty_goes(node: Node) -> None:
     await node.janitor("pod-2").begin()
-    for name, age in (("m1-young", 10), ("m1-old", tidying.FORGOTTEN_SECONDS + 1), ("m1-full", 1e6)):
+    for name, age in (("m1-young", 10), ("m1-old", cleanup_rules.FORGOTTEN_SECONDS + 1), ("m1-full", 1e6)):
         folder = node.folder / "deep" / name
         folder.mkdir(parents=True)
         if name == "m1-full":
@@ -326,9 +326,9 @@ async def test_pods_that_start_at_the_same_time_leave_each_other_their_marks(
 async def test_a_sidecar_clears_before_it_answers_and_tells_routers_how_full_the_directory_is(
     node: Node, start: Any, router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PERIOD", "LOOK_PERIOD"):
+    for name in ("PERIOD", "SCAN_PERIOD"):
         monkeypatch.setattr(janitors, name, 0.02)
-    monkeypatch.setattr(janitors, "SHARE", 10.0)
+    monkeypatch.setattr(janitors, "CPU_SHARE", 10.0)
     node.crashed()
     node.encoded("m1-aa")
     at_serving: list[list[str]] = []

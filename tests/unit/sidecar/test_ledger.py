@@ -13,7 +13,7 @@ from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.feed import CacheGroup
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_sidecar.blocks.block_table import Cache
+from mmrouter_sidecar.blocks.block_table import BlockTable
 from mmrouter_sidecar.blocks.ledger import Ledger, Place
 
 KEY = bytes(32)
@@ -93,7 +93,7 @@ def apply(ledger: Ledger, kit: Any, *events: Any, rank: int = 0) -> None:
 
 
 def keys(ledger: Ledger, place: Place = GPU) -> set[int]:
-    return set(ledger.caches[place].keys()) if place in ledger.caches else set()
+    return set(ledger.tables[place].keys()) if place in ledger.tables else set()
 
 
 @given(actions)
@@ -132,8 +132,8 @@ def test_the_journals_operations_and_a_dump_rebuild_the_ledger(kit: Any, steps: 
     for op in ledger.dump():
         dumped.redo(op)
     for other in (redone, dumped):
-        for place, cache in ledger.caches.items():
-            mine = other.caches.get(place)
+        for place, cache in ledger.tables.items():
+            mine = other.tables.get(place)
             assert (
                 (mine.blocks, mine.copies, mine.owners) == (cache.blocks, cache.copies, cache.owners)
                 if mine
@@ -165,7 +165,7 @@ def test_two_engine_hashes_of_one_key_are_one_block_until_both_are_gone(kit: Any
     again = Ledger(seed)
     for op in ledger.dump():
         again.redo(op)
-    assert again.caches[GPU] == ledger.caches[GPU]
+    assert again.tables[GPU] == ledger.tables[GPU]
     assert ledger.held == 1
     apply(ledger, kit, kit.removed(1))
     assert not ledger.take().changes
@@ -320,7 +320,7 @@ def test_case_45_groups_that_are_no_prefix_are_not_indexed_and_the_others_are_na
     assert ledger.counts["ignored_spec_mamba"] == ledger.counts["removed_apart"] == 1
     assert ledger.counts["unknown_removed"] == 0
     assert ledger.groups == (CacheGroup(1, "sliding_window", 64), CacheGroup(2, "full_attention"))
-    assert {place.group for place in ledger.caches} == {1, 2}
+    assert {place.group for place in ledger.tables} == {1, 2}
     again = Ledger(seed)
     for op in ledger.dump():
         again.redo(op)
@@ -363,7 +363,7 @@ def test_each_medium_is_a_place_of_its_own(kit: Any) -> None:
     for medium in ("GPU", "CPU", "STORAGE"):
         apply(ledger, kit, kit.stored([1, 2], medium=medium))
     apply(ledger, kit, kit.removed(2), kit.removed(1, medium="CPU"))
-    assert {place.medium: len(cache.blocks) for place, cache in ledger.caches.items()} == {
+    assert {place.medium: len(cache.blocks) for place, cache in ledger.tables.items()} == {
         "GPU": 1,
         "CPU": 1,
         "STORAGE": 2,
@@ -375,4 +375,4 @@ def test_each_medium_is_a_place_of_its_own(kit: Any) -> None:
 @pytest.mark.parametrize("keys", [(5, 6), (5, 6, 7, 8)])
 def test_blocks_and_keys_of_other_numbers_are_never_taken_for_each_others(keys: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        Cache().add((1, 2, 3), array("Q", keys))
+        BlockTable().add((1, 2, 3), array("Q", keys))

@@ -8,7 +8,7 @@ import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
 
 from mmrouter_lib.engines.base.metrics import RankLoad
-from mmrouter_sidecar.engine.load_metrics import LOOKS, EngineLoad
+from mmrouter_sidecar.metrics import BUSY_SAMPLES, EngineLoad
 
 RANKS = """\
 vllm:num_requests_running{engine="0"} 3.0
@@ -33,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_the_ranks_of_an_engine_are_one_value() -> None:
     load = EngineLoad()
-    load.saw("", {0: RankLoad(3, 2, 0.25), 1: RankLoad(0, 5, 0.75)})
+    load.update("", {0: RankLoad(3, 2, 0.25), 1: RankLoad(0, 5, 0.75)})
     assert gauges(load) == {
         "mmrouter_sidecar_kv_usage_ratio": 0.5,
         "mmrouter_sidecar_queue_depth": 7.0,
@@ -43,11 +43,11 @@ def test_the_ranks_of_an_engine_are_one_value() -> None:
 
 def test_the_busy_ratio_is_that_of_the_last_minute() -> None:
     load = EngineLoad()
-    for number in range(LOOKS):
-        load.saw("", BUSY if number % 4 == 0 else IDLE)
+    for number in range(BUSY_SAMPLES):
+        load.update("", BUSY if number % 4 == 0 else IDLE)
     assert gauges(load)["mmrouter_sidecar_busy_ratio"] == 0.25
-    for _ in range(LOOKS):
-        load.saw("", IDLE)
+    for _ in range(BUSY_SAMPLES):
+        load.update("", IDLE)
     assert gauges(load)["mmrouter_sidecar_busy_ratio"] == 0.0
 
 
@@ -55,7 +55,7 @@ def test_an_engine_that_never_spoke_has_no_gauge() -> None:
     """A zero would be taken for an idle engine, and scale its pool down."""
     load = EngineLoad()
     assert gauges(load) == {}
-    load.saw("# an engine that names none of it\n", {})
+    load.update("# an engine that names none of it\n", {})
     registry = CollectorRegistry()
     registry.register(load)
     assert generate_latest(registry) == b""

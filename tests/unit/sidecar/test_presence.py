@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from mmrouter_sidecar.engine import presence
+from mmrouter_sidecar.engine import engine_probe
 
 PORT = 8000
 _hosts = itertools.count(1)
@@ -44,7 +44,7 @@ class Engine:
 async def watched(engine: Engine) -> AsyncIterator[list[int]]:
     """Watch an engine; gives a list that grows with each end."""
     ends: list[int] = []
-    watching = asyncio.create_task(presence.watch(engine.ip, PORT, lambda: ends.append(engine.taken)))
+    watching = asyncio.create_task(engine_probe.watch_listener(engine.ip, PORT, lambda: ends.append(engine.taken)))
     try:
         yield ends
     finally:
@@ -59,7 +59,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_each_end_is_told_once_however_soon_the_next_engine_is_there(monkeypatch):
-    monkeypatch.setattr(presence, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(engine_probe, "RECONNECT_SECONDS", 0.02)
     engine = Engine()
     async with watched(engine) as ends:
         for count in (1, 2):
@@ -71,22 +71,22 @@ async def test_each_end_is_told_once_however_soon_the_next_engine_is_there(monke
 
 
 async def test_an_engine_that_was_never_there_has_not_ended(monkeypatch):
-    monkeypatch.setattr(presence, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(engine_probe, "RECONNECT_SECONDS", 0.001)
     engine, asked = Engine(), []
-    connect = presence._connect
+    connect = engine_probe._connect
 
     async def counted(ip: str, port: int):
         asked.append(ip)
         return await connect(ip, port)
 
-    monkeypatch.setattr(presence, "_connect", counted)
+    monkeypatch.setattr(engine_probe, "_connect", counted)
     async with watched(engine) as ends:
         await until(lambda: len(asked) > 3)
     assert ends == []
 
 
 async def test_an_engine_that_closes_a_connection_and_listens_on_has_not_ended(monkeypatch):
-    monkeypatch.setattr(presence, "AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(engine_probe, "RECONNECT_SECONDS", 0.001)
     engine = Engine()
     await engine.start()
     async with watched(engine) as ends:

@@ -21,7 +21,7 @@ from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
 from mmrouter_sidecar.blocks import journal as journal_module
 from mmrouter_sidecar.engine.event_order import digest_of
 from mmrouter_sidecar.feed import relay as relay_module
-from mmrouter_sidecar.feed.relay import DISCONNECTED, Relay
+from mmrouter_sidecar.feed.relay import DISCONNECTED, EventRelay
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings, SettingsError
 
@@ -32,7 +32,7 @@ class Bench:
     def __init__(self, settings: Settings, kit: Any, seed: int = 0) -> None:
         self.frames: list[Any] = []
         self.settings, self.kit, self.chance = settings, kit, random.Random(seed)
-        self.relay = Relay(settings, Metrics(), self.frames.append)
+        self.relay = EventRelay(settings, Metrics(), self.frames.append)
         self.numbers = itertools.count()
         self.held: list[int] = []
         self.hashes = itertools.count(1)
@@ -71,9 +71,9 @@ class Bench:
     @property
     def state(self) -> Any:
         relay = self.relay
-        held = {place: dict(cache.blocks) for place, cache in relay.ledger.caches.items() if cache.blocks}
-        copies = {place: dict(cache.copies) for place, cache in relay.ledger.caches.items() if cache.copies}
-        return relay.worker, relay.epoch, relay.seq, held, copies, dict(relay.proofs), relay.canaries.result
+        held = {place: dict(cache.blocks) for place, cache in relay.ledger.tables.items() if cache.blocks}
+        copies = {place: dict(cache.copies) for place, cache in relay.ledger.tables.items() if cache.copies}
+        return relay.worker, relay.epoch, relay.seq, held, copies, dict(relay.proofs), relay.canary.result
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_a_rewritten_journal_holds_the_same_state(bench: Bench, kit: Any, monkey
         bench.relay.flush()
         sizes.append((bench.settings.state_dir / "ledger.journal").stat().st_size)
     assert any(after < before for before, after in itertools.pairwise(sizes)), "it was rewritten"
-    bench.relay.canaries.claim(feed.CanaryClaim(1, bench.relay.epoch, "r", 1.0), 0.0)
+    bench.relay.canary.claim(feed.CanaryClaim(1, bench.relay.epoch, "r", 1.0), 0.0)
     canary = feed.CanaryReport(bench.relay.epoch, "True", router="r")
     assert bench.ask(feed.CanaryResult(1, canary)) == [feed.Accepted(1)]
     state = bench.state
@@ -263,7 +263,7 @@ def test_an_unwritable_state_folder_is_survived(settings: Settings, kit: Any, tm
 def test_the_engines_end_begins_an_empty_epoch_under_a_new_name(bench: Bench, kit: Any) -> None:
     bench.batch(kit.stored([1]))
     bench.relay.flush()
-    bench.relay.learned(state="up", version="1")
+    bench.relay.update_facts(state="up", version="1")
     worker, epoch = bench.relay.worker, bench.relay.epoch
     bench.relay.engine_ended(DISCONNECTED)
     beat = bench.of(feed.Heartbeat)[-1]
@@ -357,10 +357,10 @@ def test_long_answers_come_in_parts_of_bounded_size(bench: Bench, kit: Any, monk
 
 def test_heartbeats_tell_every_change_at_once_and_nothing_twice(bench: Bench) -> None:
     before = len(bench.of(feed.Heartbeat))
-    bench.relay.learned(state="up", version="0.32.0")
-    bench.relay.learned(state="up", version="0.32.0")
-    bench.relay.learned(draining=True)
-    bench.relay.learned(block_size=32, digests={"config.json": "ab"}, revision="c0ffee")
+    bench.relay.update_facts(state="up", version="0.32.0")
+    bench.relay.update_facts(state="up", version="0.32.0")
+    bench.relay.update_facts(draining=True)
+    bench.relay.update_facts(block_size=32, digests={"config.json": "ab"}, revision="c0ffee")
     beats = bench.of(feed.Heartbeat)[before:]
     assert [beat.engine_state for beat in beats] == ["up"] * 3
     assert beats[-1].draining
@@ -392,7 +392,7 @@ def test_one_router_holds_the_canary_and_its_result_stands_to_the_epochs_end(ben
 
 def test_a_claim_ends_with_its_lease(settings: Settings, kit: Any) -> None:
     now = [0.0]
-    relay = Relay(settings, Metrics(), lambda frame: None, monotonic=lambda: now[0])
+    relay = EventRelay(settings, Metrics(), lambda frame: None, monotonic=lambda: now[0])
     ask = feed.CanaryClaim(1, relay.epoch, "a", 5.0)
     assert next(iter(relay.answer(ask))).granted  # type: ignore[union-attr]
     other = msgspec.structs.replace(ask, router="b")
@@ -404,7 +404,7 @@ def test_a_claim_ends_with_its_lease(settings: Settings, kit: Any) -> None:
 
 def test_an_engine_whose_events_cannot_be_read_is_a_clear_error(settings: Settings) -> None:
     with pytest.raises(SettingsError, match="other"):
-        Relay(replace(settings, engine="other"), Metrics(), lambda frame: None)
+        EventRelay(replace(settings, engine="other"), Metrics(), lambda frame: None)
 
 
 def test_routers_hear_of_groups_before_the_first_delta_that_needs_them(bench: Bench, kit: Any) -> None:
@@ -438,7 +438,7 @@ def test_sightings_are_told_again_on_request_and_forgotten_with_the_engine(
     published = tuple(bench.of(feed.ImageObservation))
     assert len(published) == 3
     assert bench.ask(feed.ObservationsRequest(4)) == [feed.ObservationsPart(4, published, last=True)]
-    monkeypatch.setattr(relay_module, "SIGHTINGS_PART", 2)
+    monkeypatch.setattr(relay_module, "OBSERVATIONS_PART", 2)
     parts = bench.ask(feed.ObservationsRequest(5))
     assert [(len(part.sightings), part.last) for part in parts] == [(2, False), (1, True)]
     bench.relay.engine_ended(DISCONNECTED)

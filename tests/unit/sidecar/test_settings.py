@@ -177,7 +177,7 @@ def test_settings_reach_the_process_that_serves_as_they_were_read(environment: d
 
 
 def test_what_serves_imports_neither_the_resources_models_nor_a_terminal_library() -> None:
-    code = "import sys, mmrouter_sidecar.process; print(*sys.modules)"
+    code = "import sys, mmrouter_sidecar.app; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "aiohttp" in loaded
     for unwanted in ("pydantic", "mmrouter_lib.api", "rich", "typer", "kubernetes", "tokenizers", "PIL"):

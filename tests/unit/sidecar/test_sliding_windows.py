@@ -17,7 +17,7 @@ from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.feed import deciding
 from mmrouter_lib.media_identity import foreign_identity
 from mmrouter_router.fleet.index import Index, window_blocks
-from mmrouter_sidecar.blocks.ledger import Ledger, Op, Place
+from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp, Place
 from mmrouter_sim.core.hashing import (
     Media,
     block_hash,
@@ -123,7 +123,7 @@ class Routed:
     def __init__(self) -> None:
         self.ledger, self.index = Ledger(seed), Index()
         self.slot = self.index.join()
-        self.ops: list[Op] = []
+        self.ops: list[LedgerOp] = []
 
     def take(self, kit: Any, events: list[Any]) -> None:
         self.ledger.apply(decode_batch(kit.batch(*events)), 0)
@@ -162,7 +162,7 @@ def test_case_45_text_under_a_window_is_hit_as_predicted(
     for prompt, drop in history:
         assert routed.overlap(prompt) == engine.hit(prompt)
         routed.take(kit, engine.run(prompt))
-        assert set(routed.ledger.caches.get(GPU).blocks if engine.held else ()) == set(map(published_int, engine.held))
+        assert set(routed.ledger.tables.get(GPU).blocks if engine.held else ()) == set(map(published_int, engine.held))
         if drop is not None:
             routed.take(kit, engine.drop(drop))
     assert routed.overlap(asked) == engine.hit(asked)
@@ -182,7 +182,7 @@ def test_images_and_salts_before_a_window_are_never_over_estimated(
         routed.take(kit, engine.run(prompt))
         if drop is not None:
             routed.take(kit, engine.drop(drop))
-    cache = routed.ledger.caches.get(GPU)
+    cache = routed.ledger.tables.get(GPU)
     assert (len(cache.blocks) + len(cache.aside) if cache else 0) == len(engine.held)
     if window > 24:  # the window covers every prompt: all is told
         assert not (cache and cache.aside)
@@ -207,7 +207,7 @@ def test_a_restarted_ledger_goes_on_with_blocks_that_were_never_stored(
         for op in ops or ():
             ledger.redo(op)
         assert ledger.groups == routed.ledger.groups
-        assert ledger.caches.get(GPU) is None or ledger.caches[GPU].blocks == routed.ledger.caches[GPU].blocks
+        assert ledger.tables.get(GPU) is None or ledger.tables[GPU].blocks == routed.ledger.tables[GPU].blocks
         mine, theirs = ledger.windows.dump(), routed.ledger.windows.dump()
         assert sorted(mine[0]) == sorted(theirs[0])
         assert len(mine[1]) == len(theirs[1]) == 32 * len(mine[0])
