@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.quick", description="Fail where a ratio or a count is a quarter worse than committed."
     )
     parser.add_argument("--write-baseline", action="store_true", help=f"write the figures into {FILE.name}")
+    parser.add_argument(
+        "--counts", action="store_true", help="measure once, and fail only by figures that other load does not change"
+    )
     options = parser.parse_args(argv)
     release = ".".join(platform.python_version_tuple()[:2])
     if options.write_baseline:
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if release != baseline_release:
         sys.stdout.write(f"not run: the committed figures are of Python {baseline_release}, this is {release}\n")
         return 0
+    if options.counts:
+        return print_verdicts(judge(committed, measure_all(), gate_times=False))
     return print_verdicts(attempts(committed, measure_all, measure_times))
 
 

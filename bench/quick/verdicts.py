@@ -11,7 +11,7 @@ FILE: Final = Path(__file__).with_name("baseline.json")
 ALLOWED: Final = 1.25
 """Factor over the baseline from which a figure fails, unless it has its own."""
 
-State = Literal["ok", "better", "worse", "not run", "new", "gone"]
+State = Literal["ok", "better", "worse", "slower", "not run", "new", "gone"]
 FAILS: Final = frozenset({"worse", "new", "gone"})
 
 
@@ -64,24 +64,27 @@ class Verdict(msgspec.Struct, frozen=True):
         return f"{self.name}: {self.value:.4g} {self.unit}, committed {self.committed:.4g}{change}"
 
 
-def judge(committed: Mapping[str, float], measured: Sequence[Figure]) -> list[Verdict]:
-    """Return a verdict for each figure that was measured or is in the baseline."""
+def judge(committed: Mapping[str, float], measured: Sequence[Figure], *, gate_times: bool = True) -> list[Verdict]:
+    """Return a verdict for each figure that was measured or is committed.
+
+    Without ``gate_times`` a worse time is ``slower``, which does not fail.
+    """
     names = {figure.name for figure in measured}
     gone = [
         Verdict(name, value, None, "", "gone", "nothing measures it")
         for name, value in committed.items()
         if name not in names
     ]
-    return [_judged(figure, committed.get(figure.name)) for figure in measured] + gone
+    return [_judged(figure, committed.get(figure.name), gate_times) for figure in measured] + gone
 
 
-def _judged(figure: Figure, base: float | None) -> Verdict:
+def _judged(figure: Figure, base: float | None, gate_times: bool) -> Verdict:
     if figure.value is None:
         state: State = "not run"
     elif base is None:
         state = "new"
     elif figure.value > max(base * figure.allowed, base + figure.slack):
-        state = "worse"
+        state = "slower" if figure.noisy and not gate_times else "worse"
     elif figure.value < min(base / figure.allowed, base - figure.slack):
         state = "better"
     else:

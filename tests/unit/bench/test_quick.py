@@ -32,6 +32,11 @@ def test_a_figure_that_nobody_committed_to_or_that_nobody_measures_fails_and_one
     assert {"worse", "new", "gone"} == verdicts.FAILS
 
 
+def test_without_a_gate_for_times_only_worse_counts_fail():
+    verdicts = judge(COMMITTED, [figure("time: a", 9.0), figure("calls: b", 200.0)], gate_times=False)
+    assert [(verdict.state, verdict.fails) for verdict in verdicts] == [("slower", False), ("worse", True)]
+
+
 def test_a_figure_may_have_a_factor_of_its_own():
     assert states(figure("time: a", 5.9, allowed=1.5), figure("calls: b", 90.0))["time: a"] == "ok"
     assert states(figure("time: a", 6.1, allowed=1.5), figure("calls: b", 90.0))["time: a"] == "worse"

@@ -1,0 +1,45 @@
+"""Every supported Python release compiles the sources and passes the library's tests, with the versions of the lock."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hack.build_once import ROOT, CannotMakeError
+from hack.python_releases import RELEASES, find_python, make
+
+OTHERS = [release for release in RELEASES if release != "{}.{}".format(*sys.version_info[:2])]
+FOLDERS = ("mmrouter", "operator", "sidecar", "router", "handover", "sim", "cli")
+LIBRARY_TESTS = [f"tests/unit/{name}" for name in ("api", "families", "feed", "imagesize")]
+
+
+def passed(command: list[str]) -> None:
+    """Run a command with this checkout's packages. Raises ``AssertionError`` with its output when it fails."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in FOLDERS)}
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("release", OTHERS)
+def test_a_release_compiles_the_sources_and_passes_the_librarys_tests(release: str, tmp_path: Path) -> None:
+    try:
+        python = str(make(release) / "bin" / "python")
+    except CannotMakeError as error:
+        pytest.skip(f"not run: {error}")
+    passed([python, "-X", f"pycache_prefix={tmp_path}", "-W", "error", "-m", "compileall", "-q", *FOLDERS])
+    passed([python, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", *LIBRARY_TESTS])
+
+
+def test_an_interpreter_of_another_release_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python3.12").write_text("#!/bin/sh\necho 3.11\n")
+    (tmp_path / "python3.12").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    with pytest.raises(CannotMakeError, match=r"^no python3\.12$"):
+        find_python("3.12")
+
+
+def test_the_supported_releases_begin_with_requires_python() -> None:
+    assert f'requires-python = ">={RELEASES[0]}"' in (ROOT / "pyproject.toml").read_text()
