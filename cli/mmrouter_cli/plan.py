@@ -7,17 +7,18 @@ from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.credentials import SecretError, new_secret_data, read_secret
-from mmrouter_operator.model.refs import CHILDREN, MANAGED_BY, OPTIONAL_CHILDREN, RESOURCE, Ref
-from mmrouter_operator.model.snapshot import Snapshot, child_view, pod_view, revision_view
+from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
+from mmrouter_operator.model.kinds import RESOURCE, Ref
+from mmrouter_operator.model.labels import CHILD_SELECTOR, DEPLOYMENT_LABEL
+from mmrouter_operator.model.snapshot import Snapshot
+from mmrouter_operator.model.views import child_view, pod_view, revision_view
 from mmrouter_operator.planning.planner import Blocked, Progress, Step
 from mmrouter_operator.planning.rollout import pool_of
-from mmrouter_operator.planning.rollout_simulation import Rehearsal, rehearse
+from mmrouter_operator.planning.rollout_simulation import Simulation, simulate
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates, difference
-from mmrouter_operator.render import render
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL, secret_name
+from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.kv_layouts import unequal
-from mmrouter_operator.render.secret import SecretData
+from mmrouter_operator.render.metadata import secret_name
 
 _NO_RESTART = ("replicas", "autoscaling", "weight")
 _OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator", "sharedMemory")
@@ -36,7 +37,7 @@ class Report:
     """Fields of the spec that differ, as paths below ``spec``."""
     restarts: dict[str, tuple[str, ...]]
     """Deployment whose pods are replaced -> fields because of which."""
-    rehearsal: Rehearsal
+    rehearsal: Simulation
     adopting: dict[str, tuple[str, ...]]
     """Deployment -> fields of its pod template that this release renders otherwise; kept until adopted."""
     warnings: tuple[str, ...] = ()
@@ -93,7 +94,7 @@ def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: Operator
     secrets = new_secret_data()
     before = _empty(old, secrets)
     desired, revision = choose_templates(render(old, secrets=secrets, config=config), before, False, old)
-    stands = rehearse(desired, before, revision).final
+    stands = simulate(desired, before, revision).final
     return _report(dep, replace(stands, resource=_resource(dep)), old, config)
 
 
@@ -126,13 +127,13 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
     except SecretError as error:
         raise PlanError(f"Secret {secret_name(dep)}: {error}") from error
     capabilities = await cluster.capabilities()
-    kinds = {**CHILDREN, **{k: row for k, row in OPTIONAL_CHILDREN.items() if capabilities.serves(row.api_version)}}
+    kinds = [kind for kind in CHILD_KINDS.values() if not kind.optional or capabilities.serves(kind.api)]
     selector = f"{DEPLOYMENT_LABEL}={name}"
     objects: list[dict[str, Any]] = []
-    for kind, row in kinds.items():
-        listed = await cluster.list(kind, namespace, f"{selector},{MANAGED_BY}")
+    for kind in kinds:
+        listed = await cluster.list(kind.kind, namespace, f"{selector},{CHILD_SELECTOR}")
         # A list shows metadata only, and not under the kind's own name.
-        objects += [{**item, "apiVersion": row.api_version, "kind": kind} for item in listed]
+        objects += [{**item, "apiVersion": kind.api, "kind": kind.kind} for item in listed]
     objects = await _in_full(cluster, objects, ("Deployment", "ControllerRevision"))
     listed = [{**pod, "apiVersion": "v1", "kind": "Pod"} for pod in await cluster.list("Pod", namespace, selector)]
     pods = await _in_full(cluster, listed, ("Pod",))
@@ -169,7 +170,7 @@ def _report(
     assert snapshot.secrets is not None  # _empty() sets them
     rendered = render(dep, secrets=snapshot.secrets, capabilities=snapshot.capabilities, config=config)
     desired, revision = choose_templates(rendered, snapshot, adopts(dep), dep)
-    rehearsal = rehearse(desired, snapshot, revision)
+    rehearsal = simulate(desired, snapshot, revision)
     changes = () if old is None else tuple(difference(_said(old), _said(dep)))
     restarted = {step.name for steps in rehearsal.rounds for step in steps if step.action == "restart"}
     pools = {

@@ -57,11 +57,14 @@ class MalformedError(Exception):
 class Listener(Protocol):
     """Receives what a :class:`ListWatch` reads. Every method is called from its event loop and must not block."""
 
+    def list_started(self) -> None:
+        """Note which objects are known: those that the list lacks are gone when it is complete."""
+
     def listed(self, objects: Sequence[Object]) -> None:
-        """Take one page of a list."""
+        """Take one page of the list."""
 
     def list_complete(self, uids: frozenset[str]) -> None:
-        """Drop every object with another uid: the list is complete without it."""
+        """Drop the objects known when the list started whose uid is not among ``uids``."""
 
     def event(self, type: str, obj: Object) -> None:
         """Take an ADDED, MODIFIED or DELETED object."""
@@ -128,6 +131,7 @@ class ListWatch:
         timeout = aiohttp.ClientTimeout(total=LIST_SECONDS, connect=CONNECT_SECONDS)
         query: dict[str, Any] = {"limit": PAGE_SIZE}
         uids: set[str] = set()
+        self._listener.list_started()
         while True:
             content = _decoded(await (await self._get(api, query, timeout)).read(), "a list")
             objects = content.get("items") or []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmrouter_operator import logs
 from mmrouter_operator.cluster import connection as connect
-from mmrouter_operator.cluster.lease import Timing
+from mmrouter_operator.cluster.lease import LeaseTiming
 from mmrouter_operator.model.config import ConfigError, load_config
 from mmrouter_operator.runtime.operator import Operator, Options
 
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
             namespaces=tuple(name for item in given.namespace for name in item.split(",") if name),
             lease_namespace=given.lease_namespace or connect.own_namespace(),
             lease_name=given.lease_name,
-            timing=Timing(given.lease_duration, given.renew_deadline, given.retry_period),
+            timing=LeaseTiming(given.lease_duration, given.renew_deadline, given.retry_period),
             host=host.strip("[]"),
             port=int(port),
         )

@@ -16,7 +16,7 @@ from cluster.controlplane import ControlPlane, wait_for
 from cluster.resources import apply, get, resource
 
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 
 CRD = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
 HERE = f"--namespace={NAMESPACE}"

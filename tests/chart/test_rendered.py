@@ -12,9 +12,10 @@ from chart.helm import CHART, NAMESPACE, ROOT, Helm, Rendered
 
 from mmrouter_lib.api import parse_deployment
 from mmrouter_operator.model.config import OperatorConfig, load_config
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL, FRONTEND_ROLE, METRICS_PORT, ROLE_LABEL
+from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL
 from mmrouter_operator.render.frontend import CONTROL_PORT
 from mmrouter_operator.render.networkpolicy import OPERATOR_LABELS
+from mmrouter_operator.render.pod.parts import METRICS_PORT
 from mmrouter_operator.render.pod.pod_security import violations
 
 DOCUMENTED = [

@@ -15,7 +15,7 @@ from artefacts import go_programs
 from chart.helm import ROOT
 
 from hack import levels
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS
+from mmrouter_operator.model.accelerators import ACCELERATORS
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
 KIND_CONFIG = ROOT / ".github" / "kind-config.yaml"

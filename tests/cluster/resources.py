@@ -9,8 +9,9 @@ from cluster.access import Access
 from cluster.controlplane import APPLY
 
 from mmrouter_lib.api import parse_deployment
+from mmrouter_operator.cluster.kinds import CORE_CHILDREN, KINDS
 from mmrouter_operator.model.credentials import new_secret_data
-from mmrouter_operator.model.refs import CHILDREN, KINDS, RESOURCE, Ref
+from mmrouter_operator.model.kinds import RESOURCE, Ref
 from mmrouter_operator.render import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,12 +29,7 @@ def resource(name: str = "demo", *, replicas: int = 1, frontends: int = 1, **spe
         "frontend": {"replicas": frontends},
         "pools": [{"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": "cpu"}}],
     }
-    return {
-        "apiVersion": KINDS[RESOURCE].api_version,
-        "kind": RESOURCE,
-        "metadata": {"name": name},
-        "spec": {**whole, **spec},
-    }
+    return {"apiVersion": KINDS[RESOURCE].api, "kind": RESOURCE, "metadata": {"name": name}, "spec": {**whole, **spec}}
 
 
 def marked(frontend: str = "1", engine: str = "1") -> Object:
@@ -75,11 +71,11 @@ def delete(plane: Access, kind: str, namespace: str, name: str) -> None:
 def children(plane: Access, namespace: str) -> dict[tuple[str, str], Object]:
     """Return every child of every deployment of a namespace: (kind, name) -> object."""
     found = {}
-    for kind in CHILDREN:
+    for kind in CORE_CHILDREN:
         for item in plane.request("GET", path(kind, namespace)).raise_for_status().json()["items"]:
             owners = item["metadata"].get("ownerReferences") or []
             if any(owner["kind"] == RESOURCE and owner.get("controller") for owner in owners):
-                found[kind, item["metadata"]["name"]] = {**item, "kind": kind, "apiVersion": CHILDREN[kind].api_version}
+                found[kind, item["metadata"]["name"]] = {**item, "kind": kind, "apiVersion": CORE_CHILDREN[kind].api}
     return found
 
 

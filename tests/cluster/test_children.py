@@ -9,10 +9,10 @@ from cluster.controlplane import ControlPlane
 from cluster.resources import Object, apply, delete, path
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.model.capabilities import POD_METRICS_APIS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import new_secret_data
-from mmrouter_operator.render import Capabilities, render
+from mmrouter_operator.model.kinds import POD_METRICS_APIS, Capabilities
+from mmrouter_operator.render import render
 
 GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "render" / "golden"
 NAMES = ["shortest", "whole", "sglang"]

@@ -19,7 +19,7 @@ from cluster.proxy import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Prox
 from cluster.resources import Object, apply, complete, condition, delete, get, resource, status
 from cluster.serving import pod_metrics
 
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.runtime.operator import EXIT
 
 SETTLE_SECONDS = 60

@@ -6,7 +6,8 @@ import pytest
 from cluster.controlplane import ControlPlane
 
 from mmrouter_cli.init import answers as init
-from mmrouter_operator.model.refs import KINDS, RESOURCE
+from mmrouter_operator.cluster.kinds import KINDS
+from mmrouter_operator.model.kinds import RESOURCE
 
 
 @pytest.mark.parametrize(("engine", "kind"), list(itertools.product(init.ENGINES, init.KINDS)))

@@ -9,7 +9,8 @@ from cluster.controlplane import ControlPlane, wait_for
 from cluster.operators import USER, Replica, idle
 from cluster.resources import all_there, apply, expected, resource
 
-from mmrouter_operator.model.refs import CHILDREN, KINDS, RESOURCE
+from mmrouter_operator.cluster.kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.model.kinds import RESOURCE
 
 Record = Callable[[str, Any], None]
 
@@ -42,7 +43,7 @@ def durations(plane: ControlPlane, namespace: str) -> Iterator[tuple[float, floa
     """Yield for each resource the seconds from the request that made it until its last child was made, and those of
     them that the API server took for the requests that made its children, one after the other.
     """
-    plurals = {kind.plural for kind in CHILDREN.values()}
+    plurals = {kind.plural for kind in CORE_CHILDREN.values()}
     rows = [row for row in plane.audit() if row.namespace == namespace and row.code == 201]
     made = {row.name: row.began for row in rows if row.resource == KINDS[RESOURCE].plural and not row.subresource}
     for name, began in made.items():

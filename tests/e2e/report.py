@@ -20,7 +20,7 @@ from cluster.resources import path
 from e2e.pod_boots import Boots
 
 from mmrouter_cli.status.pod_boot import steps, summary, waits_for
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 
 Object = dict[str, Any]
 

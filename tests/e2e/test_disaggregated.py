@@ -24,7 +24,7 @@ from e2e.test_placement import RACK, device, equip, label
 from scenarios import SCENARIOS, Chat, Scenario, title
 
 from mmrouter_lib.api.paths import SHARED_DIR
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 
 FAST_MS, SLOW_MS = 2, 6
 """Milliseconds that an encoder takes for a visual token: far more than the processor's share of it."""

@@ -9,7 +9,7 @@ from cluster.controlplane import wait_for
 from cluster.resources import apply, condition
 from e2e.deploying import Deployed, deploy, example, make_model
 
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS
+from mmrouter_operator.model.accelerators import ACCELERATORS
 
 POOLS = {"gpu": "nvidia", "xe": "intel-xe", "i915": "intel-i915", "host": "cpu"}
 """Pool -> what it runs on."""

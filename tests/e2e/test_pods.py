@@ -13,7 +13,7 @@ from e2e.deploying import Deployed
 from e2e.endpoints import CONTROL_PORT, address, reached
 
 from mmrouter_lib.api import quantity_bytes
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.render.pod.pod_security import violations
 
 SIDECAR_MIB = 60

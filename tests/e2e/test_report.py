@@ -17,7 +17,7 @@ from e2e.node import Programs
 from e2e.pod_boots import Boots
 from e2e.report import OPERATOR, Dumps, Place, waited, write_namespace
 
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 
 FAILING = """\
 from cluster.controlplane import wait_for

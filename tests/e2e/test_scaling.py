@@ -12,7 +12,7 @@ from e2e.conftest import Record
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
 from e2e.load import MEASURED, Traffic, load
 
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 
 STEP_MS = 20
 """Of an engine: slow enough that answers are under way when a pod goes."""

@@ -19,10 +19,10 @@ from mmrouter_cli.doctor.scheduling import (
 )
 from mmrouter_cli.status.frontend_state import Unread
 from mmrouter_lib.api import AcceleratorKind, MMRouterDeployment, SpecError
+from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.credentials import new_secret_data
+from mmrouter_operator.model.labels import POOL_LABEL, ROLE_LABEL
 from mmrouter_operator.render import render
-from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS
 
 CHECK = "nodes"
 _SHOWN = 4

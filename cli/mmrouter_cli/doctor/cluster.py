@@ -10,8 +10,8 @@ from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
 from mmrouter_cli.status.frontend_state import Unread
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, VERSION, definition
-from mmrouter_operator.model.capabilities import DRA_API, KEDA_API, POD_METRICS_APIS, POD_MONITOR_API, Capabilities
-from mmrouter_operator.model.snapshot import pod_view
+from mmrouter_operator.model.kinds import DRA_API, KEDA_API, POD_METRICS_APIS, POD_MONITOR_API, Capabilities
+from mmrouter_operator.model.views import pod_view
 
 SLACK_SECONDS = 5.0
 """By how much a Lease may be older than its duration before that means something: clocks differ a little."""

@@ -14,9 +14,10 @@ from mmrouter_cli.status.frontend_state import Frontend, Unread, open_frontends
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
 from mmrouter_operator.cluster.client import NotFound
+from mmrouter_operator.cluster.kinds import KINDS
 from mmrouter_operator.model.external_refs import references
-from mmrouter_operator.model.refs import KINDS, RESOURCE, Ref
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
+from mmrouter_operator.model.kinds import RESOURCE, Ref
+from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
 
 LEASE_SECONDS = 6.0
 """How long a Lease that looks old is watched: three renewals."""

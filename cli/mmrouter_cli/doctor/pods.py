@@ -8,7 +8,8 @@ from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
 from mmrouter_cli.status.frontend_state import Unread
 from mmrouter_cli.status.pod_boot import longest, steps, waits_for
 from mmrouter_lib.api import MMRouterDeployment, quantity_bytes
-from mmrouter_operator.model.snapshot import PodView, pod_view
+from mmrouter_operator.model.snapshot import PodView
+from mmrouter_operator.model.views import pod_view
 
 TIGHT, FULL = 0.75, 0.9
 """Shares of /dev/shm in use from which it is told of, and from which it is a problem."""

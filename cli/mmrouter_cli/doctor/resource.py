@@ -9,8 +9,8 @@ from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
 from mmrouter_cli.status.frontend_state import Unread
 from mmrouter_lib.api import MMRouterDeployment, SpecError
 from mmrouter_operator.model.credentials import new_secret_data
+from mmrouter_operator.model.labels import POOL_LABEL
 from mmrouter_operator.render import render
-from mmrouter_operator.render.common import POOL_LABEL
 from mmrouter_operator.render.pod.pod_security import violations
 from mmrouter_operator.status import conditions as c
 

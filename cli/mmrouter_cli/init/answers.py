@@ -11,7 +11,7 @@ import yaml
 
 from mmrouter_lib.api import AcceleratorKind, EngineType, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import NAME_LENGTH
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS, ENGINE_VERSIONS
+from mmrouter_operator.model.accelerators import ACCELERATORS, ENGINE_VERSIONS
 
 ENGINES: Final = get_args(EngineType)
 KINDS: Final = get_args(AcceleratorKind)

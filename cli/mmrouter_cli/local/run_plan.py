@@ -7,20 +7,9 @@ from typing import Any
 
 from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.probes import Probe, parse_probe
+from mmrouter_operator.render import CHILD_KINDS
 
-MEANINGLESS = frozenset(
-    {
-        "ControllerRevision",
-        "HorizontalPodAutoscaler",
-        "NetworkPolicy",
-        "PodDisruptionBudget",
-        "PodMonitor",
-        "Role",
-        "RoleBinding",
-        "ScaledObject",
-        "ServiceAccount",
-    }
-)
+MEANINGLESS = frozenset(name for name, kind in CHILD_KINDS.items() if not kind.local)
 """Kinds that only a cluster gives a meaning to. Of pods: resources, security context, placement, lifecycle hooks,
 readiness gates, and liveness probes (a machine that wakes from sleep would kill all its engines)."""
 

@@ -85,7 +85,8 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
     """Return the view of a resource and its pods, as the API server has them."""
     # The operator's view of a pod, read lazily: it is not needed for a URL.
     from mmrouter_cli.status.pod_boot import waits_for
-    from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, pod_view
+    from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
+    from mmrouter_operator.model.views import pod_view
 
     metadata, status = resource["metadata"], resource.get("status") or {}
     routing, frontend = status.get("routing") or {}, status.get("frontend") or {}
@@ -218,8 +219,9 @@ async def from_cluster(
     """Yield the views of a deployment, or of all of a namespace. Raises :class:`StatusError`."""
     from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
     from mmrouter_operator.cluster.client import NotFound, Unavailable
-    from mmrouter_operator.model.refs import KINDS, RESOURCE
-    from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+    from mmrouter_operator.cluster.kinds import KINDS
+    from mmrouter_operator.model.kinds import RESOURCE
+    from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
 
     namespace = namespace or namespace_of(kubeconfig)
     try:
@@ -253,7 +255,7 @@ async def from_cluster(
 
 
 def _of(resource: Object, pods: Sequence[Object]) -> list[Object]:
-    from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+    from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
 
     return [pod for pod in pods if pod["metadata"]["labels"][DEPLOYMENT_LABEL] == resource["metadata"]["name"]]
 

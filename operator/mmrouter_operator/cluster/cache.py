@@ -1,7 +1,7 @@
-"""What the watches have shown, by deployment: small views, no bodies. Not a place for decisions.
+"""The observed objects by deployment, as small views without bodies.
 
-Two things write here: the watches, and the reconciler with the answers to its own writes, so that it never acts on a
-state from before them. Whichever is newer stays.
+The watches write here, and so does the reconciler with the responses to its own writes, so that it never acts on a
+state from before them. The newer version of an object stays.
 """
 
 import json
@@ -11,30 +11,21 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from mmrouter_operator.model.credentials import SecretError, read_secret
-from mmrouter_operator.model.refs import RESOURCE
-from mmrouter_operator.model.snapshot import (
-    ChildView,
-    Key,
-    PodView,
-    RevisionView,
-    child_view,
-    deployment_view,
-    pod_view,
-    revision_view,
-)
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL
-from mmrouter_operator.render.secret import SecretData
+from mmrouter_operator.model.credentials import SecretData, SecretError, read_secret
+from mmrouter_operator.model.kinds import RESOURCE
+from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
+from mmrouter_operator.model.snapshot import ChildView, Key, PodView, RevisionView
+from mmrouter_operator.model.views import child_view, deployment_view, pod_view, revision_view
 
 _VOLATILE = ("resourceVersion", "generation", "managedFields", "uid", "creationTimestamp", "selfLink")
 _CONTROLLERS = "deployment.kubernetes.io/"
-"""Annotations in which the Deployment controller counts, a moment after every write of ours."""
-_REMEMBERED_GONE = 4096
+"""Annotations that the Deployment controller changes after every write of ours."""
+_REMEMBERED_DELETIONS = 4096
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One object. ``content`` is a digest of everything in it that people and controllers set, status left out."""
+    """One object. ``content`` is a digest of it without status and without fields that the server sets."""
 
     key: Key
     uid: str
@@ -53,36 +44,38 @@ class _Deployment:
 
 
 def content_of(obj: Mapping[str, Any]) -> str:
-    """Return a digest of an object without its status and what the server counts in its metadata."""
+    """Return a digest of an object without its status and the metadata that the server sets."""
     metadata = {name: value for name, value in obj.get("metadata", {}).items() if name not in _VOLATILE}
     if "annotations" in metadata:
-        kept = {name: value for name, value in metadata["annotations"].items() if not name.startswith(_CONTROLLERS)}
-        metadata["annotations"] = kept
-        if not kept:
+        annotations = {
+            name: value for name, value in metadata["annotations"].items() if not name.startswith(_CONTROLLERS)
+        }
+        metadata["annotations"] = annotations
+        if not annotations:
             del metadata["annotations"]
-    rest = {name: value for name, value in obj.items() if name not in ("metadata", "status")}
-    return blake2b(json.dumps([metadata, rest], sort_keys=True).encode(), digest_size=16).hexdigest()
+    content = {name: value for name, value in obj.items() if name not in ("metadata", "status")}
+    return blake2b(json.dumps([metadata, content], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-class Cache:
-    """All deployments and what belongs to them."""
+class WatchCache:
+    """All deployments and their objects."""
 
     def __init__(self) -> None:
         self._deployments: dict[Key, _Deployment] = {}
         self._by_uid: dict[str, dict[str, _Entry]] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._deleted: OrderedDict[str, str] = OrderedDict()
 
     def put(self, kind: str, obj: Mapping[str, Any]) -> tuple[Key, ...]:
-        """Take an object in. Returns the deployments that look different now."""
+        """Store an object. Returns the deployments that changed by it."""
         metadata = obj["metadata"]
         uid, version = metadata["uid"], metadata["resourceVersion"]
         key = _key(kind, obj)
-        known = self._by_uid.setdefault(kind, {})
-        before = known.get(uid)
-        if uid in self._gone and not _older(self._gone[uid], version):
+        entries = self._by_uid.setdefault(kind, {})
+        before = entries.get(uid)
+        if uid in self._deleted and not _older(self._deleted[uid], version):
             return ()
         if key is None:
-            # Somebody took the label away: it is nobody's until it is put back.
+            # The label was removed, so the object belongs to no deployment.
             return self.remove(kind, uid, version) if before is not None else ()
         if before is not None and _older(version, before.version):
             return ()
@@ -91,97 +84,98 @@ class Cache:
         if before is not None and (before.key != key or _place(before) != _place(entry)):
             self._take_out(kind, before)
             changed = (before.key,)
-        known[uid] = entry
+        entries[uid] = entry
         self._put_in(kind, entry, metadata["name"])
         if before is not None and not changed and _same(before, entry):
             return ()
         return (*changed, key)
 
     def remove(self, kind: str, uid: str, version: str = "") -> tuple[Key, ...]:
-        """Drop an object that is gone, or out of our selector, since ``version``. Returns what looks different now."""
+        """Drop an object that was deleted, or left the selector, at ``version``. Returns the changed deployments."""
         entry = self._by_uid.get(kind, {}).pop(uid, None)
-        # The answer to a write may come in after the news of its object's end; only something newer brings it back.
-        self._gone[uid] = version or (entry.version if entry else "")
-        while len(self._gone) > _REMEMBERED_GONE:
-            self._gone.popitem(last=False)
+        # The response to a write may arrive after the deletion of its object; only a newer version restores it.
+        self._deleted[uid] = version or (entry.version if entry else "")
+        while len(self._deleted) > _REMEMBERED_DELETIONS:
+            self._deleted.popitem(last=False)
         if entry is None:
             return ()
         self._take_out(kind, entry)
         return (entry.key,)
 
-    def versions(self, kind: str) -> dict[str, str]:
-        """Return the known objects of a kind: uid -> resource version."""
-        return {uid: entry.version for uid, entry in self._by_uid.get(kind, {}).items()}
+    def uids(self, kind: str, namespace: str = "") -> list[str]:
+        """Return the uids of the cached objects of a kind, of all namespaces if ``namespace`` is empty."""
+        entries = self._by_uid.get(kind, {}).items()
+        return [uid for uid, entry in entries if not namespace or entry.key[0] == namespace]
 
     def deployments(self) -> list[Key]:
         """Return all deployments whose resource exists."""
-        return [key for key, found in self._deployments.items() if found.resource is not None]
+        return [key for key, objects in self._deployments.items() if objects.resource is not None]
 
     def resource(self, key: Key) -> dict[str, Any] | None:
-        """Return the resource as it was seen last, without managed fields."""
-        found = self._deployments.get(key)
-        if found is None or found.resource is None:
+        """Return the resource as last observed, without managed fields."""
+        objects = self._deployments.get(key)
+        if objects is None or objects.resource is None:
             return None
-        body: dict[str, Any] = json.loads(found.resource.body)
+        body: dict[str, Any] = json.loads(objects.resource.body)
         return body
 
     def children(self, key: Key) -> dict[tuple[str, str], ChildView]:
-        """Return everything with this deployment's label, by kind and name, whoever owns it."""
-        found = self._deployments.get(key)
-        if found is None:
+        """Return every object with this deployment's label, by kind and name, whatever its owner is."""
+        objects = self._deployments.get(key)
+        if objects is None:
             return {}
-        return {place: entry.view for place, entry in found.children.items() if isinstance(entry.view, ChildView)}
+        return {place: entry.view for place, entry in objects.children.items() if isinstance(entry.view, ChildView)}
 
     def content(self, key: Key, kind: str, name: str) -> str:
-        """Return the digest of a child, empty where there is none."""
-        found = self._deployments.get(key)
-        entry = found.children.get((kind, name)) if found else None
+        """Return the digest of a child, empty if there is none."""
+        objects = self._deployments.get(key)
+        entry = objects.children.get((kind, name)) if objects else None
         return entry.content if entry else ""
 
     def pods(self, key: Key) -> tuple[PodView, ...]:
         """Return the deployment's pods, by name."""
-        found = self._deployments.get(key)
-        pods = [entry.view for entry in found.pods.values() if isinstance(entry.view, PodView)] if found else []
+        objects = self._deployments.get(key)
+        pods = [entry.view for entry in objects.pods.values() if isinstance(entry.view, PodView)] if objects else []
         return tuple(sorted(pods, key=lambda pod: pod.name))
 
     def revisions(self, key: Key, owner: str) -> tuple[RevisionView, ...]:
-        """Return the stored renderings that ``owner`` controls, or nobody, oldest first."""
-        found = self._deployments.get(key)
+        """Return the ControllerRevisions that ``owner`` controls, or no owner, oldest first."""
+        objects = self._deployments.get(key)
         bodies = [
             entry.body
-            for (kind, _), entry in (found.children.items() if found else ())
+            for (kind, _), entry in (objects.children.items() if objects else ())
             if kind == "ControllerRevision" and isinstance(entry.view, ChildView) and entry.view.owner in ("", owner)
         ]
         return tuple(sorted((revision_view(json.loads(body)) for body in bodies), key=lambda view: view.number))
 
     def secret(self, key: Key, name: str) -> SecretData | str | None:
-        """Return the deployment's secrets, a sentence on what is wrong with them, or ``None`` where there are none."""
-        found = self._deployments.get(key)
-        entry = found.children.get(("Secret", name)) if found else None
+        """Return the deployment's keys, a sentence about what is wrong with them, or ``None`` if there are none."""
+        objects = self._deployments.get(key)
+        entry = objects.children.get(("Secret", name)) if objects else None
         return entry.secret if entry else None
 
     def _put_in(self, kind: str, entry: _Entry, name: str) -> None:
-        found = self._deployments.setdefault(entry.key, _Deployment())
+        objects = self._deployments.setdefault(entry.key, _Deployment())
         if kind == RESOURCE:
-            found.resource = entry
+            objects.resource = entry
         elif kind == "Pod":
-            found.pods[entry.uid] = entry
+            objects.pods[entry.uid] = entry
         else:
-            found.children[kind, name] = entry
+            objects.children[kind, name] = entry
 
     def _take_out(self, kind: str, entry: _Entry) -> None:
-        found = self._deployments.get(entry.key)
-        if found is None:
+        objects = self._deployments.get(entry.key)
+        if objects is None:
             return
-        # A successor of the same name may have come in first.
+        # A successor of the same name may have been stored before.
         if kind == RESOURCE:
-            if found.resource is entry:
-                found.resource = None
+            if objects.resource is entry:
+                objects.resource = None
         elif kind == "Pod":
-            found.pods.pop(entry.uid, None)
-        elif isinstance(entry.view, ChildView) and found.children.get((kind, entry.view.name)) is entry:
-            del found.children[kind, entry.view.name]
-        if found.resource is None and not found.children and not found.pods:
+            objects.pods.pop(entry.uid, None)
+        elif isinstance(entry.view, ChildView) and objects.children.get((kind, entry.view.name)) is entry:
+            del objects.children[kind, entry.view.name]
+        if objects.resource is None and not objects.children and not objects.pods:
             del self._deployments[entry.key]
 
 
@@ -198,7 +192,7 @@ def _entry(kind: str, key: Key, obj: Mapping[str, Any]) -> _Entry:
     if kind == RESOURCE:
         slim = {**raw, "metadata": {name: value for name, value in metadata.items() if name != "managedFields"}}
         entry.body = json.dumps(slim).encode()
-        # Its status counts too: somebody else's hand in it is drift.
+        # Status included: a change of it by another manager is drift.
         entry.content = content_of(obj) + content_of({"data": obj.get("status")})
         return entry
     if kind == "Pod":
@@ -231,5 +225,5 @@ def _same(before: _Entry, now: _Entry) -> bool:
 
 
 def _older(version: str, than: str) -> bool:
-    # Numbers in every API server; one that is not is taken as news.
+    # Versions are numbers in every API server; anything else counts as newer.
     return version.isdigit() and than.isdigit() and int(version) < int(than)

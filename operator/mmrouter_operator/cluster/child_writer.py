@@ -1,4 +1,4 @@
-"""Writes the children of one deployment: what changed, in order, and nothing that is somebody else's."""
+"""Writes the children of one deployment: only what changed, in order, and no object of another owner."""
 
 import asyncio
 import logging
@@ -6,40 +6,26 @@ from collections.abc import Awaitable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter_operator.boot_clock import boot_time
-from mmrouter_operator.cluster.cache import Cache, content_of
-from mmrouter_operator.cluster.client import ApiError, Cluster, Refused
+from mmrouter_operator.cluster.boot_clock import boot_time
+from mmrouter_operator.cluster.cache import WatchCache, content_of
+from mmrouter_operator.cluster.client import ApiError, KubernetesCluster, Refused
 from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.model.kinds import Ref
+from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
 from mmrouter_operator.model.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
-from mmrouter_operator.model.refs import Ref
 from mmrouter_operator.model.snapshot import ChildView, Key
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL
+from mmrouter_operator.render import CHILD_KINDS
 
 log = logging.getLogger(__name__)
 
-_WAVES: Mapping[str, int] = {
-    "ControllerRevision": 0,
-    "ServiceAccount": 1,
-    "Role": 1,
-    "ConfigMap": 1,
-    "Secret": 1,
-    "Service": 1,
-    "NetworkPolicy": 1,
-    "PodDisruptionBudget": 1,
-    "RoleBinding": 2,
-    "Deployment": 3,
-}
-"""What must be there before what: renderings are kept before they are used, pods find what they mount; others last."""
-_LAST_WAVE = 4
-
-_GUARDS = frozenset({"ServiceAccount", "NetworkPolicy"})
-"""Kinds without which no new pod is made: it would run open, or under an account that somebody else gave rights to."""
-_GIVEN_TO_PODS = _GUARDS | {"ControllerRevision", "ConfigMap", "Secret", "Service", "Role", "RoleBinding", "Deployment"}
-"""Kinds that have to be written before what they replace may go."""
+_BEFORE_PODS = frozenset(name for name, kind in CHILD_KINDS.items() if kind.guard == "creation")
+"""Kinds without which no new pod may be created."""
+_BEFORE_REMOVAL = frozenset(name for name, kind in CHILD_KINDS.items() if kind.guard != "none")
+"""Kinds that must be result before the children that they replace are deleted."""
 
 REFUSED_FOR = 60.0
 """Seconds for which the same refused manifest is not sent again."""
-PATIENCE = 120.0
+CONTESTED_SECONDS = 120.0
 """Seconds without drift after which a child is no longer contested."""
 IMMEDIATE_REPAIRS = 10
 LONGEST_PAUSE = 60.0
@@ -47,7 +33,7 @@ LONGEST_PAUSE = 60.0
 
 @dataclass(slots=True)
 class _Applied:
-    """What this process last did to a child. ``content`` is the live object's digest after it."""
+    """The last write of a child by this process. ``content`` is the live object's digest after it."""
 
     wanted: str
     content: str = ""
@@ -57,95 +43,103 @@ class _Applied:
     repaired_at: float = float("-inf")
 
     def pause(self, now: float) -> float:
-        """Seconds to leave a contested child alone; the first repairs are immediate."""
+        """Seconds until a contested child is repaired again; the first repairs are immediate."""
         beyond = self.repairs - IMMEDIATE_REPAIRS
         return max(0.0, self.repaired_at + min(LONGEST_PAUSE, 2.0**beyond) - now) if beyond >= 0 else 0.0
 
     def contested_for(self, now: float) -> float:
-        """Seconds for which the child still counts as contested, 0 for one that does not.
+        """Seconds for which the child still counts as contested; 0 if it does not.
 
-        The repairs themselves do not end it: the other writer is not gone because its last write was taken back.
+        A repair does not end the contest: the other writer is still there.
         """
-        return max(0.0, self.repaired_at + PATIENCE - now) if self.repairs >= IMMEDIATE_REPAIRS else 0.0
+        return max(0.0, self.repaired_at + CONTESTED_SECONDS - now) if self.repairs >= IMMEDIATE_REPAIRS else 0.0
 
 
 @dataclass(slots=True)
-class Written:
-    """What came of it. ``again_in``: seconds until something that was put off is due.
+class WriteResult:
+    """The result of writing children. ``again_in``: seconds until a postponed write is due.
 
-    ``progressed``: something is there now, or as it should be, that was not before, and not because somebody undid it.
+    ``progressed``: a child was created or changed, repairs of drift excluded.
     """
 
-    problems: list[Problem]
-    repaired: list[Ref]
-    created: list[Ref]
+    problems: list[Problem] = field(default_factory=list)
+    repaired: list[Ref] = field(default_factory=list)
     again_in: float | None = None
     failures: list[tuple[Ref, ApiError]] = field(default_factory=list)
     progressed: bool = False
 
     def lacks(self, kinds: Container[str]) -> bool:
-        """Whether a child of one of these kinds could not be written. A contested one is there."""
+        """Whether a child of one of these kinds could not be result. A contested one exists."""
         return any(problem.kind in kinds and problem.reason != CHILD_CONTESTED for problem in self.problems)
 
     @property
-    def replaced(self) -> bool:
-        """Whether everything that pods need is written, so that what it replaces may be deleted."""
-        return not self.failures and not self.lacks(_GIVEN_TO_PODS)
+    def may_prune(self) -> bool:
+        """Whether everything that pods need is result, so that what it replaces may be deleted."""
+        return not self.failures and not self.lacks(_BEFORE_REMOVAL)
 
-    def later(self, seconds: float) -> None:
-        """Come back in so many seconds, or earlier."""
+    def add(self, other: "WriteResult") -> None:
+        """Add the result of other writes."""
+        self.problems += other.problems
+        self.repaired += other.repaired
+        self.failures += other.failures
+        self.progressed |= other.progressed
+        if other.again_in is not None:
+            self.retry_in(other.again_in)
+
+    def retry_in(self, seconds: float) -> None:
+        """Reconcile again in ``seconds``, or earlier."""
         self.again_in = seconds if self.again_in is None else min(self.again_in, seconds)
 
 
-class Children:
-    """Remembers, by deployment, what was applied, so that what did not change is not sent."""
+class ChildWriter:
+    """Applies children, and remembers by deployment what was applied: an unchanged child is not sent again."""
 
-    def __init__(self, cluster: Cluster, cache: Cache, metrics: Metrics) -> None:
+    def __init__(self, cluster: KubernetesCluster, cache: WatchCache, metrics: Metrics) -> None:
         self._cluster = cluster
         self._cache = cache
         self._metrics = metrics
         self._applied: dict[Key, dict[tuple[str, str], _Applied]] = {}
 
     def forget(self, key: Key) -> None:
-        """A deployment is gone."""
+        """Forget a deleted deployment."""
         self._applied.pop(key, None)
 
-    async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]]) -> Written:
+    async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]]) -> WriteResult:
         """Apply what changed; ``owner`` is the resource's uid.
 
-        What fails and may pass by itself is in the result; what builds on it is not tried then. A Deployment that does
-        not exist yet waits for the policies and accounts of its pods also where these are refused.
+        Failures are in the result; later waves are not result after one. A Deployment that does not exist yet is not
+        created either while the policies or accounts of its pods are refused.
         """
-        written = Written([], [], [])
+        result = WriteResult()
         waves: dict[int, list[dict[str, Any]]] = {}
         for manifest in manifests:
-            waves.setdefault(_WAVES.get(manifest["kind"], _LAST_WAVE), []).append(manifest)
+            waves.setdefault(CHILD_KINDS[manifest["kind"]].wave, []).append(manifest)
         for _, wave in sorted(waves.items()):
             sent = wave
-            if written.lacks(_GUARDS):
-                there = self._cache.children(key)
-                sent = [m for m in wave if m["kind"] != "Deployment" or ("Deployment", m["metadata"]["name"]) in there]
-            await _together(self._one(key, owner, manifest, written) for manifest in sent)
-            if written.failures:
+            if result.lacks(_BEFORE_PODS):
+                live = self._cache.children(key)
+                sent = [m for m in wave if m["kind"] != "Deployment" or ("Deployment", m["metadata"]["name"]) in live]
+            await _run_all(self._write_one(key, owner, manifest, result) for manifest in sent)
+            if result.failures:
                 break
-        return written
+        return result
 
-    async def prune(self, key: Key, doomed: Mapping[Ref, str], written: Written) -> None:
-        """Delete children that are rendered no more, each of exactly this uid."""
+    async def prune(self, key: Key, surplus: Mapping[Ref, str], result: WriteResult) -> None:
+        """Delete children that are no longer rendered, each by its uid."""
 
         async def delete(ref: Ref, uid: str) -> None:
             try:
                 await self._cluster.delete(ref, uid)
             except ApiError as error:
                 self._metrics.applied(ref.kind, type(error).__name__)
-                written.failures.append((ref, error))
+                result.failures.append((ref, error))
                 return
             self._metrics.applied(ref.kind, "deleted")
             self._applied.get(key, {}).pop((ref.kind, ref.name), None)
 
-        await _together(delete(ref, uid) for ref, uid in doomed.items())
+        await _run_all(delete(ref, uid) for ref, uid in surplus.items())
 
-    async def _one(self, key: Key, owner: str, manifest: dict[str, Any], written: Written) -> None:
+    async def _write_one(self, key: Key, owner: str, manifest: dict[str, Any], result: WriteResult) -> None:
         ref = Ref.of(manifest)
         place = (ref.kind, ref.name)
         seen = self._cache.children(key).get(place)
@@ -155,28 +149,28 @@ class Children:
         last = self._applied.setdefault(key, {}).get(place)
         if last is not None and last.wanted == wanted:
             if last.refusal and now < last.refused_at + REFUSED_FOR:
-                written.problems.append(Problem(CHILD_REFUSED, *place, last.refusal))
-                written.later(last.refused_at + REFUSED_FOR - now)
+                result.problems.append(Problem(CHILD_REFUSED, *place, last.refusal))
+                result.retry_in(last.refused_at + REFUSED_FOR - now)
                 return
             if before and before == last.content:
-                _tell_contested(ref, last, now, written)
+                _report_contested(ref, last, now, result)
                 return
             if (pause := last.pause(now)) > 0:
-                _tell_contested(ref, last, now, written)
-                written.later(pause)
+                _report_contested(ref, last, now, result)
+                result.retry_in(pause)
                 return
         try:
-            is_taken = await self._taken(ref, owner, seen)
+            is_foreign = await self._is_foreign(ref, owner, seen)
         except ApiError as error:
-            written.failures.append((ref, error))
+            result.failures.append((ref, error))
             return
-        if is_taken:
+        if is_foreign:
             message = f"{ref.kind} {ref.name} exists and is not this resource's"
-            written.problems.append(Problem(CHILD_NAME_TAKEN, *place, message))
-            written.later(REFUSED_FOR)
+            result.problems.append(Problem(CHILD_NAME_TAKEN, *place, message))
+            result.retry_in(REFUSED_FOR)
             return
         done = _Applied(wanted)
-        if last is not None and now < last.repaired_at + PATIENCE:
+        if last is not None and now < last.repaired_at + CONTESTED_SECONDS:
             done.repairs, done.repaired_at = last.repairs, last.repaired_at
         try:
             live = await self._send(manifest, seen)
@@ -184,27 +178,27 @@ class Children:
             self._metrics.applied(ref.kind, "Refused")
             done.refusal, done.refused_at = f"{ref.kind} {ref.name}: {error}", now
             self._applied[key][place] = done
-            written.problems.append(Problem(CHILD_REFUSED, *place, done.refusal))
-            written.later(REFUSED_FOR)
+            result.problems.append(Problem(CHILD_REFUSED, *place, done.refusal))
+            result.retry_in(REFUSED_FOR)
             return
         except ApiError as error:
             self._metrics.applied(ref.kind, type(error).__name__)
-            written.failures.append((ref, error))
+            result.failures.append((ref, error))
             return
         self._metrics.applied(ref.kind, "applied")
         done.content = content_of(live)
         if last is not None and last.wanted == wanted and not last.refusal and done.content != before:
-            # Nothing was asked for that was not there before: somebody had changed or deleted it.
+            # The manifest is the same as before, so another writer changed or deleted the object.
             self._metrics.drift_repaired(ref.kind)
-            written.repaired.append(ref)
+            result.repaired.append(ref)
             done.repairs += 1
             done.repaired_at = now
-            log.info("taken back", extra={"namespace": key[0], "object": key[1], "kind": ref.kind, "child": ref.name})
+            log.info(
+                "drift repaired", extra={"namespace": key[0], "object": key[1], "kind": ref.kind, "child": ref.name}
+            )
         else:
-            written.progressed |= done.content != before
-            if seen is None:
-                written.created.append(ref)
-        _tell_contested(ref, done, now, written)
+            result.progressed |= done.content != before
+        _report_contested(ref, done, now, result)
         self._applied[key][place] = done
         self._cache.put(ref.kind, live)
 
@@ -214,32 +208,34 @@ class Children:
         except Refused as error:
             if seen is None or error.status != 422:
                 raise
-        # Apply leaves what others put into a list beside ours, and both together may be invalid: the same port name
-        # twice, for one. A merge takes the whole list back; after it, applying is valid if anything is.
+        # Apply keeps list items of other managers beside ours, and together they may be invalid (two equal port names,
+        # for example). A merge replaces the whole list, and the apply after it takes ownership again.
         await self._cluster.merge(manifest)
         return await self._cluster.apply(manifest)
 
-    async def _taken(self, ref: Ref, owner: str, seen: ChildView | None) -> bool:
-        """Whether the object is controlled by somebody else, or by nobody and without our labels."""
+    async def _is_foreign(self, ref: Ref, owner: str, seen: ChildView | None) -> bool:
+        """Whether the object has another controller, or none and no label of ours."""
         if seen is not None:
             return seen.owner not in ("", owner)
         live = await self._cluster.get(ref)
         if live is None:
             return False
-        return taken(live, owner)
+        return belongs_to_other(live, owner)
 
 
-def _tell_contested(ref: Ref, last: _Applied, now: float, written: Written) -> None:
+def _report_contested(ref: Ref, last: _Applied, now: float, result: WriteResult) -> None:
     if (left := last.contested_for(now)) > 0:
-        said = f"{ref.kind} {ref.name} was changed by others {last.repairs} times and is taken back with growing pauses"
-        written.problems.append(Problem(CHILD_CONTESTED, ref.kind, ref.name, said))
-        written.later(left)
+        message = (
+            f"{ref.kind} {ref.name} was changed by others {last.repairs} times and is taken back with growing pauses"
+        )
+        result.problems.append(Problem(CHILD_CONTESTED, ref.kind, ref.name, message))
+        result.retry_in(left)
 
 
-def taken(live: Mapping[str, Any], owner: str) -> bool:
-    """Whether a live object belongs to somebody else than the resource ``owner``.
+def belongs_to_other(live: Mapping[str, Any], owner: str) -> bool:
+    """Whether a live object has another owner than the resource with the uid ``owner``.
 
-    One without a controller is ours if it bears our label: somebody took the reference off, or orphaned it.
+    An object without a controller is ours if it has our label: its owner reference was removed, or it was orphaned.
     """
     metadata = live["metadata"]
     controllers = [item["uid"] for item in metadata.get("ownerReferences") or [] if item.get("controller")]
@@ -248,8 +244,8 @@ def taken(live: Mapping[str, Any], owner: str) -> bool:
     return DEPLOYMENT_LABEL not in (metadata.get("labels") or {})
 
 
-async def _together(calls: Iterable[Awaitable[None]]) -> None:
-    """Await all, whatever comes of each; then raise the first failure."""
+async def _run_all(calls: Iterable[Awaitable[None]]) -> None:
+    """Await all, also after a failure; then raise the first one."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,4 +1,4 @@
-"""How to reach the cluster: one configuration for the client and for kopf's watches."""
+"""How the operator reaches the cluster: the client's configuration, and kopf's credentials from it."""
 
 import os
 from pathlib import Path
@@ -8,14 +8,16 @@ import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client.configuration import Configuration
 
+from mmrouter_kube.connection import in_cluster
+
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 NO_KUBECONFIG = (yaml.YAMLError, TypeError, ValueError, KeyError, AttributeError)
-"""What the client library raises for a file that is no kubeconfig at all: it takes for granted that it is one."""
+"""What the client library raises for a file that is not a kubeconfig."""
 
 
 class ConnectError(Exception):
-    """There is no usable configuration; the message says what was looked for."""
+    """There is no usable configuration; the message names the file."""
 
 
 async def load(kubeconfig: Path | None) -> Configuration:
@@ -23,15 +25,15 @@ async def load(kubeconfig: Path | None) -> Configuration:
 
     Raises :class:`ConnectError`.
     """
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     configuration = Configuration()
     try:
-        if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ and (_ACCOUNT / "token").exists():
-            config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-        else:
-            if kubeconfig is not None and not kubeconfig.is_file():
-                raise ConnectError(f"no way to the cluster: there is no file {kubeconfig}")
-            path = str(kubeconfig) if kubeconfig is not None else None
-            await config.load_kube_config(path, client_configuration=configuration)  # type: ignore[no-untyped-call]
+        if kubeconfig is None and host and (_ACCOUNT / "token").exists():
+            return in_cluster(host, os.environ.get("KUBERNETES_SERVICE_PORT", "443"), _ACCOUNT)
+        if kubeconfig is not None and not kubeconfig.is_file():
+            raise ConnectError(f"no way to the cluster: there is no file {kubeconfig}")
+        path = str(kubeconfig) if kubeconfig is not None else None
+        await config.load_kube_config(path, client_configuration=configuration)  # type: ignore[no-untyped-call]
     except (config.ConfigException, OSError) as error:
         raise ConnectError(f"no way to the cluster: {error}") from error
     except NO_KUBECONFIG as error:
@@ -50,8 +52,8 @@ def own_namespace() -> str:
         return os.environ.get("POD_NAMESPACE", "default")
 
 
-async def credentials(configuration: Configuration) -> kopf.ConnectionInfo:
-    """Return what kopf connects with now. It asks again when the server no longer takes it: tokens are short-lived."""
+async def kopf_credentials(configuration: Configuration) -> kopf.ConnectionInfo:
+    """Return kopf's credentials. kopf asks for new ones when the server refuses a token: tokens are short-lived."""
     header = (
         await configuration.get_api_key_with_prefix("BearerToken") if "BearerToken" in configuration.api_key else ""
     )

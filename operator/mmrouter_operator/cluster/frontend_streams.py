@@ -1,8 +1,8 @@
-"""Follows the control stream of every frontend (docs/architecture.md): one connection each, reports in, changes out.
+"""Reads the control stream of every frontend (docs/architecture.md) and keeps its last report.
 
-Nothing is polled. A router that is quiet sends a comment now and then, so silence means that it is gone; the connection
-is then made again with growing, random pauses. A report outlives its connection for a while, because a router that
-restarts has forgotten nothing that the gates depend on.
+Each frontend has one connection, without polling. An idle router sends a comment regularly, so silence means that it is
+gone; the connection is then re-established with growing, random pauses. A report stays valid for a while after its
+connection ends, because the state that the readiness gates depend on survives a restart of the router.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ log = logging.getLogger("mmrouter.operator.streams")
 CONTROL_PORT = 8001
 CONNECT_SECONDS = 5.0
 SILENT_SECONDS = 45.0
-"""Three of the router's comments."""
+"""Three intervals of the router's comments."""
 HOLD_SECONDS = 30.0
-"""How long the last report stands after the stream has ended."""
+"""How long the last report stays valid after the stream has ended."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.2, 5.0
 MAX_EVENT = 4 << 20
 """Bytes of one event: about 15 000 pods."""
@@ -33,12 +33,12 @@ _decoder = msgspec.json.Decoder(FrontendReport)
 
 
 class StreamError(Exception):
-    """What a frontend sent is no stream of reports; the message says why."""
+    """The response of a frontend is not a stream of reports; the message says why."""
 
 
 @dataclass(slots=True)
-class _Followed:
-    """One frontend: where it is, the task that follows it, and what it said last."""
+class _Frontend:
+    """One frontend: its address, the task that reads its stream, and its last report."""
 
     ip: str
     token: str
@@ -54,8 +54,8 @@ class _Followed:
             self.expiry.cancel()
 
 
-class Streams:
-    """Everything that frontends say. All methods belong to one event loop; ``on_change`` is called from it."""
+class FrontendStreams:
+    """The reports of all frontends. All methods belong to one event loop; ``on_change`` is called from it."""
 
     def __init__(
         self,
@@ -66,42 +66,49 @@ class Streams:
         silent_seconds: float = SILENT_SECONDS,
         last_backoff: float = LAST_BACKOFF,
     ) -> None:
-        """``on_change``: told of a deployment when what :meth:`reports` returns has changed; it must not wait."""
+        """``on_change`` is called with a deployment when the result of :meth:`reports` changes; it must not block."""
         self._on_change, self._port, self._hold = on_change, port, hold_seconds
         self._silent, self._last_backoff = silent_seconds, last_backoff
-        self._followed: dict[Key, dict[str, _Followed]] = {}
+        self._frontends: dict[Key, dict[str, _Frontend]] = {}
         self._session: aiohttp.ClientSession | None = None
 
     def follow(self, key: Key, frontends: Mapping[str, str], token: str) -> None:
-        """Follow exactly these frontends of a deployment: pod uid -> address. ``token``: of its control API.
+        """Read the streams of exactly these frontends of a deployment: pod uid -> address.
 
-        With the same values it does nothing. A frontend with another address or token is connected anew.
+        ``token`` is that of its control API. A frontend with another address or token is connected again; others stay.
         """
-        known = self._followed.setdefault(key, {})
-        for uid in known.keys() - frontends.keys():
-            known.pop(uid).end()
+        current = self._frontends.setdefault(key, {})
+        for uid in current.keys() - frontends.keys():
+            current.pop(uid).end()
         for uid, ip in frontends.items():
-            before = known.get(uid)
+            before = current.get(uid)
             if before is not None and (before.ip, before.token) == (ip, token):
                 continue
             if before is not None:
                 before.end()
-            one = known[uid] = _Followed(ip, token)
-            one.task = asyncio.create_task(self._run(key, uid, one), name=f"stream of {key[0]}/{key[1]} {uid}")
+            frontend = current[uid] = _Frontend(ip, token)
+            frontend.task = asyncio.create_task(
+                self._run(key, uid, frontend), name=f"stream of {key[0]}/{key[1]} {uid}"
+            )
 
     def forget(self, key: Key) -> None:
-        """Follow nothing of a deployment any more."""
-        for one in self._followed.pop(key, {}).values():
-            one.end()
+        """Close the streams of a deployment."""
+        for frontend in self._frontends.pop(key, {}).values():
+            frontend.end()
 
     def reports(self, key: Key) -> dict[str, FrontendReport | None]:
-        """Pod uid -> its last report; ``None`` while it has not been heard, or not for a while."""
-        return {uid: one.report for uid, one in self._followed.get(key, {}).items()}
+        """Return by pod uid the last report; ``None`` if there is none, or none any more."""
+        return {uid: frontend.report for uid, frontend in self._frontends.get(key, {}).items()}
 
     async def close(self) -> None:
         """End all connections."""
-        tasks = [one.task for known in self._followed.values() for one in known.values() if one.task is not None]
-        for key in list(self._followed):
+        tasks = [
+            frontend.task
+            for current in self._frontends.values()
+            for frontend in current.values()
+            if frontend.task is not None
+        ]
+        for key in list(self._frontends):
             self.forget(key)
         if tasks:
             await asyncio.wait(tasks)
@@ -109,63 +116,63 @@ class Streams:
             await self._session.close()
             self._session = None
 
-    async def _run(self, key: Key, uid: str, one: _Followed) -> None:
+    async def _run(self, key: Key, uid: str, frontend: _Frontend) -> None:
         failures = 0
         while True:
-            heard = False
+            received = False
             try:
-                async with self._connect(one) as answer:
+                async with self._connect(frontend) as answer:
                     if answer.status != 200:
                         raise StreamError(f"answered {answer.status}")
-                    events = Events()
+                    events = EventStreamParser()
                     async for piece in answer.content.iter_any():
                         for data in events.feed(piece):
-                            heard = True
-                            self._heard(key, one, _decode(data))
+                            received = True
+                            self._take(key, frontend, _decode(data))
                 trouble = "the stream ended"
             except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
                 trouble = str(error) or type(error).__name__
             except Exception as error:
-                # A fault of our own, or of a listener, is no reason to be deaf to this frontend for ever.
+                # A bug here or in a listener must not end the stream of this frontend for good.
                 trouble = f"{type(error).__name__}: {error}"
-                log.exception("%s/%s: following frontend %s at %s failed", *key, uid, one.ip)
-            if heard or not one.trouble:
-                # Once per loss: an hour of attempts is one line.
-                log.info("%s/%s: frontend %s at %s: %s", *key, uid, one.ip, trouble)
-            one.trouble = trouble
-            if one.report is not None and one.expiry is None:
-                one.expiry = asyncio.get_running_loop().call_later(self._hold, self._expire, key, one)
-            failures = 1 if heard else failures + 1
+                log.exception("%s/%s: following frontend %s at %s failed", *key, uid, frontend.ip)
+            if received or not frontend.trouble:
+                # Log once per loss, not once per attempt.
+                log.info("%s/%s: frontend %s at %s: %s", *key, uid, frontend.ip, trouble)
+            frontend.trouble = trouble
+            if frontend.report is not None and frontend.expiry is None:
+                frontend.expiry = asyncio.get_running_loop().call_later(self._hold, self._expire, key, frontend)
+            failures = 1 if received else failures + 1
             backoff = min(FIRST_BACKOFF * 2 ** min(failures - 1, 10), self._last_backoff)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
-    def _connect(self, one: _Followed) -> "aiohttp.client._RequestContextManager":
+    def _connect(self, frontend: _Frontend) -> "aiohttp.client._RequestContextManager":
         if self._session is None:
-            # No limit: every frontend has one connection, which lasts.
+            # No limit: every frontend has one long-lived connection.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS, sock_read=self._silent),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        host = f"[{one.ip}]" if ":" in one.ip else one.ip
+        host = f"[{frontend.ip}]" if ":" in frontend.ip else frontend.ip
         url = f"http://{host}:{self._port}/control/stream"
-        # The token goes nowhere but to the pod.
-        return self._session.get(url, headers={"authorization": f"Bearer {one.token}"}, allow_redirects=False)
+        # Redirects would send the token elsewhere.
+        return self._session.get(url, headers={"authorization": f"Bearer {frontend.token}"}, allow_redirects=False)
 
-    def _heard(self, key: Key, one: _Followed, report: FrontendReport) -> None:
-        if one.expiry is not None:
-            one.expiry.cancel()
-            one.expiry = None
-        if report != one.report:
-            one.report = report
+    def _take(self, key: Key, frontend: _Frontend, report: FrontendReport) -> None:
+        if frontend.expiry is not None:
+            frontend.expiry.cancel()
+            frontend.expiry = None
+        if report != frontend.report:
+            frontend.report = report
             self._on_change(key)
 
-    def _expire(self, key: Key, one: _Followed) -> None:
-        one.report = one.expiry = None
+    def _expire(self, key: Key, frontend: _Frontend) -> None:
+        frontend.report = frontend.expiry = None
         self._on_change(key)
 
 
-class Events:
+class EventStreamParser:
     """Reads server-sent events out of a byte stream, at most :data:`MAX_EVENT` bytes each; comments are dropped."""
 
     def __init__(self, limit: int = MAX_EVENT) -> None:
@@ -175,12 +182,12 @@ class Events:
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the data of every event that ``piece`` completes. Raises :class:`StreamError` for a too long one."""
         self._buffer += piece
-        *whole, rest = self._buffer.split(b"\n\n")
+        *parts, rest = self._buffer.split(b"\n\n")
         self._buffer = rest
-        if any(len(part) > self._limit for part in (*whole, rest)):
+        if any(len(part) > self._limit for part in (*parts, rest)):
             raise StreamError(f"an event of more than {self._limit} bytes")
-        found = (b"\n".join(_data(line) for line in part.split(b"\n") if line.startswith(b"data:")) for part in whole)
-        return [data for data in found if data]
+        events = (b"\n".join(_data(line) for line in part.split(b"\n") if line.startswith(b"data:")) for part in parts)
+        return [data for data in events if data]
 
 
 def _data(line: bytes | bytearray) -> bytes:
@@ -191,4 +198,4 @@ def _decode(data: bytes) -> FrontendReport:
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise StreamError(f"no report: {error}") from error
+        raise StreamError(f"not a report: {error}") from error

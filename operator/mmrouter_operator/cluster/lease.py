@@ -1,8 +1,8 @@
-"""Which replica reconciles: a Lease, and until when this process may believe that it holds it.
+"""Leader election by a Lease, and for how long this process surely holds it.
 
-Clocks of different machines are never compared. A lease of somebody else counts as expired when its record has not
-changed for its duration *on our clock*; our own counts from before the renewal was sent. So a holder stops writing
-``duration - deadline`` seconds before anybody else may take over, whatever its clock says and however long it was
+Clocks of different machines are never compared. Another replica's lease counts as expired when its record has not
+changed for its duration *on our clock*; our own is valid from before the renewal was sent. So a holder stops writing
+``duration - deadline`` seconds before another replica may take over, whatever its clock says and however long it was
 suspended.
 """
 
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from mmrouter_operator.boot_clock import boot_time
-from mmrouter_operator.cluster.client import AlreadyThere, ApiError, Cluster, Conflict, NotFound, Object
-from mmrouter_operator.model.refs import KINDS, Ref
+from mmrouter_operator.cluster.boot_clock import boot_time
+from mmrouter_operator.cluster.client import AlreadyExists, ApiError, Conflict, KubernetesCluster, NotFound, Object
+from mmrouter_operator.cluster.kinds import KINDS
+from mmrouter_operator.model.kinds import Ref
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class LeaseTiming:
     """Seconds. A holder renews every ``retry``, writes for ``deadline`` after a renewal, and loses after ``duration``.
 
-    Raises ``ValueError`` when a holder could write while somebody else takes over.
+    Raises ``ValueError`` if a holder could write while another replica takes over.
     """
 
     duration: float = 15.0
@@ -40,7 +41,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Observed:
-    """The record of the Lease as this process saw it, and when it first saw it like this."""
+    """The record of the Lease, and since when this process has observed it unchanged."""
 
     record: tuple[str, str]
     """Holder and resource version."""
@@ -48,39 +49,39 @@ class Observed:
     since: float
 
 
-def may_take(observed: Observed | None, identity: str, now: float) -> bool:
-    """Whether the lease is free for ``identity``: nobody's, its own, or unchanged for its whole duration."""
+def may_acquire(observed: Observed | None, identity: str, now: float) -> bool:
+    """Whether ``identity`` may acquire the lease: it has no holder, is its own, or was not renewed for its duration."""
     if observed is None:
         return True
     holder = observed.record[0]
     return holder in ("", identity) or now >= observed.since + observed.duration
 
 
-class Leader:
-    """Takes and keeps the lease ``name`` in ``namespace``."""
+class LeaderElection:
+    """Acquires and renews the lease ``name`` in ``namespace``."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KubernetesCluster,
         *,
         namespace: str,
         name: str,
         identity: str,
-        timing: Timing | None = None,
+        timing: LeaseTiming | None = None,
         clock: Callable[[], float] = boot_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._cluster = cluster
-        self._ref = Ref(KINDS["Lease"].api_version, "Lease", namespace, name)
+        self._ref = Ref(KINDS["Lease"].api, "Lease", namespace, name)
         self._identity = identity
-        self._timing = timing or Timing()
+        self._timing = timing or LeaseTiming()
         self._clock = clock
         self._sleep = sleep
         self._observed: Observed | None = None
         self._valid_until = float("-inf")
         self._stopping = False
-        self._mine: Object | None = None
-        """The Lease as our last write left it: renewing needs no reading before it."""
+        self._held: Object | None = None
+        """The Lease as our last write left it, so that a renewal needs no read."""
 
     def left(self) -> float:
         """Seconds for which the lease is surely ours; not more than 0 when it is not."""
@@ -91,7 +92,7 @@ class Leader:
         return self.left() > 0
 
     async def run(self, *, gained: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Take the lease and keep it until cancelled; ``gained`` and ``lost`` are called at every change of hands."""
+        """Acquire the lease and renew it until cancelled; calls ``gained`` and ``lost`` at every change."""
         leading = False
         while True:
             if not self._stopping:
@@ -100,11 +101,11 @@ class Leader:
                 leading = not leading
                 log.info("%s the lease %s/%s", "took" if leading else "lost", self._ref.namespace, self._ref.name)
                 (gained if leading else lost)()
-            # A holder that cannot renew wakes up when its time is over, to stop at once what it is doing.
+            # A holder that cannot renew wakes up when its lease runs out, to stop its work at once.
             await self._sleep(min(self._timing.retry, max(self.left(), 0.05)) if leading else self._timing.retry)
 
     async def release(self) -> None:
-        """Stop writing and let another replica take over at once. Best effort: without it, the lease just expires."""
+        """Stop writing and let another replica take over at once. Best effort: otherwise the lease expires."""
         self._stopping = True
         held, self._valid_until = self.valid(), float("-inf")
         if not held:
@@ -112,7 +113,7 @@ class Leader:
         try:
             lease = await self._cluster.get(self._ref)
             if lease and lease["spec"].get("holderIdentity") == self._identity:
-                # One second, not zero: the API wants a positive duration.
+                # The API requires a positive duration.
                 lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _timestamp()}
                 await self._cluster.replace(lease)
         except ApiError as error:
@@ -123,12 +124,11 @@ class Leader:
         try:
             async with asyncio.timeout(self._timing.deadline):
                 held = await self._take()
-        except (AlreadyThere, Conflict, NotFound):
-            # Somebody else wrote or deleted it; what is there is seen next time.
-            self._mine = None
+        except (AlreadyExists, Conflict, NotFound):
+            self._held = None
             return
         except (ApiError, TimeoutError) as error:
-            self._mine = None
+            self._held = None
             log.warning("the lease could not be read or renewed: %s", error or "no answer")
             return
         if held and not self._stopping:
@@ -137,34 +137,34 @@ class Leader:
             self._valid_until = float("-inf")
 
     async def _take(self) -> bool:
-        if self._mine is not None and self.valid():
+        if self._held is not None and self.valid():
             try:
-                return await self._write(self._mine)
+                return await self._write(self._held)
             except Conflict:
-                self._mine = None
+                self._held = None
         lease = await self._cluster.get(self._ref)
         if lease is None:
             created = {
-                "apiVersion": self._ref.api_version,
+                "apiVersion": self._ref.api,
                 "kind": "Lease",
                 "metadata": {"name": self._ref.name, "namespace": self._ref.namespace},
                 "spec": self._spec({}),
             }
-            self._mine = await self._cluster.create(created)
-            self._see(self._mine)
+            self._held = await self._cluster.create(created)
+            self._observe(self._held)
             return True
-        self._see(lease)
-        if not may_take(self._observed, self._identity, self._clock()):
+        self._observe(lease)
+        if not may_acquire(self._observed, self._identity, self._clock()):
             return False
         return await self._write(lease)
 
     async def _write(self, lease: Object) -> bool:
         written = await self._cluster.replace({**lease, "spec": self._spec(lease.get("spec") or {})})
-        self._mine = written
-        self._see(written)
+        self._held = written
+        self._observe(written)
         return True
 
-    def _see(self, lease: dict[str, Any]) -> None:
+    def _observe(self, lease: dict[str, Any]) -> None:
         spec = lease.get("spec") or {}
         record = (spec.get("holderIdentity") or "", lease["metadata"].get("resourceVersion", ""))
         if self._observed is None or self._observed.record != record:
@@ -185,5 +185,5 @@ class Leader:
 
 
 def _timestamp() -> str:
-    # For people who read the Lease; nothing here compares it.
+    # For display only; never compared.
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

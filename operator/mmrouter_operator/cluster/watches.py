@@ -1,113 +1,130 @@
-"""kopf: watches, and nothing else. Every handler brings the cache up to date and enqueues keys.
+"""Watches of children and pods: fills the cache with them and reports every deployment that changed."""
 
-No state of kopf's own: raw events and indexes write nothing to the cluster, no peering, no posting, no finalizer.
-"""
-
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import kopf
+from kubernetes.aio.client.api_client import ApiClient
 
-from mmrouter_operator.cluster.cache import Cache
-from mmrouter_operator.cluster.cache_audit import Audit
-from mmrouter_operator.model.refs import CHILDREN, KINDS, MANAGED_BY, RESOURCE
+from mmrouter_kube.list_watch import ListWatch, RefusedError
+from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.kinds import KINDS
+from mmrouter_operator.model.labels import CHILD_SELECTOR
 from mmrouter_operator.model.snapshot import Key
 
-WATCHED = (RESOURCE, *CHILDREN, "Pod")
-"""Watched in every cluster; optional children join where their API is served."""
+log = logging.getLogger(__name__)
+
+_RETRIED = frozenset({401, 408, 410, 429})
+"""Refusals (4xx) that may pass: the token is renewed, the version is listed again, the server throttles."""
 
 
-class _Patience:
-    """Pauses between kopf's tries of one request, in seconds, without an end: an outage is waited out, however long.
-
-    Not a list on purpose: kopf takes something without a length as endless.
-    """
-
-    def __iter__(self) -> Iterator[float]:
-        yield from (0.2, 0.5, 1, 2, 5)
-        while True:
-            yield 10.0
+class WatchError(Exception):
+    """A kind can no longer be watched. The message says which one and why."""
 
 
-class _NoDiff(kopf.DiffBaseStorage):
-    """Remembers nothing and compares nothing: kopf would copy every body of every event for handlers we do not have."""
+class ChildWatches:
+    """Watches of ``kinds`` in ``namespaces`` (an empty string: in all). ``changed`` is called with changed keys."""
 
-    def build(self, **_: Any) -> Any:
-        return {}
+    def __init__(
+        self,
+        connect: Callable[[], ApiClient],
+        cache: WatchCache,
+        kinds: Sequence[str],
+        namespaces: Sequence[str],
+        changed: Callable[[Key], None],
+    ) -> None:
+        self.listed = asyncio.Event()
+        """Set once every kind has been listed."""
+        self._listeners = [
+            KindListener(kind, namespace, cache, changed, self._on_listed) for kind in kinds for namespace in namespaces
+        ]
+        self._watches = [ListWatch(connect, listener.path, CHILD_SELECTOR, listener) for listener in self._listeners]
 
-    def fetch(self, **_: Any) -> Any:
-        return None
+    @property
+    def trouble(self) -> str:
+        """Why not every kind has been listed yet, in a sentence; empty if all have."""
+        waiting = [listener for listener in self._listeners if not listener.complete]
+        failed = next((listener.trouble for listener in waiting if listener.trouble), "")
+        kinds = sorted({listener.kind for listener in waiting})
+        return failed or (f"not listed yet: {', '.join(kinds)}" if kinds else "")
 
-    def store(self, **_: Any) -> None:
-        return None
+    async def run(self) -> None:
+        """Watch until cancelled. Raises :class:`WatchError` when one of the kinds can no longer be watched."""
+        tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-
-def settings_for(kinds: Sequence[str]) -> kopf.OperatorSettings:
-    """Return kopf's settings for watching these kinds."""
-    settings = kopf.OperatorSettings()
-    settings.posting.enabled = False
-    settings.peering.standalone = True
-    # No watches of namespaces and CRDs, and no rights for them.
-    settings.scanning.disabled = True
-    settings.networking.error_backoffs = _Patience()
-    settings.networking.request_timeout = 30.0
-    settings.networking.connect_timeout = 5.0
-    settings.watching.connect_timeout = 5.0
-    # A watch that lives for ever may be silently dead; the server ends it, and bookmarks prove life before that.
-    settings.watching.server_timeout = 600
-    settings.watching.chunk_size = 500
-    settings.queueing.idle_timeout = 0.1
-    settings.persistence.diffbase_storage = _NoDiff()
-    for kind in kinds:
-        if kind != RESOURCE:
-            settings.watching.label_selectors[_selector(kind)] = MANAGED_BY
-    return settings
-
-
-def registry_for(
-    kinds: Sequence[str],
-    cache: Cache,
-    changed: Callable[[Key], None],
-    audit: Audit,
-    login: Callable[[], Awaitable[kopf.ConnectionInfo]],
-) -> kopf.OperatorRegistry:
-    """Return the handlers. ``changed`` is called for every deployment that looks different.
-
-    ``audit`` is hurried when a watch began anew.
-    """
-    registry = kopf.OperatorRegistry()
-
-    async def connect(**_: Any) -> kopf.ConnectionInfo:
-        return await login()
-
-    kopf.on.login(registry=registry)(connect)
-    for kind in kinds:
-        fill, watch = _handlers(kind, cache, changed, audit)
-        # kopf calls indexes of every listed object first, and events only when all kinds are listed.
-        kopf.index(*_selector(kind), id=f"fill-{kind}", registry=registry)(fill)
-        kopf.on.event(*_selector(kind), id=f"watch-{kind}", registry=registry)(watch)
-    return registry
+    def _on_listed(self) -> None:
+        if all(listener.complete for listener in self._listeners):
+            self.listed.set()
 
 
-def _handlers(kind: str, cache: Cache, changed: Callable[[Key], None], audit: Audit) -> tuple[Any, Any]:
-    async def fill(body: Mapping[str, Any], **_: Any) -> None:
-        for key in cache.put(kind, body):
-            changed(key)
+class KindListener:
+    """Puts one kind of one namespace into the cache; see ``mmrouter_kube.list_watch.Listener``."""
 
-    async def watch(event: Mapping[str, Any], **_: Any) -> None:
-        if event["type"] == "DELETED":
-            metadata = event["object"]["metadata"]
-            for key in cache.remove(kind, metadata["uid"], metadata["resourceVersion"]):
-                changed(key)
-        elif event["type"] is None and audit.filled.is_set():
-            # Listed again, not told: the watch broke, and what went away meanwhile is not in the list.
-            audit.soon()
+    def __init__(
+        self,
+        kind: str,
+        namespace: str,
+        cache: WatchCache,
+        changed: Callable[[Key], None],
+        on_listed: Callable[[], None],
+    ) -> None:
+        self.kind, self.namespace = kind, namespace
+        self.complete = False
+        """Whether it has been listed once."""
+        self.trouble = ""
+        """Why it cannot be listed or watched now, in a sentence."""
+        self._cache, self._changed, self._on_listed = cache, changed, on_listed
+        self._known: frozenset[str] = frozenset()
 
-    return fill, watch
+    def path(self) -> str:
+        return KINDS[self.kind].path(self.namespace)
 
+    def list_started(self) -> None:
+        self._known = frozenset(self._cache.uids(self.kind, self.namespace))
 
-def _selector(kind: str) -> tuple[str, str] | tuple[str, str, str]:
-    found = KINDS[kind]
-    if not found.group:
-        return found.api_version, found.plural
-    return found.group, found.api_version.partition("/")[2], found.plural
+    def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        for obj in objects:
+            self._report(self._cache.put(self.kind, obj))
+
+    def list_complete(self, uids: frozenset[str]) -> None:
+        for uid in self._known - uids:
+            self._report(self._cache.remove(self.kind, uid))
+        self._known = frozenset()
+        if not self.complete:
+            self.complete = True
+            self._on_listed()
+
+    def event(self, type: str, obj: Mapping[str, Any]) -> None:
+        if type == "DELETED":
+            metadata = obj["metadata"]
+            self._report(self._cache.remove(self.kind, metadata["uid"], metadata["resourceVersion"]))
+        else:
+            self._report(self._cache.put(self.kind, obj))
+
+    def connected(self) -> None:
+        self.trouble = ""
+
+    def failed(self, reason: str, error: Exception) -> None:
+        """Log the first of several failures. Raises :class:`WatchError` for a refusal that repeating cannot cure.
+
+        Until the kind has been listed once, 403 is repeated: the operator's rights may be granted after its start.
+        """
+        what = "watched" if self.complete else "listed"
+        sentence = f"{self.kind} cannot be {what} in {self.namespace or 'all namespaces'}: {error}"
+        status = error.status if isinstance(error, RefusedError) else 0
+        if 400 <= status < 500 and status not in _RETRIED and (self.complete or status != 403):
+            raise WatchError(sentence) from error
+        if not self.trouble and reason != "expired":
+            log.warning(sentence)
+        self.trouble = sentence
+
+    def _report(self, keys: tuple[Key, ...]) -> None:
+        for key in keys:
+            self._changed(key)

@@ -1,7 +1,7 @@
-"""The queue of keys. :class:`KeyQueue` decides what may run when, and knows no clock; :class:`Workers` runs it.
+"""The work queue: :class:`KeyQueue` schedules keys without a clock of its own, :class:`Workers` runs them.
 
-A key runs at most once at a time. Adding it any number of times before it runs is one run; adding it while it runs is
-one more run after it. Delays coalesce too: the earliest wins.
+A key runs at most once at a time. Adds before it runs coalesce into one run; adds while it runs cause one more run. Of
+several delays the earliest applies.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ def backoff(failures: int, rng: random.Random) -> float:
 
 
 def resync(rng: random.Random) -> float:
-    """Seconds until a key that is content is looked at again."""
+    """Seconds until a key without changes is reconciled again."""
     return RESYNC * rng.uniform(1 - RESYNC_SPREAD, 1 + RESYNC_SPREAD)
 
 
 class KeyQueue:
-    """What may run, and when. Every method takes the time; none of them waits."""
+    """Which keys may run, and when. Methods take the current time; none of them waits."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
@@ -43,27 +43,27 @@ class KeyQueue:
         self._failures: dict[Key, int] = {}
 
     def __len__(self) -> int:
-        """Keys that wait, delayed ones too."""
+        """Number of waiting keys, delayed ones included."""
         return len(self._due)
 
     @property
     def running(self) -> frozenset[Key]:
-        """Keys that run now."""
+        """The running keys."""
         return frozenset(self._running)
 
     def ready(self, now: float) -> int:
-        """Keys that could run now, if there were a free worker."""
+        """Number of keys that could run now with a free worker."""
         return sum(1 for key, due in self._due.items() if due <= now and key not in self._running)
 
     def add(self, key: Key, now: float, delay: float = 0.0) -> None:
-        """Let a key run in ``delay`` seconds, or earlier if that was asked before."""
+        """Schedule a key in ``delay`` seconds; an earlier schedule stays."""
         due = now + delay
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
             self._push(key, due)
 
     def pop(self, now: float) -> tuple[Key, float] | None:
-        """Take the key that waits longest, with the seconds it waited beyond its time; it counts as running."""
+        """Take the key that is overdue longest, with the seconds it is overdue; it counts as running."""
         key = self._first(now)
         if key is None:
             return None
@@ -72,26 +72,26 @@ class KeyQueue:
         return key, waited
 
     def succeeded(self, key: Key, now: float, again_in: float | None = None) -> None:
-        """A run ended well; it is due again in ``again_in`` seconds, at the resync at the latest."""
+        """End a successful run; the key is due in ``again_in`` seconds, at the resync at the latest."""
         self._end(key)
         self._failures.pop(key, None)
         self.add(key, now, min(again_in if again_in is not None else float("inf"), resync(self._rng)))
 
-    def failed(self, key: Key, now: float, at_least: float = 0.0, *, anew: bool = False) -> float:
-        """A run failed. Returns the seconds until the next; what was added meanwhile waits as long.
+    def failed(self, key: Key, now: float, at_least: float = 0.0, *, reset: bool = False) -> float:
+        """End a failed run. Returns the seconds until the next; adds made meanwhile are delayed as long.
 
-        A run that fails changes things before it does, and must not wake itself up by that. ``anew``: the next run has
-        something else before it, so the failures until now say nothing of it.
+        A failing run may change objects before it fails, and must not trigger itself by that. ``reset``: the next run
+        starts from another state, so the backoff starts over.
         """
         self._end(key)
-        self._failures[key] = 1 if anew else self._failures.get(key, 0) + 1
+        self._failures[key] = 1 if reset else self._failures.get(key, 0) + 1
         delay = max(at_least, backoff(self._failures[key], self._rng))
         self._due.pop(key, None)
         self.add(key, now, delay)
         return delay
 
-    def gone(self, key: Key) -> None:
-        """A run found that its object is gone: forget the key, unless it was added meanwhile."""
+    def forget(self, key: Key) -> None:
+        """End a run whose object was deleted: forget the key, unless it was added meanwhile."""
         self._end(key)
         self._failures.pop(key, None)
 
@@ -100,13 +100,13 @@ class KeyQueue:
         return self._failures.get(key, 0)
 
     def clear(self) -> None:
-        """Forget everything that waits. What runs must be ended by its worker."""
+        """Forget all waiting keys. Running ones must be ended by their worker."""
         self._due.clear()
         self._heap.clear()
         self._failures.clear()
 
     def wake_at(self, now: float) -> float | None:
-        """When the next key may run (``now`` if one may already); ``None`` if nothing waits that could run."""
+        """When the next key may run (``now`` if one may already); ``None`` without a waiting key that could."""
         self._compact()
         waiting = [due for key, due in self._due.items() if key not in self._running] if self._running else None
         if waiting is not None:
@@ -137,7 +137,7 @@ class KeyQueue:
     def _push(self, key: Key, due: float) -> None:
         self._order += 1
         heapq.heappush(self._heap, (due, self._order, key))
-        # Entries that an earlier one replaced stay behind in the heap; they must not outnumber the keys for long.
+        # Replaced entries stay in the heap until it is compacted here.
         if len(self._heap) > 64 + 4 * len(self._due):
             self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
@@ -146,31 +146,31 @@ class KeyQueue:
         self._running.discard(key)
 
 
-class Gone(Exception):  # noqa: N818 - an outcome, not an error
-    """The object of the key does not exist any more."""
+class ObjectDeleted(Exception):  # noqa: N818 - an outcome, not an error
+    """The object of the key was deleted."""
 
 
 class Retry(Exception):  # noqa: N818 - an outcome, not an error
-    """The run failed in a way that is expected and already told; ``after`` is the least pause, in seconds.
+    """The run failed in an expected way that has been reported; ``after`` is the least pause in seconds.
 
-    ``anew``: the failures until now say nothing of the next run, because this one did a part of the work for good.
-    Where one call of ten fails, pauses that double would let no deployment of twenty objects become complete.
+    ``reset``: the run made progress, so the backoff starts over. If one call in ten fails, doubling pauses would keep a
+    deployment of twenty objects from ever becoming complete.
     """
 
-    def __init__(self, message: str, after: float = 0.0, *, anew: bool = False) -> None:
+    def __init__(self, message: str, after: float = 0.0, *, reset: bool = False) -> None:
         super().__init__(message)
         self.after = after
-        self.anew = anew
+        self.reset = reset
 
 
 class Hooks(Protocol):
-    """What the metrics want to know."""
+    """Callbacks for metrics."""
 
     def depth(self, ready: int) -> None:
-        """So many keys could run."""
+        """``ready`` keys could run now."""
 
     def started(self, waited: float) -> None:
-        """A run began after so many seconds."""
+        """A run started, ``waited`` seconds after it was due."""
 
     def finished(self, result: str, seconds: float) -> None:
         """A run ended; ``result`` is success, retry, error, timeout or gone."""
@@ -179,8 +179,8 @@ class Hooks(Protocol):
 class Workers:
     """Runs keys, at most ``concurrency`` at a time, each within ``deadline`` seconds.
 
-    ``work`` returns the seconds until it wants to be called again, or ``None``. ``version`` of a key changes when
-    somebody edits what it stands for, and never by our own doing.
+    ``work`` returns the seconds until its next call, or ``None``. ``version`` of a key changes when its object is
+    edited by others, never by our own writes.
     """
 
     def __init__(
@@ -213,13 +213,13 @@ class Workers:
         return self._queue.failures(key)
 
     async def drain(self, seconds: float) -> None:
-        """Start nothing more, and wait so long for what runs."""
+        """Start no more runs, and wait at most ``seconds`` for the running ones."""
         self._draining = True
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=seconds)
 
     async def run(self) -> None:
-        """Work until cancelled; then everything that runs is cancelled and waited for, and the queue is empty."""
+        """Run keys until cancelled; then cancel and await all runs, and clear the queue."""
         try:
             while True:
                 self._changed.clear()
@@ -228,11 +228,10 @@ class Workers:
                     and len(self._tasks) < self._concurrency
                     and (entry := self._queue.pop(_now())) is not None
                 ):
-                    task = asyncio.create_task(self._one(*entry))
+                    task = asyncio.create_task(self._run_key(*entry))
                     self._tasks.add(task)
                     task.add_done_callback(self._done)
                 self._hooks.depth(self._queue.ready(_now()))
-                # Every worker is busy: the next thing that matters is the end of one.
                 busy = self._draining or len(self._tasks) >= self._concurrency
                 wake = None if busy else self._queue.wake_at(_now())
                 try:
@@ -252,36 +251,36 @@ class Workers:
         self._tasks.discard(task)
         self._changed.set()
 
-    async def _one(self, key: Key, waited: float) -> None:
+    async def _run_key(self, key: Key, waited: float) -> None:
         self._hooks.started(waited)
         started = _now()
-        result, again_in, pause, anew = "error", None, 0.0, False
+        result, again_in, pause, reset = "error", None, 0.0, False
         version = self._version(key)
         try:
             async with asyncio.timeout(self._deadline):
                 again_in = await self._work(key)
             result = "success"
-        except Gone:
+        except ObjectDeleted:
             result = "gone"
         except Retry as retry:
-            result, pause, anew = "retry", retry.after, retry.anew
-            log.warning("will be tried again: %s", retry, extra={"namespace": key[0], "object": key[1]})
+            result, pause, reset = "retry", retry.after, retry.reset
+            log.warning("retrying: %s", retry, extra={"namespace": key[0], "object": key[1]})
         except TimeoutError:
             result = "timeout"
             log.error("not done within %.0f s", self._deadline, extra={"namespace": key[0], "object": key[1]})
         except asyncio.CancelledError:
-            self._queue.gone(key)
+            self._queue.forget(key)
             raise
         except Exception:
-            # A bug that one deployment meets must not stop the others: it is counted as an error, and tried again.
+            # A bug that affects one deployment must not stop the others.
             log.exception("reconcile failed", extra={"namespace": key[0], "object": key[1]})
         if result == "success":
             self._queue.succeeded(key, _now(), again_in)
         elif result == "gone":
-            self._queue.gone(key)
+            self._queue.forget(key)
         else:
             edited = self._version(key) != version
-            self._queue.failed(key, _now(), pause, anew=anew or edited)
+            self._queue.failed(key, _now(), pause, reset=reset or edited)
         self._hooks.finished(result, _now() - started)
 
 

@@ -1,21 +1,78 @@
-"""The secrets of a deployment: made anew (the only place that makes CURVE keys), and read from their Secret."""
+"""The keys of a deployment: generated once, and read back from their Secret."""
 
 import base64
 import binascii
+import hashlib
 import secrets as random
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import zmq
 
 from mmrouter_lib.media_identity import KEY_BYTES
-from mmrouter_operator.render.secret import SecretData
 
 _CURVE_CHARACTERS = 40
 
+ENGINE_KEY: Final = "engine.key"
+ROUTER_ITEMS: Final = (
+    "identity.key",
+    "router.curve.secret",
+    "router.curve.public",
+    "sidecar.curve.public",
+    "control.token",
+    ENGINE_KEY,
+)
+"""Entries that routers mount."""
+SIDECAR_ITEMS: Final = (
+    "identity.key",
+    "sidecar.curve.secret",
+    "sidecar.curve.public",
+    "router.curve.public",
+    ENGINE_KEY,
+)
+"""Entries that sidecars mount."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecretData:
+    """Keys that the deployment's processes share: 32 raw bytes, two CURVE pairs in Z85 and two bearer tokens."""
+
+    identity_key: bytes = field(repr=False)
+    sidecar_public: str
+    sidecar_secret: str = field(repr=False)
+    router_public: str
+    router_secret: str = field(repr=False)
+    control_token: str = field(repr=False)
+    engine_key: str = field(repr=False)
+
+    def entries(self) -> dict[str, bytes]:
+        """Return the Secret's data by key; the keys are the names of the files in the pods."""
+        return {
+            "identity.key": self.identity_key,
+            "sidecar.curve.secret": self.sidecar_secret.encode(),
+            "sidecar.curve.public": self.sidecar_public.encode(),
+            "router.curve.secret": self.router_secret.encode(),
+            "router.curve.public": self.router_public.encode(),
+            "control.token": self.control_token.encode(),
+            ENGINE_KEY: self.engine_key.encode(),
+        }
+
+
+class SecretError(ValueError):
+    """The Secret lacks an entry or has a malformed one; the message names the entry, never its content."""
+
+
+def fingerprint(secrets: SecretData) -> str:
+    """Return a short hash of all entries. It may be public: each entry is random and long."""
+    digest = hashlib.sha256()
+    for name, value in sorted(secrets.entries().items()):
+        digest.update(f"{name}:{len(value)}:".encode() + value)
+    return digest.hexdigest()[:16]
+
 
 def new_secret_data() -> SecretData:
-    """Return new random keys: one CURVE pair for all sidecars, one for all routers, and two bearer texts."""
+    """Return new random keys: one CURVE pair for all sidecars, one for all routers, and two bearer tokens."""
     sidecar_public, sidecar_secret = zmq.curve_keypair()
     router_public, router_secret = zmq.curve_keypair()
     return SecretData(
@@ -29,12 +86,8 @@ def new_secret_data() -> SecretData:
     )
 
 
-class SecretError(ValueError):
-    """The Secret is not what the operator made; the message names the entry, never its content."""
-
-
 def read_secret(obj: Mapping[str, Any]) -> SecretData:
-    """Return the keys of a raw Secret. Raises :class:`SecretError` when an entry is missing or malformed."""
+    """Return the keys of a raw Secret. Raises :class:`SecretError` if an entry is missing or malformed."""
     data = obj.get("data") or {}
 
     def entry(name: str) -> bytes:
@@ -48,12 +101,16 @@ def read_secret(obj: Mapping[str, Any]) -> SecretData:
             raise SecretError(f"entry `{name}` is empty")
         return value
 
-    def text(name: str, length: int | None = None) -> str:
+    def text(name: str) -> str:
         value = entry(name)
-        if not value.isascii() or (length is not None and len(value) != length):
-            raise SecretError(
-                f"entry `{name}` is not a key of {length} characters" if length else f"`{name}` is no text"
-            )
+        if not value.isascii():
+            raise SecretError(f"`{name}` is not text")
+        return value.decode()
+
+    def curve(name: str) -> str:
+        value = entry(name)
+        if not value.isascii() or len(value) != _CURVE_CHARACTERS:
+            raise SecretError(f"entry `{name}` is not a key of {_CURVE_CHARACTERS} characters")
         return value.decode()
 
     identity = entry("identity.key")
@@ -61,10 +118,10 @@ def read_secret(obj: Mapping[str, Any]) -> SecretData:
         raise SecretError(f"entry `identity.key` is not {KEY_BYTES} bytes long")
     return SecretData(
         identity_key=identity,
-        sidecar_public=text("sidecar.curve.public", _CURVE_CHARACTERS),
-        sidecar_secret=text("sidecar.curve.secret", _CURVE_CHARACTERS),
-        router_public=text("router.curve.public", _CURVE_CHARACTERS),
-        router_secret=text("router.curve.secret", _CURVE_CHARACTERS),
+        sidecar_public=curve("sidecar.curve.public"),
+        sidecar_secret=curve("sidecar.curve.secret"),
+        router_public=curve("router.curve.public"),
+        router_secret=curve("router.curve.secret"),
         control_token=text("control.token"),
-        engine_key=text("engine.key"),
+        engine_key=text(ENGINE_KEY),
     )

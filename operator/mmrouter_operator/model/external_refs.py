@@ -1,10 +1,10 @@
-"""What a resource names and does not own: objects that must exist before its pods can start. Pure."""
+"""Objects that a resource refers to and does not own: they must exist before its pods can start. Pure."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.refs import KINDS, Ref
+from mmrouter_operator.model.kinds import Kind, Ref
 
 Reference = tuple[Ref, str]
 """An object, and the field that names it."""
@@ -14,36 +14,37 @@ _VOLUMES: Mapping[str, tuple[str, str]] = {
     "configMap": ("ConfigMap", "name"),
     "secret": ("Secret", "secretName"),
 }
-"""Volume source -> kind that it names, and in which field."""
+"""Volume source -> the kind that it refers to, and the field with the name."""
 
-KINDS_NAMED = frozenset(
-    {
-        "ConfigMap",
-        "PersistentVolumeClaim",
-        "PriorityClass",
-        "ResourceClaim",
-        "ResourceClaimTemplate",
-        "RuntimeClass",
-        "Secret",
-        "ServiceAccount",
-    }
-)
+EXTERNAL_KINDS: Final[Mapping[str, Kind]] = {
+    kind.kind: kind
+    for kind in (
+        Kind("ConfigMap", "v1"),
+        Kind("PersistentVolumeClaim", "v1"),
+        Kind("PriorityClass", "scheduling.k8s.io/v1"),
+        Kind("ResourceClaim", "resource.k8s.io/v1"),
+        Kind("ResourceClaimTemplate", "resource.k8s.io/v1"),
+        Kind("RuntimeClass", "node.k8s.io/v1"),
+        Kind("Secret", "v1"),
+        Kind("ServiceAccount", "v1"),
+    )
+}
 """Every kind that :func:`references` can return."""
 
 
 def references(dep: MMRouterDeployment) -> tuple[Reference, ...]:
     """Return every object that must exist, once, with the first field that names it, in the order of the spec.
 
-    References that Kubernetes itself takes as optional are left out, and so are names that are no texts: a malformed
-    ``podTemplate`` is the renderer's to refuse.
+    References that Kubernetes takes as optional are left out, and so are names that are not strings: the renderer
+    refuses a malformed ``podTemplate``.
     """
-    found: dict[Ref, str] = {}
+    fields: dict[Ref, str] = {}
     for kind, name, path in _all(dep):
         if isinstance(name, str) and name:
-            row = KINDS[kind]
+            row = EXTERNAL_KINDS[kind]
             namespace = dep.metadata.namespace if row.namespaced else ""
-            found.setdefault(Ref(row.api_version, kind, namespace, name), path)
-    return tuple(found.items())
+            fields.setdefault(Ref(row.api, kind, namespace, name), path)
+    return tuple(fields.items())
 
 
 def _all(dep: MMRouterDeployment) -> Iterator[tuple[str, Any, str]]:
@@ -87,27 +88,27 @@ def _template(template: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any
 
 def _volume(volume: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any, str]]:
     for source, (kind, field) in _VOLUMES.items():
-        said = _map(volume.get(source))
-        if said and said.get("optional") is not True:
-            yield kind, said.get(field), f"{path}.{source}.{field}"
+        reference = _map(volume.get(source))
+        if reference and reference.get("optional") is not True:
+            yield kind, reference.get(field), f"{path}.{source}.{field}"
     for number, part in enumerate(_list(_map(volume.get("projected")).get("sources"))):
         for source, kind in (("configMap", "ConfigMap"), ("secret", "Secret")):
-            said = _map(part.get(source))
-            if said and said.get("optional") is not True:
-                yield kind, said.get("name"), f"{path}.projected.sources[{number}].{source}.name"
+            reference = _map(part.get(source))
+            if reference and reference.get("optional") is not True:
+                yield kind, reference.get("name"), f"{path}.projected.sources[{number}].{source}.name"
 
 
 def _environment(container: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any, str]]:
     for number, item in enumerate(_list(container.get("env"))):
         for source, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
-            said = _map(_map(item.get("valueFrom")).get(source))
-            if said and said.get("optional") is not True:
-                yield kind, said.get("name"), f"{path}.env[{number}].valueFrom.{source}.name"
+            reference = _map(_map(item.get("valueFrom")).get(source))
+            if reference and reference.get("optional") is not True:
+                yield kind, reference.get("name"), f"{path}.env[{number}].valueFrom.{source}.name"
     for number, item in enumerate(_list(container.get("envFrom"))):
         for source, kind in (("secretRef", "Secret"), ("configMapRef", "ConfigMap")):
-            said = _map(item.get(source))
-            if said and said.get("optional") is not True:
-                yield kind, said.get("name"), f"{path}.envFrom[{number}].{source}.name"
+            reference = _map(item.get(source))
+            if reference and reference.get("optional") is not True:
+                yield kind, reference.get("name"), f"{path}.envFrom[{number}].{source}.name"
 
 
 def _map(value: Any) -> Mapping[str, Any]:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmrouter_operator.model.labels import POOL_LABEL
 from mmrouter_operator.model.snapshot import ChildView, DeploymentView, Snapshot
 from mmrouter_operator.planning.rollout import Blocked, Rollout
-from mmrouter_operator.render.common import POOL_LABEL
 
 MANAGER = "mmrouter-operator"
 """Field manager of everything that is applied."""
@@ -24,7 +24,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanDraft:
     """A plan while it is put together."""
 
     apply: list[dict[str, Any]] = field(default_factory=list)
@@ -46,17 +46,17 @@ def live_deployment(snapshot: Snapshot, name: str) -> DeploymentView | None:
     return view if isinstance(view, DeploymentView) else None
 
 
-def taken(snapshot: Snapshot, kind: str, name: str) -> bool:
+def is_foreign(snapshot: Snapshot, kind: str, name: str) -> bool:
     """Whether the name of a child is held by an object that another one controls.
 
     What bears our label and has no controller was orphaned, or somebody took the reference off: it is taken back.
     """
     view = snapshot.children.get((kind, name))
-    return view is not None and not ours(snapshot, view)
+    return view is not None and not is_owned(snapshot, view)
 
 
-def ours(snapshot: Snapshot, view: ChildView) -> bool:
-    """Whether a child belongs to the resource, or did before its reference was taken off; see :func:`taken`."""
+def is_owned(snapshot: Snapshot, view: ChildView) -> bool:
+    """Whether a child belongs to the resource, or did before its reference was taken off; see :func:`is_foreign`."""
     return view.owner in ("", resource_uid(snapshot))
 
 
@@ -65,7 +65,7 @@ def resource_uid(snapshot: Snapshot) -> str:
     return str(snapshot.resource["metadata"].get("uid", ""))
 
 
-def without_scaler(manifest: Mapping[str, Any], snapshot: Snapshot, live: int) -> int:
+def replicas_without_autoscaler(manifest: Mapping[str, Any], snapshot: Snapshot, live: int) -> int:
     """Return the replicas of a pool's Deployment that stands and that no autoscaler sizes.
 
     A pool with ``autoscaling`` whose autoscaler cannot be (its API went away, for one) keeps the ``live`` replicas,
@@ -90,7 +90,7 @@ def with_replicas(manifest: Mapping[str, Any], replicas: int | None, seen: str =
     return {**made, "metadata": {**manifest["metadata"], "resourceVersion": seen}} if seen else made
 
 
-def progress_of(rollout: Rollout) -> str:
+def progress_message(rollout: Rollout) -> str:
     """Return where a rollout stands, in a sentence."""
     return (
         f"{rollout.subject}: {rollout.updated} of {rollout.desired} replicas updated, {rollout.available} available"

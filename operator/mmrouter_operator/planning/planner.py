@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 from mmrouter_operator.model.snapshot import DeploymentView, Snapshot
 from mmrouter_operator.planning.plan_draft import (
     MANAGER,
-    Draft,
+    PlanDraft,
     Step,
     child_name_taken,
+    is_foreign,
+    is_owned,
     live_deployment,
-    ours,
-    progress_of,
-    taken,
+    progress_message,
+    replicas_without_autoscaler,
     with_replicas,
-    without_scaler,
 )
 from mmrouter_operator.planning.pool_set_rollout import in_set, plan_set
-from mmrouter_operator.planning.removed_pools import departed, rendered_name
+from mmrouter_operator.planning.removed_pools import pools_kept_serving, rendered_name
 from mmrouter_operator.planning.rollout import (
     STAGES,
     Blocked,
@@ -46,7 +46,7 @@ from mmrouter_operator.planning.rollout import (
 )
 from mmrouter_operator.planning.template_revisions import stored_template, surplus_revisions
 
-__all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Plan", "Progress", "Prune", "Rollout", "Step", "plan"]
+__all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Progress", "Prune", "Rollout", "RolloutPlan", "Step", "plan"]
 
 SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
 KEPT_KINDS = ("Secret", "ControllerRevision")
@@ -54,7 +54,7 @@ KEPT_KINDS = ("Secret", "ControllerRevision")
 
 
 class Prune(NamedTuple):
-    """An object that is ours and no longer wanted."""
+    """An object that is is_owned and no longer wanted."""
 
     kind: str
     name: str
@@ -62,7 +62,7 @@ class Prune(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RolloutPlan:
     """What to apply, in order, what to delete after that, and where every Deployment stands."""
 
     outcome: Outcome
@@ -74,13 +74,13 @@ class Plan:
     """The frontend's first, then the pools' in the order of the spec."""
 
 
-def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> Plan:
+def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> RolloutPlan:
     """Return the next step from ``snapshot`` towards ``desired``, whose templates are chosen (``revisions.py``).
 
     The result depends on its arguments alone, so a step that was planned twice is the same step, and a plan that nobody
     carried out is planned again.
     """
-    draft = Draft()
+    draft = PlanDraft()
     deployments = [manifest for manifest in desired if manifest["kind"] == "Deployment"]
     together = [manifest for manifest in deployments if in_set(manifest)]
     scaled = autoscaled(desired)
@@ -98,14 +98,14 @@ def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> Plan:
     pods = len(draft.steps)
     others = _others(desired, snapshot, draft, switching, {pool_of(manifest) for manifest in together})
     draft.steps = draft.steps[pods:] + draft.steps[:pods]  # in the order in which they are applied
-    leaving = departed(deployments, snapshot, draft)
+    leaving = pools_kept_serving(deployments, snapshot, draft)
     prune = _prune([*others, *draft.apply], desired, snapshot, draft, leaving)
     order = {manifest["metadata"]["name"]: place for place, manifest in enumerate(deployments)}
     frontend_first = sorted(draft.rollouts, key=lambda rollout: (bool(rollout.pool), order.get(rollout.name, 0)))
     rollouts = tuple(frontend_first)
     if (snapshot.resource.get("spec") or {}).get("paused"):
-        return Plan(Blocked("Paused", "spec.paused is true: nothing is changed"), rollouts=rollouts)
-    return Plan(
+        return RolloutPlan(Blocked("Paused", "spec.paused is true: nothing is changed"), rollouts=rollouts)
+    return RolloutPlan(
         _outcome(draft, rollouts, prune),
         apply=(*others, *draft.apply),
         prune=prune,
@@ -119,15 +119,17 @@ def autoscaled(desired: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(manifest["spec"]["scaleTargetRef"]["name"] for manifest in desired if manifest["kind"] in SCALERS)
 
 
-def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft, *, held: bool, scaled: bool) -> None:
+def _plan_deployment(
+    manifest: dict[str, Any], snapshot: Snapshot, draft: PlanDraft, *, held: bool, scaled: bool
+) -> None:
     name = manifest["metadata"]["name"]
     live = live_deployment(snapshot, name)
     desired = int(manifest["spec"].get("replicas", 1))
     if scaled and live is not None:
         desired = live.replicas
     elif live is not None:
-        desired = without_scaler(manifest, snapshot, live.replicas)
-    if taken(snapshot, "Deployment", name):
+        desired = replicas_without_autoscaler(manifest, snapshot, live.replicas)
+    if is_foreign(snapshot, "Deployment", name):
         blocked = child_name_taken("Deployment", name)
         draft.blocked.append(blocked)
         rollout = assess(manifest, None, snapshot, desired)
@@ -169,7 +171,7 @@ def _plan_deployment(manifest: dict[str, Any], snapshot: Snapshot, draft: Draft,
         elif live.replicas != desired:
             draft.steps.append(_scale(name, rollout, live, desired))
         if not rollout.complete:
-            draft.waits.append(progress_of(rollout))
+            draft.waits.append(progress_message(rollout))
     if rollout.blocked is not None:
         draft.blocked.append(rollout.blocked)
     draft.rollouts.append(rollout)
@@ -187,7 +189,7 @@ def _is_new(manifest: Mapping[str, Any], live: DeploymentView, snapshot: Snapsho
 
 
 def _others(
-    desired: Sequence[dict[str, Any]], snapshot: Snapshot, draft: Draft, switching: bool, together: set[str]
+    desired: Sequence[dict[str, Any]], snapshot: Snapshot, draft: PlanDraft, switching: bool, together: set[str]
 ) -> list[dict[str, Any]]:
     """Return what is no Deployment. While a set switches, its planner decides the replicas, so no autoscaler does."""
     result = []
@@ -202,7 +204,7 @@ def _others(
             if switching:
                 continue
             manifest = _retarget(manifest, names)  # noqa: PLW2901
-        if taken(snapshot, kind, name):
+        if is_foreign(snapshot, kind, name):
             draft.blocked.append(child_name_taken(kind, name))
             continue
         if (kind, name) not in snapshot.children:
@@ -226,14 +228,14 @@ def _prune(
     applied: Sequence[Mapping[str, Any]],
     desired: Sequence[Mapping[str, Any]],
     snapshot: Snapshot,
-    draft: Draft,
+    draft: PlanDraft,
     leaving: Sequence[DeploymentView],
 ) -> tuple[Prune, ...]:
     wanted = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in applied}
     wanted |= {("Deployment", name) for name in draft.keep}
     pruned = []
     for (kind, name), view in snapshot.children.items():
-        if not ours(snapshot, view) or view.deleting or (kind, name) in wanted or kind in KEPT_KINDS:
+        if not is_owned(snapshot, view) or view.deleting or (kind, name) in wanted or kind in KEPT_KINDS:
             continue
         if leaving and _serves_the_leaving(kind, name, snapshot, leaving):
             continue
@@ -267,7 +269,7 @@ def _running(manifest: Mapping[str, Any], snapshot: Snapshot) -> set[str]:
     return hashes
 
 
-def _outcome(draft: Draft, rollouts: Sequence[Rollout], prune: Sequence[Prune]) -> Outcome:
+def _outcome(draft: PlanDraft, rollouts: Sequence[Rollout], prune: Sequence[Prune]) -> Outcome:
     if draft.blocked:
         return draft.blocked[0]
     if draft.waits:

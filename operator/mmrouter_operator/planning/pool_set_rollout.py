@@ -15,22 +15,22 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mmrouter_operator.model.snapshot import COMPATIBILITY, SET_TARGET, DeploymentView, Snapshot
+from mmrouter_operator.model.labels import COMPATIBILITY, DEPLOYMENT_LABEL, SET_TARGET
+from mmrouter_operator.model.snapshot import DeploymentView, Snapshot
 from mmrouter_operator.planning import pool_set_steps as sets
 from mmrouter_operator.planning.plan_draft import (
     MANAGER,
-    Draft,
+    PlanDraft,
     Step,
     child_name_taken,
-    ours,
-    progress_of,
-    taken,
+    is_foreign,
+    is_owned,
+    progress_message,
+    replicas_without_autoscaler,
     with_replicas,
-    without_scaler,
 )
 from mmrouter_operator.planning.rollout import Blocked, Rollout, assess, pool_of, role_of, strategy, template_hash
 from mmrouter_operator.planning.template_revisions import stored_template
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL
 from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
 DIGITS = 8
@@ -52,7 +52,7 @@ def generation_name(base: str, compatibility: str) -> str:
 
 
 def plan_set(
-    manifests: Sequence[dict[str, Any]], snapshot: Snapshot, draft: Draft, *, held: bool, scaled: Iterable[str]
+    manifests: Sequence[dict[str, Any]], snapshot: Snapshot, draft: PlanDraft, *, held: bool, scaled: Iterable[str]
 ) -> bool:
     """Add the set's next step to the draft; return whether it is switching. ``held``: an earlier stage is not over."""
     by_pool = {pool_of(manifest): manifest for manifest in manifests}
@@ -87,7 +87,7 @@ def _apply(
     replicas: int,
     view: DeploymentView | None,
     snapshot: Snapshot,
-    draft: Draft,
+    draft: PlanDraft,
     held: bool,
     switching: bool,
     manifests: Sequence[Mapping[str, Any]],
@@ -96,7 +96,7 @@ def _apply(
 ) -> None:
     base = manifest["metadata"]["name"]
     name = generation_name(base, generation)
-    if taken(snapshot, "Deployment", name):
+    if is_foreign(snapshot, "Deployment", name):
         draft.blocked.append(child_name_taken("Deployment", name))
         return
     result = copy.deepcopy(manifest)
@@ -132,7 +132,7 @@ def _owned(view: DeploymentView | None, replicas: int, scaled: bool) -> int | No
     return None if scaled and others else replicas
 
 
-def _say(name: str, pool: str, replicas: int, view: DeploymentView | None, switching: bool, draft: Draft) -> None:
+def _say(name: str, pool: str, replicas: int, view: DeploymentView | None, switching: bool, draft: PlanDraft) -> None:
     action = "switch" if switching else "scale"
     if view is None:
         draft.steps.append(Step("create", "Deployment", name, f"pool {pool}: {replicas} replicas"))
@@ -156,7 +156,7 @@ def _live(manifests: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> dict[tu
     owner = manifests[0]["metadata"]["labels"][DEPLOYMENT_LABEL]
     found = {}
     for view in snapshot.children.values():
-        if not isinstance(view, DeploymentView) or not view.compatibility or not ours(snapshot, view):
+        if not isinstance(view, DeploymentView) or not view.compatibility or not is_owned(snapshot, view):
             continue
         if view.name == generation_name(f"{owner}-{view.pool}", view.compatibility):
             found[view.pool, view.compatibility] = view
@@ -177,7 +177,7 @@ def _numbers(
         noted = [view.set_target for view in views.values() if view.set_target is not None]
         switching = any(generation != goal for _, generation in live)
         sized = max(noted) if noted and switching else sum(view.replicas for view in views.values())
-        target = sized if scaled else without_scaler(manifest, snapshot, sized)
+        target = sized if scaled else replicas_without_autoscaler(manifest, snapshot, sized)
     surge, unavailable = strategy(manifest)
     sides = {
         generation: sets.Side(view.replicas, max(view.total, 0), min(view.available, view.replicas))
@@ -188,7 +188,7 @@ def _numbers(
 
 def _largest(pools: Sequence[sets.SetPool]) -> str:
     live = {name for pool in pools for name in pool.sides}
-    return sets.best(pools, live, "")
+    return sets.most_serving(pools, live, "")
 
 
 def _sum(
@@ -196,7 +196,7 @@ def _sum(
     live: Mapping[tuple[str, str], DeploymentView],
     snapshot: Snapshot,
     pool: sets.SetPool,
-    draft: Draft,
+    draft: PlanDraft,
     held: bool,
 ) -> Rollout:
     """Return where a set pool stands: updated are the replicas of the wanted generation, the rest is over all."""
@@ -219,7 +219,7 @@ def _sum(
     if rollout.blocked is not None:
         draft.blocked.append(rollout.blocked)
     if not rollout.complete:
-        draft.waits.append(progress_of(rollout))
+        draft.waits.append(progress_message(rollout))
     return rollout
 
 
@@ -228,7 +228,7 @@ def _keep_removed_pools(
     by_pool: Mapping[str, Any],
     now: sets.SetStep,
     goal: str,
-    draft: Draft,
+    draft: PlanDraft,
 ) -> None:
     """A pool that left the spec goes with its generation: what is left of that generation may still need it."""
     for (pool, generation), view in live.items():

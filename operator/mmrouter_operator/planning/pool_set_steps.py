@@ -69,7 +69,7 @@ def step(pools: Sequence[SetPool], goal: str) -> SetStep:
     live = {name for pool in pools for name in pool.sides}
     if live <= {goal}:
         return SetStep({(pool.name, goal): pool.target for pool in pools}, towards=goal, done=True)
-    towards = goal if len(live | {goal}) <= 2 else best(pools, live, goal)
+    towards = goal if len(live | {goal}) <= 2 else most_serving(pools, live, goal)
     old = sorted(live - {towards}, key=lambda name: (_weight(pools, name), name))
     if len(old) > 1 or towards != goal:
         # A generation that serves nobody only takes up room; what is left of it would have no partner.
@@ -153,7 +153,7 @@ def _weight(pools: Sequence[SetPool], name: str) -> tuple[bool, float, int]:
     return _serves(pools, name), min(share, 1.0), sum(side.wanted for _, side in sides)
 
 
-def best(pools: Sequence[SetPool], live: Iterable[str], goal: str) -> str:
+def most_serving(pools: Sequence[SetPool], live: Iterable[str], goal: str) -> str:
     """Return the generation that serves most; ``goal`` where two are equal."""
     return max(live, key=lambda name: (_weight(pools, name), name == goal, name))
 

@@ -14,8 +14,8 @@ must not take the service down with it.
 from collections.abc import Mapping, Sequence
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
-from mmrouter_operator.render.common import FRONTEND_ROLE
+from mmrouter_operator.model.labels import FRONTEND_ROLE, ROUTABLE, VERIFIED
+from mmrouter_operator.model.snapshot import FrontendReport, PodView, Snapshot, WorkerReport
 
 HEARING_SECONDS = 30.0
 """How long it may take until a ready frontend is heard, before its silence counts."""
@@ -27,7 +27,7 @@ Gate = tuple[bool, str, str]
 """Value, reason and message of a pod condition."""
 
 
-def gates(dep: MMRouterDeployment, snapshot: Snapshot) -> dict[str, dict[str, Gate]]:
+def gate_changes(dep: MMRouterDeployment, snapshot: Snapshot) -> dict[str, dict[str, Gate]]:
     """Return by pod uid all gates of the pods on which one is to change; other pods are left out."""
     result = {}
     for pod in snapshot.pods:
@@ -52,7 +52,7 @@ def reports_on(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
     return [None if report is None else report.workers.get(pod.uid) for report in reports]
 
 
-def voices(snapshot: Snapshot) -> list[PodView]:
+def counted_frontends(snapshot: Snapshot) -> list[PodView]:
     """Return the ready frontends that count: those that were heard, and those that should have been by now.
 
     An operator or a frontend that has just started has not had the time to speak or to listen, and that says nothing.
@@ -60,14 +60,14 @@ def voices(snapshot: Snapshot) -> list[PodView]:
     return [pod for pod in ready_frontends(snapshot) if snapshot.reports.get(pod.uid) or _silent(pod, snapshot)]
 
 
-def all_heard(snapshot: Snapshot) -> bool:
+def all_frontends_counted(snapshot: Snapshot) -> bool:
     """Whether every ready frontend has spoken, or has had its time to."""
-    return len(voices(snapshot)) == len(ready_frontends(snapshot))
+    return len(counted_frontends(snapshot)) == len(ready_frontends(snapshot))
 
 
-def told_of(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
+def counted_reports(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
     """Return what the frontends that count say of a pod, as :func:`reports_on` does of all that are ready."""
-    heard = (snapshot.reports.get(front.uid) for front in voices(snapshot))
+    heard = (snapshot.reports.get(front.uid) for front in counted_frontends(snapshot))
     return [None if report is None else report.workers.get(pod.uid) for report in heard]
 
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from mmrouter_operator.model.snapshot import DeploymentView, Snapshot
-from mmrouter_operator.planning.plan_draft import Draft, Step, ours
+from mmrouter_operator.planning.plan_draft import PlanDraft, Step, is_owned
 from mmrouter_operator.planning.rollout import STAGES, Blocked, Rollout, pool_of, strategy
 
 
-def departed(deployments: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft: Draft) -> list[DeploymentView]:
+def pools_kept_serving(
+    deployments: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft: PlanDraft
+) -> list[DeploymentView]:
     """Return the Deployments of pools that left the spec and that have to stay for now; say so in the draft.
 
     One stays while a pool of its own stage or a later one is short of the replicas that it may not miss, or runs an
@@ -27,7 +29,7 @@ def departed(deployments: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft
     for view in snapshot.children.values():
         if not isinstance(view, DeploymentView) or not view.pool or view.name in wanted:
             continue
-        if not ours(snapshot, view) or view.deleting or not view.available:
+        if not is_owned(snapshot, view) or view.deleting or not view.available:
             continue
         successors = [r for r in draft.rollouts if r.pool and STAGES[r.role] >= STAGES.get(view.role, 0)]
         late = [r for r in successors if not r.settled or r.available < r.desired - unavailable[r.pool]]

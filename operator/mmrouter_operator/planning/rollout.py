@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_operator.model.snapshot import RENDERING_HASH, DeploymentView, PodView, Snapshot
-from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL
+from mmrouter_operator.model.labels import POOL_LABEL, RENDERING_HASH, ROLE_LABEL
+from mmrouter_operator.model.snapshot import DeploymentView, PodView, Snapshot
 
 IMAGE_REASONS = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
 CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})

@@ -8,16 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_operator.model.snapshot import (
-    ChildView,
-    DeploymentView,
-    Snapshot,
-    child_view,
-    deployment_view,
-    revision_view,
-)
+from mmrouter_operator.model.snapshot import ChildView, DeploymentView, Snapshot
+from mmrouter_operator.model.views import child_view, deployment_view, revision_view
 from mmrouter_operator.planning.plan_draft import MANAGER
-from mmrouter_operator.planning.planner import Blocked, Complete, Outcome, Plan, Step, plan
+from mmrouter_operator.planning.planner import Blocked, Complete, Outcome, RolloutPlan, Step, plan
 from mmrouter_operator.planning.rollout import pool_of
 
 ROUNDS = 10_000
@@ -25,7 +19,7 @@ ROUNDS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Simulation:
     """All rounds in order; what is in one round happens together, and the next waits until its pods are ready."""
 
     rounds: tuple[tuple[Step, ...], ...]
@@ -33,7 +27,7 @@ class Rehearsal:
     final: Snapshot
 
 
-def rehearse(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Rehearsal:
+def simulate(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Simulation:
     """Return every step from ``snapshot`` to ``desired``. ``revision``: a ControllerRevision that is applied first."""
     snapshot = with_revision(snapshot, revision)
     rounds: list[tuple[Step, ...]] = []
@@ -47,12 +41,12 @@ def rehearse(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Ma
             rounds.append(steps)
         after = carried_out(planned, _with_secret(desired, snapshot))
         if isinstance(planned.outcome, Complete) or (isinstance(planned.outcome, Blocked) and after == snapshot):
-            return Rehearsal(tuple(rounds), planned.outcome, after)
+            return Simulation(tuple(rounds), planned.outcome, after)
         snapshot = after
-    return Rehearsal(tuple(rounds), planned.outcome, snapshot)
+    return Simulation(tuple(rounds), planned.outcome, snapshot)
 
 
-def carried_out(planned: Plan, snapshot: Snapshot) -> Snapshot:
+def carried_out(planned: RolloutPlan, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot after a plan was applied and every pod has become ready."""
     children = dict(snapshot.children)
     for manifest in planned.apply:

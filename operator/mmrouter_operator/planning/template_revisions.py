@@ -13,18 +13,14 @@ from typing import Any
 
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.snapshot import COMPATIBILITY, RENDERING_HASH, RevisionView, Snapshot
+from mmrouter_operator.model.labels import ADOPT, COMPATIBILITY, INPUTS_HASH, RENDERING_HASH
+from mmrouter_operator.model.snapshot import RevisionView, Snapshot
 from mmrouter_operator.planning.rollout import pods_of, pool_of, role_of, template_hash
-from mmrouter_operator.render.common import TEMPLATE_HASH, object_metadata
+from mmrouter_operator.render import controllerrevision
 from mmrouter_operator.render.pod.template_inputs import SET_ROLES
-
-ADOPT = "mmrouter.io/adopt"
-"""Annotation of the resource: ``"true"``, or the operator version whose rendering may replace the kept one."""
 
 KEPT = 3
 """Revisions that are kept, besides those that a Deployment still runs."""
-
-REVISION_COMPONENT = "revision"
 
 
 def adopts(dep: MMRouterDeployment, version: str = __version__) -> bool:
@@ -58,8 +54,8 @@ def choose_templates(
     result = [_with_template(m, chosen[m["metadata"]["name"]]) if m in deployments else m for m in desired]
     if newest is not None and _same(_templates(newest), entries):
         # One that was orphaned is applied once more, which takes it back.
-        return result, None if newest.owner else _revision(dep, newest.number, entries)
-    return result, _revision(dep, 1 + _highest(dep, snapshot), entries)
+        return result, None if newest.owner else controllerrevision.revision(dep, newest.number, entries)
+    return result, controllerrevision.revision(dep, 1 + _highest(dep, snapshot), entries)
 
 
 def _highest(dep: MMRouterDeployment, snapshot: Snapshot) -> int:
@@ -72,7 +68,7 @@ def _highest(dep: MMRouterDeployment, snapshot: Snapshot) -> int:
 
 def inputs_of(template: Mapping[str, Any]) -> str:
     """Return the hash of what a template was made from: the renderer's annotation ``mmrouter.io/template-hash``."""
-    return str((template["metadata"].get("annotations") or {}).get(TEMPLATE_HASH, ""))
+    return str((template["metadata"].get("annotations") or {}).get(INPUTS_HASH, ""))
 
 
 def stored_template(revisions: Sequence[RevisionView], name: str, wanted: str) -> dict[str, Any] | None:
@@ -180,13 +176,3 @@ def _needed(revision: RevisionView, running: Mapping[str, set[str]], revisions: 
         if stored_template(newer, name, wanted) is None:
             return True
     return False
-
-
-def _revision(dep: MMRouterDeployment, number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "ControllerRevision",
-        "metadata": object_metadata(dep, f"{dep.metadata.name}-{number}", REVISION_COMPONENT),
-        "revision": number,
-        "data": {"deployments": dict(entries)},
-    }

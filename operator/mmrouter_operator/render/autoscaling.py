@@ -1,11 +1,14 @@
-"""How a pool follows its load: which metric, and who scales. Pure; the objects are in ``hpa`` and ``scaledobject``."""
+"""Which metric scales a pool, and which kind of autoscaler a cluster can use. Pure.
+
+The objects are rendered by ``hpa`` and ``scaledobject``.
+"""
 
 from decimal import Decimal
 from typing import Any, Final, Literal
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, Role
-from mmrouter_operator.model.capabilities import KEDA_API, POD_METRICS_APIS, Capabilities
 from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.kinds import KEDA_API, POD_METRICS_APIS, Capabilities
 
 Scaler = Literal["HorizontalPodAutoscaler", "ScaledObject"]
 
@@ -21,14 +24,14 @@ ROLES: Final[dict[str, frozenset[Role]]] = {
     "queueDepth": frozenset({"worker", "prefill", "decode", "encoder"}),
     "encoderUtilization": frozenset({"encoder"}),
 }
-"""``autoscaling.metric`` -> the roles that have it. Renderers, which have no sidecar, take no autoscaling."""
+"""``autoscaling.metric`` -> the roles that have it. Renderers have no sidecar, so they cannot be autoscaled."""
 
 SCALE_DOWN_SECONDS = 300
-"""How long the load must be low before a replica goes: it takes its cache along, and the next one starts cold."""
+"""How long the load must be low before a replica is removed: its cache is lost, and the next replica starts cold."""
 
 
 def scaler(capabilities: Capabilities, config: OperatorConfig) -> Scaler | None:
-    """Return the one kind that scales in this cluster, ``None`` where there is none. Never both: they would fight."""
+    """Return the kind of autoscaler for this cluster, or ``None``. Never both kinds: they would fight over replicas."""
     if capabilities.serves(*POD_METRICS_APIS):
         return "HorizontalPodAutoscaler"
     if capabilities.serves(KEDA_API) and config.prometheus_address:
@@ -51,7 +54,7 @@ def measured(pool: Pool) -> bool:
 
 
 def scale_down() -> dict[str, Any]:
-    """Return the behaviour of an HPA when the load falls: slowly, and after a while."""
+    """Return the scale-down behaviour of an HPA: slow, and after a stabilization window."""
     return {
         "stabilizationWindowSeconds": SCALE_DOWN_SECONDS,
         "selectPolicy": "Max",
@@ -65,7 +68,7 @@ def scale_down() -> dict[str, Any]:
 def quantity(decimal: str) -> str:
     """Return a decimal number in the form in which the API server stores it: ``0.7`` is ``700m``, ``1000`` is ``1k``.
 
-    In any other form the stored object would differ from the rendered one, and look like drift.
+    In any other form the stored object would differ from the rendered one and count as drift.
     """
     nano = int(Decimal(decimal) * 10**9)
     if nano == 0:

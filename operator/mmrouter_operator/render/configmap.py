@@ -1,21 +1,26 @@
 """The ConfigMap of a deployment: the resource itself, as every process reads it."""
 
 import json
-from typing import Any
+from typing import Any, Final
 
-from mmrouter_lib.api import MMRouterDeployment, to_json
-from mmrouter_operator.render.common import config_name, object_metadata
+from mmrouter_lib.api import to_json
+from mmrouter_operator.render.child import ChildKind, RenderInputs
+from mmrouter_operator.render.metadata import config_name, object_metadata
+
+KIND: Final = ChildKind("ConfigMap", "v1", wave=1, guard="removal", local=True, lifecycle="permanent")
 
 
-def render_configmap(dep: MMRouterDeployment) -> dict[str, Any]:
-    """Return the ConfigMap.
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
+    """Return the one ConfigMap.
 
     Its name is fixed: the number of replicas is part of the resource, and a new name would restart every engine when it
-    changes. What does need a restart is told by :mod:`mmrouter_operator.render.pod.template_inputs`.
+    changes. :mod:`mmrouter_operator.render.pod.template_inputs` decides which changes restart pods.
     """
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": object_metadata(dep, config_name(dep), "config"),
-        "data": {"deployment.json": json.dumps(to_json(dep), indent=2, sort_keys=True) + "\n"},
-    }
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": object_metadata(inputs.dep, config_name(inputs.dep), "config"),
+            "data": {"deployment.json": json.dumps(to_json(inputs.dep), indent=2, sort_keys=True) + "\n"},
+        }
+    ]

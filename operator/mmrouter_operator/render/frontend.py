@@ -5,51 +5,53 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_lib.api.paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import common
-from mmrouter_operator.render.pod import placement, probes, shared_memory
+from mmrouter_operator.model.credentials import ROUTER_ITEMS
+from mmrouter_operator.model.labels import INPUTS_HASH
+from mmrouter_operator.render.child import RenderInputs
+from mmrouter_operator.render.metadata import frontend_labels, frontend_name, frontend_pods, labels, object_metadata
+from mmrouter_operator.render.pod import parts, placement, probes, shared_memory
 from mmrouter_operator.render.pod.template_inputs import frontend_inputs
-from mmrouter_operator.render.pod.template_overlay import Finished, finish
-from mmrouter_operator.render.secret import ROUTER_ITEMS
+from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
+from mmrouter_operator.render.pool import KIND
 from mmrouter_operator.render.serviceaccount import frontend_account
+
+__all__ = ["CONTROL_PORT", "HTTP_PORT", "KIND", "frontend_template", "render"]
 
 HTTP_PORT: Final = 8000
 CONTROL_PORT: Final = 8001
 STREAM_SECONDS: Final = 300
-"""How long answers may take to finish after SIGTERM. A pod without streams does not wait for it."""
+"""How long running answers may take after SIGTERM. A pod without streams ends at once."""
 STEADY_SECONDS: Final = 2
 """How long a new pod must stay Ready to count."""
 PROGRESS_SECONDS: Final = 600
 
 
-def frontend_selector(dep: MMRouterDeployment) -> dict[str, str]:
-    """Return the labels by which Deployment and Service find the frontend's pods. They can never change."""
-    return {common.DEPLOYMENT_LABEL: dep.metadata.name, common.ROLE_LABEL: common.FRONTEND_ROLE}
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
+    """Return the frontend's Deployment. Raises ``SpecError`` for a bad podTemplate."""
+    dep = inputs.dep
+    return [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": object_metadata(dep, frontend_name(dep), "frontend", frontend_labels(dep)),
+            "spec": {
+                "replicas": dep.spec.frontend.replicas,
+                "selector": {"matchLabels": frontend_labels(dep)},
+                "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+                "minReadySeconds": STEADY_SECONDS,
+                "progressDeadlineSeconds": PROGRESS_SECONDS,
+                "template": frontend_template(dep, inputs.keys, inputs.config).template,
+            },
+        }
+    ]
 
 
-def render_frontend(dep: MMRouterDeployment, secrets: str, config: OperatorConfig) -> dict[str, Any]:
-    """Return the Deployment. ``secrets`` is the Secret's fingerprint. Raises ``SpecError`` for a bad podTemplate."""
-    selector = frontend_selector(dep)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": common.object_metadata(dep, common.frontend_name(dep), "frontend", selector),
-        "spec": {
-            "replicas": dep.spec.frontend.replicas,
-            "selector": {"matchLabels": selector},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "minReadySeconds": STEADY_SECONDS,
-            "progressDeadlineSeconds": PROGRESS_SECONDS,
-            "template": frontend_template(dep, secrets, config).template,
-        },
-    }
-
-
-def frontend_template(dep: MMRouterDeployment, secrets: str, config: OperatorConfig) -> Finished:
-    """Return the pod template. Raises ``SpecError``."""
+def frontend_template(dep: MMRouterDeployment, keys: str, config: OperatorConfig) -> FinishedTemplate:
+    """Return the pod template. ``keys`` is the Secret's fingerprint. Raises ``SpecError``."""
     template = {
         "metadata": {
-            "labels": common.labels(dep, "frontend") | frontend_selector(dep),
-            "annotations": {common.TEMPLATE_HASH: frontend_inputs(dep, secrets)},
+            "labels": labels(dep, "frontend") | frontend_labels(dep),
+            "annotations": {INPUTS_HASH: frontend_inputs(dep, keys)},
         },
         "spec": _pod(dep, config),
     }
@@ -60,8 +62,8 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     from_hub, shared = dep.spec.model.volume is None, shared_memory.frontends_share(dep)
     init = [*([shared_memory.prepare(config)] if shared else []), *([_model_metadata(dep, config)] if from_hub else [])]
     volumes = [
-        common.config_volume(dep, ROUTER_ITEMS),
-        *(common.model_volume(dep) or [{"name": "model", "emptyDir": {"sizeLimit": "1Gi"}}]),
+        parts.config_volume(dep, ROUTER_ITEMS),
+        *(parts.model_volume(dep) or [{"name": "model", "emptyDir": {"sizeLimit": "1Gi"}}]),
         *([shared_memory.shared_volume(dep, config)] if shared else []),
         {"name": "tmp", "emptyDir": {}},
     ]
@@ -72,10 +74,10 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         "serviceAccountName": frontend_account(dep),
         "automountServiceAccountToken": True,  # the router watches the engine pods
         "enableServiceLinks": False,
-        "securityContext": common.pod_security() | (shared_memory.groups() if shared else {}),
+        "securityContext": parts.pod_security() | (shared_memory.groups() if shared else {}),
         "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + STREAM_SECONDS + probes.STOP_SECONDS,
         **({"affinity": placement.near_engines(dep)} if shared else {}),
-        "topologySpreadConstraints": placement.spread(frontend_selector(dep)),
+        "topologySpreadConstraints": placement.spread(frontend_pods(dep)),
         **({"initContainers": init} if init else {}),
         "containers": [_router(dep, config)],
         "volumes": volumes,
@@ -84,9 +86,9 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
 
 def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     shared = shared_memory.frontends_share(dep)
-    mounts = [common.mount("config", CONFIG_DIR, read_only=True), common.mount("model", MODEL_DIR, read_only=True)]
+    mounts = [parts.mount("config", CONFIG_DIR, read_only=True), parts.mount("model", MODEL_DIR, read_only=True)]
     if dep.spec.frontend.api_keys is not None:
-        mounts.append(common.mount("api-keys", API_KEYS_DIR, read_only=True))
+        mounts.append(parts.mount("api-keys", API_KEYS_DIR, read_only=True))
     if shared:
         mounts.append(shared_memory.shared_mount())
     return {
@@ -94,69 +96,69 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         "image": config.image,
         "command": ["mmrouter", "router"],
         "env": [
-            *common.downward_env(),
-            *common.config_env(),
-            common.value_env("MMROUTER_DISCOVERY", "kubernetes"),
-            common.value_env("MMROUTER_BIND", "all"),
-            common.value_env("MMROUTER_DRAIN_SECONDS", str(STREAM_SECONDS)),
+            *parts.downward_env(),
+            *parts.config_env(),
+            parts.value_env("MMROUTER_DISCOVERY", "kubernetes"),
+            parts.value_env("MMROUTER_BIND", "all"),
+            parts.value_env("MMROUTER_DRAIN_SECONDS", str(STREAM_SECONDS)),
             *(shared_memory.shared_env(dep, dep.spec.frontend.resources) if shared else []),
             *_tracing_env(dep),
         ],
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "control", "containerPort": CONTROL_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": common.METRICS_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": parts.METRICS_PORT, "protocol": "TCP"},
         ],
-        # Readiness speaks of the router alone: a rollout of workers must not take the endpoint away.
+        # Readiness is the router's own: a rollout of workers must not remove the endpoint.
         **probes.our_probes(readiness_period=2),
         "lifecycle": probes.announce_by_waiting(),
-        "resources": common.resources(dep.spec.frontend.resources),
-        **common.last_words(),
-        "securityContext": common.container_security(),
-        "volumeMounts": [*mounts, common.mount("tmp", "/tmp")],  # noqa: S108 - a path in the pod
+        "resources": parts.resources(dep.spec.frontend.resources),
+        **parts.termination_message(),
+        "securityContext": parts.container_security(),
+        "volumeMounts": [*mounts, parts.mount("tmp", "/tmp")],  # noqa: S108 - a path in the pod
     }
 
 
 def _tracing_env(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return what OpenTelemetry's SDK reads, where traces are wanted; names of ``common.downward_env`` are expanded.
+    """Return the variables of OpenTelemetry's SDK if traces are wanted; they use those of ``parts.downward_env``.
 
-    A ``podTemplate`` can change any of it and add the rest, a sampler for one.
+    A ``podTemplate`` can change them and add others, such as a sampler.
     """
     endpoint = dep.spec.observability.otlp_endpoint
     if not endpoint:
         return []
-    about = {
+    attributes = {
         "k8s.namespace.name": dep.metadata.namespace,
-        "k8s.deployment.name": common.frontend_name(dep),
+        "k8s.deployment.name": frontend_name(dep),
         "k8s.pod.name": "$(POD_NAME)",
         "k8s.pod.uid": "$(POD_UID)",
         "k8s.node.name": "$(NODE_NAME)",
         "service.instance.id": "$(POD_UID)",
     }
     return [
-        common.value_env("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint),
-        common.value_env("OTEL_SERVICE_NAME", common.frontend_name(dep)),
-        common.value_env("OTEL_RESOURCE_ATTRIBUTES", ",".join(f"{key}={value}" for key, value in about.items())),
+        parts.value_env("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint),
+        parts.value_env("OTEL_SERVICE_NAME", frontend_name(dep)),
+        parts.value_env("OTEL_RESOURCE_ATTRIBUTES", ",".join(f"{key}={value}" for key, value in attributes.items())),
     ]
 
 
 def _model_metadata(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
-    """Return the init container that fetches the model's metadata files, and none of its weights, from the hub."""
+    """Return the init container that downloads the model's metadata files (no weights) from the hub."""
     return {
         "name": "model-metadata",
         "image": config.image,
         "command": ["mmrouter", "fetch-metadata"],
         "env": [
-            *common.config_env(),
-            common.value_env("HOME", "/tmp"),  # noqa: S108
-            *common.hub_env(dep, config.hub_endpoint),
+            *parts.config_env(),
+            parts.value_env("HOME", "/tmp"),  # noqa: S108
+            *parts.hub_env(dep, config.hub_endpoint),
         ],
-        "resources": common.resources(dep.spec.frontend.resources),
-        **common.last_words(),
-        "securityContext": common.container_security(),
+        "resources": parts.resources(dep.spec.frontend.resources),
+        **parts.termination_message(),
+        "securityContext": parts.container_security(),
         "volumeMounts": [
-            common.mount("config", CONFIG_DIR, read_only=True),
-            common.mount("model", MODEL_DIR),
-            common.mount("tmp", "/tmp"),  # noqa: S108 - a path in the pod
+            parts.mount("config", CONFIG_DIR, read_only=True),
+            parts.mount("model", MODEL_DIR),
+            parts.mount("tmp", "/tmp"),  # noqa: S108 - a path in the pod
         ],
     }

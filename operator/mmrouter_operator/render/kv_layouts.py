@@ -14,10 +14,9 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
 from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_operator.model.labels import KV_LAYOUT
 from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
-LAYOUT: Final = "mmrouter.io/kv-layout"
-"""Label of prefill and decode pods where not all of a deployment are alike; only equal ones are paired."""
 _UNSAID: Final = ("", "auto")
 
 
@@ -62,7 +61,7 @@ def layout_label(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
     found = layouts(dep)
     if pool.name not in found or all(layout == found[pool.name] for layout in found.values()):
         return {}
-    return {LAYOUT: hashlib.sha256(json.dumps(found[pool.name], sort_keys=True).encode()).hexdigest()[:8]}
+    return {KV_LAYOUT: hashlib.sha256(json.dumps(found[pool.name], sort_keys=True).encode()).hexdigest()[:8]}
 
 
 def layouts(dep: MMRouterDeployment) -> dict[str, dict[str, str]]:

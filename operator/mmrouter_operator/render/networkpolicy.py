@@ -1,7 +1,7 @@
-"""NetworkPolicies: whom the pods of a deployment may talk to, and who may talk to them.
+"""NetworkPolicies: the allowed ingress and egress of a deployment's pods.
 
-Policies add up, so whoever needs more (an object store for a connector, a proxy, a hub mirror inside the cluster) adds
-one of their own beside these. Kubelets reach the pods of their node whatever a policy says: probes need no rule.
+Policies are additive: users allow more (an object store for a connector, a proxy, a hub mirror inside the cluster) by a
+policy of their own. Probes need no rule, because kubelets reach the pods of their node under every policy.
 """
 
 from collections.abc import Sequence
@@ -12,66 +12,57 @@ from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import BOOTSTRAP_PORT, SIDE_CHANNEL_PORT
 from mmrouter_lib.engines.base.launch import HTTP_PORT as ENGINE_PORT
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render.common import METRICS_PORT, frontend_name, object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs
 from mmrouter_operator.render.destinations import anywhere, collector, host_and_port, public, ranges
 from mmrouter_operator.render.frontend import CONTROL_PORT, HTTP_PORT
-from mmrouter_operator.render.pool import FEED_PORT, FEED_REQUESTS_PORT
-from mmrouter_operator.render.selectors import Selector, engine_pods, frontend_pods
+from mmrouter_operator.render.metadata import Selector, engine_pods, frontend_name, frontend_pods, object_metadata
+from mmrouter_operator.render.pod.parts import METRICS_PORT
+from mmrouter_operator.render.pod.sidecar import FEED_PORT, FEED_REQUESTS_PORT
+
+KIND: Final = ChildKind("NetworkPolicy", "networking.k8s.io/v1", wave=1, guard="creation")
 
 Rule = dict[str, Any]
 Ports = Sequence[int | tuple[int, int]] | None
 
 OPERATOR_LABELS: Final = {"app.kubernetes.io/name": "mmrouter-operator"}
-"""Labels of the operator's own pods, which follow each frontend's stream."""
+"""Labels of the operator's pods, which read each frontend's control stream."""
 
 DNS_PORTS: Final = (53, 5353)
-"""Policies see the port behind the Service, and OpenShift's DNS pods listen on 5353."""
+"""Policies apply to the port behind the Service, and OpenShift's DNS pods listen on 5353."""
 API_SERVER_PORTS: Final = (443, 6443)
 WEB_PORTS: Final = (80, 443)
 HUB_PORTS: Final = (443,)
 
 TRANSFER_ROLES: Final[frozenset[Role]] = frozenset({"encoder", "prefill", "decode"})
-"""Roles that hand tensors to other engines or take them from others; a worker does beside an encoder, and everybody
-beside a renderer with ``routing.transfer: nixl``."""
+"""Roles that transfer tensors between engines. A worker does too if there is an encoder, and every role if there is a
+renderer with ``routing.transfer: nixl``."""
 TRANSFER_PORTS: Final = (
     (SIDE_CHANNEL_PORT, SIDE_CHANNEL_PORT + 63),  # NIXL, one port per rank
     (8997, BOOTSTRAP_PORT),  # SGLang's bootstrap servers: encoder, prefill
     (14579, 14579),  # vLLM's embedding transfer
     (15000, 17000),  # Mooncake's own range
-    (32768, 60999),  # what UCX (KV blocks, processed images) and ZMQ are given by Linux
+    (32768, 60999),  # Linux' ephemeral ports: UCX (KV blocks, processed images) and ZMQ
 )
-"""First and last port on which engines take tensors from each other, none of them for anybody else."""
+"""Port ranges (first, last) on which engines receive tensors from each other; closed to all other pods."""
 
 
-def render_networkpolicies(dep: MMRouterDeployment, config: OperatorConfig) -> list[dict[str, Any]]:
-    """Return the policies of frontend and engines, and one for engines that transfer; nothing where they are off."""
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
+    """Return the policies of frontend and engines, and one for engines that transfer; none if they are disabled."""
+    dep, config = inputs.dep, inputs.config
     if not dep.spec.network_policy.enabled:
         return []
-    transferring = _transferring(dep)
-    return [
-        _policy(
-            dep,
-            frontend_name(dep),
-            "frontend",
-            frontend_pods(dep),
-            _frontend_ingress(dep),
-            _frontend_egress(dep, config),
-        ),
-        _policy(
-            dep,
-            f"{dep.metadata.name}-engine",
-            "engine",
-            engine_pods(dep),
-            _engine_ingress(dep),
-            _engine_egress(dep, config),
-        ),
-        *([_transfer_policy(dep, transferring)] if transferring else []),
-    ]
+    frontend = _policy(
+        dep, frontend_name(dep), "frontend", frontend_pods(dep), _frontend_ingress(dep), _frontend_egress(dep, config)
+    )
+    engine_name = f"{dep.metadata.name}-engine"
+    engine = _policy(dep, engine_name, "engine", engine_pods(dep), _engine_ingress(dep), _engine_egress(dep, config))
+    roles = _transferring(dep)
+    return [frontend, engine, *([_transfer_policy(dep, roles)] if roles else [])]
 
 
 def _frontend_ingress(dep: MMRouterDeployment) -> list[Rule]:
     peers = {"podSelector": frontend_pods(dep)}
-    # The operator's namespace is not known here; its label is. The port wants the control token besides.
+    # The operator's namespace is unknown here, its labels are not. The port requires the control token as well.
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": dict(OPERATOR_LABELS)}}
     return [_rule("from", None, [HTTP_PORT]), *_rules("from", [peers, operator], [CONTROL_PORT]), _scraped()]
 
@@ -82,12 +73,12 @@ def _frontend_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Ru
         _dns(),
         *_rules("to", [{"podSelector": engine_pods(dep)}], [ENGINE_PORT, FEED_PORT, FEED_REQUESTS_PORT]),
         *_rules("to", [{"podSelector": frontend_pods(dep)}], [CONTROL_PORT]),
-        # Where the API server is, only the site knows; without a word from it the ports are open to everywhere.
-        # ``ipBlock: 0.0.0.0/0`` would not do: some network plugins match no node by an address range.
+        # Without apiServerCidrs the ports are open to every destination. ``ipBlock: 0.0.0.0/0`` is not equivalent:
+        # some network plugins match no node by an address range.
         _rule("to", ranges(config.api_server_cidrs) or None, API_SERVER_PORTS),
     ]
     if media.fetch != "dataOnly":
-        # A host in allowedHosts may be fetched from on any port. Policies know no hosts: the router's guard does.
+        # Media may be fetched from allowedHosts on any port. Policies match no host names; the router checks them.
         rules += _rules("to", public(config.pod_cidrs), None if media.allowed_hosts else WEB_PORTS)
         rules += _rules("to", ranges(media.allowed_cidrs), None)
     if dep.spec.model.volume is None:
@@ -108,10 +99,10 @@ def _engine_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Rule
 
 
 def _transferring(dep: MMRouterDeployment) -> list[Role]:
-    """Return the roles between which tensors travel; empty where every engine works for itself."""
+    """Return the roles between which tensors are transferred; empty if there are none."""
     roles: set[Role] = {pool.role for pool in dep.spec.pools}
     if dep.spec.routing.transfer == "nixl":
-        return sorted(roles)  # every engine reads what renderers have processed
+        return sorted(roles)  # every engine reads images that renderers have processed
     roles -= {"renderer"}
     return sorted(roles) if roles & TRANSFER_ROLES else []
 
@@ -133,17 +124,17 @@ def _transfer_policy(dep: MMRouterDeployment, roles: list[Role]) -> dict[str, An
 
 
 def _dns() -> Rule:
-    """Name servers are pods, a process of the node (NodeLocal DNSCache, link-local) or outside: the port is known."""
+    """Allow DNS by port: name servers are pods, a process of the node (NodeLocal DNSCache) or outside the cluster."""
     return {"ports": [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]}
 
 
 def _scraped() -> Rule:
-    """Prometheus may be in any namespace and under any name. The port shows numbers and health, and takes no orders."""
+    """Allow scraping from every namespace. The port serves metrics and health only."""
     return _rule("from", [{"namespaceSelector": {}}], [METRICS_PORT])
 
 
 def _hub(config: OperatorConfig) -> list[Rule]:
-    """The model hub and the stores that it redirects to, all public; a mirror may have a private address or be pods."""
+    """Allow the model hub and the stores it redirects to, all public; a mirror may be private, or pods."""
     mirror = host_and_port(config.hub_endpoint)
     if mirror is None:
         return _rules("to", public(config.pod_cidrs), HUB_PORTS)
@@ -151,12 +142,12 @@ def _hub(config: OperatorConfig) -> list[Rule]:
 
 
 def _rules(side: str, peers: list[dict[str, Any]], ports: Ports) -> list[Rule]:
-    """Return one rule, or none without peers: an empty list of peers would mean anybody to the API server."""
+    """Return one rule, or none without peers: the API takes an empty list of peers for every peer."""
     return [_rule(side, peers, ports)] if peers else []
 
 
 def _rule(side: str, peers: list[dict[str, Any]] | None, ports: Ports) -> Rule:
-    """Return one rule over TCP ports (``None``: all); ``peers`` is ``None`` for anybody."""
+    """Return one rule over TCP ports (``None``: all); ``peers`` is ``None`` for every peer."""
     return {**({side: peers} if peers is not None else {}), "ports": _ports(ports)}
 
 

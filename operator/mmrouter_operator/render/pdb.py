@@ -1,32 +1,40 @@
-"""PodDisruptionBudgets: a drained node takes one pod of a pool at a time."""
+"""PodDisruptionBudgets: draining a node evicts one pod of a pool at a time."""
 
-from typing import Any
+from typing import Any, Final
 
-from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL, frontend_name, object_metadata
-from mmrouter_operator.render.selectors import Selector, frontend_pods, pool_pods
+from mmrouter_lib.api import Pool
+from mmrouter_operator.render.child import ChildKind, RenderInputs
+from mmrouter_operator.render.metadata import (
+    Selector,
+    frontend_name,
+    frontend_pods,
+    object_metadata,
+    pool_labels,
+    pool_name,
+    pool_pods,
+)
+
+KIND: Final = ChildKind("PodDisruptionBudget", "policy/v1", wave=1)
 
 
-def render_pdbs(dep: MMRouterDeployment) -> list[dict[str, Any]]:
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return a budget for the frontend and for each pool that can have more than one replica."""
-    budgets = []
+    dep, budgets = inputs.dep, []
     if dep.spec.frontend.replicas > 1:
-        metadata = object_metadata(dep, frontend_name(dep), "frontend")
-        budgets.append(_budget(metadata, frontend_pods(dep)))
+        budgets.append(_budget(object_metadata(dep, frontend_name(dep), "frontend"), frontend_pods(dep)))
     for pool in dep.spec.pools:
-        if _most_replicas(pool) > 1:
-            marks = {POOL_LABEL: pool.name, ROLE_LABEL: pool.role}
-            metadata = object_metadata(dep, f"{dep.metadata.name}-{pool.name}", "engine", marks)
+        if _max_replicas(pool) > 1:
+            metadata = object_metadata(dep, pool_name(dep, pool), "engine", pool_labels(pool))
             budgets.append(_budget(metadata, pool_pods(dep, pool)))
     return budgets
 
 
-def _most_replicas(pool: Pool) -> int:
+def _max_replicas(pool: Pool) -> int:
     """Return the most replicas that a pool runs.
 
-    An autoscaled pool is judged by its maximum: one whose minimum is 1 needs the budget while it runs five. The budget
-    follows the Deployment's scale, and as ``maxUnavailable`` it lets the last replica go: it blocks no drain when the
-    pool has shrunk to one. For a pool that always has one replica it would say nothing.
+    For an autoscaled pool that is its maximum: one with a minimum of 1 needs the budget while it runs five. The budget
+    follows the Deployment's scale, and ``maxUnavailable: 1`` lets the last replica go, so it blocks no drain when the
+    pool has shrunk to one. For a pool that always has one replica it would have no effect.
     """
     return pool.autoscaling.max_replicas if pool.autoscaling is not None else pool.replicas
 
@@ -39,7 +47,7 @@ def _budget(metadata: dict[str, Any], selector: Selector) -> dict[str, Any]:
         "spec": {
             "maxUnavailable": 1,
             "selector": selector,
-            # An engine may load weights or crash for long: one that serves nobody must not keep its node from draining.
+            # An engine that loads weights or crashes for long must not keep its node from draining.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }

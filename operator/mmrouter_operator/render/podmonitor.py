@@ -4,13 +4,16 @@ import re
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Role
-from mmrouter_operator.model.capabilities import POD_MONITOR_API, Capabilities
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL, frontend_name, object_metadata
-from mmrouter_operator.render.selectors import Selector, engine_pods, frontend_pods
+from mmrouter_operator.model.kinds import POD_MONITOR_API, Capabilities
+from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
+from mmrouter_operator.render.child import ChildKind, RenderInputs
+from mmrouter_operator.render.metadata import Selector, engine_pods, frontend_name, frontend_pods, object_metadata
+
+KIND: Final = ChildKind("PodMonitor", POD_MONITOR_API, optional=True)
 
 METRICS_PATH = "/metrics"
 ENGINE_METRICS_PATH = "/engine/metrics"
-"""Where the sidecar shows what its engine says of itself."""
+"""Where the sidecar serves its engine's own metrics."""
 
 DEPLOYMENT_TARGET_LABEL = "mmrouter_deployment"
 POOL_TARGET_LABEL = "pool"
@@ -22,13 +25,14 @@ FOLLOWED_ROLES: Final[tuple[Role, ...]] = ("decode", "encoder", "prefill", "work
 """Roles whose pods have a sidecar."""
 
 
-def render_podmonitors(dep: MMRouterDeployment, capabilities: Capabilities) -> list[dict[str, Any]]:
-    """Return a PodMonitor for the frontend and one for the engines, where they are wanted and the API is served.
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
+    """Return a PodMonitor for the frontend and one for the engines, if they are wanted and the API is served.
 
-    An engine's own HTTP port takes ``/metrics`` without a key, and much else, so NetworkPolicy opens it for frontends
-    only. Its metrics are therefore scraped through the sidecar. A renderer has no sidecar and is not scraped.
+    An engine's HTTP port serves ``/metrics`` and much else without a key, so NetworkPolicy opens it to frontends only,
+    and its metrics are scraped through the sidecar. A renderer has no sidecar and is not scraped.
     """
-    if dep.spec.observability.pod_monitor == "Disabled" or not capabilities.serves(POD_MONITOR_API):
+    dep = inputs.dep
+    if dep.spec.observability.pod_monitor == "Disabled" or not inputs.capabilities.serves(POD_MONITOR_API):
         return []
     return [
         _monitor(dep, frontend_name(dep), "frontend", frontend_pods(dep), [METRICS_PATH]),
@@ -43,7 +47,7 @@ def render_podmonitors(dep: MMRouterDeployment, capabilities: Capabilities) -> l
 
 
 def podmonitor_unavailable(dep: MMRouterDeployment, capabilities: Capabilities) -> bool:
-    """Whether PodMonitors are demanded and the cluster has no such API: for the condition's PodMonitorUnavailable."""
+    """Whether PodMonitors are required and the cluster does not serve their API."""
     return dep.spec.observability.pod_monitor == "Enabled" and not capabilities.serves(POD_MONITOR_API)
 
 
@@ -67,9 +71,7 @@ def _monitor(
 
 
 def _relabelings() -> list[dict[str, Any]]:
-    """Return the rules that carry a pod's marks over to its series: whose, which pool, which role; the frontend has
-    no pool. Pods of the deployment have no other labels that a dashboard or an autoscaler asks for.
-    """
+    """Return the rules that copy the pod's labels for deployment, pool and role to its series."""
     return [
         {"sourceLabels": [_meta(label)], "targetLabel": target}
         for label, target in (
@@ -81,10 +83,10 @@ def _relabelings() -> list[dict[str, Any]]:
 
 
 def _metrics_path(path: str) -> dict[str, Any]:
-    """Return the rule that tells apart two endpoints of one port, which otherwise share all their target labels."""
+    """Return the rule that distinguishes two endpoints of one port, which otherwise have equal target labels."""
     return {"targetLabel": "metrics_path", "replacement": path}
 
 
 def _meta(label: str) -> str:
-    """Return Prometheus' name of a pod label: what is no letter, digit or underscore becomes an underscore."""
+    """Return Prometheus' name of a pod label: every other character than letters, digits and _ becomes _."""
     return "__meta_kubernetes_pod_label_" + re.sub(r"[^A-Za-z0-9_]", "_", label)

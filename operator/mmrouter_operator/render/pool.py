@@ -1,6 +1,6 @@
 """A pool's Deployment: engine pods, each with the sidecar that reads its events.
 
-Renderers have no cache, so they have no sidecar: the frontends ask them and see for themselves (docs/architecture.md).
+Renderers have no cache and therefore no sidecar: the frontends probe them directly (docs/architecture.md).
 """
 
 from typing import Any, Final
@@ -8,68 +8,79 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_lib.engines.base.launch import takes_plugin
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import common
+from mmrouter_operator.model.credentials import SIDECAR_ITEMS
+from mmrouter_operator.model.labels import COMPATIBILITY, GATES, INPUTS_HASH, ROLE_LABEL, SHARED_MEMORY
+from mmrouter_operator.render.child import ChildKind, RenderInputs
 from mmrouter_operator.render.kv_layouts import layout_label
-from mmrouter_operator.render.pod import handover_plugin as plugin
-from mmrouter_operator.render.pod import placement, probes, shared_memory
+from mmrouter_operator.render.metadata import labels, object_metadata, pool_name, pool_pods
+from mmrouter_operator.render.pod import handover_plugin, parts, placement, probes, shared_memory
 from mmrouter_operator.render.pod.engine import engine, engine_image, startup_seconds
-from mmrouter_operator.render.pod.sidecar import FEED_PORT, FEED_REQUESTS_PORT, sidecar
+from mmrouter_operator.render.pod.sidecar import sidecar
 from mmrouter_operator.render.pod.template_inputs import compatibility, kv_layout, partners, pool_inputs
-from mmrouter_operator.render.pod.template_overlay import Finished, finish
-from mmrouter_operator.render.secret import SIDECAR_ITEMS
+from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
 from mmrouter_operator.render.serviceaccount import engine_account
 
-__all__ = ["FEED_PORT", "FEED_REQUESTS_PORT", "pool_template", "render_pool"]
+KIND: Final = ChildKind("Deployment", "apps/v1", wave=3, guard="removal", local=True)
+"""The frontend's Deployment is of this kind, too."""
 
-GATES: Final = ("mmrouter.io/routable", "mmrouter.io/verified")
-"""Readiness gates, for every role (docs/architecture.md). Pods keep the list that they were made with."""
 STEADY_SECONDS: Final = 2
-"""How long a new pod must stay Ready to count: long enough to see one that falls over at its first request."""
+"""How long a new pod must stay Ready to count: long enough to notice a crash at the first request."""
 SLACK_SECONDS: Final = 600
-"""What scheduling, pulling an image and mounting may take before an engine starts."""
+"""Time for scheduling, pulling an image and mounting before an engine starts."""
 
 
-def render_pool(dep: MMRouterDeployment, number: int, secrets: str, config: OperatorConfig) -> dict[str, Any]:
-    """Return the Deployment of ``dep.spec.pools[number]``. ``secrets`` is the Secret's fingerprint.
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
+    """Return the Deployments of all pools.
 
     Raises ``SpecError`` for what cannot be rendered: a role that the engine does not have on the accelerator, no
     default image, a malformed podTemplate.
     """
+    return [_deployment(inputs, number) for number in range(len(inputs.dep.spec.pools))]
+
+
+def _deployment(inputs: RenderInputs, number: int) -> dict[str, Any]:
+    dep = inputs.dep
     pool = dep.spec.pools[number]
-    selector = _selector(dep, pool)
-    updates = pool.updates
+    selector = pool_pods(dep, pool)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": common.object_metadata(
-            dep, f"{dep.metadata.name}-{pool.name}", "engine", selector | {common.ROLE_LABEL: pool.role}
+        "metadata": object_metadata(
+            dep, pool_name(dep, pool), "engine", selector["matchLabels"] | {ROLE_LABEL: pool.role}
         ),
         "spec": {
             "replicas": pool.replicas,
-            "selector": {"matchLabels": selector},
+            "selector": selector,
             "strategy": {
                 "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": updates.max_surge, "maxUnavailable": updates.max_unavailable},
+                "rollingUpdate": {"maxSurge": pool.updates.max_surge, "maxUnavailable": pool.updates.max_unavailable},
             },
             "minReadySeconds": STEADY_SECONDS,
             "progressDeadlineSeconds": startup_seconds(pool) + dep.spec.verification.timeout_seconds + SLACK_SECONDS,
-            "template": pool_template(dep, number, secrets, config).template,
+            "template": pool_template(dep, number, inputs.keys, inputs.config).template,
         },
     }
 
 
-def pool_template(dep: MMRouterDeployment, number: int, secrets: str, config: OperatorConfig) -> Finished:
-    """Return the pod template of ``dep.spec.pools[number]``. Raises ``SpecError``."""
+def pool_template(dep: MMRouterDeployment, number: int, keys: str, config: OperatorConfig) -> FinishedTemplate:
+    """Return the pod template of ``dep.spec.pools[number]``. ``keys`` is the Secret's fingerprint.
+
+    Raises ``SpecError``.
+    """
     pool = dep.spec.pools[number]
     path = _path(number)
     container = engine(dep, pool, path, config)
-    labels = common.labels(dep, "engine") | _selector(dep, pool) | {common.ROLE_LABEL: pool.role}
-    if shared_memory.is_shared(pool):
-        labels[placement.SHARED_MEMORY_LABEL] = "node"
     template = {
         "metadata": {
-            "labels": labels | {common.COMPATIBILITY: _compatibility(dep, pool, config)} | layout_label(dep, pool),
-            "annotations": {common.TEMPLATE_HASH: pool_inputs(dep, pool, secrets)},
+            "labels": {
+                **labels(dep, "engine"),
+                **pool_pods(dep, pool)["matchLabels"],
+                ROLE_LABEL: pool.role,
+                **({SHARED_MEMORY: "node"} if shared_memory.is_shared(pool) else {}),
+                COMPATIBILITY: _compatibility(dep, pool, config),
+                **layout_label(dep, pool),
+            },
+            "annotations": {INPUTS_HASH: pool_inputs(dep, pool, keys)},
         },
         "spec": _pod(dep, pool, container, config),
     }
@@ -77,9 +88,9 @@ def pool_template(dep: MMRouterDeployment, number: int, secrets: str, config: Op
 
 
 def _compatibility(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> str:
-    places = {other.name: _path(number) for number, other in enumerate(dep.spec.pools)}
+    paths = {other.name: _path(number) for number, other in enumerate(dep.spec.pools)}
     return compatibility(
-        kv_layout(dep, partner, engine_image(dep, partner, places[partner.name], config))
+        kv_layout(dep, partner, engine_image(dep, partner, paths[partner.name], config))
         for partner in partners(dep, pool)
     )
 
@@ -88,40 +99,36 @@ def _path(number: int) -> str:
     return f"spec.pools[{number}]"
 
 
-def _selector(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
-    return {common.DEPLOYMENT_LABEL: dep.metadata.name, common.POOL_LABEL: pool.name}
-
-
 def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config: OperatorConfig) -> dict[str, Any]:
-    followed, shared, plugged = pool.role != "renderer", shared_memory.is_shared(pool), takes_plugin(dep)
+    has_sidecar, shared, plugged = pool.role != "renderer", shared_memory.is_shared(pool), takes_plugin(dep)
     init = [
         *([shared_memory.prepare(config)] if shared else []),
-        *([plugin.deliver(config)] if plugged else []),
-        *([sidecar(dep, pool, config)] if followed else []),
+        *([handover_plugin.deliver(config)] if plugged else []),
+        *([sidecar(dep, pool, config)] if has_sidecar else []),
     ]
     affinity = placement.affinity(dep, pool)
     pod: dict[str, Any] = {
         "serviceAccountName": engine_account(dep),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": common.pod_security() | (shared_memory.groups() if shared else {}),
-        # The engine lets running requests finish for as long as it was told to drain.
+        "securityContext": parts.pod_security() | (shared_memory.groups() if shared else {}),
+        # Running requests may finish within drainSeconds.
         "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + pool.updates.drain_seconds + probes.STOP_SECONDS,
         "readinessGates": [{"conditionType": gate} for gate in GATES],
         "nodeSelector": dict(pool.node_selector),
         "tolerations": placement.tolerations(pool),
         **({"affinity": affinity} if affinity else {}),
-        "topologySpreadConstraints": placement.spread(_selector(dep, pool), together=shared),
+        "topologySpreadConstraints": placement.spread(pool_pods(dep, pool), together=shared),
         **({"initContainers": init} if init else {}),
         "containers": [container],
         "volumes": [
-            *([common.config_volume(dep, SIDECAR_ITEMS)] if followed else []),
+            *([parts.config_volume(dep, SIDECAR_ITEMS)] if has_sidecar else []),
             *_engine_config_volume(dep),
-            *(common.model_volume(dep) or [{"name": "hub", "emptyDir": {}}]),
+            *(parts.model_volume(dep) or [{"name": "hub", "emptyDir": {}}]),
             shared_memory.own_volume(pool),
             *([shared_memory.shared_volume(dep, config)] if shared else []),
-            *([plugin.volume()] if plugged else []),
-            *([{"name": "state", "emptyDir": {}}] if followed else []),
+            *([handover_plugin.volume()] if plugged else []),
+            *([{"name": "state", "emptyDir": {}}] if has_sidecar else []),
             {"name": "tmp", "emptyDir": {}},
         ],
     }
@@ -133,6 +140,6 @@ def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config:
 
 
 def _engine_config_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the engine's own configuration volume: it holds the chat template and no secret."""
-    sources = common.template_sources(dep)
+    """Return the engine's own configuration volume: the chat template, without any secret."""
+    sources = parts.template_sources(dep)
     return [{"name": "engine-config", "projected": {"defaultMode": 0o440, "sources": sources}}] if sources else []

@@ -1,15 +1,18 @@
 """The RoleBinding that gives the frontend's account its Role."""
 
-from typing import Any
+from typing import Any, Final
 
-from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.render.common import object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs
+from mmrouter_operator.render.metadata import object_metadata
 from mmrouter_operator.render.role import frontend_role
 from mmrouter_operator.render.serviceaccount import frontend_account
 
+KIND: Final = ChildKind("RoleBinding", "rbac.authorization.k8s.io/v1", wave=2, guard="removal", lifecycle="permanent")
 
-def render_rolebindings(dep: MMRouterDeployment) -> list[dict[str, Any]]:
+
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return the one RoleBinding. Its ``roleRef`` can never change, so the Role's name is fixed."""
+    dep = inputs.dep
     subject = {"kind": "ServiceAccount", "name": frontend_account(dep), "namespace": dep.metadata.namespace}
     return [
         {

@@ -1,30 +1,32 @@
-"""KEDA's ScaledObjects, where KEDA is there, nobody serves metrics of pods, and the operator knows a Prometheus."""
+"""KEDA's ScaledObjects, in clusters with KEDA and without metrics of pods, if the operator knows a Prometheus."""
 
-from typing import Any
+from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_operator.model.capabilities import KEDA_API, Capabilities
 from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.kinds import KEDA_API
 from mmrouter_operator.render.autoscaling import METRICS, scale_down, scaled_pools
-from mmrouter_operator.render.common import POOL_LABEL, ROLE_LABEL, object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs
+from mmrouter_operator.render.metadata import object_metadata, pool_labels, pool_name
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL
+
+KIND: Final = ChildKind("ScaledObject", KEDA_API, optional=True)
 
 POLLING_SECONDS = 15
 FAILURES = 3
-"""Polls in a row without an answer until the fallback counts."""
+"""Polls in a row without an answer after which the fallback applies."""
 
 
-def render_scaledobjects(
-    dep: MMRouterDeployment, capabilities: Capabilities, config: OperatorConfig
-) -> list[dict[str, Any]]:
-    """Return one ScaledObject per autoscaled pool; none where an HPA does it or KEDA cannot."""
-    return [_scaled(dep, pool, config) for pool in scaled_pools(dep, "ScaledObject", capabilities, config)]
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
+    """Return one ScaledObject per autoscaled pool; none if HorizontalPodAutoscalers are used, or KEDA cannot be."""
+    pools = scaled_pools(inputs.dep, "ScaledObject", inputs.capabilities, inputs.config)
+    return [_scaled_object(inputs.dep, pool, inputs.config) for pool in pools]
 
 
-def _scaled(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict[str, Any]:
+def _scaled_object(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict[str, Any]:
     scaling = pool.autoscaling
     assert scaling is not None  # scaled_pools() returns no other
-    name = f"{dep.metadata.name}-{pool.name}"
+    name = pool_name(dep, pool)
     trigger = {
         "type": "prometheus",
         # The sum over the pods divided by the replicas; the fallback below exists for this type only.
@@ -33,14 +35,14 @@ def _scaled(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             "serverAddress": config.prometheus_address,
             "query": _query(dep, pool, METRICS[scaling.metric]),
             "threshold": scaling.target,
-            # No answer is no load of zero: it is an error, after which the fallback counts.
+            # An empty answer is an error, after which the fallback applies, and not a load of zero.
             "ignoreNullValues": "false",
         },
     }
     return {
         "apiVersion": KEDA_API,
         "kind": "ScaledObject",
-        "metadata": object_metadata(dep, name, "engine", {POOL_LABEL: pool.name, ROLE_LABEL: pool.role}),
+        "metadata": object_metadata(dep, name, "engine", pool_labels(pool)),
         "spec": {
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
             "pollingInterval": POLLING_SECONDS,
@@ -49,7 +51,7 @@ def _scaled(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             "fallback": {
                 "failureThreshold": FAILURES,
                 "replicas": min(max(pool.replicas, scaling.min_replicas), scaling.max_replicas),
-                # A blind scaler takes no warm replica away.
+                # Without measurements no warm replica is removed.
                 "behavior": "currentReplicasIfHigher",
             },
             "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": scale_down()}}},
@@ -59,7 +61,7 @@ def _scaled(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
 
 
 def _query(dep: MMRouterDeployment, pool: Pool, metric: str) -> str:
-    """Return the PromQL over the labels that our PodMonitor gives; a Prometheus of another make must give the same."""
+    """Return the PromQL over the labels that our PodMonitor sets; another Prometheus setup must set the same."""
     labels = {
         "namespace": dep.metadata.namespace,
         DEPLOYMENT_TARGET_LABEL: dep.metadata.name,

@@ -1,22 +1,26 @@
-"""The Service that clients talk to."""
+"""The Service that clients use."""
 
-from typing import Any
+from typing import Any, Final
 
-from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.render.common import object_metadata
-from mmrouter_operator.render.frontend import frontend_selector
+from mmrouter_operator.render.child import ChildKind, RenderInputs
+from mmrouter_operator.render.metadata import frontend_labels, object_metadata
+
+KIND: Final = ChildKind("Service", "v1", wave=1, guard="removal", local=True, lifecycle="permanent")
 
 
-def render_service(dep: MMRouterDeployment) -> dict[str, Any]:
-    """Return the Service; it has the deployment's name, so the endpoint is ``http://<name>.<namespace>.svc``."""
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
+    """Return the one Service. It has the deployment's name: the endpoint is ``http://<name>.<namespace>.svc``."""
+    dep = inputs.dep
     service = dep.spec.frontend.service
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": object_metadata(dep, dep.metadata.name, "frontend"),
-        "spec": {
-            "type": service.type,
-            "selector": frontend_selector(dep),
-            "ports": [{"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}],
-        },
-    }
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": object_metadata(dep, dep.metadata.name, "frontend"),
+            "spec": {
+                "type": service.type,
+                "selector": frontend_labels(dep),
+                "ports": [{"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}],
+            },
+        }
+    ]

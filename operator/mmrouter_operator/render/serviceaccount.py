@@ -1,9 +1,12 @@
-"""The ServiceAccounts of a deployment's pods: one that may read pods, one that may do nothing."""
+"""The ServiceAccounts of a deployment's pods: one that may read pods, one without any right."""
 
-from typing import Any
+from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.render.common import object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs
+from mmrouter_operator.render.metadata import object_metadata
+
+KIND: Final = ChildKind("ServiceAccount", "v1", wave=1, guard="creation", lifecycle="permanent")
 
 
 def frontend_account(dep: MMRouterDeployment) -> str:
@@ -12,16 +15,17 @@ def frontend_account(dep: MMRouterDeployment) -> str:
 
 
 def engine_account(dep: MMRouterDeployment) -> str:
-    """Name of the engines' account. It has no right at all: an image that we did not build runs under it."""
+    """Name of the engines' account. It has no right at all: it runs images that are not ours."""
     return f"{dep.metadata.name}-engine"
 
 
-def render_serviceaccounts(dep: MMRouterDeployment) -> list[dict[str, Any]]:
+def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return both accounts.
 
-    Neither hands out its token by itself. The frontend's pod template asks for it, so a pod that merely uses the
-    account gets none. ``imagePullSecrets`` stay free for other managers.
+    Neither mounts its token by default. The frontend's pod template asks for it, so another pod that uses the account
+    gets none. ``imagePullSecrets`` are left to other managers.
     """
+    dep = inputs.dep
     return [_account(dep, frontend_account(dep), "frontend"), _account(dep, engine_account(dep), "engine")]
 
 

@@ -1,4 +1,4 @@
-"""One reconcile: observe, plan, apply, and the status last. Level-based: what woke it up does not matter."""
+"""One reconcile: observe, plan, apply, and the status last. Level-based: its trigger does not matter."""
 
 import logging
 import time
@@ -7,18 +7,27 @@ from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import NO_SUCH_FIELD
-from mmrouter_operator.cluster.cache import Cache
-from mmrouter_operator.cluster.child_writer import Children, Written, taken
-from mmrouter_operator.cluster.client import AlreadyThere, ApiError, Cluster, Conflict, Deposed, NotFound, Object
-from mmrouter_operator.cluster.frontend_streams import Streams
-from mmrouter_operator.cluster.lookup import LOOK_AGAIN, Lookup
-from mmrouter_operator.cluster.work_queue import Gone, Retry
+from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.child_writer import ChildWriter, WriteResult, belongs_to_other
+from mmrouter_operator.cluster.client import (
+    AlreadyExists,
+    ApiError,
+    Conflict,
+    KubernetesCluster,
+    LeaseLost,
+    NotFound,
+    Object,
+)
+from mmrouter_operator.cluster.existence import RECHECK_SECONDS, ExistenceCache
+from mmrouter_operator.cluster.frontend_streams import FrontendStreams
+from mmrouter_operator.cluster.work_queue import ObjectDeleted, Retry
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.model.capabilities import Capabilities
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.crd_skew import schema_in, without_defaults
-from mmrouter_operator.model.credentials import SecretError, new_secret_data, read_secret
+from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
 from mmrouter_operator.model.external_refs import references
+from mmrouter_operator.model.kinds import Capabilities, Ref
+from mmrouter_operator.model.labels import FRONTEND_ROLE
 from mmrouter_operator.model.problems import (
     CHILD_NAME_TAKEN,
     CHILD_REFUSED,
@@ -26,39 +35,44 @@ from mmrouter_operator.model.problems import (
     SECRET_RECREATED,
     Problem,
 )
-from mmrouter_operator.model.refs import KINDS, Ref
 from mmrouter_operator.model.snapshot import Key, Missing, Snapshot
-from mmrouter_operator.planning.planner import Plan, plan
-from mmrouter_operator.planning.readiness_gates import gates, is_verified, told_of
+from mmrouter_operator.planning.planner import RolloutPlan, plan
+from mmrouter_operator.planning.readiness_gates import counted_reports, gate_changes, is_verified
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates
-from mmrouter_operator.render import render
-from mmrouter_operator.render.common import FRONTEND_ROLE, secret_name
-from mmrouter_operator.render.secret import SecretData, render_secret
-from mmrouter_operator.status.writer import Statuses
+from mmrouter_operator.render import CHILD_KINDS, render
+from mmrouter_operator.render.metadata import secret_name
+from mmrouter_operator.render.secret import render_secret
+from mmrouter_operator.status.writer import StatusWriter
 
 log = logging.getLogger(__name__)
 
-PUBLISHED_AFTER = 4
-"""Reconciles in a row, a few seconds by their pauses, that wait for the schema of a definition which has just come."""
-GATES_AGAIN = 1.0
-"""Seconds until a pod that did not take its gates is looked at again; one that is gone is not there then."""
-TOLD_AFTER = 3
-"""Reconciles in a row with the same failing child after which the status says so."""
+SCHEMA_RETRIES = 4
+"""Reconciles in a row, a few seconds in all, that wait for the schema of a CRD which was just replaced."""
+GATE_RETRY_SECONDS = 1.0
+"""Seconds until a pod that did not take its gate_changes is looked at again; one that is gone is not there then."""
+REPORTED_FAILURES = 3
+"""Reconciles in a row with failing writes after which the status reports them."""
 
 
 class Reconciler:
-    """Everything that a reconcile needs. ``capabilities`` is set by whoever follows the served APIs."""
+    """Reconciles deployments. ``capabilities`` is set when the served APIs change."""
 
     def __init__(
-        self, cluster: Cluster, cache: Cache, streams: Streams, *, config: OperatorConfig, metrics: Metrics
+        self,
+        cluster: KubernetesCluster,
+        cache: WatchCache,
+        streams: FrontendStreams,
+        *,
+        config: OperatorConfig,
+        metrics: Metrics,
     ) -> None:
         self._cluster = cluster
         self._cache = cache
         self._streams = streams
         self._config = config
-        self._children = Children(cluster, cache, metrics)
-        self._lookup = Lookup(cluster)
-        self._statuses = Statuses(cluster, cache, metrics)
+        self._children = ChildWriter(cluster, cache, metrics)
+        self._lookup = ExistenceCache(cluster)
+        self._statuses = StatusWriter(cluster, cache, metrics)
         self._followed: dict[Key, float] = {}  # key -> since when, seconds since the epoch
         self._recreated: dict[Key, Problem] = {}
         self._failures: dict[Key, int] = {}
@@ -67,31 +81,30 @@ class Reconciler:
         self.capabilities = Capabilities()
 
     async def reconcile(self, key: Key) -> float | None:
-        """Bring one deployment nearer to its spec. Returns the seconds until it wants to be looked at again, if any.
+        """Bring one deployment nearer to its spec. Returns the seconds until its next reconcile, if one is due.
 
         Raises :class:`Gone` and :class:`Retry`, which are outcomes; anything else is a bug.
         """
         resource = self._cache.resource(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
             self._forget(key)
-            raise Gone
+            raise ObjectDeleted
         try:
             return await self._reconcile(key, resource)
-        except Deposed as error:
-            # Nothing was wrong with the deployment.
-            raise Retry(str(error), anew=True) from error
+        except LeaseLost as error:
+            raise Retry(str(error), reset=True) from error
         except ApiError as error:
             raise _retry(error) from error
 
     def retire(self) -> None:
-        """Another replica leads: follow nobody, show no conditions."""
+        """Stop after another replica took over: close the streams, show no conditions."""
         for key in list(self._followed):
             self._streams.forget(key)
         self._followed.clear()
         self._statuses.retire()
 
     async def _reconcile(self, key: Key, resource: Object) -> float | None:
-        # Our own status is no input: one of a later release must not make the resource invalid.
+        # The status is no input: one written by a later release must not make the resource invalid.
         spec_only = {name: value for name, value in resource.items() if name != "status"}
         try:
             dep = await self._parsed(key, spec_only)
@@ -99,30 +112,34 @@ class Reconciler:
             return await self._invalid(key, resource, error)
         try:
             return await self._valid(key, resource, dep)
-        except (ApiError, Deposed, Retry):
+        except (ApiError, LeaseLost, Retry):
             raise
         except Exception as error:
-            # Tried again all the same: what it failed at may be among the pods. The queue logs the traceback.
-            said = f"the operator failed at this resource and tries again: {type(error).__name__}: {error}"
+            # A bug. The queue logs the traceback and retries, because another state of the pods may not trigger it.
+            message = f"the operator failed at this resource and tries again: {type(error).__name__}: {error}"
             try:
-                await self._statuses.failed(key, resource, said, time.time())
-            except (ApiError, Deposed) as other:
-                log.warning("the failure could not be told: %s", other, extra={"namespace": key[0], "object": key[1]})
+                await self._statuses.failed(key, resource, message, time.time())
+            except (ApiError, LeaseLost) as other:
+                log.warning(
+                    "the failure could not be written to the status: %s",
+                    other,
+                    extra={"namespace": key[0], "object": key[1]},
+                )
             raise
 
     async def _parsed(self, key: Key, resource: Object) -> MMRouterDeployment:
-        """Return the typed resource, without what only a newer definition says. Raises ``SpecError``."""
+        """Return the typed resource, without defaulted fields of a newer CRD. Raises ``SpecError``."""
         try:
             dep = parse_deployment(resource)
         except SpecError as error:
             if not any(sentence == NO_SUCH_FIELD for _, sentence in error.errors):
                 raise
-            known, dropped, told = without_defaults(resource, schema_in(await self._published()))
-            if not told and self._waited(key):
-                raise Retry(f"{error}; the definition is newer, and its schema is not published yet") from error
+            known, dropped, complete = without_defaults(resource, schema_in(await self._published()))
+            if not complete and self._wait_for_schema(key):
+                raise Retry(f"{error}; the CRD is newer, and its schema is not published yet") from error
             dep = parse_deployment(known)
             for path in self._metrics.ignored(key, dropped):
-                log.warning("%s/%s: %s is unknown to this release and has its default: ignored", *key, path)
+                log.warning("%s/%s: %s is unknown to this release and has its default value: ignored", *key, path)
         else:
             self._metrics.ignored(key, ())
         self._unpublished.pop(key, None)
@@ -134,31 +151,33 @@ class Reconciler:
         except NotFound:
             return {}
 
-    def _waited(self, key: Key) -> bool:
-        """Whether to wait once more for a schema that is on its way."""
+    def _wait_for_schema(self, key: Key) -> bool:
+        """Whether to wait once more for the schema of a new CRD."""
         self._unpublished[key] = self._unpublished.get(key, 0) + 1
-        return self._unpublished[key] <= PUBLISHED_AFTER
+        return self._unpublished[key] <= SCHEMA_RETRIES
 
     async def _invalid(self, key: Key, resource: Object, error: SpecError) -> float | None:
-        """Tell what is wrong. What is there stays as it is, and is looked at again when the resource changes."""
+        """Report an invalid resource. Its children stay unchanged until the resource changes."""
         snapshot = self._snapshot(key, resource, None, ())
-        return await self._statuses.write(key, resource, error, snapshot, None, Written([], [], []))
+        return await self._statuses.write(key, resource, error, snapshot, None, WriteResult())
 
     async def _valid(self, key: Key, resource: Object, dep: MMRouterDeployment) -> float | None:
-        written = Written([], [], [])
+        written = WriteResult()
         try:
             return await self._carry_out(key, resource, dep, written)
         except ApiError as error:
-            raise _retry(error, anew=written.progressed) from error
+            raise _retry(error, reset=written.progressed) from error
 
-    async def _carry_out(self, key: Key, resource: Object, dep: MMRouterDeployment, written: Written) -> float | None:
+    async def _carry_out(
+        self, key: Key, resource: Object, dep: MMRouterDeployment, written: WriteResult
+    ) -> float | None:
         missing = await self._lookup.missing(references(dep))
         secrets = await self._secrets(key, dep, written)
         self._follow(key, dep, secrets)
         snapshot = self._snapshot(key, resource, secrets, missing)
         if missing:
-            written.later(LOOK_AGAIN)
-        planned: Plan | None = None
+            written.retry_in(RECHECK_SECONDS)
+        planned: RolloutPlan | None = None
         if secrets is not None:
             try:
                 rendered = render(dep, secrets=secrets, capabilities=self.capabilities, config=self._config)
@@ -169,7 +188,7 @@ class Reconciler:
             planned = plan(desired, snapshot)
             if not dep.spec.paused:
                 await self._apply(key, snapshot, planned, revision, written)
-                # What the writes have changed belongs into the status of this very reconcile.
+                # The status of this reconcile includes its own writes.
                 snapshot = self._snapshot(key, resource, secrets, missing)
         await self._gates(dep, snapshot, written)
         recreated = self._recreated.get(key)
@@ -177,46 +196,40 @@ class Reconciler:
             written.problems.append(recreated)
         self._failing(key, written)
         again_in = await self._statuses.write(key, resource, dep, snapshot, planned, written)
-        # Told; from here on the status itself remembers it.
+        # From here on the status itself holds it.
         self._recreated.pop(key, None)
         if written.failures:
             raise written.failures[0][1]
         return again_in
 
-    def _failing(self, key: Key, written: Written) -> None:
-        """What fails once passes; what fails again and again, a webhook that is down for one, is told."""
+    def _failing(self, key: Key, written: WriteResult) -> None:
+        """Report failures that repeat, such as a webhook that is down; a single one is not reported."""
         if not written.failures:
             self._failures.pop(key, None)
             return
         self._failures[key] = self._failures.get(key, 0) + 1
-        if self._failures[key] >= TOLD_AFTER:
+        if self._failures[key] >= REPORTED_FAILURES:
             for ref, error in written.failures:
                 written.problems.append(Problem(CHILD_REFUSED, ref.kind, ref.name, f"{ref.kind} {ref.name}: {error}"))
 
     async def _apply(
-        self, key: Key, snapshot: Snapshot, planned: Plan, revision: Object | None, written: Written
+        self, key: Key, snapshot: Snapshot, planned: RolloutPlan, revision: Object | None, written: WriteResult
     ) -> None:
         owner = snapshot.resource["metadata"]["uid"]
         manifests = [*([revision] if revision else []), *planned.apply]
         did = await self._children.write(key, owner, manifests)
-        written.problems += did.problems
-        written.repaired += did.repaired
-        written.created += did.created
-        written.progressed |= did.progressed
-        if did.again_in is not None:
-            written.later(did.again_in)
-        written.failures += did.failures
+        written.add(did)
         # Nothing that runs is taken away while what replaces it could not be written. Renderings that nothing uses go
         # in any case: they are large, and every change of the spec makes one more.
-        doomed = {
-            Ref(KINDS[kind].api_version, kind, key[0], name): uid
+        surplus = {
+            Ref(CHILD_KINDS[kind].api, kind, key[0], name): uid
             for kind, name, uid in planned.prune
-            if did.replaced or kind == "ControllerRevision"
+            if did.may_prune or kind == "ControllerRevision"
         }
-        await self._children.prune(key, doomed, written)
+        await self._children.prune(key, surplus, written)
 
-    async def _secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
-        """Return the deployment's keys; made now if there are none. ``None``, with a problem, when they are no use."""
+    async def _secrets(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | None:
+        """Return the deployment's keys, created if there are none. ``None``, with a problem, if they are unusable."""
         name = secret_name(dep)
         seen = self._cache.children(key).get(("Secret", name))
         found = self._cache.secret(key, name)
@@ -232,29 +245,29 @@ class Reconciler:
             return None
         return None if dep.spec.paused else await self._new_secrets(key, dep, written)
 
-    async def _new_secrets(self, key: Key, dep: MMRouterDeployment, written: Written) -> SecretData | None:
+    async def _new_secrets(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | None:
         manifest = render_secret(dep, new_secret_data())
         ref = Ref.of(manifest)
-        # Those of a resource of the same name before it do not count: their pods go anyway.
+        # Deployments of a deleted resource of the same name do not count: they are being deleted.
         lost = any(
             kind == "Deployment" and view.owner == dep.metadata.uid
             for (kind, _), view in self._cache.children(key).items()
         )
         try:
             live = await self._cluster.create(manifest)
-        except AlreadyThere:
+        except AlreadyExists:
             existing = await self._cluster.get(ref)
             if existing is None:
-                raise Conflict(f"Secret {ref.name} came and went") from None
-            if taken(existing, dep.metadata.uid):
-                problem = Problem(CHILD_NAME_TAKEN, "Secret", ref.name, f"Secret {ref.name} is not this resource's")
-                written.problems.append(problem)
-                written.later(LOOK_AGAIN)
+                raise Conflict(f"Secret {ref.name} was created and deleted meanwhile") from None
+            if belongs_to_other(existing, dep.metadata.uid):
+                message = f"Secret {ref.name} is not this resource's"
+                written.problems.append(Problem(CHILD_NAME_TAKEN, "Secret", ref.name, message))
+                written.retry_in(RECHECK_SECONDS)
                 return None
             live, lost = existing, False
         self._cache.put("Secret", live)
         if lost:
-            message = f"Secret {ref.name} was lost and is made anew: every pod restarts with new keys"
+            message = f"Secret {ref.name} was lost and is created again: every pod restarts with new keys"
             self._recreated[key] = Problem(SECRET_RECREATED, "Secret", ref.name, message)
         try:
             return read_secret(live)
@@ -290,31 +303,31 @@ class Reconciler:
         self._followed.setdefault(key, time.time())
         self._streams.follow(key, frontends, secrets.control_token)
 
-    async def _gates(self, dep: MMRouterDeployment, snapshot: Snapshot, written: Written) -> None:
+    async def _gates(self, dep: MMRouterDeployment, snapshot: Snapshot, written: WriteResult) -> None:
         pods = {pod.uid: pod for pod in snapshot.pods}
-        for uid, wanted in gates(dep, snapshot).items():
+        for uid, wanted in gate_changes(dep, snapshot).items():
             pod = pods[uid]
             if any(pod.gates.get(gate, False) != value for gate, (value, _, _) in wanted.items()):
                 try:
                     await self._cluster.apply_gates(pod, wanted)
                 except (NotFound, Conflict) as error:
                     log.info("gates not set: %s", error, extra={"namespace": pod.namespace, "child": pod.name})
-                    # Another pod of its name, or one that others write all the time: no news may come of the second.
-                    written.later(GATES_AGAIN)
+                    # A new pod of its name, or one that others keep writing: an event need not follow.
+                    written.retry_in(GATE_RETRY_SECONDS)
         self._wait_for_verification(dep, snapshot, written)
 
-    def _wait_for_verification(self, dep: MMRouterDeployment, snapshot: Snapshot, written: Written) -> None:
-        """Come back when a pod has had its time to be verified: nothing else happens at that moment.
+    def _wait_for_verification(self, dep: MMRouterDeployment, snapshot: Snapshot, written: WriteResult) -> None:
+        """Reconcile again when a pod's verification times out, because no event happens then.
 
-        Also of a pod whose gates are open: its engine may have been restarted, and is to be proved again.
+        Also of a pod whose gates are open: its engine may have restarted and must be proved again.
         """
         timeout = float(dep.spec.verification.timeout_seconds)
         for pod in snapshot.pods:
-            proved = is_verified(told_of(pod, snapshot)) if pod.pool else True
+            proved = is_verified(counted_reports(pod, snapshot)) if pod.pool else True
             if pod.started is not None and not (proved and all(pod.gates.values())):
                 left = pod.started + timeout - snapshot.now
                 if left > 0:
-                    written.later(left + 0.5)
+                    written.retry_in(left + 0.5)
 
     def _forget(self, key: Key) -> None:
         self._streams.forget(key)
@@ -327,7 +340,7 @@ class Reconciler:
         self._statuses.forget(key)
 
 
-def _retry(error: ApiError, *, anew: bool = False) -> Retry:
-    # What is not there: the resource or its namespace went away under our hands, and the watch tells.
-    said = "not there any more" if isinstance(error, NotFound) else type(error).__name__
-    return Retry(f"{said}: {error}", error.retry_after or 0.0, anew=anew)
+def _retry(error: ApiError, *, reset: bool = False) -> Retry:
+    # NotFound: the resource or its namespace was deleted meanwhile, and its event is on the way.
+    what = "deleted meanwhile" if isinstance(error, NotFound) else type(error).__name__
+    return Retry(f"{what}: {error}", error.retry_after or 0.0, reset=reset)

@@ -8,20 +8,20 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL, ROUTABLE, VERIFIED
 from mmrouter_operator.model.problems import Problem
-from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, PodView, Snapshot
-from mmrouter_operator.planning.plan_draft import taken
-from mmrouter_operator.planning.planner import Plan
+from mmrouter_operator.model.snapshot import PodView, Snapshot
+from mmrouter_operator.planning.plan_draft import is_foreign
+from mmrouter_operator.planning.planner import RolloutPlan
 from mmrouter_operator.planning.readiness_gates import (
-    all_heard,
+    all_frontends_counted,
+    counted_frontends,
+    counted_reports,
     is_routable,
     is_verified,
     ready_frontends,
-    told_of,
-    voices,
 )
 from mmrouter_operator.planning.rollout import Blocked, Rollout, pods_of
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL
 from mmrouter_operator.status import condition_rules as verdicts
 from mmrouter_operator.status.conditions import Condition
 from mmrouter_operator.status.transitions import Transition, transitions
@@ -34,7 +34,7 @@ Status = dict[str, Any]
 def status_of(
     dep: MMRouterDeployment | SpecError,
     snapshot: Snapshot,
-    plan: Plan | None,
+    plan: RolloutPlan | None,
     advice: Sequence[Problem],
     previous: Mapping[str, Any] | None,
 ) -> Status:
@@ -106,7 +106,7 @@ def _timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _counts(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
+def _counts(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan) -> dict[str, Any]:
     by_pool = {rollout.pool: rollout for rollout in plan.rollouts}
     frontend = by_pool.get("")
     pools = [
@@ -116,7 +116,7 @@ def _counts(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan) -> dict[str
     port = dep.spec.frontend.service.port
     host = f"{dep.metadata.name}.{dep.metadata.namespace}.svc"
     body: dict[str, Any] = {}
-    if not taken(snapshot, "Service", dep.metadata.name) and ("Service", dep.metadata.name) in snapshot.children:
+    if not is_foreign(snapshot, "Service", dep.metadata.name) and ("Service", dep.metadata.name) in snapshot.children:
         body["endpoint"] = f"http://{host}" + ("" if port == 80 else f":{port}")
     if frontend is not None:
         selector = f"{DEPLOYMENT_LABEL}={dep.metadata.name},{ROLE_LABEL}={FRONTEND_ROLE}"
@@ -139,15 +139,15 @@ def _pool(name: str, role: str, rollout: Rollout, snapshot: Snapshot) -> dict[st
 
 
 def _holds(gate: str, pod: PodView, snapshot: Snapshot) -> bool:
-    if not voices(snapshot):
+    if not counted_frontends(snapshot):
         # Nobody has spoken yet: what was written on the pod is the last that is known.
         return pod.gates.get(gate, False)
-    reports = told_of(pod, snapshot)
+    reports = counted_reports(pod, snapshot)
     return is_routable(reports) if gate == ROUTABLE else is_verified(reports)
 
 
 def _routing(snapshot: Snapshot, last: Mapping[str, Any]) -> dict[str, Any]:
-    if not all_heard(snapshot):
+    if not all_frontends_counted(snapshot):
         return {"routing": last["routing"]} if last.get("routing") else {}
     reports = [report for report in snapshot.reports.values() if report is not None]
     ratios = {
@@ -171,7 +171,7 @@ def _still(last: Mapping[str, Any], snapshot: Snapshot) -> dict[str, Any]:
     return body
 
 
-def _phase(plan: Plan, found: Sequence[Condition]) -> str:
+def _phase(plan: RolloutPlan, found: Sequence[Condition]) -> str:
     by_type = {item.type: item.status for item in found}
     if isinstance(plan.outcome, Blocked) and plan.outcome.reason == "Paused":
         return "Paused"

@@ -8,8 +8,8 @@ from typing import Any
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.model.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
 from mmrouter_operator.model.snapshot import Snapshot
-from mmrouter_operator.planning.planner import Plan
-from mmrouter_operator.planning.readiness_gates import is_verified, ready_frontends, told_of, voices
+from mmrouter_operator.planning.planner import RolloutPlan
+from mmrouter_operator.planning.readiness_gates import counted_frontends, counted_reports, is_verified, ready_frontends
 from mmrouter_operator.planning.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
 from mmrouter_operator.render import overridden
 from mmrouter_operator.render.kv_layouts import unequal
@@ -46,7 +46,7 @@ Before = Mapping[str, Mapping[str, Any]]
 
 
 def of_valid(
-    dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, advice: Sequence[Problem], before: Before
+    dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, advice: Sequence[Problem], before: Before
 ) -> list[Condition]:
     """Return the conditions of a resource that could be rendered."""
     groups = [_group(type_, [r for r in plan.rollouts if r.role in roles]) for type_, roles in GROUPS.items()]
@@ -68,7 +68,7 @@ def of_valid(
     return [_bounded(item) for item in shown]
 
 
-def with_what_is_lacking(plan: Plan, snapshot: Snapshot, advice: Sequence[Problem]) -> Plan:
+def with_what_is_lacking(plan: RolloutPlan, snapshot: Snapshot, advice: Sequence[Problem]) -> RolloutPlan:
     """Return the plan, blocked if a Service or a Deployment could not be made: waiting alone would not bring it."""
     for problem in advice:
         lacks = problem.kind in _NEEDED and (problem.kind, problem.name) not in snapshot.children
@@ -123,7 +123,7 @@ def of_unusable(advice: Sequence[Problem]) -> list[Condition]:
     ]
 
 
-def _ready(plan: Plan, groups: Sequence[Condition]) -> Condition:
+def _ready(plan: RolloutPlan, groups: Sequence[Condition]) -> Condition:
     if isinstance(plan.outcome, Blocked) and plan.outcome.reason in _STOPS:
         return condition(c.READY, "Blocked", plan.outcome.message)
     bad = [group for group in groups if group.status != "True"]
@@ -136,7 +136,7 @@ def _ready(plan: Plan, groups: Sequence[Condition]) -> Condition:
     return condition(c.READY, _NOT_READY[worst.type], said)
 
 
-def _progressing(plan: Plan) -> Condition:
+def _progressing(plan: RolloutPlan) -> Condition:
     match plan.outcome:
         case Progress(message):
             return condition(c.PROGRESSING, "RollingOut", message)
@@ -161,7 +161,7 @@ def _group(type_: str, rollouts: Sequence[Rollout]) -> Condition | None:
     return condition(type_, "ReplicasMissing", said)
 
 
-def _problems(snapshot: Snapshot, plan: Plan, advice: Sequence[Problem]) -> Iterator[tuple[str, str]]:
+def _problems(snapshot: Snapshot, plan: RolloutPlan, advice: Sequence[Problem]) -> Iterator[tuple[str, str]]:
     for missing in snapshot.missing:
         yield c.MISSING[missing.kind], f"{missing.path}: there is no {missing.kind} {missing.name}"
     for problem in advice:
@@ -182,7 +182,7 @@ def _problems(snapshot: Snapshot, plan: Plan, advice: Sequence[Problem]) -> Iter
         yield found.reason, found.message
 
 
-def _degraded(problems: Iterator[tuple[str, str]], plan: Plan, before: Before) -> Condition:
+def _degraded(problems: Iterator[tuple[str, str]], plan: RolloutPlan, before: Before) -> Condition:
     found = list(dict.fromkeys(problems))
     if found:
         return condition(c.DEGRADED, found[0][0], "; ".join(dict.fromkeys(message for _, message in found)))
@@ -193,18 +193,18 @@ def _degraded(problems: Iterator[tuple[str, str]], plan: Plan, before: Before) -
     return condition(c.DEGRADED, "AsExpected", "nothing is wrong")
 
 
-def _exact(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: Before) -> Condition:
+def _exact(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, before: Before) -> Condition:
     pods = [pod for pod in snapshot.pods if pod.pool and pod.containers_ready and not pod.deleting]
     if not pods:
         return condition(c.EXACT, "NoReplicas", "no engine runs yet")
-    fronts = voices(snapshot)
+    fronts = counted_frontends(snapshot)
     last = before.get(c.EXACT, {})
     if not fronts and ready_frontends(snapshot) and last.get("reason") in c.REASONS[c.EXACT]:
         # An operator that has just started knows nothing yet; what it said last still stands.
         return condition(c.EXACT, str(last["reason"]), str(last.get("message", "")))
     if not any(snapshot.reports.get(front.uid) for front in fronts):
         return condition(c.EXACT, "FrontendNotHeard", "no frontend has told yet which engines it proved")
-    reports = {pod.name: (pod, told_of(pod, snapshot)) for pod in pods}
+    reports = {pod.name: (pod, counted_reports(pod, snapshot)) for pod in pods}
     for name, (_, said) in sorted(reports.items()):
         for report in said:
             if report is not None and report.verified == "False" and not is_verified(said):
@@ -224,7 +224,7 @@ def _exact(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: Befo
     return condition(c.EXACT, "Verified", f"all {len(pods)} engine pods are proved")
 
 
-def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: Before) -> Iterator[Condition]:
+def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, before: Before) -> Iterator[Condition]:
     model = dep.spec.model
     if model.volume is None:
         if COMMIT.fullmatch(model.revision):
@@ -266,7 +266,7 @@ def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, before: B
     yield from _of_manifests(dep, plan, before)
 
 
-def _of_manifests(dep: MMRouterDeployment, plan: Plan, before: Before) -> Iterator[Condition]:
+def _of_manifests(dep: MMRouterDeployment, plan: RolloutPlan, before: Before) -> Iterator[Condition]:
     """Return what the manifests tell. Where nothing is applied, as while paused, it stays as it was."""
     asked = [pool.name for pool in dep.spec.pools if pool.autoscaling is not None]
     if not plan.apply:

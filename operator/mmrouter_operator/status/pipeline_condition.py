@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.model.snapshot import Snapshot
-from mmrouter_operator.planning.planner import Plan
-from mmrouter_operator.planning.readiness_gates import ready_frontends, voices
+from mmrouter_operator.planning.planner import RolloutPlan
+from mmrouter_operator.planning.readiness_gates import counted_frontends, ready_frontends
 from mmrouter_operator.planning.rollout import Progress
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition
@@ -30,12 +30,12 @@ WITHOUT: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def of_chain(
-    dep: MMRouterDeployment, snapshot: Snapshot, plan: Plan, last: Mapping[str, Any] | None
+    dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, last: Mapping[str, Any] | None
 ) -> Condition | None:
     """Return the condition, ``None`` where no pool does one stage. ``last``: what it said before."""
     if not any(pool.role in ROLES for pool in dep.spec.pools):
         return None
-    fronts = voices(snapshot)
+    fronts = counted_frontends(snapshot)
     before = last or {}
     if not fronts and ready_frontends(snapshot) and before.get("reason") in c.REASONS[c.CHAIN]:
         # An operator that has just started knows nothing yet; what it said last still stands.

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.model.snapshot import Snapshot
-from mmrouter_operator.planning.readiness_gates import ready_frontends, told_of, voices
+from mmrouter_operator.planning.readiness_gates import counted_frontends, counted_reports, ready_frontends
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition
 
@@ -19,10 +19,10 @@ def of_pressure(dep: MMRouterDeployment, snapshot: Snapshot, last: Mapping[str, 
     if not any(pool.shared_memory.scope == "node" for pool in dep.spec.pools):
         return None
     before = last or {}
-    if not voices(snapshot) and ready_frontends(snapshot) and before.get("reason") in c.REASONS[c.PRESSURE]:
+    if not counted_frontends(snapshot) and ready_frontends(snapshot) and before.get("reason") in c.REASONS[c.PRESSURE]:
         # An operator that has just started knows nothing yet; what it said last still stands.
         return condition(c.PRESSURE, str(before["reason"]), str(before.get("message", "")))
-    if not any(snapshot.reports.get(front.uid) for front in voices(snapshot)):
+    if not any(snapshot.reports.get(front.uid) for front in counted_frontends(snapshot)):
         return condition(c.PRESSURE, "FrontendNotHeard", "no frontend has told yet how full the nodes' directories are")
     told = sorted(_told(snapshot))
     if not told:
@@ -44,7 +44,11 @@ def of_pressure(dep: MMRouterDeployment, snapshot: Snapshot, last: Mapping[str, 
 def _told(snapshot: Snapshot) -> Iterator[tuple[str, str, int, bool]]:
     """Yield node, pod, limit in bytes, and whether some frontend has heard that the mark is passed."""
     for pod in snapshot.pods:
-        found = [report.shared for report in told_of(pod, snapshot) if report is not None and report.shared is not None]
+        found = [
+            report.shared
+            for report in counted_reports(pod, snapshot)
+            if report is not None and report.shared is not None
+        ]
         if found and not pod.deleting:
             yield pod.node or pod.name, pod.name, max(one.limit for one in found), any(one.above for one in found)
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
-from mmrouter_operator.boot_clock import boot_time
-from mmrouter_operator.cluster.cache import Cache
-from mmrouter_operator.cluster.child_writer import Written
-from mmrouter_operator.cluster.client import ApiError, Cluster, Object, Refused
+from mmrouter_operator.cluster.boot_clock import boot_time
+from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.child_writer import WriteResult
+from mmrouter_operator.cluster.client import ApiError, KubernetesCluster, Object, Refused
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.model.refs import RESOURCE
+from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.model.snapshot import Key, Snapshot
-from mmrouter_operator.planning.planner import Plan
+from mmrouter_operator.planning.planner import RolloutPlan
 from mmrouter_operator.status.builder import Status, status_of, status_of_failure, urgent
 from mmrouter_operator.status.transitions import transitions
 
@@ -36,10 +36,10 @@ class _Last:
     at: float
 
 
-class Statuses:
+class StatusWriter:
     """Remembers what was written last to each deployment, and when."""
 
-    def __init__(self, cluster: Cluster, cache: Cache, metrics: Metrics) -> None:
+    def __init__(self, cluster: KubernetesCluster, cache: WatchCache, metrics: Metrics) -> None:
         self._cluster = cluster
         self._cache = cache
         self._metrics = metrics
@@ -52,8 +52,8 @@ class Statuses:
         resource: Object,
         spec: MMRouterDeployment | SpecError,
         snapshot: Snapshot,
-        planned: Plan | None,
-        written: Written,
+        planned: RolloutPlan | None,
+        written: WriteResult,
     ) -> float | None:
         """Write what changed. Returns the seconds until the deployment is to be looked at again, if any."""
         before: dict[str, Any] = resource.get("status") or {}
@@ -62,7 +62,7 @@ class Statuses:
         if _shows(before, status) or (last is not None and (last.status, last.live) == (status, before)):
             pass
         elif last is not None and not urgent(before, status) and (wait := last.at + QUIET_INTERVAL - boot_time()) > 0:
-            written.later(wait)
+            written.retry_in(wait)
         else:
             await self._send(key, resource, before, status, written)
         for ref in written.repaired:
@@ -77,9 +77,9 @@ class Statuses:
         snapshot = Snapshot(resource=resource, now=now, children={}, pods=(), reports={})
         status = status_of_failure(message, snapshot, before)
         if urgent(before, status):
-            await self._send(key, resource, before, status, Written([], [], []))
+            await self._send(key, resource, before, status, WriteResult())
 
-    async def _send(self, key: Key, resource: Object, before: Status, status: Status, written: Written) -> None:
+    async def _send(self, key: Key, resource: Object, before: Status, status: Status, written: WriteResult) -> None:
         generation = resource["metadata"].get("generation")
         refused = self._refused.get(key)
         if refused is not None and refused[0] == generation and boot_time() < refused[1] + REFUSED_FOR:
@@ -100,7 +100,7 @@ class Statuses:
         self._cache.put(RESOURCE, live)
         if live["metadata"].get("generation") != generation:
             # Changed while this ran. The answer has just put the change into the cache, so the watch is no news there.
-            written.later(0.0)
+            written.retry_in(0.0)
         for event in transitions(before, status):
             await self._event(resource, event.type, event.reason, event.action, event.note)
 

@@ -49,6 +49,9 @@ class _PodListener:
         self._published: Roster | None = None
         self._disconnected = False
 
+    def list_started(self) -> None:
+        """Nothing to note: only the watch adds pods."""
+
     def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
         for pod in objects:
             self._take(pod)

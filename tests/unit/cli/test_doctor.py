@@ -19,7 +19,8 @@ from mmrouter_cli.doctor.resource import condition_check, network_check, referen
 from mmrouter_cli.doctor.routing import STALE_SECONDS, event_check, exactness_check, frontend_check
 from mmrouter_cli.status.frontend_state import NOT_RUNNING, Unread, open_frontends
 from mmrouter_lib.api.crd import HASH_ANNOTATION
-from mmrouter_operator.model.refs import KINDS, Ref
+from mmrouter_operator.cluster.kinds import KINDS
+from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
 from mmrouter_router.explain.parity import Cause
 from mmrouter_router.fleet import feed_client as feeds
@@ -203,7 +204,7 @@ def test_every_cause_of_a_difference_has_advice() -> None:
 
 
 def named(kind: str, name: str) -> tuple[Ref, str]:
-    return Ref(KINDS[kind].api_version, kind, "home", name), f"spec.some.{kind}"
+    return Ref(KINDS[kind].api, kind, "home", name), f"spec.some.{kind}"
 
 
 def test_what_is_named_and_not_there_is_a_problem_with_its_field() -> None:

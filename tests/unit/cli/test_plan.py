@@ -12,7 +12,7 @@ from unit.operator.rollout_stories import pair, standing, want, whole
 
 from mmrouter_cli.app import app
 from mmrouter_operator.planning.planner import Blocked, Complete
-from mmrouter_operator.planning.rollout_simulation import rehearse
+from mmrouter_operator.planning.rollout_simulation import simulate
 
 
 def write(folder: Path, name: str, spec: dict[str, Any], **metadata: Any) -> str:
@@ -139,7 +139,7 @@ def test_two_deployments_are_not_compared(tmp_path: Path) -> None:
 def test_a_paused_deployment_is_rehearsed_as_blocked() -> None:
     world = standing(whole())
     want(world, {**whole(seed=1), "paused": True})
-    rehearsal = rehearse(world.choose()[0], world.snapshot(), None)
+    rehearsal = simulate(world.choose()[0], world.snapshot(), None)
     assert rehearsal.rounds == ()
     assert isinstance(rehearsal.outcome, Blocked)
 
@@ -148,7 +148,7 @@ def test_a_rehearsal_takes_the_steps_that_the_rollout_takes() -> None:
     world = standing(pair())
     want(world, pair(block=32, router="2"))
     chosen, revision = world.choose()
-    rehearsed = rehearse(chosen, world.snapshot(), revision)
+    rehearsed = simulate(chosen, world.snapshot(), revision)
     taken = []
     planned = world.reconcile()
     while not isinstance(planned.outcome, Complete):
@@ -165,7 +165,7 @@ def test_planning_changes_nothing_it_was_given() -> None:
     want(world, whole(seed=1, router="2"))
     chosen, revision = world.choose()
     before = copy.deepcopy((chosen, revision, world.snapshot()))
-    rehearse(chosen, world.snapshot(), revision)
+    simulate(chosen, world.snapshot(), revision)
     assert (chosen, revision, world.snapshot()) == before
 
 

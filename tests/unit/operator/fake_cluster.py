@@ -3,9 +3,9 @@
 import copy
 from typing import Any
 
-from mmrouter_operator.cluster.cache import Cache
-from mmrouter_operator.cluster.client import AlreadyThere, ApiError, Object, Objects
-from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.client import AlreadyExists, ApiError, Object, Objects
+from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.model.snapshot import Key
 
 Names = list[str]
@@ -25,7 +25,7 @@ def manifest(kind: str, name: str, **more: Any) -> Object:
 class Table:
     """Objects by address; an apply replaces, bumps the version only when something changed, and is written down."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: WatchCache) -> None:
         self.cache = cache
         self.objects: dict[Ref, Object] = {}
         self.calls: list[tuple[str, str, str]] = []
@@ -55,7 +55,7 @@ class Table:
         ref = Ref.of(obj)
         self.calls.append(("create", ref.kind, ref.name))
         if ref in self.objects:
-            raise AlreadyThere(ref.name)
+            raise AlreadyExists(ref.name)
         return self.store(obj)
 
     async def published(self) -> Object:

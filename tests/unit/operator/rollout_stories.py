@@ -4,7 +4,7 @@ from typing import Any
 
 from unit.operator.simulated_world import World, deployment, role
 
-from mmrouter_operator.planning.planner import STAGES, Complete, Plan
+from mmrouter_operator.planning.planner import STAGES, Complete, RolloutPlan
 from mmrouter_operator.planning.rollout import template_hash
 from mmrouter_operator.status.builder import status_of
 
@@ -46,7 +46,7 @@ def want(world: World, spec: dict[str, Any], **metadata: Any) -> None:
     world.dep = deployment(spec, world.dep.metadata.generation + 1, **metadata)
 
 
-def finish(world: World, rounds: int = 200) -> Plan:
+def finish(world: World, rounds: int = 200) -> RolloutPlan:
     """Reconcile and let everything become ready until the plan is complete; fail if it never is."""
     for _ in range(rounds):
         planned = checked(world)
@@ -62,7 +62,7 @@ def standing(spec: dict[str, Any]) -> World:
     return world
 
 
-def checked(world: World) -> Plan:
+def checked(world: World) -> RolloutPlan:
     """Reconcile once, and hold what was done to what must always hold."""
     before = {name: template_hash(child.manifest) for name, child in world.children.items()}
     pods = {pod.template_hash for pod in world.pods()}
@@ -90,7 +90,7 @@ def assert_stages_before_are_over(world: World, stage: int) -> None:
             assert pod.template_hash == goals[pod.pool], f"{pod.name} of an earlier stage is old"
 
 
-def assert_success_is_of_new_pods(world: World, planned: Plan) -> None:
+def assert_success_is_of_new_pods(world: World, planned: RolloutPlan) -> None:
     status = status_of(world.dep, world.snapshot(), planned, (), world.status)
     world.status = status
     told = {item["type"]: item["status"] for item in status["conditions"]}

@@ -10,21 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.model.snapshot import (
-    FrontendReport,
-    PodView,
-    RevisionView,
-    Snapshot,
-    WorkerReport,
-    child_view,
-    deployment_view,
-    revision_view,
-)
-from mmrouter_operator.planning.planner import Plan, plan
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.model.snapshot import FrontendReport, PodView, RevisionView, Snapshot, WorkerReport
+from mmrouter_operator.model.views import child_view, deployment_view, revision_view
+from mmrouter_operator.planning.planner import RolloutPlan, plan
 from mmrouter_operator.planning.rollout import pool_of, role_of, template_hash
 from mmrouter_operator.planning.template_revisions import choose_templates
 from mmrouter_operator.render import render
-from mmrouter_operator.render.secret import SecretData
 
 SECRETS = SecretData(
     identity_key=bytes(32),
@@ -144,7 +136,7 @@ class World:
     def choose(self, adopt: bool = False) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         return choose_templates(self.desired(), self.snapshot(), adopt, self.dep)
 
-    def reconcile(self, *, adopt: bool = False) -> Plan:
+    def reconcile(self, *, adopt: bool = False) -> RolloutPlan:
         """Plan, and apply all of it."""
         chosen, revision = self.choose(adopt)
         planned = plan(chosen, self.snapshot())
@@ -153,7 +145,7 @@ class World:
         self.carry_out(planned)
         return planned
 
-    def carry_out(self, planned: Plan) -> None:
+    def carry_out(self, planned: RolloutPlan) -> None:
         for manifest in planned.apply:
             self._apply(manifest)
         for kind, name, _ in planned.prune:

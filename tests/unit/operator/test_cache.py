@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_operator.cluster.cache import Cache, content_of
+from mmrouter_operator.cluster.cache import WatchCache, content_of
 from mmrouter_operator.model.credentials import new_secret_data
 
 KEY = ("n", "d")
@@ -25,7 +25,7 @@ def resource(version: int = 1, **spec: Any) -> dict[str, Any]:
 
 
 def test_a_deployment_is_known_by_its_resource_and_gone_with_it() -> None:
-    cache = Cache()
+    cache = WatchCache()
     cache.put("ConfigMap", obj("ConfigMap", "c", "1", 1))
     assert cache.deployments() == []
     assert cache.put("MMRouterDeployment", resource()) == (KEY,)
@@ -36,7 +36,7 @@ def test_a_deployment_is_known_by_its_resource_and_gone_with_it() -> None:
 
 
 def test_what_changes_nothing_wakes_nobody() -> None:
-    cache = Cache()
+    cache = WatchCache()
     service = obj("Service", "s", "1", 1, spec={"ports": []})
     assert cache.put("Service", service) == (KEY,)
     again = obj("Service", "s", "1", 2, spec={"ports": []})
@@ -46,7 +46,7 @@ def test_what_changes_nothing_wakes_nobody() -> None:
 
 
 def test_the_deployment_controllers_counting_is_no_change_but_its_status_is() -> None:
-    cache = Cache()
+    cache = WatchCache()
     deployment = obj("Deployment", "w", "1", 1, spec={"replicas": 2}, status={})
     cache.put("Deployment", deployment)
     counted = obj("Deployment", "w", "1", 2, spec={"replicas": 2}, status={})
@@ -59,7 +59,7 @@ def test_the_deployment_controllers_counting_is_no_change_but_its_status_is() ->
 
 
 def test_news_of_an_end_is_not_undone_by_an_answer_that_comes_later() -> None:
-    cache = Cache()
+    cache = WatchCache()
     cache.put("ConfigMap", obj("ConfigMap", "c", "1", 5))
     cache.remove("ConfigMap", "1", "9")
     assert cache.put("ConfigMap", obj("ConfigMap", "c", "1", 8)) == ()
@@ -67,7 +67,7 @@ def test_news_of_an_end_is_not_undone_by_an_answer_that_comes_later() -> None:
 
 
 def test_an_object_that_left_the_selector_comes_back_with_something_newer() -> None:
-    cache = Cache()
+    cache = WatchCache()
     cache.put("ConfigMap", obj("ConfigMap", "c", "1", 5))
     cache.remove("ConfigMap", "1", "9")
     assert cache.put("ConfigMap", obj("ConfigMap", "c", "1", 10)) == (KEY,)
@@ -75,7 +75,7 @@ def test_an_object_that_left_the_selector_comes_back_with_something_newer() -> N
 
 
 def test_a_child_whose_label_was_taken_off_is_nobodys() -> None:
-    cache = Cache()
+    cache = WatchCache()
     cache.put("ConfigMap", obj("ConfigMap", "c", "1", 5))
     bare = obj("ConfigMap", "c", "1", 6)
     del bare["metadata"]["labels"]["mmrouter.io/deployment"]
@@ -84,7 +84,7 @@ def test_a_child_whose_label_was_taken_off_is_nobodys() -> None:
 
 
 def test_a_label_that_names_another_deployment_wakes_both() -> None:
-    cache = Cache()
+    cache = WatchCache()
     cache.put("ConfigMap", obj("ConfigMap", "c", "1", 5))
     moved = obj("ConfigMap", "c", "1", 6)
     moved["metadata"]["labels"]["mmrouter.io/deployment"] = "e"
@@ -93,7 +93,7 @@ def test_a_label_that_names_another_deployment_wakes_both() -> None:
 
 
 def test_a_successor_of_the_same_name_outlives_the_news_of_its_predecessors_end() -> None:
-    cache = Cache()
+    cache = WatchCache()
     cache.put("ConfigMap", obj("ConfigMap", "c", "old", 5))
     cache.put("ConfigMap", obj("ConfigMap", "c", "new", 7))
     cache.remove("ConfigMap", "old", "6")
@@ -102,15 +102,15 @@ def test_a_successor_of_the_same_name_outlives_the_news_of_its_predecessors_end(
 
 @given(order=st.permutations(range(1, 8)))
 def test_the_newest_version_stays_in_whatever_order_they_arrive(order: list[int]) -> None:
-    cache = Cache()
+    cache = WatchCache()
     for version in order:
         cache.put("ConfigMap", obj("ConfigMap", "c", "1", version, data={"v": str(version)}))
-    assert cache.versions("ConfigMap") == {"1": "7"}
+    assert cache.children(KEY)["ConfigMap", "c"].resource_version == "7"
     assert cache.content(KEY, "ConfigMap", "c") == content_of(obj("ConfigMap", "c", "1", 7, data={"v": "7"}))
 
 
 def test_secrets_are_read_or_their_fault_is_named_and_never_shown() -> None:
-    cache = Cache()
+    cache = WatchCache()
     made = new_secret_data()
     data = {name: base64.b64encode(value).decode() for name, value in made.entries().items()}
     cache.put("Secret", obj("Secret", "d-secrets", "1", 1, data=data))
@@ -123,7 +123,7 @@ def test_secrets_are_read_or_their_fault_is_named_and_never_shown() -> None:
         ("control.token", "", "control.token"),
     ]:
         broken = {**data, entry: value} if value is not None else {k: v for k, v in data.items() if k != entry}
-        version = int(cache.versions("Secret")["1"]) + 1
+        version = int(cache.children(KEY)["Secret", "d-secrets"].resource_version) + 1
         cache.put("Secret", obj("Secret", "d-secrets", "1", version, data=broken))
         fault = cache.secret(KEY, "d-secrets")
         assert isinstance(fault, str)
@@ -132,7 +132,7 @@ def test_secrets_are_read_or_their_fault_is_named_and_never_shown() -> None:
 
 
 def test_revisions_are_the_owners_in_order_with_what_they_keep() -> None:
-    cache = Cache()
+    cache = WatchCache()
     for number in (3, 1, 2):
         kept = obj("ControllerRevision", f"d-{number}", str(number), number, revision=number, data={"n": number})
         cache.put("ControllerRevision", kept)
@@ -143,7 +143,7 @@ def test_revisions_are_the_owners_in_order_with_what_they_keep() -> None:
 
 
 def test_the_status_of_a_resource_counts_as_a_change_and_its_managed_fields_do_not() -> None:
-    cache = Cache()
+    cache = WatchCache()
     cache.put("MMRouterDeployment", resource(1))
     touched = resource(2)
     touched["metadata"]["managedFields"] = [{"manager": "kubectl"}]

@@ -13,18 +13,17 @@ from kubernetes.aio.client.configuration import Configuration
 
 from mmrouter_operator.cluster import client as apply
 from mmrouter_operator.cluster.client import (
-    AlreadyThere,
+    AlreadyExists,
     ApiError,
     Conflict,
-    Deposed,
-    Fenced,
     KubernetesCluster,
+    LeaseLost,
     NotFound,
     Refused,
     TooManyRequests,
     Unavailable,
 )
-from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.model.snapshot import PodView
 
 CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "n", "name": "c"}, "data": {"a": "1"}}
@@ -178,7 +177,7 @@ async def test_an_event_fits_the_api_whatever_it_says(cluster: KubernetesCluster
         (401, "Unauthorized", Unavailable),
         (403, "Forbidden", Refused),
         (404, "NotFound", NotFound),
-        (409, "AlreadyExists", AlreadyThere),
+        (409, "AlreadyExists", AlreadyExists),
         (409, "Conflict", Conflict),
         (422, "Invalid", Refused),
         (429, "TooManyRequests", TooManyRequests),
@@ -217,7 +216,7 @@ async def test_no_server_and_a_silent_one_are_unavailable(
 
 
 POD = PodView(name="p", namespace="n", uid="u", deployment="d", pool="w", role="worker")
-WRITES: list[Callable[[Fenced], Awaitable[object]]] = [
+WRITES: list[Callable[[KubernetesCluster], Awaitable[object]]] = [
     lambda fenced: fenced.apply(CONFIG_MAP),
     lambda fenced: fenced.create(CONFIG_MAP),
     lambda fenced: fenced.replace(CONFIG_MAP),
@@ -230,12 +229,12 @@ WRITES: list[Callable[[Fenced], Awaitable[object]]] = [
 
 @pytest.mark.parametrize("write", WRITES)
 async def test_a_deposed_leader_writes_nothing(
-    cluster: KubernetesCluster, served: Served, write: Callable[[Fenced], Awaitable[object]]
+    cluster: KubernetesCluster, served: Served, write: Callable[[KubernetesCluster], Awaitable[object]]
 ) -> None:
-    with pytest.raises(Deposed):
-        await write(Fenced(cluster, lambda: 0.0))
+    with pytest.raises(LeaseLost):
+        await write(cluster.fenced(lambda: 0.0))
     assert served.requests == []
-    await write(Fenced(cluster, lambda: 5.0))
+    await write(cluster.fenced(lambda: 5.0))
     assert len(served.requests) == 1
 
 
@@ -247,7 +246,7 @@ async def test_an_api_that_is_served_without_our_kind_is_not_served(cluster: Kub
 
 
 async def test_a_deposed_leader_may_still_read(cluster: KubernetesCluster, served: Served) -> None:
-    assert await Fenced(cluster, lambda: 0.0).get(REF) == {}
+    assert await cluster.fenced(lambda: 0.0).get(REF) == {}
 
 
 async def test_a_lease_that_runs_out_while_a_write_waits_for_its_connection_stops_the_write(
@@ -255,14 +254,14 @@ async def test_a_lease_that_runs_out_while_a_write_waits_for_its_connection_stop
 ) -> None:
     """The first look finds a lease; the one with the connection in hand does not."""
     looks = iter([5.0, 0.0])
-    with pytest.raises(Deposed):
-        await Fenced(cluster, lambda: next(looks)).apply(CONFIG_MAP)
+    with pytest.raises(LeaseLost):
+        await cluster.fenced(lambda: next(looks)).apply(CONFIG_MAP)
     assert served.requests == []
     # A connection that is there already is looked at as well.
     await cluster.get(REF)
     looks = iter([5.0, 0.0])
-    with pytest.raises(Deposed):
-        await Fenced(cluster, lambda: next(looks)).apply(CONFIG_MAP)
+    with pytest.raises(LeaseLost):
+        await cluster.fenced(lambda: next(looks)).apply(CONFIG_MAP)
     assert len(served.requests) == 1
 
 
@@ -273,10 +272,10 @@ async def test_a_lease_that_runs_out_after_the_connection_stands_stops_the_write
     await cluster.get(REF)
     for write in WRITES:
         looks = iter([5.0, 5.0, 0.0])
-        with pytest.raises(Deposed):
-            await write(Fenced(cluster, lambda looks=looks: next(looks)))  # type: ignore[misc]
+        with pytest.raises(LeaseLost):
+            await write(cluster.fenced(lambda looks=looks: next(looks)))  # type: ignore[misc]
     assert len(served.requests) == 1
-    await Fenced(cluster, lambda: 5.0).apply(CONFIG_MAP)
+    await cluster.fenced(lambda: 5.0).apply(CONFIG_MAP)
     assert len(served.requests) == 2
 
 
@@ -286,5 +285,5 @@ async def test_a_write_is_given_up_when_the_lease_runs_out(cluster: KubernetesCl
 
     served.before = forever
     async with asyncio.timeout(5):
-        with pytest.raises(Deposed, match="ran out"):
-            await Fenced(cluster, lambda: 0.2).apply(CONFIG_MAP)
+        with pytest.raises(LeaseLost, match="ran out"):
+            await cluster.fenced(lambda: 0.2).apply(CONFIG_MAP)

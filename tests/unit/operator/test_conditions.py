@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mmrouter_operator.model import problems
-from mmrouter_operator.model.external_refs import KINDS_NAMED
+from mmrouter_operator.model.external_refs import EXTERNAL_KINDS
 from mmrouter_operator.status import conditions as c
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "conditions.md"
@@ -42,7 +42,7 @@ def test_every_problem_of_writing_children_is_a_reason_of_degraded() -> None:
 
 
 def test_every_kind_that_a_resource_can_name_has_a_reason_for_its_absence() -> None:
-    assert set(c.MISSING) == KINDS_NAMED
+    assert set(c.MISSING) == set(EXTERNAL_KINDS)
 
 
 def test_a_reason_that_the_table_lacks_is_no_condition() -> None:

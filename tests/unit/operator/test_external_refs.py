@@ -81,7 +81,7 @@ def test_kinds_without_a_namespace_are_looked_for_without_one() -> None:
     by_kind = {ref.kind: ref for ref, _ in references(deployment(WHOLE))}
     assert by_kind["RuntimeClass"].namespace == ""
     assert by_kind["Secret"].namespace == "team"
-    assert by_kind["ResourceClaim"].api_version == "resource.k8s.io/v1"
+    assert by_kind["ResourceClaim"].api == "resource.k8s.io/v1"
 
 
 def test_a_malformed_overlay_is_no_reference_and_no_crash() -> None:

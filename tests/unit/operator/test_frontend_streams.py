@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.frontend import PORT, Frontend
 
-from mmrouter_operator.cluster.frontend_streams import Events, StreamError, Streams
+from mmrouter_operator.cluster.frontend_streams import EventStreamParser, FrontendStreams, StreamError
 from mmrouter_operator.model.snapshot import FrontendReport, SharedReport, WorkerReport
 
 KEY = ("default", "demo")
@@ -22,7 +22,7 @@ class Operator:
 
     def __init__(self, **options) -> None:
         self.changes: list[tuple[str, str]] = []
-        self.streams = Streams(self.changes.append, last_backoff=0.3, **options)
+        self.streams = FrontendStreams(self.changes.append, last_backoff=0.3, **options)
 
     async def until(self, condition, seconds: float = 10.0) -> None:
         async with asyncio.timeout(seconds):
@@ -225,7 +225,7 @@ async def test_a_listener_that_fails_leaves_no_frontend_deaf(caplog):
             raise RuntimeError("a fault of ours")
 
     async with frontend() as router, operator() as op:
-        streams = Streams(listener, last_backoff=0.3)
+        streams = FrontendStreams(listener, last_backoff=0.3)
         streams.follow(KEY, {"f1": router.ip}, "t")
         await op.until(lambda: changes)
         router.worker("a")
@@ -257,13 +257,13 @@ async def test_the_token_does_not_follow_a_redirect():
 def test_events_are_the_same_wherever_the_bytes_are_cut(datas, cuts):
     whole = b"".join(b": comment\n\ndata: " + data + b"\n\n" for data in datas)
     places = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
-    events = Events()
+    events = EventStreamParser()
     pieces = (whole[a:b] for a, b in itertools.pairwise(places))
     assert [data for piece in pieces for data in events.feed(piece)] == [data for data in datas if data]
 
 
 def test_an_event_is_bounded_while_it_comes():
-    events = Events(limit=100)
+    events = EventStreamParser(limit=100)
     events.feed(b"data: " + b"x" * 90)
     with pytest.raises(StreamError, match="more than 100 bytes"):
         events.feed(b"x" * 20)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_operator.cluster.client import AlreadyThere, Conflict, Object, Unavailable
-from mmrouter_operator.cluster.lease import Leader, Observed, Timing, may_take
-from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.cluster.client import AlreadyExists, Conflict, Object, Unavailable
+from mmrouter_operator.cluster.lease import LeaderElection, LeaseTiming, Observed, may_acquire
+from mmrouter_operator.model.kinds import Ref
 
-TIMING = Timing()
+TIMING = LeaseTiming()
 
 
 class Server:
@@ -43,7 +43,7 @@ class Client:
     async def create(self, obj: Object) -> Object:
         self._up()
         if self.server.lease is not None:
-            raise AlreadyThere("exists")
+            raise AlreadyExists("exists")
         return await self._store(obj)
 
     async def replace(self, obj: Object) -> Object:
@@ -77,9 +77,9 @@ class Time:
         return self.now
 
 
-def leader(server: Server, identity: str, clock: Time, client: Client | None = None) -> Leader:
+def leader(server: Server, identity: str, clock: Time, client: Client | None = None) -> LeaderElection:
     port: Any = client or server.client()
-    return Leader(port, namespace="n", name="l", identity=identity, timing=TIMING, clock=clock)
+    return LeaderElection(port, namespace="n", name="l", identity=identity, timing=TIMING, clock=clock)
 
 
 async def test_the_first_takes_it_and_the_second_waits_for_the_whole_duration() -> None:
@@ -204,7 +204,7 @@ async def test_gaining_and_losing_is_told_once_each() -> None:
             raise asyncio.CancelledError
 
     port: Any = server.client()
-    one = Leader(port, namespace="n", name="l", identity="a", timing=TIMING, clock=here, sleep=sleep)
+    one = LeaderElection(port, namespace="n", name="l", identity="a", timing=TIMING, clock=here, sleep=sleep)
     with pytest.raises(asyncio.CancelledError):
         await one.run(gained=lambda: told.append("gained"), lost=lambda: told.append("lost"))
     assert told == ["gained", "lost"]
@@ -213,12 +213,12 @@ async def test_gaining_and_losing_is_told_once_each() -> None:
 @pytest.mark.parametrize(("duration", "deadline", "retry"), [(10, 10, 2), (15, 10, 10), (15, 0, 2), (15.5, 10, 2)])
 def test_times_under_which_two_could_write_are_refused(duration: float, deadline: float, retry: float) -> None:
     with pytest.raises(ValueError, match="lease"):
-        Timing(duration, deadline, retry)
+        LeaseTiming(duration, deadline, retry)
 
 
 @given(now=st.floats(0, 1e6), since=st.floats(0, 1e6), holder=st.sampled_from(["", "me", "other"]))
 def test_a_lease_of_another_is_free_only_after_its_duration(now: float, since: float, holder: str) -> None:
-    free = may_take(Observed((holder, "1"), 15.0, since), "me", now)
+    free = may_acquire(Observed((holder, "1"), 15.0, since), "me", now)
     assert free == (holder != "other" or now >= since + 15.0)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mmrouter_operator.cluster.client import Unavailable
-from mmrouter_operator.cluster.lookup import Lookup
-from mmrouter_operator.model.refs import Ref
+from mmrouter_operator.cluster.existence import ExistenceCache
+from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.model.snapshot import Missing
 
 THERE, GONE, BROKEN = (Ref("v1", "Secret", "team", name) for name in ("there", "gone", "broken"))
@@ -31,7 +31,7 @@ class Few:
 async def test_an_answer_that_fails_does_not_have_the_others_asked_for_again() -> None:
     few = Few()
     cluster: Any = few
-    lookup = Lookup(cluster)
+    lookup = ExistenceCache(cluster)
     for _ in range(3):
         with pytest.raises(Unavailable):
             await lookup.missing(NAMED)

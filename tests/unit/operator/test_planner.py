@@ -7,7 +7,7 @@ import pytest
 from unit.operator.rollout_stories import finish, pair, standing, want, whole
 from unit.operator.simulated_world import SECRETS, UID, Child, World, deployment, role
 
-from mmrouter_operator.model.capabilities import Capabilities
+from mmrouter_operator.model.kinds import Capabilities
 from mmrouter_operator.model.snapshot import ChildView
 from mmrouter_operator.planning.planner import Blocked, Complete, Progress, plan
 from mmrouter_operator.planning.pool_set_rollout import compatibility_of, generation_name

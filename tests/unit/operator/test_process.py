@@ -11,10 +11,12 @@ import pytest
 from prometheus_client import generate_latest
 
 from mmrouter_operator import __main__ as entry
-from mmrouter_operator.cluster.watches import WATCHED, settings_for
+from mmrouter_operator.cluster.kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.cluster.resource_watch import kopf_settings
 from mmrouter_operator.logs import JsonFormatter, TextFormatter
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.model.refs import CHILDREN, KINDS, RESOURCE
+from mmrouter_operator.model.kinds import Capabilities
+from mmrouter_operator.runtime.operator import watched_kinds
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "operator.md").read_text()
 
@@ -113,19 +115,19 @@ def test_an_option_may_come_from_the_environment_and_the_command_line_wins(monke
     assert entry._parser().parse_args(["--lease-name=line"]).lease_name == "line"
 
 
-def test_kopf_only_watches_filters_on_the_server_and_never_gives_up() -> None:
-    settings = settings_for(WATCHED)
+def test_kopf_only_watches_and_never_gives_up() -> None:
+    settings = kopf_settings()
     assert not settings.posting.enabled
     assert settings.peering.standalone
     assert settings.scanning.disabled
-    assert len(settings.watching.label_selectors) == len(WATCHED) - 1
     pauses = list(islice(settings.networking.error_backoffs, 1000))  # type: ignore[arg-type]
     assert len(pauses) == 1000
     assert max(pauses) <= 10
 
 
 def test_every_child_kind_is_watched() -> None:
-    assert set(WATCHED) == {RESOURCE, "Pod", *CHILDREN}
+    assert set(watched_kinds(Capabilities())) == {"Pod", *CORE_CHILDREN}
+    assert set(watched_kinds(Capabilities(frozenset({"keda.sh/v1alpha1"})))) == {"Pod", "ScaledObject", *CORE_CHILDREN}
     assert KINDS["Deployment"].path("n", "d", "status") == "/apis/apps/v1/namespaces/n/deployments/d/status"
     assert KINDS["Secret"].path() == "/api/v1/secrets"
     assert KINDS["RuntimeClass"].path("n", "r") == "/apis/node.k8s.io/v1/runtimeclasses/r"

@@ -1,4 +1,4 @@
-"""The table of readiness gates (docs/architecture.md), cell by cell and at random."""
+"""The table of readiness gate_changes (docs/architecture.md), cell by cell and at random."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from unit.operator.rollout_stories import whole
 from unit.operator.simulated_world import deployment
 
-from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, FrontendReport, PodView, Snapshot, WorkerReport
-from mmrouter_operator.planning.readiness_gates import gates
+from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
+from mmrouter_operator.model.snapshot import FrontendReport, PodView, Snapshot, WorkerReport
+from mmrouter_operator.planning.readiness_gates import gate_changes
 
 NOW = 10_000.0
 TIMEOUT = 300.0
@@ -39,7 +40,7 @@ def look(
     spec = {**whole(), "verification": {"onFailure": on_failure, "timeoutSeconds": int(TIMEOUT)}}
     fronts = tuple(frontend(number) for number in range(len(reports)))
     said = {f"f{number}": report for number, report in enumerate(reports)}
-    return gates(deployment(spec), Snapshot({}, NOW, pods=(pod, *fronts), reports=said)).get("e", {})
+    return gate_changes(deployment(spec), Snapshot({}, NOW, pods=(pod, *fronts), reports=said)).get("e", {})
 
 
 def values(found: dict[str, tuple[bool, str, str]]) -> tuple[bool, bool] | None:
@@ -110,7 +111,7 @@ def test_a_pod_whose_containers_are_not_ready_waits_however_old_it_is() -> None:
 def test_a_frontend_that_is_not_ready_has_no_say() -> None:
     spec = deployment(whole())
     pods = (engine(), frontend(0), frontend(1, ready=False))
-    found = gates(spec, Snapshot({}, NOW, pods=pods, reports={"f0": heard(True, "True"), "f1": None}))
+    found = gate_changes(spec, Snapshot({}, NOW, pods=pods, reports={"f0": heard(True, "True"), "f1": None}))
     assert values(found["e"]) == (True, True)
 
 
@@ -136,7 +137,7 @@ def test_an_open_gate_never_closes_and_nothing_is_written_twice(
     pod = engine(gates=before, started=started, containers_ready=started is not None)
     found = look(pod, *said, on_failure=on_failure)
     after = {gate: found[gate][0] for gate in found} or before
-    assert set(after) == set(before), "a pod's gates are written together"
+    assert set(after) == set(before), "a pod's gate_changes are written together"
     assert all(after[gate] for gate, value in before.items() if value)
     again = dataclasses.replace(pod, gates=after)
     assert look(again, *said, on_failure=on_failure) == {}

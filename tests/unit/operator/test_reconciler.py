@@ -11,16 +11,17 @@ from prometheus_client import generate_latest
 from unit.operator.fake_cluster import Table
 
 from mmrouter_lib.api.crd import definition
-from mmrouter_operator.cluster.cache import Cache
+from mmrouter_operator.cluster.cache import WatchCache
 from mmrouter_operator.cluster.client import Conflict, Object, Refused, Unavailable
-from mmrouter_operator.cluster.frontend_streams import Streams
+from mmrouter_operator.cluster.frontend_streams import FrontendStreams
 from mmrouter_operator.cluster.work_queue import Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.refs import MANAGED_BY, RESOURCE, Ref
-from mmrouter_operator.model.snapshot import ROUTABLE, VERIFIED, Key
+from mmrouter_operator.model.kinds import RESOURCE, Ref
+from mmrouter_operator.model.labels import CHILD_SELECTOR, ROUTABLE, VERIFIED
+from mmrouter_operator.model.snapshot import Key
 from mmrouter_operator.runtime import reconciler as module
-from mmrouter_operator.runtime.reconciler import GATES_AGAIN, Reconciler
+from mmrouter_operator.runtime.reconciler import GATE_RETRY_SECONDS, Reconciler
 from mmrouter_operator.status import writer as statuses
 
 KEY: Key = ("team", "vl")
@@ -36,9 +37,9 @@ class Team:
     """A namespace with one deployment ``vl``, and a reconciler that sees every write at once."""
 
     def __init__(self, config: OperatorConfig | None = None) -> None:
-        self.cache = Cache()
+        self.cache = WatchCache()
         self.table = Table(self.cache)
-        self.streams = Streams(lambda _: None)
+        self.streams = FrontendStreams(lambda _: None)
         cluster: Any = self.table
         config = config or OperatorConfig()
         self.metrics = Metrics()
@@ -48,7 +49,7 @@ class Team:
         """Write the resource as its user."""
         known = self.table.objects.get(ADDRESS, {})
         metadata = {"name": KEY[1], "namespace": KEY[0], "generation": generation}
-        body = {"apiVersion": ADDRESS.api_version, "kind": RESOURCE, "metadata": metadata, "spec": {**SPEC, **spec}}
+        body = {"apiVersion": ADDRESS.api, "kind": RESOURCE, "metadata": metadata, "spec": {**SPEC, **spec}}
         self.table.edit({**body, "status": known["status"]} if "status" in known else body)
 
     async def run(self, times: int = 1) -> None:
@@ -103,7 +104,7 @@ async def test_a_spec_that_needs_the_sites_configuration_is_valid_with_it() -> N
     await team.streams.close()
 
 
-@pytest.mark.parametrize("part", ["render", "choose_templates", "plan", "gates", "references"])
+@pytest.mark.parametrize("part", ["render", "choose_templates", "plan", "gate_changes", "references"])
 async def test_an_error_of_the_operators_own_is_told_in_the_status_and_raised(
     team: Team, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -200,7 +201,7 @@ async def test_an_edit_that_came_during_a_run_is_looked_at_though_the_watch_brin
 async def test_a_secret_counts_as_lost_only_where_this_very_resource_had_one(team: Team) -> None:
     team.want()
     before = {"uid": "of-the-one-before", "controller": True, "kind": RESOURCE, "name": "vl", "apiVersion": "x"}
-    labels = {"mmrouter.io/deployment": "vl", "app.kubernetes.io/managed-by": MANAGED_BY}
+    labels = {"mmrouter.io/deployment": "vl", "app.kubernetes.io/managed-by": CHILD_SELECTOR}
     metadata = {"name": "vl-gone", "namespace": "team", "labels": labels, "ownerReferences": [before]}
     spec = {"replicas": 1, "template": {"metadata": {}, "spec": {}}}
     team.table.edit({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec})
@@ -244,21 +245,21 @@ async def test_a_run_that_fails_begins_the_pauses_anew_exactly_when_it_got_furth
     team.table.fail["vl-frontend"] = Unavailable("down")
     with pytest.raises(Retry) as first:
         await team.run()
-    assert first.value.anew, "children that come before the frontend's Service are there now"
+    assert first.value.reset, "children that come before the frontend's Service are there now"
     with pytest.raises(Retry) as second:
         await team.run()
-    assert not second.value.anew
+    assert not second.value.reset
     service = Ref("v1", "Service", "team", "vl")
     team.cache.remove("Service", team.table.objects.pop(service)["metadata"]["uid"])
     with pytest.raises(Retry) as third:
         await team.run()
     assert service in team.table.objects, "what somebody deleted is back"
-    assert not third.value.anew, "two who undo each other's work get nowhere"
+    assert not third.value.reset, "two who undo each other's work get nowhere"
     team.table.fail.clear()
     team.table.fail["vl-worker"] = Unavailable("down")
     with pytest.raises(Retry) as fourth:
         await team.run()
-    assert fourth.value.anew
+    assert fourth.value.reset
 
 
 async def test_a_restarted_engine_with_open_gates_is_looked_at_when_its_time_to_be_proved_is_over(team: Team) -> None:
@@ -286,7 +287,7 @@ async def test_a_pod_that_did_not_take_its_gates_is_looked_at_again_soon(
     team.table.edit(late)
     again = await team.reconciler.reconcile(KEY)
     assert again is not None
-    assert again <= GATES_AGAIN
+    assert again <= GATE_RETRY_SECONDS
 
 
 def newer(team: Team, **fields: Any) -> None:
@@ -307,7 +308,7 @@ async def test_what_a_newer_definition_filled_in_is_no_fault_and_is_counted(
     assert team.condition("SpecValid")["status"] == "True"
     assert team.of_kind("Deployment") == ["vl-frontend", "vl-worker"]
     assert [r.message for r in caplog.records if "has its default" in r.message] == [
-        "team/vl: spec.sidecar.novelty is unknown to this release and has its default: ignored"
+        "team/vl: spec.sidecar.novelty is unknown to this release and has its default value: ignored"
     ]
     assert 'ignored_fields{name="vl",namespace="team"} 1.0' in team.shown()
     team.want(generation=2)
@@ -327,7 +328,7 @@ async def test_what_somebody_said_that_only_a_newer_release_knows_is_refused(tea
 async def test_a_schema_that_is_not_published_yet_is_waited_for_and_not_for_ever(team: Team) -> None:
     newer(team)
     team.want(sidecar={"novelty": 7})
-    for _ in range(module.PUBLISHED_AFTER):
+    for _ in range(module.SCHEMA_RETRIES):
         with pytest.raises(Retry, match="not published yet"):
             await team.run()
     assert "status" not in team.resource

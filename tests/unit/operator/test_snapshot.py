@@ -6,16 +6,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_operator.model.snapshot import (
-    ROUTABLE,
-    VERIFIED,
-    ChildView,
-    DeploymentView,
-    child_view,
-    deployment_view,
-    pod_view,
-    revision_view,
-)
+from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
+from mmrouter_operator.model.snapshot import ChildView, DeploymentView
+from mmrouter_operator.model.views import child_view, deployment_view, pod_view, revision_view
 
 DEPLOYMENT = yaml.safe_load("""
 apiVersion: apps/v1

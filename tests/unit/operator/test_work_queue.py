@@ -14,8 +14,8 @@ from mmrouter_operator.cluster.work_queue import (
     LAST_BACKOFF,
     RESYNC,
     RESYNC_SPREAD,
-    Gone,
     KeyQueue,
+    ObjectDeleted,
     Retry,
     Workers,
     backoff,
@@ -86,9 +86,9 @@ def test_an_edit_during_a_run_that_fails_does_not_wait_for_the_backoff_of_what_i
     q.add(A, 0.0)
     q.pop(0.0)
     q.add(A, 0.5)
-    assert q.failed(A, 1.0, anew=True) <= 2 * FIRST_BACKOFF
+    assert q.failed(A, 1.0, reset=True) <= 2 * FIRST_BACKOFF
     q.pop(2.0)
-    assert q.failed(A, 2.0, at_least=9.0, anew=True) >= 9.0, "a server that asks for a pause gets it all the same"
+    assert q.failed(A, 2.0, at_least=9.0, reset=True) >= 9.0, "a server that asks for a pause gets it all the same"
 
 
 def test_what_is_added_after_a_failure_runs_at_once() -> None:
@@ -127,7 +127,7 @@ def test_a_key_whose_object_is_gone_is_forgotten() -> None:
     q = queue()
     q.add(A, 0.0)
     q.pop(0.0)
-    q.gone(A)
+    q.forget(A)
     assert len(q) == 0
     assert q.wake_at(0.0) is None
 
@@ -184,7 +184,7 @@ class Schedule(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.running)))
         self.running.discard(key)
         if outcome == "gone":
-            self.queue.gone(key)
+            self.queue.forget(key)
         elif outcome == "failed":
             delay = self.queue.failed(key, self.now)
             self.due[key] = self.now + delay
@@ -271,7 +271,7 @@ async def test_a_failure_of_one_key_keeps_no_other_from_running_and_is_tried_aga
         if key == B and runs[B] == 1:
             raise Retry("not yet")
         if key == C:
-            raise Gone
+            raise ObjectDeleted
 
     workers = Workers(work, seen)
     for key in (A, B, C):
@@ -320,7 +320,7 @@ async def test_a_resource_that_is_edited_while_its_run_fails_is_tried_again_at_o
 
 
 async def test_runs_that_fail_and_get_further_each_time_do_not_wait_ever_longer() -> None:
-    failures = [Retry("one call failed", anew=True) for _ in range(11)]
+    failures = [Retry("one call failed", reset=True) for _ in range(11)]
     done = asyncio.Event()
 
     async def work(_: Key) -> None:

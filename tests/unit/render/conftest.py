@@ -7,9 +7,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from kubernetes_validate import utils
+from unit.render.objects import SECRETS
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
-from mmrouter_operator.render import SecretData
+from mmrouter_operator.model.credentials import SecretData
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -31,15 +32,7 @@ def read(path: Path) -> Any:
 @pytest.fixture
 def secrets() -> SecretData:
     """Keys that never change, so that rendered objects can be compared with files."""
-    return SecretData(
-        identity_key=bytes(range(32)),
-        sidecar_public="a" * 40,
-        sidecar_secret="b" * 40,
-        router_public="c" * 40,
-        router_secret="d" * 40,
-        control_token="control-token",
-        engine_key="engine-key",
-    )
+    return SECRETS
 
 
 @pytest.fixture

@@ -4,11 +4,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
-from mmrouter_operator.model.credentials import new_secret_data
-from mmrouter_operator.render import SecretData, render
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.credentials import SecretData, new_secret_data
+from mmrouter_operator.model.kinds import Capabilities
+from mmrouter_operator.render import render
 from mmrouter_operator.render.pod.pod_security import violations
 
 Object = dict[str, Any]
+DEFAULTS = OperatorConfig()
+NOTHING_SERVED = Capabilities()
+SECRETS = SecretData(
+    identity_key=bytes(range(32)),
+    sidecar_public="a" * 40,
+    sidecar_secret="b" * 40,
+    router_public="c" * 40,
+    router_secret="d" * 40,
+    control_token="control-token",
+    engine_key="engine-key",
+)
 
 
 def deployments(objects: list[Object]) -> list[Object]:
@@ -68,3 +81,15 @@ def container(pod: Object, name: str) -> Object:
 def variables(one: Object) -> dict[str, Any]:
     """Return a container's environment: the value, or where it comes from."""
     return {item["name"]: item.get("value", item.get("valueFrom")) for item in one["env"]}
+
+
+def children(
+    dep: MMRouterDeployment,
+    kind: str,
+    *,
+    capabilities: Capabilities = NOTHING_SERVED,
+    config: OperatorConfig = DEFAULTS,
+) -> list[Object]:
+    """Return the rendered children of one kind."""
+    objects = render(dep, secrets=SECRETS, capabilities=capabilities, config=config)
+    return [obj for obj in objects if obj["kind"] == kind]

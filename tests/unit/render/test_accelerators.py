@@ -13,9 +13,10 @@ from unit.render.objects import Object, change, container, pod_of, variables, wi
 from mmrouter_lib.api import MMRouterDeployment, SpecError, block_size_of, to_json
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.render import render
 
 FILE = Path(__file__).parent / "golden" / "accelerators.yaml"
 IMAGE = "registry.example/engine:1"

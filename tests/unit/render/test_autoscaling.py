@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.render.objects import children
 
 from mmrouter_lib.api import MMRouterDeployment, quantity_value, to_json
 from mmrouter_lib.engines.base.metrics import RankLoad
-from mmrouter_operator.model.capabilities import KEDA_API, Capabilities
 from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.kinds import KEDA_API, Capabilities
 from mmrouter_operator.render.autoscaling import METRICS, ROLES, quantity
-from mmrouter_operator.render.hpa import render_hpas
-from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, render_podmonitors
-from mmrouter_operator.render.scaledobject import render_scaledobjects
+from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL
 from mmrouter_sidecar.metrics import EngineLoad
 
 NOTHING = Capabilities()
@@ -49,21 +48,21 @@ def scaled(whole: MMRouterDeployment, changed: Change) -> MMRouterDeployment:
 def test_one_kind_scales_or_nobody_does(
     scaled: MMRouterDeployment, capabilities: Capabilities, config: OperatorConfig, hpas: int, objects: int
 ) -> None:
-    assert len(render_hpas(scaled, capabilities, config)) == hpas
-    assert len(render_scaledobjects(scaled, capabilities, config)) == objects
+    assert len(children(scaled, "HorizontalPodAutoscaler", capabilities=capabilities, config=config)) == hpas
+    assert len(children(scaled, "ScaledObject", capabilities=capabilities, config=config)) == objects
 
 
 def test_a_pool_that_asks_for_no_scaling_gets_none(whole: MMRouterDeployment) -> None:
-    assert render_hpas(whole, BOTH, PROMETHEUS) == []
-    assert render_scaledobjects(whole, KEDA, PROMETHEUS) == []
+    assert children(whole, "HorizontalPodAutoscaler", capabilities=BOTH, config=PROMETHEUS) == []
+    assert children(whole, "ScaledObject", capabilities=KEDA, config=PROMETHEUS) == []
 
 
 def test_an_hpa_is_valid_for_the_api(scaled: MMRouterDeployment, valid: Callable[[list[dict[str, Any]]], None]) -> None:
-    valid(render_hpas(scaled, ADAPTER, BARE))
+    valid(children(scaled, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE))
 
 
 def test_an_hpa_scales_its_pools_deployment_by_the_mean_of_its_pods(scaled: MMRouterDeployment) -> None:
-    spec = render_hpas(scaled, ADAPTER, BARE)[0]["spec"]
+    spec = children(scaled, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE)[0]["spec"]
     assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "qwen-vl-big"}
     assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 8)
     (metric,) = spec["metrics"]
@@ -74,7 +73,7 @@ def test_an_hpa_scales_its_pools_deployment_by_the_mean_of_its_pods(scaled: MMRo
 
 def test_a_scaled_object_asks_prometheus_for_its_own_pool(scaled: MMRouterDeployment) -> None:
     """Shape: KEDA 2.21's ScaledObject; ``fallback.behavior`` is there since 2.17."""
-    spec = render_scaledobjects(scaled, KEDA, PROMETHEUS)[0]["spec"]
+    spec = children(scaled, "ScaledObject", capabilities=KEDA, config=PROMETHEUS)[0]["spec"]
     assert set(spec) == {
         "scaleTargetRef",
         "pollingInterval",
@@ -101,13 +100,15 @@ def test_without_an_answer_the_replicas_stay_within_their_bounds(scaled: MMRoute
     pools = to_json(scaled)["spec"]["pools"]
     for replicas, expected in ((1, 2), (4, 4), (20, 8)):
         pools[0]["replicas"] = replicas
-        fallback = render_scaledobjects(changed(scaled, pools=pools), KEDA, PROMETHEUS)[0]["spec"]["fallback"]
+        fallback = children(changed(scaled, pools=pools), "ScaledObject", capabilities=KEDA, config=PROMETHEUS)[0][
+            "spec"
+        ]["fallback"]
         assert fallback["replicas"] == expected
         assert fallback["behavior"] == "currentReplicasIfHigher"
 
 
 def test_the_query_uses_labels_that_the_pod_monitor_gives(whole: MMRouterDeployment) -> None:
-    monitors = render_podmonitors(whole, Capabilities(frozenset({"monitoring.coreos.com/v1"})))
+    monitors = children(whole, "PodMonitor", capabilities=Capabilities(frozenset({"monitoring.coreos.com/v1"})))
     engine = next(monitor for monitor in monitors if monitor["metadata"]["name"] == "qwen-vl-engine")
     for endpoint in engine["spec"]["podMetricsEndpoints"]:
         given_labels = {rule["targetLabel"] for rule in endpoint["relabelings"]}
@@ -132,7 +133,7 @@ def test_no_pool_is_scaled_by_a_metric_that_its_role_does_not_have(
     worker = to_json(shortest)["spec"]["pools"][0]
     extra = {**worker, "name": "extra", "role": role, "autoscaling": {"maxReplicas": 3, "metric": metric}}
     dep = changed(shortest, pools=[worker, extra])
-    assert len(render_hpas(dep, ADAPTER, BARE)) == possible
+    assert len(children(dep, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE)) == possible
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import yaml
 from unit.render.objects import containers, deployments, named, template_labels
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
-from mmrouter_operator.model.credentials import new_secret_data
-from mmrouter_operator.render import SecretData, render
+from mmrouter_operator.model.credentials import SecretData, new_secret_data
+from mmrouter_operator.render import render
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDENS = ("shortest", "whole", "sglang", "disaggregated", "sglang-disaggregated", "node", "handover")

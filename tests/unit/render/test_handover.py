@@ -5,7 +5,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from unit.render.objects import Object, change, container, deployments, named, pod_of, variables
+from unit.render.objects import Object, change, children, container, deployments, named, pod_of, variables
 from unit.render.test_children import load
 from unit.render.test_networkpolicy import SITE, STRANGER, engine, frontend, passes
 from unit.render.test_pods_inputs import hashes, templates
@@ -13,8 +13,8 @@ from unit.render.test_pods_inputs import hashes, templates
 from mmrouter_handover.plugin.transports import read_settings
 from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_lib.api.paths import PLUGIN_DIR, SHARED_DIR
-from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.networkpolicy import render_networkpolicies
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.render import render
 from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP
 
 NODE = {"scope": "node"}
@@ -187,8 +187,8 @@ def test_nixl_on_cpus_is_told_the_transports_that_are_there(over: MMRouterDeploy
 
 def test_processed_images_cross_the_network_only_where_nixl_carries_them(over: MMRouterDeployment) -> None:
     near = [{**one, "sharedMemory": NODE} for one in to_json(over)["spec"]["pools"]]
-    apart = render_networkpolicies(over, SITE)
-    together = render_networkpolicies(change(over, pools=near, routing={"transfer": "shm"}), SITE)
+    apart = children(over, "NetworkPolicy", config=SITE)
+    together = children(change(over, pools=near, routing={"transfer": "shm"}), "NetworkPolicy", config=SITE)
     worker, renderer = engine("worker", "worker", "over"), engine("render", "renderer", "over")
     for port in (40000, 5600):
         assert passes(apart, worker, renderer, port)

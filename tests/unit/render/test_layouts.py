@@ -9,8 +9,10 @@ from unit.render.test_pods_inputs import COMPATIBILITY, hashes, templates
 
 from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_lib.engines.launchers import LAUNCHERS
-from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.kv_layouts import LAYOUT, unequal
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.model.labels import KV_LAYOUT
+from mmrouter_operator.render import render
+from mmrouter_operator.render.kv_layouts import unequal
 
 DISAGGREGATED = {"vllm": "disaggregated", "sglang": "sglang-disaggregated"}
 
@@ -26,13 +28,13 @@ def said(engine: str, prefill: list[str], decode: list[str], shared: list[str] |
 def labels(dep: MMRouterDeployment, secrets: SecretData) -> dict[str, str | None]:
     roles = ("prefill", "decode")
     found = (template_labels(obj) for obj in deployments(render(dep, secrets=secrets)))
-    return {mine["mmrouter.io/role"]: mine.get(LAYOUT) for mine in found if mine["mmrouter.io/role"] in roles}
+    return {mine["mmrouter.io/role"]: mine.get(KV_LAYOUT) for mine in found if mine["mmrouter.io/role"] in roles}
 
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_pools_that_say_nothing_against_it_are_paired_and_bear_no_more_labels(name: str, secrets: SecretData) -> None:
     assert unequal(load(name)) == []
-    assert not any(LAYOUT in template_labels(obj) for obj in deployments(render(load(name), secrets=secrets)))
+    assert not any(KV_LAYOUT in template_labels(obj) for obj in deployments(render(load(name), secrets=secrets)))
 
 
 @pytest.mark.parametrize("engine", list(DISAGGREGATED))

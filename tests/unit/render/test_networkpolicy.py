@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from label_selectors import selects
+from unit.render.objects import children
 
 from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render.networkpolicy import render_networkpolicies
 
 Change = Callable[..., MMRouterDeployment]
 API_SERVER = "192.0.2.1"
@@ -96,16 +96,16 @@ def test_policies_are_valid_for_the_api(
     media = {"fetch": "allowList", "allowedHosts": ["images.example"], "allowedCIDRs": ["10.1.0.0/16"]}
     rich = changed(shortest, routing={"media": media}, observability={"otlpEndpoint": "http://otel:4318"})
     for dep in (whole, shortest, rich, disaggregated(shortest, changed)):
-        valid(render_networkpolicies(dep, SITE))
-        valid(render_networkpolicies(dep, OperatorConfig()))
+        valid(children(dep, "NetworkPolicy", config=SITE))
+        valid(children(dep, "NetworkPolicy", config=OperatorConfig()))
 
 
 def test_there_is_none_where_they_are_off(whole: MMRouterDeployment, changed: Change) -> None:
-    assert render_networkpolicies(changed(whole, networkPolicy={"enabled": False}), SITE) == []
+    assert children(changed(whole, networkPolicy={"enabled": False}), "NetworkPolicy", config=SITE) == []
 
 
 def test_every_pod_of_the_deployment_is_closed_in_both_directions(whole: MMRouterDeployment) -> None:
-    policies = render_networkpolicies(whole, SITE)
+    policies = children(whole, "NetworkPolicy", config=SITE)
     for pod in (frontend(), engine("big"), engine("host"), engine("r", "renderer")):
         assert any(selects(policy["spec"]["podSelector"], pod.labels) for policy in policies)
     assert all(policy["spec"]["policyTypes"] == ["Ingress", "Egress"] for policy in policies)
@@ -131,7 +131,7 @@ def test_every_pod_of_the_deployment_is_closed_in_both_directions(whole: MMRoute
 def test_what_the_deployment_needs_gets_through(
     closed: MMRouterDeployment, source: Pod | Host, target: Pod | Host, port: int
 ) -> None:
-    assert passes(render_networkpolicies(closed, SITE), source, target, port)
+    assert passes(children(closed, "NetworkPolicy", config=SITE), source, target, port)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_what_the_deployment_needs_gets_through(
 def test_nothing_else_gets_through(
     closed: MMRouterDeployment, source: Pod | Host, target: Pod | Host, port: int
 ) -> None:
-    assert not passes(render_networkpolicies(closed, SITE), source, target, port)
+    assert not passes(children(closed, "NetworkPolicy", config=SITE), source, target, port)
 
 
 @pytest.mark.parametrize("pod", [frontend(), engine()])
 def test_names_are_resolved_wherever_the_name_server_is(closed: MMRouterDeployment, pod: Pod) -> None:
-    policies = render_networkpolicies(closed, SITE)
+    policies = children(closed, "NetworkPolicy", config=SITE)
     for server in (STRANGER, INTERNET, Host("169.254.20.10")):
         for protocol in ("UDP", "TCP"):
             assert passes(policies, pod, server, 53, protocol)
@@ -185,9 +185,9 @@ def test_weights_come_from_the_hub_only_where_there_is_no_volume(
     closed: MMRouterDeployment, shortest: MMRouterDeployment
 ) -> None:
     for pod in (frontend(), engine("worker")):
-        assert passes(render_networkpolicies(shortest, SITE), pod, INTERNET, 443)
-        assert not passes(render_networkpolicies(shortest, SITE), pod, METADATA, 80)
-        assert not passes(render_networkpolicies(closed, SITE), pod, INTERNET, 443)
+        assert passes(children(shortest, "NetworkPolicy", config=SITE), pod, INTERNET, 443)
+        assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, METADATA, 80)
+        assert not passes(children(closed, "NetworkPolicy", config=SITE), pod, INTERNET, 443)
 
 
 def test_nothing_private_is_reached_for_the_hub_unless_the_site_names_a_mirror(shortest: MMRouterDeployment) -> None:
@@ -195,20 +195,20 @@ def test_nothing_private_is_reached_for_the_hub_unless_the_site_names_a_mirror(s
     of_public_numbers = SITE.model_copy(update={"pod_cidrs": ("8.8.8.0/24",)})
     for pod in (frontend(), engine("worker")):
         for private in (INTRANET, STRANGER, Host("fd00::7")):
-            assert not passes(render_networkpolicies(shortest, SITE), pod, private, 443)
-            assert passes(render_networkpolicies(shortest, mirrored), pod, private, 443)
-        assert not passes(render_networkpolicies(shortest, SITE), pod, INTERNET, 80)
-        assert not passes(render_networkpolicies(shortest, of_public_numbers), pod, INTERNET, 443)
+            assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, private, 443)
+            assert passes(children(shortest, "NetworkPolicy", config=mirrored), pod, private, 443)
+        assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, INTERNET, 80)
+        assert not passes(children(shortest, "NetworkPolicy", config=of_public_numbers), pod, INTERNET, 443)
 
 
 def test_a_mirror_of_the_hub_may_be_pods_on_any_port(shortest: MMRouterDeployment, closed: MMRouterDeployment) -> None:
     config = SITE.model_copy(update={"hub_endpoint": "http://mirror.models.svc:8080"})
     for pod in (frontend(), engine("worker")):
-        assert passes(render_networkpolicies(shortest, config), pod, STRANGER, 8080)
-        assert passes(render_networkpolicies(shortest, config), pod, INTRANET, 8080)
-        assert not passes(render_networkpolicies(shortest, SITE), pod, STRANGER, 8080)
-        assert not passes(render_networkpolicies(shortest, config), pod, METADATA, 8080)
-        assert not passes(render_networkpolicies(closed, config), pod, STRANGER, 8080)
+        assert passes(children(shortest, "NetworkPolicy", config=config), pod, STRANGER, 8080)
+        assert passes(children(shortest, "NetworkPolicy", config=config), pod, INTRANET, 8080)
+        assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, STRANGER, 8080)
+        assert not passes(children(shortest, "NetworkPolicy", config=config), pod, METADATA, 8080)
+        assert not passes(children(closed, "NetworkPolicy", config=config), pod, STRANGER, 8080)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_only_frontends_that_fetch_get_out_and_only_as_far_as_their_guard_lets_t
     reached: list[tuple[Host, int]],
     refused: list[tuple[Host, int]],
 ) -> None:
-    policies = render_networkpolicies(changed(whole, routing={"media": media}), SITE)
+    policies = children(changed(whole, routing={"media": media}), "NetworkPolicy", config=SITE)
     assert [passes(policies, frontend(), host, port) for host, port in reached] == [True] * len(reached)
     assert [passes(policies, frontend(), host, port) for host, port in refused] == [False] * len(refused)
     assert not any(passes(policies, engine(), host, port) for host, port in reached)
@@ -243,11 +243,11 @@ def test_only_frontends_that_fetch_get_out_and_only_as_far_as_their_guard_lets_t
 
 def test_pods_are_no_public_hosts(whole: MMRouterDeployment) -> None:
     config = SITE.model_copy(update={"pod_cidrs": ("8.8.8.0/24",)})
-    assert not passes(render_networkpolicies(whole, config), frontend(), INTERNET, 443)
+    assert not passes(children(whole, "NetworkPolicy", config=config), frontend(), INTERNET, 443)
 
 
 def test_without_the_sites_word_the_api_server_may_be_anywhere(closed: MMRouterDeployment) -> None:
-    policies = render_networkpolicies(closed, OperatorConfig())
+    policies = children(closed, "NetworkPolicy", config=OperatorConfig())
     assert passes(policies, frontend(), Host(API_SERVER), 6443)
     assert passes(policies, frontend(), INTERNET, 443)
     assert not passes(policies, frontend(), INTERNET, 80)
@@ -255,14 +255,16 @@ def test_without_the_sites_word_the_api_server_may_be_anywhere(closed: MMRouterD
 
 
 def test_traces_reach_their_collector(closed: MMRouterDeployment, changed: Change) -> None:
-    policies = render_networkpolicies(changed(closed, observability={"otlpEndpoint": "http://10.9.9.9:4318"}), SITE)
+    policies = children(
+        changed(closed, observability={"otlpEndpoint": "http://10.9.9.9:4318"}), "NetworkPolicy", config=SITE
+    )
     assert passes(policies, frontend(), INTRANET, 4318)
     assert not passes(policies, frontend(), INTERNET, 4318)
     assert not passes(policies, engine(), INTRANET, 4318)
 
 
 def test_only_engines_that_transfer_reach_each_other(shortest: MMRouterDeployment, changed: Change) -> None:
-    policies = render_networkpolicies(disaggregated(shortest, changed), SITE)
+    policies = children(disaggregated(shortest, changed), "NetworkPolicy", config=SITE)
     prefill, decode, render = engine("p", "prefill"), engine("d", "decode"), engine("r", "renderer")
     for port in (5600, 5663, 14579, 40000):
         assert passes(policies, prefill, decode, port)

@@ -4,21 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from unit.render.objects import children
 
 from mmrouter_lib.api import MMRouterDeployment, to_json
-from mmrouter_operator.render.pdb import render_pdbs
 
 Change = Callable[..., MMRouterDeployment]
 
 
 def names(dep: MMRouterDeployment) -> set[str]:
-    return {budget["metadata"]["name"] for budget in render_pdbs(dep)}
+    return {budget["metadata"]["name"] for budget in children(dep, "PodDisruptionBudget")}
 
 
 def test_budgets_are_valid_for_the_api(
     whole: MMRouterDeployment, valid: Callable[[list[dict[str, Any]]], None]
 ) -> None:
-    valid(render_pdbs(whole))
+    valid(children(whole, "PodDisruptionBudget"))
 
 
 def test_only_what_has_several_replicas_has_a_budget(whole: MMRouterDeployment) -> None:
@@ -48,7 +48,7 @@ def test_one_frontend_has_no_budget(shortest: MMRouterDeployment, changed: Chang
 
 def test_a_budget_lets_one_go_and_sick_ones_always(whole: MMRouterDeployment) -> None:
     """``minAvailable`` of a pool that shrank to one replica would hold its node for ever; this never does."""
-    for budget in render_pdbs(whole):
+    for budget in children(whole, "PodDisruptionBudget"):
         assert budget["spec"]["maxUnavailable"] == 1
         assert "minAvailable" not in budget["spec"]
         assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"

@@ -9,7 +9,8 @@ from unit.render.objects import change, container, deployments, pod_of, variable
 from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_lib.api.paths import API_KEYS_DIR, CHAT_TEMPLATE_PATH, CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import SecretData, render
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.render import render
 
 TOKEN = {"secretKeyRef": {"name": "hf", "key": "token"}}
 

@@ -9,8 +9,9 @@ from unit.render.test_children import GOLDENS, load
 
 from mmrouter_lib.api import MMRouterDeployment, to_json
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import SecretData, render
-from mmrouter_operator.render.common import COMPATIBILITY, TEMPLATE_HASH
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.model.labels import COMPATIBILITY, INPUTS_HASH
+from mmrouter_operator.render import render
 
 Templates = dict[str, dict[str, Any]]
 
@@ -23,7 +24,7 @@ def templates(dep: MMRouterDeployment, secrets: SecretData, config: OperatorConf
 
 
 def hashes(found: Templates) -> dict[str, str]:
-    return {name: template["metadata"]["annotations"][TEMPLATE_HASH] for name, template in found.items()}
+    return {name: template["metadata"]["annotations"][INPUTS_HASH] for name, template in found.items()}
 
 
 def pools(dep: MMRouterDeployment, name: str, **fields: Any) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ import pytest
 from unit.render.objects import container, containers, deployments, named, pod_of, template_labels, with_pool
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment, to_json
-from mmrouter_operator.render import SecretData, overridden, render
-from mmrouter_operator.render.common import TEMPLATE_HASH
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.model.labels import INPUTS_HASH
+from mmrouter_operator.render import overridden, render
 
 PATH = "spec.pools[0].podTemplate"
 
@@ -65,8 +66,8 @@ def test_labels_and_hash_of_ours_survive(shortest: MMRouterDeployment, secrets: 
     template, places = patched(shortest, secrets, patch)
     assert template["metadata"]["labels"]["mmrouter.io/pool"] == "worker"
     assert template["metadata"]["labels"]["team"] == "vision"
-    assert TEMPLATE_HASH in template["metadata"]["annotations"]
-    assert places == {"metadata.labels.mmrouter.io/pool", f"metadata.annotations.{TEMPLATE_HASH}"}
+    assert INPUTS_HASH in template["metadata"]["annotations"]
+    assert places == {"metadata.labels.mmrouter.io/pool", f"metadata.annotations.{INPUTS_HASH}"}
 
 
 def test_readiness_gates_stay_and_others_may_join(shortest: MMRouterDeployment, secrets: SecretData) -> None:

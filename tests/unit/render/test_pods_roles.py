@@ -14,7 +14,8 @@ from unit.render.objects import container, containers, deployments, named, pod_o
 from unit.render.test_children import GOLDENS, load
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
-from mmrouter_operator.render import SecretData, render
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.render import render
 from mmrouter_operator.render.pod.probes import DRAIN_PORT, NOTICE_SECONDS
 
 ENGINE_PODS = [(name, pool.name, pool.role) for name in GOLDENS for pool in load(name).spec.pools]

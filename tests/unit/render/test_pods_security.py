@@ -20,7 +20,8 @@ from unit.render.test_children import GOLDENS, load
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_lib.api.paths import SHARED_DIR
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import SecretData, render
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.render import render
 from mmrouter_operator.render.pod.pod_security import violations
 from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from label_selectors import selects
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
-from mmrouter_operator.model.capabilities import KEDA_API, POD_METRICS_APIS, POD_MONITOR_API
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import Capabilities, SecretData, render
+from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.model.kinds import KEDA_API, POD_METRICS_APIS, POD_MONITOR_API, Capabilities
+from mmrouter_operator.render import render
 
 Object = dict[str, Any]
 

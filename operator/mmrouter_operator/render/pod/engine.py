@@ -6,12 +6,11 @@ from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
 from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR
 from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, takes_plugin
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import common
-from mmrouter_operator.render.pod import handover_plugin as plugin
-from mmrouter_operator.render.pod import probes, shared_memory
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS
-from mmrouter_operator.render.secret import ENGINE_KEY
+from mmrouter_operator.model.credentials import ENGINE_KEY
+from mmrouter_operator.render.metadata import secret_name
+from mmrouter_operator.render.pod import handover_plugin, parts, probes, shared_memory
 
 
 def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfig) -> dict[str, Any]:
@@ -21,14 +20,14 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
     """
     launch = _launch(dep, pool, path)
     followed = pool.role != "renderer"
-    mounts = [*(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR)])]
+    mounts = [*(parts.model_mount(dep) or [parts.mount("hub", HUB_CACHE_DIR)])]
     if dep.spec.engine.chat_template is not None:
-        mounts.append(common.mount("engine-config", CONFIG_DIR, read_only=True))
-    mounts += [shared_memory.own_mount(), common.mount("tmp", "/tmp")]  # noqa: S108 - a path in the pod
+        mounts.append(parts.mount("engine-config", CONFIG_DIR, read_only=True))
+    mounts += [shared_memory.own_mount(), parts.mount("tmp", "/tmp")]  # noqa: S108 - a path in the pod
     if shared_memory.is_shared(pool):
         mounts.append(shared_memory.shared_mount())
     if takes_plugin(dep):
-        mounts.append(plugin.mount())
+        mounts.append(handover_plugin.mount())
     ports = {"http": HTTP_PORT} | launch.ports
     return {
         "name": "engine",
@@ -40,8 +39,8 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
         **probes.engine_probes(launch, startup_seconds(pool)),
         "lifecycle": probes.announce_by_sidecar() if followed else probes.announce_by_waiting(),
         "resources": _resources(pool),
-        **common.last_words(),
-        "securityContext": common.container_security(),
+        **parts.termination_message(),
+        "securityContext": parts.container_security(),
         "volumeMounts": mounts,
     }
 
@@ -74,32 +73,32 @@ def _launch(dep: MMRouterDeployment, pool: Pool, path: str) -> Launch:
 
 def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorConfig) -> list[dict[str, Any]]:
     """Return the engine's environment: the wiring, its key, and writable places for what it caches."""
-    key = {"secretKeyRef": {"name": common.secret_name(dep), "key": ENGINE_KEY}}
+    key = {"secretKeyRef": {"name": secret_name(dep), "key": ENGINE_KEY}}
     env = [
-        *common.downward_env(),
-        common.value_env("MMROUTER_POOL", pool.name),
+        *parts.downward_env(),
+        parts.value_env("MMROUTER_POOL", pool.name),
         {"name": LAUNCHERS[dep.spec.engine.type].api_key_env, "valueFrom": key},
-        *(common.value_env(name, value) for name, value in launch.env.items()),
-        *(common.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
-        *(plugin.env(dep, pool) if takes_plugin(dep) else []),
+        *(parts.value_env(name, value) for name, value in launch.env.items()),
+        *(parts.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
+        *(handover_plugin.env(dep, pool) if takes_plugin(dep) else []),
         *(shared_memory.shared_env(dep, pool.resources) if shared_memory.is_shared(pool) else []),
         # The root is read-only and the user has no entry in /etc/passwd.
-        common.value_env("HOME", "/tmp"),  # noqa: S108
-        common.value_env("USER", "mmrouter"),
-        common.value_env("XDG_CACHE_HOME", "/tmp/cache"),  # noqa: S108
-        common.value_env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor"),  # noqa: S108
-        common.value_env("TRITON_CACHE_DIR", "/tmp/triton"),  # noqa: S108
+        parts.value_env("HOME", "/tmp"),  # noqa: S108
+        parts.value_env("USER", "mmrouter"),
+        parts.value_env("XDG_CACHE_HOME", "/tmp/cache"),  # noqa: S108
+        parts.value_env("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor"),  # noqa: S108
+        parts.value_env("TRITON_CACHE_DIR", "/tmp/triton"),  # noqa: S108
     ]
     if dep.spec.model.volume is not None:
-        env.append(common.value_env("HF_HUB_OFFLINE", "1"))
+        env.append(parts.value_env("HF_HUB_OFFLINE", "1"))
     else:
         # The sidecar reads the model's metadata files in the cache; its other contents (modules, locks) stay private.
-        env.append(common.value_env("HF_HUB_CACHE", HUB_CACHE_DIR))
-    return [*env, *common.hub_env(dep, config.hub_endpoint)]
+        env.append(parts.value_env("HF_HUB_CACHE", HUB_CACHE_DIR))
+    return [*env, *parts.hub_env(dep, config.hub_endpoint)]
 
 
 def _resources(pool: Pool) -> dict[str, Any]:
-    resources = common.resources(pool.resources)
+    resources = parts.resources(pool.resources)
     accelerator = pool.accelerator
     if accelerator.claims:
         resources["claims"] = [{"name": claim.name} for claim in accelerator.claims]

@@ -9,8 +9,7 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_lib.api.paths import PLUGIN_DIR
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import common
-from mmrouter_operator.render.pod import shared_memory
+from mmrouter_operator.render.pod import parts, shared_memory
 
 NAME: Final = "handover-plugin"
 """Of the init container."""
@@ -26,15 +25,15 @@ def volume() -> dict[str, Any]:
 
 def mount() -> dict[str, Any]:
     """Return its mount in the engine's container."""
-    return common.mount(_VOLUME, PLUGIN_DIR, read_only=True)
+    return parts.mount(_VOLUME, PLUGIN_DIR, read_only=True)
 
 
 def env(dep: MMRouterDeployment, pool: Pool) -> list[dict[str, Any]]:
     """Return where Python finds the plugin, and how many bytes of processed images it may keep for others."""
     most = min(MOST_BYTES, shared_memory.limit_bytes(dep)) if shared_memory.is_shared(pool) else MOST_BYTES
     return [
-        common.value_env("PYTHONPATH", PLUGIN_DIR),
-        common.value_env("MMROUTER_HANDOVER_BYTES", str(shared_memory.writable(most, pool.resources))),
+        parts.value_env("PYTHONPATH", PLUGIN_DIR),
+        parts.value_env("MMROUTER_HANDOVER_BYTES", str(shared_memory.writable(most, pool.resources))),
     ]
 
 
@@ -45,7 +44,7 @@ def deliver(config: OperatorConfig) -> dict[str, Any]:
         "image": config.image,
         "command": ["mmrouter", "plugin", PLUGIN_DIR],
         "env": [],
-        **common.last_words(),
-        "securityContext": common.container_security(),
-        "volumeMounts": [common.mount(_VOLUME, PLUGIN_DIR)],
+        **parts.termination_message(),
+        "securityContext": parts.container_security(),
+        "volumeMounts": [parts.mount(_VOLUME, PLUGIN_DIR)],
     }

@@ -1,16 +1,14 @@
-"""Where a pod may run, and near whom. Pure."""
+"""Scheduling of pods: tolerations, affinity and topology spread. Pure."""
 
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_operator.render.common import DEPLOYMENT_LABEL
-from mmrouter_operator.render.pod.accelerators import ACCELERATORS, NodeLabel
+from mmrouter_operator.model.accelerators import ACCELERATORS, NodeLabel
+from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, SHARED_MEMORY
+from mmrouter_operator.render.metadata import Selector
 
 HOSTNAME = "kubernetes.io/hostname"
 ZONE = "topology.kubernetes.io/zone"
-SHARED_MEMORY_LABEL = "mmrouter.io/shared-memory"
-"""Label of engine pods that share their node's tmpfs directory; its value is the scope. Frontends go where these are
-and do not bear it: they should not draw each other onto one node."""
 
 
 def tolerations(pool: Pool) -> list[dict[str, Any]]:
@@ -22,9 +20,9 @@ def tolerations(pool: Pool) -> list[dict[str, Any]]:
 
 
 def affinity(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
-    """Return the pod's affinity; empty where any node will do.
+    """Return the pod's affinity; empty if any node fits.
 
-    A claim (DRA) finds its node by the devices themselves; such nodes need no label.
+    A claim (DRA) selects its node by the devices themselves, without node labels.
     """
     found: dict[str, Any] = {}
     labels = ACCELERATORS[pool.accelerator.kind].node_labels
@@ -39,27 +37,27 @@ def affinity(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
 def near_engines(dep: MMRouterDeployment) -> dict[str, Any]:
     """Return the affinity of a pod that shares memory with engines.
 
-    Preferred: a required term would hold all pools on one node for good, and a drain of that node would never end,
-    because no replacement could start elsewhere. What cannot be handed over on the node travels as bytes.
+    It is only preferred: a required term would tie all pools to one node, and draining that node would never end,
+    because no replacement could start elsewhere. Images that cannot be handed over on the node are sent as bytes.
     """
-    shared = {DEPLOYMENT_LABEL: dep.metadata.name, SHARED_MEMORY_LABEL: "node"}
+    shared = {DEPLOYMENT_LABEL: dep.metadata.name, SHARED_MEMORY: "node"}
     term = {"labelSelector": {"matchLabels": shared}, "topologyKey": HOSTNAME}
     return {
         "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
     }
 
 
-def spread(selector: dict[str, str], *, together: bool = False) -> list[dict[str, Any]]:
-    """Return soft constraints that spread a Deployment's pods over nodes and zones, each revision for itself.
+def spread(selector: Selector, *, together: bool = False) -> list[dict[str, Any]]:
+    """Return soft constraints that spread a Deployment's pods over nodes and zones, per revision.
 
-    ``together``: over zones only, because the pods want to share a node.
+    ``together``: over zones only, because the pods are better off on one node.
     """
     return [
         {
             "maxSkew": 1,
             "topologyKey": key,
             "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": dict(selector)},
+            "labelSelector": {"matchLabels": dict(selector["matchLabels"])},
             "matchLabelKeys": ["pod-template-hash"],
         }
         for key in ([ZONE] if together else [HOSTNAME, ZONE])

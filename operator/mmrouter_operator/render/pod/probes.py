@@ -11,7 +11,7 @@ also see the pod's
 from typing import Any
 
 from mmrouter_lib.engines.base.launch import Launch
-from mmrouter_operator.render.common import probe
+from mmrouter_operator.render.pod.parts import probe
 
 NOTICE_SECONDS = 5
 """How long before SIGTERM a pod is announced as leaving: Services and routers stop sending to it meanwhile."""

@@ -11,7 +11,7 @@ from mmrouter_lib.api import MMRouterDeployment, Pool, quantity_bytes
 from mmrouter_lib.api.base import Resources
 from mmrouter_lib.api.paths import SHARED_DIR
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import common
+from mmrouter_operator.render.pod import parts
 
 SHARED_GROUP: Final = 65533
 """Group that owns the directory and what lies in it. ``fsGroup`` has no effect on a hostPath."""
@@ -42,7 +42,7 @@ def own_volume(pool: Pool) -> dict[str, Any]:
 
 def own_mount() -> dict[str, Any]:
     """Return the mount of the pod's own memory-backed files, the same in every container that has it."""
-    return common.mount("shm", "/dev/shm")  # noqa: S108 - a path in the pod
+    return parts.mount("shm", "/dev/shm")  # noqa: S108 - a path in the pod
 
 
 def shared_volume(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def shared_volume(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, 
 
 def shared_mount() -> dict[str, Any]:
     """Return the mount of the node's directory."""
-    return common.mount("shared", SHARED_DIR)
+    return parts.mount("shared", SHARED_DIR)
 
 
 def shared_env(dep: MMRouterDeployment, writer: Resources | None = None) -> list[dict[str, Any]]:
@@ -64,8 +64,8 @@ def shared_env(dep: MMRouterDeployment, writer: Resources | None = None) -> list
     """
     limit = limit_bytes(dep)
     return [
-        common.value_env("MMROUTER_SHARED_DIR", SHARED_DIR),
-        common.value_env("MMROUTER_SHARED_LIMIT_BYTES", str(limit if writer is None else writable(limit, writer))),
+        parts.value_env("MMROUTER_SHARED_DIR", SHARED_DIR),
+        parts.value_env("MMROUTER_SHARED_LIMIT_BYTES", str(limit if writer is None else writable(limit, writer))),
     ]
 
 
@@ -79,13 +79,13 @@ def prepare(config: OperatorConfig) -> dict[str, Any]:
 
     It is root, and in the group, so that it needs no capability: an owner may hand a folder to a group of its own.
     """
-    security = common.container_security() | {"runAsUser": 0, "runAsGroup": SHARED_GROUP, "runAsNonRoot": False}
+    security = parts.container_security() | {"runAsUser": 0, "runAsGroup": SHARED_GROUP, "runAsNonRoot": False}
     return {
         "name": "shared-memory",
         "image": config.image,
         "command": ["mmrouter", "shared-memory", SHARED_DIR, str(SHARED_GROUP)],
         "env": [],
-        **common.last_words(),
+        **parts.termination_message(),
         "securityContext": security,
         "volumeMounts": [shared_mount()],
     }

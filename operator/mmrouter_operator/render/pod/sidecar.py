@@ -5,8 +5,7 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.render import common
-from mmrouter_operator.render.pod import shared_memory
+from mmrouter_operator.render.pod import parts, shared_memory
 from mmrouter_operator.render.pod.probes import our_probes
 
 FEED_PORT: Final = 7557
@@ -22,26 +21,26 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
         "restartPolicy": "Always",
         "command": ["mmrouter", "sidecar"],
         "env": [
-            *common.downward_env(),
-            common.value_env("MMROUTER_POOL", pool.name),
-            *common.config_env(),
-            common.value_env("MMROUTER_STATE_DIR", STATE_DIR),
+            *parts.downward_env(),
+            parts.value_env("MMROUTER_POOL", pool.name),
+            *parts.config_env(),
+            parts.value_env("MMROUTER_STATE_DIR", STATE_DIR),
             *(shared_memory.shared_env(dep) if shared_memory.is_shared(pool) else []),
-            *([common.value_env("HF_HUB_CACHE", HUB_CACHE_DIR)] if from_hub else []),
+            *([parts.value_env("HF_HUB_CACHE", HUB_CACHE_DIR)] if from_hub else []),
         ],
         "ports": [
             {"name": "feed", "containerPort": FEED_PORT, "protocol": "TCP"},
             {"name": "feed-requests", "containerPort": FEED_REQUESTS_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": common.METRICS_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": parts.METRICS_PORT, "protocol": "TCP"},
         ],
         **our_probes(readiness_period=5),
-        "resources": common.resources(dep.spec.sidecar.resources),
-        **common.last_words(),
-        "securityContext": common.container_security(),
+        "resources": parts.resources(dep.spec.sidecar.resources),
+        **parts.termination_message(),
+        "securityContext": parts.container_security(),
         "volumeMounts": [
-            common.mount("config", CONFIG_DIR, read_only=True),
-            *(common.model_mount(dep) or [common.mount("hub", HUB_CACHE_DIR, read_only=True)]),
-            common.mount("state", STATE_DIR),
+            parts.mount("config", CONFIG_DIR, read_only=True),
+            *(parts.model_mount(dep) or [parts.mount("hub", HUB_CACHE_DIR, read_only=True)]),
+            parts.mount("state", STATE_DIR),
             # The engine's, so that what lies there can be looked at; the runtime's own would be another.
             shared_memory.own_mount(),
             *([shared_memory.shared_mount()] if shared_memory.is_shared(pool) else []),

@@ -20,11 +20,11 @@ Item = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A pod template as it is applied; ``put_back``: the places where the user's patch has no effect."""
+class FinishedTemplate:
+    """A pod template as it is applied; ``restored``: the places where the user's patch has no effect."""
 
     template: dict[str, Any]
-    put_back: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Report:
         self.places.append(f"{self.path}.{place}")
 
 
-def finish(template: dict[str, Any], patch: dict[str, Any], path: str) -> Finished:
+def finish(template: dict[str, Any], patch: dict[str, Any], path: str) -> FinishedTemplate:
     """Return a pod template with the user's patch over it; ``path`` is the patch's field in the resource.
 
     Put back are our labels and annotations, readiness gates, the ports that others reach us by, what probes ask, and
@@ -45,7 +45,7 @@ def finish(template: dict[str, Any], patch: dict[str, Any], path: str) -> Finish
     wrong type, and for one that takes a container of ours away.
     """
     if not patch:
-        return Finished(template)
+        return FinishedTemplate(template)
     try:
         merged = overlay(template, patch)
     except OverlayError as error:
@@ -70,7 +70,7 @@ def finish(template: dict[str, Any], patch: dict[str, Any], path: str) -> Finish
             if name not in patched:
                 raise SpecError([(f"{path}.spec.{kind}", f"container `{name}` cannot be removed")])
             _container(patched[name], container, f"spec.{kind}[{name}]", report)
-    return Finished(merged, tuple(report.places))
+    return FinishedTemplate(merged, tuple(report.places))
 
 
 def _container(theirs: Item, ours: Item, place: str, report: _Report) -> None:

@@ -1,4 +1,4 @@
-"""What the children share: names, labels, environment, volumes, security."""
+"""Parts that several pod templates share: environment, volumes, probes and security."""
 
 import copy
 from collections.abc import Iterable
@@ -7,18 +7,10 @@ from typing import Any
 from mmrouter_lib.api import MMRouterDeployment, SpecError
 from mmrouter_lib.api.base import Resources
 from mmrouter_lib.api.paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_operator.render.metadata import config_name, secret_name
 from mmrouter_operator.render.pod.template_types import volume_faults
 
 USER = 65532
-DEPLOYMENT_LABEL = "mmrouter.io/deployment"
-POOL_LABEL = "mmrouter.io/pool"
-ROLE_LABEL = "mmrouter.io/role"
-FRONTEND_ROLE = "frontend"
-TEMPLATE_HASH = "mmrouter.io/template-hash"
-"""Annotation of pod templates: the hash of their inputs (:mod:`mmrouter_operator.render.pod.template_inputs`)."""
-COMPATIBILITY = "mmrouter.io/compatibility"
-"""Label of engine pods; engines with equal values can read each other's KV blocks."""
-
 METRICS_PORT = 9090
 
 READ_ONLY_SOURCES = frozenset(
@@ -38,61 +30,11 @@ READ_ONLY_SOURCES = frozenset(
         "rbd",
     }
 )
-"""Volume sources that say themselves whether they are read-only."""
-
-
-def frontend_name(dep: MMRouterDeployment) -> str:
-    """Name of the frontend's Deployment."""
-    return f"{dep.metadata.name}-frontend"
-
-
-def config_name(dep: MMRouterDeployment) -> str:
-    """Name of the ConfigMap."""
-    return f"{dep.metadata.name}-config"
-
-
-def secret_name(dep: MMRouterDeployment) -> str:
-    """Name of the Secret."""
-    return f"{dep.metadata.name}-secrets"
-
-
-def labels(dep: MMRouterDeployment, component: str) -> dict[str, str]:
-    """Return the labels of every child."""
-    return {
-        "app.kubernetes.io/name": "mmrouter",
-        "app.kubernetes.io/instance": dep.metadata.name,
-        "app.kubernetes.io/component": component,
-        "app.kubernetes.io/part-of": "mmrouter",
-        "app.kubernetes.io/managed-by": "mmrouter-operator",
-        DEPLOYMENT_LABEL: dep.metadata.name,
-    }
-
-
-def object_metadata(
-    dep: MMRouterDeployment, name: str, component: str, more: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """Return the metadata of a child; with an owner, where the resource has an identity in a cluster."""
-    metadata: dict[str, Any] = {
-        "name": name,
-        "namespace": dep.metadata.namespace,
-        "labels": labels(dep, component) | (more or {}),
-    }
-    if dep.metadata.uid:
-        metadata["ownerReferences"] = [
-            {
-                "apiVersion": dep.api_version,
-                "kind": dep.kind,
-                "name": dep.metadata.name,
-                "uid": dep.metadata.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ]
-    return metadata
+"""Volume sources with a ``readOnly`` field of their own."""
 
 
 def downward_env() -> list[dict[str, Any]]:
-    """Return what every container is told about its pod. The loopback stands apart: a local pod has another."""
+    """Return the variables about the pod itself. Its loopback is a variable because a local pod has another one."""
 
     def own(name: str, path: str) -> dict[str, Any]:
         return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
@@ -112,12 +54,12 @@ def value_env(name: str, value: str) -> dict[str, Any]:
 
 
 def config_env() -> list[dict[str, Any]]:
-    """Return where our own processes find their files."""
+    """Return the variables by which our own processes find their files."""
     return [value_env("MMROUTER_CONFIG", CONFIG_DIR), value_env("MMROUTER_MODEL_DIR", MODEL_DIR)]
 
 
 def config_volume(dep: MMRouterDeployment, secret_items: Iterable[str]) -> dict[str, Any]:
-    """Return the one volume that becomes :data:`CONFIG_DIR`: resource, chat template and the named secrets."""
+    """Return the volume of :data:`CONFIG_DIR`: resource, chat template and the named entries of the Secret."""
     sources: list[dict[str, Any]] = [
         {"configMap": {"name": config_name(dep), "items": [{"key": "deployment.json", "path": "deployment.json"}]}},
         {
@@ -128,12 +70,12 @@ def config_volume(dep: MMRouterDeployment, secret_items: Iterable[str]) -> dict[
         },
         *template_sources(dep),
     ]
-    # The group may read: the pod's fsGroup is the processes' own.
+    # Readable for the group: the pod's fsGroup is the processes' own.
     return {"name": "config", "projected": {"defaultMode": 0o440, "sources": sources}}
 
 
 def template_sources(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the projection of the chat template, where one is set, below :data:`CONFIG_DIR`."""
+    """Return the projection of the chat template below :data:`CONFIG_DIR`; empty if none is set."""
     template = dep.spec.engine.chat_template
     if template is None:
         return []
@@ -142,18 +84,18 @@ def template_sources(dep: MMRouterDeployment) -> list[dict[str, Any]]:
 
 
 def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the volume with the model's files, where one is set. Raises ``SpecError`` for a malformed one.
+    """Return the volume with the model's files; empty if none is set. Raises ``SpecError`` for a malformed one.
 
-    A mount that is read-only does not keep the kubelet from giving the files to the pod's group: it changes the owner
-    of everything in a volume, unless the volume itself is read-only.
+    The volume source itself is made read-only, not just its mount: otherwise the kubelet changes the group of every
+    file in it to the pod's ``fsGroup``.
     """
     source = dep.spec.model.volume
     if source is None:
         return []
     if faults := volume_faults(source):
         raise SpecError([(f"spec.model.volume.{place}", sentence) for place, sentence in faults])
-    said = {kind: {**copy.deepcopy(fields), **_read_only(kind)} for kind, fields in source.items()}
-    return [{"name": "model", **said}]
+    volume = {kind: {**copy.deepcopy(fields), **_read_only(kind)} for kind, fields in source.items()}
+    return [{"name": "model", **volume}]
 
 
 def _read_only(source: str) -> dict[str, bool]:
@@ -161,13 +103,13 @@ def _read_only(source: str) -> dict[str, bool]:
 
 
 def resources(section: Resources) -> dict[str, Any]:
-    """Return a container's resources; what is empty stays out, so that a default written out changes nothing."""
-    found: dict[str, Any] = section.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return found
+    """Return a container's resources without empty fields, so that writing out a default changes nothing."""
+    fields: dict[str, Any] = section.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return fields
 
 
 def hub_env(dep: MMRouterDeployment, endpoint: str) -> list[dict[str, Any]]:
-    """Return what a container needs to download from the hub: a mirror's URL and the token, where there are any."""
+    """Return the variables for downloads from the hub: the mirror's URL and the token, as far as they are set."""
     env = [value_env("HF_ENDPOINT", endpoint)] if endpoint else []
     if dep.spec.model.token_secret is not None:
         token = dep.spec.model.token_secret
@@ -176,7 +118,7 @@ def hub_env(dep: MMRouterDeployment, endpoint: str) -> list[dict[str, Any]]:
 
 
 def model_mount(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return its read-only mount."""
+    """Return the read-only mount of the model's volume; empty if none is set."""
     return [] if dep.spec.model.volume is None else [mount("model", MODEL_DIR, read_only=True)]
 
 
@@ -195,13 +137,13 @@ def probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5)
     }
 
 
-def last_words() -> dict[str, str]:
-    """Return what has the kubelet keep the end of a failed container's log: the pod's status then says what of."""
+def termination_message() -> dict[str, str]:
+    """Return the setting that puts the end of a failed container's log into the pod's status."""
     return {"terminationMessagePolicy": "FallbackToLogsOnError"}
 
 
 def container_security() -> dict[str, Any]:
-    """Return a container's part of the Pod Security level `restricted`, and a read-only root besides."""
+    """Return a container's part of the Pod Security level `restricted`, and a read-only root."""
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
