@@ -1,12 +1,12 @@
-# Two images, made by `make images` (hack/images/build_images.py): `mmrouter`, which is operator, router and sidecar behind one
+# Two images, built by `make images` (hack/images/build_images.py): `mmrouter`, with operator, router and sidecar behind one
 # command, and `sim`, the simulated engines. Both run as user 65532 and write nothing to their root.
 #
-# The base is pinned by the digest of its index, which has every architecture: a tag names other bytes next month.
-# `--build-arg MMROUTER_BASE_IMAGE=...` takes another one: any that has Python 3.11 or newer as python3, with venv.
+# The base is pinned by the digest of its index, which covers every architecture, because tags move.
+# `--build-arg MMROUTER_BASE_IMAGE=...` selects another one with Python 3.11 or newer as python3, and venv.
 ARG MMROUTER_BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${MMROUTER_BASE_IMAGE} AS tools
-# What the machine's pip is set up with comes as a secret: it is in no layer and in no history.
+# The machine's pip configuration is a secret, so it is in no layer and no history.
 ENV PIP_CONFIG_FILE=/run/secrets/pip PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /build
 COPY pyproject.toml requirements.lock LICENSE README.md ./
@@ -16,7 +16,7 @@ COPY docker/requirements.py docker/packages.sh docker/
 RUN python3 -m venv /build/tools
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     python3 docker/requirements.py build >build.txt && tools/bin/pip install --quiet --require-hashes -r build.txt
-# Other people's packages are a layer of their own, which a change of the code leaves as it is.
+# Dependencies form a layer of their own, which code changes leave unchanged.
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     docker/packages.sh /opt/mmrouter cli operator router sidecar
 
@@ -25,7 +25,7 @@ RUN --mount=type=secret,id=pip --mount=type=secret,id=ca docker/packages.sh /opt
 
 FROM tools AS wheel
 COPY docker/project.sh docker/
-# The compiled form, where the machine that builds the image could make it: no image has a compiler.
+# The compiled form, if the build machine could build it: the images have no compiler.
 COPY native/wheel native
 COPY mmrouter mmrouter
 COPY operator operator

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Puts bytecode of Python's own library below a folder, as a layer, where the base image has none: Docker's Python images
-# come without, and as the root is read-only later, every start would compile the library again.
+# Compiles bytecode of Python's standard library into a folder, for a layer, if the base image has none: Docker's Python
+# images have none, and with a read-only root every start would compile the library again.
 #   library.sh FOLDER
 set -eu
 umask 022

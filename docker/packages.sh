@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes a virtual environment without pip that holds what the lock has for extras of pyproject.toml.
+# Creates a virtual environment without pip from the lock, for extras of pyproject.toml.
 #   packages.sh VENV EXTRA...
-# Bytecode is made here, as the root is read-only later, and in a form that does not depend on the time of the build. The
-# bytecode of the Kubernetes client's classes per kind is 60 MB, and nobody here loads any but those of the metadata.
+# Bytecode is compiled here, because the root is read-only later, in a form that does not depend on the build time. The
+# Kubernetes client's classes per kind would be 60 MB of it; only those of the metadata are used.
 set -eu
 umask 022
 venv=$1

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs the project's wheel into a virtual environment, and puts its files below /build/own for a layer of their own.
+# Installs the project's wheel into a virtual environment and copies its files to /build/own for a separate layer.
 #   project.sh VENV
-# Beside it, where it is there and for this base: the compiled form (docs/native.md). Without it everything runs, too.
+# The compiled form (docs/native.md) is installed too if it was built and fits this base; it is optional.
 set -eu
 umask 022
 venv=$1

@@ -20,11 +20,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{/* Ranges of the API server: the site's word, else what the cluster says where it is asked, as a JSON list. */}}
+{{/* Ranges of the API server as a JSON list: the site's setting, else the cluster's if lookupApiServer is set. */}}
 {{- define "mmrouter.apiServerCidrs" -}}
 {{- $cidrs := .Values.operatorConfig.apiServerCidrs | default list }}
 {{- if and (not $cidrs) .Values.networkPolicy.lookupApiServer }}
-{{- /* Nothing is found where there is no cluster, as with `helm template`. */}}
+{{- /* lookup returns nothing without a cluster, as in `helm template`. */}}
 {{- range (lookup "discovery.k8s.io/v1" "EndpointSlice" "default" "kubernetes").endpoints }}
 {{- range .addresses }}{{ $cidrs = append $cidrs (printf "%s/%s" . (ternary "128" "32" (contains ":" .))) }}{{ end }}
 {{- end }}
