@@ -163,7 +163,7 @@ class HandOver:
         if not why_no_file(self._here, self._end(renderer, renderer.uid)):
             await self._write(leg, [n for n, one in leg.travelled.items() if not leg.costs.why_no_file(one.size)])
         shown = {i.place: file_url(leg.files[i.uuid].path) for i in request.images if i.uuid in leg.files}
-        chat = request.shown(request.fields, shown)
+        chat = request.with_images(request.fields, shown)
         outcome = await self._processing.hand_over(
             renderer.ip, parcel.worker.member.ip, chat, found.processed, list(leg.images)
         )

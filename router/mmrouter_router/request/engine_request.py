@@ -1,4 +1,4 @@
-"""A request as the engines get it: the client's fields without what clients may not set, and ours."""
+"""Serialisation of a request for engines: the client's allowed fields, the router's fields, and the images."""
 
 import secrets
 from collections.abc import Mapping
@@ -13,49 +13,47 @@ from mmrouter_router.http.upstream import Body
 from mmrouter_router.media import Media
 
 CHAT = "/v1/chat/completions"
-_STRANGER: Final = secrets.token_hex(16)
-"""Nobody outside knows it, so it stands nowhere but where it was put."""
-UNSHOWN: Final = ""
-"""What stands for an image's URL until it is known how the image travels: base64 of ten megabytes takes its time."""
+_SECRET: Final = secrets.token_hex(16)
+"""Makes placeholders unguessable, so that none occurs in a client's text."""
+NO_URL: Final = ""
+"""An image's URL until its way to the engine is chosen, because encoding megabytes as base64 is slow."""
 
 Place = tuple[int, int]
-"""Message and part."""
+"""Indices of message and part."""
 
 
 @dataclass(frozen=True)
 class OutgoingImage:
-    """One image part of a chat: where it stands, what the image is called, its bytes and its visual tokens."""
+    """One image part of a chat."""
 
     message: int
     part: int
     uuid: str
     media: Media
     tokens: int = 0
-    """0 where nobody has counted them."""
+    """Visual tokens, 0 where unknown."""
 
     @property
     def place(self) -> Place:
-        """Where it stands."""
         return self.message, self.part
 
     @property
-    def word(self) -> str:
-        """What stands for the URL in a body whose pieces are put together afterwards."""
-        return f"{_STRANGER}.{self.message}.{self.part}"
+    def placeholder(self) -> str:
+        """Stands for the URL in a body that is sent in pieces."""
+        return f"{_SECRET}.{self.message}.{self.part}"
 
     @cached_property
     def url(self) -> str:
-        """The bytes as a ``data:`` URI, made when somebody asks."""
+        """The bytes as a ``data:`` URI."""
         return self.media.data_uri()
 
-    def rewrite(self, url: str = UNSHOWN) -> ImageRewrite:
-        """What its part becomes."""
+    def rewrite(self, url: str = NO_URL) -> ImageRewrite:
         return ImageRewrite(self.message, self.part, url, self.uuid)
 
 
 @dataclass
 class Outgoing:
-    """A body for ``path``, in which nothing stands yet for its images. ``images``: in the order of the prompt."""
+    """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order."""
 
     path: str
     fields: Mapping[str, Any]
@@ -63,48 +61,47 @@ class Outgoing:
 
     @cached_property
     def plain(self) -> bytes:
-        """The body for an engine that does everything itself."""
+        """The body for an engine that encodes and prefills itself: all images by their bytes."""
         return self.body(self.fields)
 
-    def body(self, fields: Mapping[str, Any], shown: Mapping[Place, str | None] | None = None) -> bytes:
-        """Return ``fields``, which are this request's with what other engines said, as JSON.
+    def body(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None] | None = None) -> bytes:
+        """Return ``fields``, this request's with those added by other engines, as JSON.
 
-        ``shown``: place -> URL of an image, ``None`` for one that the engine has under its name; what is not in it is
-        sent in the body.
+        ``urls``: place -> URL of an image, ``None`` for one that the engine has under its uuid; other images are sent
+        by their bytes.
         """
-        return encode_body(self.shown(fields, shown or {}))
+        return encode_body(self.with_images(fields, urls or {}))
 
-    def pieces(self, fields: Mapping[str, Any], shown: Mapping[Place, str | None] | None = None) -> Body:
-        """Return what :meth:`body` returns; base64 that a client has sent is a piece of its own, and not copied."""
-        shown = shown or {}
-        ready = [image for image in self.images if image.place not in shown and image.media.text]
-        if not ready:
-            return self.body(fields, shown)
-        rest = encode_body(self.shown(fields, {**shown, **{image.place: image.word for image in ready}}))
-        found: list[bytes | memoryview] = []
-        for image in ready:  # in the order of the prompt, which is that of the body
-            before, _, rest = rest.partition(image.word.encode())
-            found += (before, f"data:{image.media.mime};base64,".encode(), image.media.text)
-        return (*found, rest)
+    def pieces(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None] | None = None) -> Body:
+        """Return what :meth:`body` returns, in pieces; the client's own base64 is a piece that is not copied."""
+        urls = urls or {}
+        uncopied = [image for image in self.images if image.place not in urls and image.media.text]
+        if not uncopied:
+            return self.body(fields, urls)
+        tail = encode_body(self.with_images(fields, {**urls, **{image.place: image.placeholder for image in uncopied}}))
+        pieces: list[bytes | memoryview] = []
+        for image in uncopied:  # in prompt order, which is the order in the body
+            before, _, tail = tail.partition(image.placeholder.encode())
+            pieces += (before, f"data:{image.media.mime};base64,".encode(), image.media.text)
+        return (*pieces, tail)
 
-    def shown(self, fields: Mapping[str, Any], shown: Mapping[Place, str | None]) -> Mapping[str, Any]:
-        """Return what :meth:`body` makes JSON of."""
-        bodied = {image.place: image.url for image in self.images if image.place not in shown}
-        return _with_images(fields, {**shown, **bodied}) if self.images else fields
+    def with_images(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None]) -> Mapping[str, Any]:
+        """Return ``fields`` with the URLs of all images."""
+        inline = {image.place: image.url for image in self.images if image.place not in urls}
+        return _with_images(fields, {**urls, **inline}) if self.images else fields
 
 
 def _with_images(fields: Mapping[str, Any], urls: Mapping[Place, str | None]) -> dict[str, Any]:
-    """Return a chat that shows its images so; ``fields`` stays as it is, and what does not change is shared with it."""
+    """Return a copy of a chat with these URLs; it shares unchanged parts with ``fields``, which is not modified."""
     messages = list(fields["messages"])
     for message, part in urls:
         content = messages[message]["content"]
         if content is fields["messages"][message]["content"]:
             messages[message] = {**messages[message], "content": (content := list(content))}
-        url, kept = urls[message, part], content[part].get("image_url") or {}
-        content[part] = {**content[part], "image_url": None if url is None else {**kept, "url": url}}
+        url, options = urls[message, part], content[part].get("image_url") or {}
+        content[part] = {**content[part], "image_url": None if url is None else {**options, "url": url}}
     return {**fields, "messages": messages}
 
 
 def encode_body(body: object) -> bytes:
-    """JSON for an engine."""
     return orjson.dumps(body)

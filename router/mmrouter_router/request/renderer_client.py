@@ -1,14 +1,12 @@
-"""Prompts from a pool of role ``renderer``: the exact fallback for a family that the code does not know.
+"""Client of renderers, which predict prompts exactly for model families that the library does not model.
 
-A renderer is the engine's own preprocessing without its model. It has no cache and no sidecar; asked with our
-identities it says which tokens a request becomes and where its images stand. Equal content is asked for once at a time,
-and answers are kept by content, bounded by tokens. What cannot be rendered is an error with a reason, and the request
-is then served by affinity.
+A renderer is the engine's own preprocessing without its model; it has no cache and no sidecar. Given the router's image
+identities it returns the tokens of a request and the positions of its images. Equal content is rendered once at a time,
+and results are cached by content, bounded by tokens. Where rendering fails, the request is served by affinity.
 """
 
 import asyncio
 import base64
-import io
 import itertools
 import logging
 from array import array
@@ -18,12 +16,12 @@ from typing import Any
 
 import orjson
 from blake3 import blake3
-from PIL import Image
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.vllm.renderer import RENDER_PATH, RenderError, read_rendered, render_request
 from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.core.probe_images import small_pictures
 from mmrouter_router.core.single_flight import SingleFlight
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream, UpstreamError
@@ -33,20 +31,20 @@ log = logging.getLogger("mmrouter.renderer")
 
 ROLE = "renderer"
 CACHED_TOKENS = 4_000_000
-"""Tokens of rendered prompts that are kept, 4 bytes each."""
+"""Capacity of the cache in tokens, 4 bytes each."""
 MAX_ANSWER = 64 << 20
 RENDER_SECONDS = 20.0
 PROBE_SECONDS = 1.0
-PICTURE_TURNS = 10
-"""A renderer that could not render the picture is asked again every so many probes."""
-PICTURE_IDENTITY = bytes(32)
-"""What our own picture is called: the renderer hands the name back and nobody else uses it."""
+RETRY_TURNS = 10
+"""Turns of probing after which a renderer that failed to render the probe image is asked again."""
+PROBE_IDENTITY = bytes(32)
+"""Identity of the probe image, which no other image has."""
 
 Rendered = tuple["array[int]", tuple[Span, ...]]
 
 
 class RendererError(Exception):
-    """No prompt came of it. ``cause`` is one of few words; the message says more."""
+    """Rendering failed. ``cause`` is fit for a metric's label."""
 
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
@@ -54,7 +52,7 @@ class RendererError(Exception):
 
 
 class Renderer:
-    """Asks the renderers that are there, in turn."""
+    """Sends requests to the ready renderers in turn."""
 
     def __init__(
         self, upstream: Upstream, engine_key: str, served_model: str, metrics: Metrics, *, tokens: int = CACHED_TOKENS
@@ -62,29 +60,29 @@ class Renderer:
         self._upstream, self._key, self._model, self._metrics = upstream, engine_key, served_model, metrics
         self._members: dict[str, Member] = {}
         self._answered: set[str] = set()
-        self._proved: set[str] = set()
-        self._wrong: dict[str, str] = {}  # uid -> what was wrong with its last answer to our own question
-        self._picture = _picture_request(served_model)
+        self._verified: set[str] = set()
+        self._problems: dict[str, str] = {}  # uid -> problem of its last answer to a probe
+        self._image_probe = _image_probe(served_model)
         self._turn = itertools.count()
-        self._kept: OrderedDict[bytes, Rendered] = OrderedDict()
-        self._room = tokens
+        self._cache: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._free_tokens = tokens
         self._renderings = SingleFlight[bytes, Rendered]()
 
     def roster(self, members: Iterable[Member]) -> None:
-        """Take over which renderers are there."""
+        """Set the renderers of the deployment."""
         self._members = {member.uid: member for member in members}
         self._answered &= self._members.keys()
-        self._proved &= self._members.keys()
-        self._wrong = {uid: said for uid, said in self._wrong.items() if uid in self._members}
+        self._verified &= self._members.keys()
+        self._problems = {uid: problem for uid, problem in self._problems.items() if uid in self._members}
 
     @property
     def usable(self) -> list[Member]:
-        """Renderers that are ready and have rendered something for this router; those let in, where there are any."""
+        """The ready renderers that have answered this router; only admitted ones, where there are any."""
         ready = [m for m in self._members.values() if m.ready and not m.draining and m.uid in self._answered]
         return [member for member in ready if member.admitted] or ready
 
     def state(self) -> list[dict[str, Any]]:
-        """Every renderer, for the control API: whether it answers, and whether it has rendered an image of ours."""
+        """Return every renderer for the control API: whether it answers, and whether it rendered the probe image."""
         return [
             {
                 "uid": m.uid,
@@ -94,15 +92,15 @@ class Renderer:
                 "ready": m.ready,
                 "draining": m.draining,
                 "answered": m.ready and not m.draining and m.uid in self._answered,
-                "verified": m.uid in self._proved,
-                "message": self._wrong.get(m.uid, ""),
+                "verified": m.uid in self._verified,
+                "message": self._problems.get(m.uid, ""),
             }
             for m in self._members.values()
         ]
 
     async def run(self) -> None:
-        """Ask every new renderer for a text until it answers, then for an image; ends only by cancellation."""
-        text = orjson.dumps(render_request(_question(self._model, "Are you there?")))
+        """Probe every renderer with a text until it answers, then with an image; ends only by cancellation."""
+        text = orjson.dumps(render_request(_chat(self._model, "Are you there?")))
         for turn in itertools.count():
             for member in list(self._members.values()):
                 if not member.ready:
@@ -110,8 +108,8 @@ class Renderer:
                 if member.uid not in self._answered:
                     if await self._probe(member, text) is not None:
                         self._answered.add(member.uid)
-                elif member.uid not in self._proved and (member.uid not in self._wrong or turn % PICTURE_TURNS == 0):
-                    await self._prove(member)
+                elif member.uid not in self._verified and (member.uid not in self._problems or turn % RETRY_TURNS == 0):
+                    await self._verify(member)
             await asyncio.sleep(PROBE_SECONDS)
 
     async def _probe(self, member: Member, body: bytes) -> Rendered | None:
@@ -119,32 +117,32 @@ class Renderer:
             rendered = await self._ask(member, body)
         except RendererError as error:
             log.info("%s: %s", member.name, error)
-            self._wrong[member.uid] = str(error)
+            self._problems[member.uid] = str(error)
             return None
-        self._wrong.pop(member.uid, None)
+        self._problems.pop(member.uid, None)
         return rendered
 
-    async def _prove(self, member: Member) -> None:
-        rendered = await self._probe(member, self._picture)
+    async def _verify(self, member: Member) -> None:
+        rendered = await self._probe(member, self._image_probe)
         if rendered is None:
             return
-        if [span.identity for span in rendered[1]] == [PICTURE_IDENTITY]:
-            self._proved.add(member.uid)
+        if [span.identity for span in rendered[1]] == [PROBE_IDENTITY]:
+            self._verified.add(member.uid)
         else:
-            self._wrong[member.uid] = f"one image became {len(rendered[1])} in the prompt"
+            self._problems[member.uid] = f"one image became {len(rendered[1])} in the prompt"
 
     async def render(self, body: Mapping[str, Any]) -> Rendered:
-        """Return ids and spans of a chat body for the engine, with our identity beside every image.
+        """Return ids and spans of an engine's chat body, in which every image has its identity as uuid.
 
         Raises :class:`RendererError`.
         """
         request = render_request(body)
         key = _content_key(request)
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
+        cached = self._cache.get(key)
+        if cached is not None:
+            self._cache.move_to_end(key)
             self._metrics.rendered.labels("cache").inc()
-            return kept
+            return cached
         joins = key in self._renderings
         try:
             rendered = await self._renderings.run(key, lambda: self._render(key, request))
@@ -157,9 +155,9 @@ class Renderer:
     async def _render(self, key: bytes, request: Mapping[str, Any]) -> Rendered:
         usable = self.usable
         if not usable:
-            raise RendererError("nobody", "no renderer is there")
+            raise RendererError("nobody", "no renderer is ready")
         rendered = await self._ask(usable[next(self._turn) % len(usable)], orjson.dumps(request))
-        self._keep(key, rendered)
+        self._store(key, rendered)
         return rendered
 
     async def _ask(self, member: Member, body: bytes) -> Rendered:
@@ -178,41 +176,39 @@ class Renderer:
             self._answered.discard(member.uid)
             raise RendererError("lost", str(error)) from error
         if answer.status != 200:
-            said = raw[:200].decode(errors="replace")
-            raise RendererError("refused", f"{member.name} answered {answer.status}: {said}")
+            text = raw[:200].decode(errors="replace")
+            raise RendererError("refused", f"{member.name} answered {answer.status}: {text}")
         try:
             return read_rendered(raw)
         except RenderError as error:
             raise RendererError("unusable", str(error)) from error
 
-    def _keep(self, key: bytes, rendered: Rendered) -> None:
-        self._kept[key] = rendered
-        self._room -= len(rendered[0])
-        while self._room < 0:
-            _, (ids, _) = self._kept.popitem(last=False)
-            self._room += len(ids)
+    def _store(self, key: bytes, rendered: Rendered) -> None:
+        self._cache[key] = rendered
+        self._free_tokens -= len(rendered[0])
+        while self._free_tokens < 0:
+            _, (ids, _) = self._cache.popitem(last=False)
+            self._free_tokens += len(ids)
 
 
-def _question(model: str, content: object) -> dict[str, Any]:
+def _chat(model: str, content: object) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": content}]}
 
 
-def _picture_request(model: str) -> bytes:
-    """A request with one small picture, as a worker would get it."""
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64), "#c02030").save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    picture = {"type": "image_url", "image_url": {"url": url}, "uuid": to_wire(PICTURE_IDENTITY)}
-    content = [{"type": "text", "text": "Are you there, and what is this?"}, picture]
-    return orjson.dumps(render_request(_question(model, content)))
+def _image_probe(model: str) -> bytes:
+    """Return a request with one small image, as a worker would get it."""
+    url = "data:image/png;base64," + base64.b64encode(small_pictures()[0]).decode()
+    image = {"type": "image_url", "image_url": {"url": url}, "uuid": to_wire(PROBE_IDENTITY)}
+    content = [{"type": "text", "text": "Are you there, and what is this?"}, image]
+    return orjson.dumps(render_request(_chat(model, content)))
 
 
 def _content_key(request: Mapping[str, Any]) -> bytes:
-    """A hash of a request in which an image is its identity: who sends its bytes again sends the same content."""
-    return blake3(orjson.dumps({**request, "messages": [_named(m) for m in request["messages"]]})).digest()
+    """Return a hash of a request in which the identity of an image replaces its bytes."""
+    return blake3(orjson.dumps({**request, "messages": [_with_identities(m) for m in request["messages"]]})).digest()
 
 
-def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_identities(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)

@@ -4,13 +4,13 @@ import copy
 import json
 
 from mmrouter_router.media import Media
-from mmrouter_router.request.engine_request import UNSHOWN, Outgoing, OutgoingImage
+from mmrouter_router.request.engine_request import NO_URL, Outgoing, OutgoingImage
 
 URI = "data:image/png;base64,YmI="
 
 
 def part(**more):
-    return {"type": "image_url", "image_url": {"url": UNSHOWN, **more}, "uuid": "m1-a"}
+    return {"type": "image_url", "image_url": {"url": NO_URL, **more}, "uuid": "m1-a"}
 
 
 def outgoing():

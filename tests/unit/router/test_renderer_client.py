@@ -201,7 +201,7 @@ async def test_renderers_take_turns_and_removed_ones_are_skipped(rig):
 
 
 async def test_every_failure_has_a_counted_cause(rig):
-    with pytest.raises(RendererError, match="no renderer is there") as nobody:
+    with pytest.raises(RendererError, match="no renderer is ready") as nobody:
         await rig.renderer.render(chat(A))
     assert (nobody.value.cause, rig.counted("nobody")) == ("nobody", 1)
     await rig.with_servers(server := Server())
