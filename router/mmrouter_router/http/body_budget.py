@@ -16,22 +16,22 @@ class BodyReservation:
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
-        self._size = 0
+        self.size = 0
 
     def grow(self, size: int) -> None:
         """Reserve ``size`` bytes in all. Raises :class:`RequestError` (429) where other requests leave too little.
 
         The only request is always admitted: the size of a single body has a limit of its own.
         """
-        budget, more = self._budget, size - self._size
+        budget, more = self._budget, size - self.size
         if more <= 0:
             return
-        if budget.used > self._size and budget.used + more > budget.limit:
+        if budget.used > self.size and budget.used + more > budget.limit:
             raise RequestError.router_full(budget.used, budget.limit)
         budget.used += more
-        self._size = size
+        self.size = size
 
     def release(self) -> None:
         """Return the bytes to the budget; idempotent."""
-        self._budget.used -= self._size
-        self._size = 0
+        self._budget.used -= self.size
+        self.size = 0

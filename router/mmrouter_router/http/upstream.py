@@ -46,7 +46,7 @@ class UpstreamError(ConnectionError):
         self.began = began
 
 
-class _Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One connection to an engine; parses one answer at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -59,7 +59,7 @@ class _Connection(asyncio.Protocol):
         self.complete = True
         self._parser: httptools.HttpResponseParser | None = None
         self._chunks: deque[bytes] = deque()
-        self._buffered = 0
+        self.buffered = 0
         self._paused = False
         self._wake: asyncio.Future[None] | None = None
         self._began = False
@@ -120,8 +120,8 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._chunks.append(body)
-        self._buffered += len(body)
-        if self._buffered > HIGH_WATER:
+        self.buffered += len(body)
+        if self.buffered > HIGH_WATER:
             self._pause()
 
     def on_message_complete(self) -> None:
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
     def _take_buffered(self) -> bytes:
         data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
-        self._buffered = 0
+        self.buffered = 0
         return data
 
     def _pause(self) -> None:
@@ -229,35 +229,35 @@ class _Connection(asyncio.Protocol):
 class Answer:
     """An engine's answer: status and headers, and its body as it arrives. Call ``close`` in every case."""
 
-    def __init__(self, pool: "Upstream", address: tuple[str, int], connection: _Connection) -> None:
-        self._pool, self._address, self._connection = pool, address, connection
+    def __init__(self, pool: "Upstream", address: tuple[str, int], connection: EngineConnection) -> None:
+        self._pool, self._address, self.connection = pool, address, connection
         self.status = connection.status
         self.headers = connection.headers
 
     @property
     def complete(self) -> bool:
         """Whether the whole body has arrived."""
-        return self._connection.complete
+        return self.connection.complete
 
     async def piece(self) -> bytes:
         """Return the body's next bytes, de-chunked, as they arrived; empty at its end.
 
         Raises :class:`UpstreamError` when the engine breaks off its answer.
         """
-        return await self._connection.piece()
+        return await self.connection.piece()
 
     def remaining(self) -> bytes | None:
         """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
-        return self._connection.remaining()
+        return self.connection.remaining()
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the unread pieces of the body. Raises what :meth:`piece` raises."""
-        while piece := await self._connection.piece():
+        while piece := await self.connection.piece():
             yield piece
 
     async def pour(self, sink: Sink) -> None:
         """Write the body into a sink as it arrives; return at its end. Raises what :meth:`piece` raises."""
-        await self._connection.pour(sink)
+        await self.connection.pour(sink)
 
     async def read(self, limit: int) -> bytes:
         """Return the whole body, at most ``limit`` bytes of it."""
@@ -270,14 +270,14 @@ class Answer:
 
     def close(self) -> None:
         """Return the connection to the pool, or abort it where the answer was not read to its end."""
-        self._pool.release(self._address, self._connection)
+        self._pool.release(self._address, self.connection)
 
 
 class Upstream:
     """A pool of connections to engines, keyed by address."""
 
     def __init__(self, *, connect_seconds: float = 2.0) -> None:
-        self._idle: dict[tuple[str, int], list[_Connection]] = {}
+        self._idle: dict[tuple[str, int], list[EngineConnection]] = {}
         self._connect_seconds = connect_seconds
 
     async def request(
@@ -305,13 +305,17 @@ class Upstream:
             return await self._exchange(address, fresh, head, body)
         return await self._exchange(address, await self._connect(address), head, body)
 
-    def release(self, address: tuple[str, int], connection: _Connection) -> None:
+    def release(self, address: tuple[str, int], connection: EngineConnection) -> None:
         """Pool a connection whose answer was read completely, abort any other."""
         if connection.reusable:
             connection.idle_since = time.monotonic()
             self._idle.setdefault(address, []).append(connection)
         else:
             connection.close()
+
+    def idle_connections(self, host: str, port: int) -> int:
+        """Return the number of idle connections to an engine."""
+        return len(self._idle.get((host, port), ()))
 
     def close(self) -> None:
         """Close all idle connections."""
@@ -320,7 +324,9 @@ class Upstream:
                 connection.close()
         self._idle.clear()
 
-    async def _exchange(self, address: tuple[str, int], connection: _Connection, head: bytes, body: Body) -> Answer:
+    async def _exchange(
+        self, address: tuple[str, int], connection: EngineConnection, head: bytes, body: Body
+    ) -> Answer:
         try:
             await connection.send(head, body)
         except BaseException:
@@ -328,7 +334,7 @@ class Upstream:
             raise
         return Answer(self, address, connection)
 
-    def _take(self, address: tuple[str, int]) -> _Connection | None:
+    def _take(self, address: tuple[str, int]) -> EngineConnection | None:
         oldest = time.monotonic() - IDLE_SECONDS
         idle = self._idle.get(address, [])
         while idle:
@@ -338,17 +344,17 @@ class Upstream:
             connection.close()
         return None
 
-    async def _connect(self, address: tuple[str, int]) -> _Connection:
+    async def _connect(self, address: tuple[str, int]) -> EngineConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
-                _, connection = await loop.create_connection(partial(_Connection, loop), *address)
+                _, connection = await loop.create_connection(partial(EngineConnection, loop), *address)
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=False) from error
         connection.on_lost = lambda: self._forget(address, connection)
         return connection
 
-    def _forget(self, address: tuple[str, int], connection: _Connection) -> None:
+    def _forget(self, address: tuple[str, int], connection: EngineConnection) -> None:
         """Remove a closed connection, which no request would take once its engine is gone."""
         idle = self._idle.get(address)
         if idle is not None:

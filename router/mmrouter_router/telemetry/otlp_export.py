@@ -49,9 +49,9 @@ class OtlpTracing(Tracing):
     """The spans of one router, sent by an exporter."""
 
     def __init__(self, exporter: SpanExporter, about: Resource, count: Count, *, queue: int = QUEUE) -> None:
-        self._queue = SpanQueue(exporter, count, queue)
+        self.queue = SpanQueue(exporter, count, queue)
         provider = TracerProvider(resource=about, shutdown_on_exit=False)
-        provider.add_span_processor(self._queue)
+        provider.add_span_processor(self.queue)
         self._tracer = provider.get_tracer("mmrouter", mmrouter.__version__)
 
     @classmethod
@@ -69,7 +69,7 @@ class OtlpTracing(Tracing):
 
     def close(self) -> None:
         # In a thread, because the SDK waits half a minute for a collector that hangs.
-        closing = threading.Thread(target=self._queue.shutdown, name="tracing close", daemon=True)
+        closing = threading.Thread(target=self.queue.shutdown, name="tracing close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():

@@ -87,7 +87,7 @@ def test_engine_connection_is_freed_without_garbage_collection():
                 reply = await upstream.request(engine.ip, HTTP_PORT, "POST", "/", {"authorization": "none"})
                 while await reply.piece():
                     pass
-                connection = weakref.ref(reply._connection)
+                connection = weakref.ref(reply.connection)
                 reply.close()
                 del reply
                 upstream.close()

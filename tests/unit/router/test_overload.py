@@ -83,8 +83,8 @@ def test_body_budget_is_exceeded_by_a_single_request_only(steps):
             held.setdefault(who, BodyReservation(room)).grow(size * 2)
         except RequestError:
             assert room.used + size * 2 > room.limit
-        assert room.used == sum(one._size for one in held.values())
-        assert room.used <= room.limit or sum(one._size > 0 for one in held.values()) == 1
+        assert room.used == sum(one.size for one in held.values())
+        assert room.used <= room.limit or sum(one.size > 0 for one in held.values()) == 1
     for one in held.values():
         one.release()
         one.release()

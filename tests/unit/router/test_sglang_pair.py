@@ -394,7 +394,7 @@ async def test_a_prefills_answer_is_read_to_its_end_though_the_clients_was_whole
         await rig.nothing_is_booked()
     assert len(prefill.asked) == 3
     assert prefill.left == 0
-    assert len(rig.upstream._idle[prefill.ip, HTTP_PORT]) == 1  # one connection, given back each time
+    assert rig.upstream.idle_connections(prefill.ip, HTTP_PORT) == 1  # one connection, given back each time
 
 
 async def test_under_two_engines_that_end_a_request_is_refused_from_then_on(make):

@@ -77,7 +77,7 @@ def request(tracer, *headers):
 
 def ended(tracer, collected):
     """Everything that was told until now, by name."""
-    tracer._queue.force_flush()
+    tracer.queue.force_flush()
     return {span.name: span for span in collected.spans}
 
 
@@ -148,7 +148,7 @@ async def test_child_spans_belong_to_the_request_of_their_task(traced, collected
             await asyncio.sleep(0)
             await asyncio.create_task(inner(f"{name} inner"))
         span.end()
-        return span._span.context.span_id
+        return int(span.passed_on({})["traceparent"].split("-")[2], 16)
 
     async def inner(name):
         with stage(name):
@@ -218,7 +218,7 @@ def test_hanging_collector_fills_the_bounded_queue_and_the_rest_is_counted(trace
         request(tracer).end()
     assert counts == {"queue_full": 12}
     collected.free.set()
-    assert tracer._queue.force_flush()
+    assert tracer.queue.force_flush()
     assert counts == {"queue_full": 12, "exported": 8}
 
 
@@ -248,10 +248,10 @@ def test_lost_spans_are_counted_each_and_logged_once(traced, collected, counts, 
     collected.down = True
     for _ in range(3):
         request(tracer).end()
-        tracer._queue.force_flush()
+        tracer.queue.force_flush()
     collected.down = False
     request(tracer).end()
-    tracer._queue.force_flush()
+    tracer.queue.force_flush()
     assert counts == {"failed": 3, "exported": 1}
     lost, again = [record.getMessage() for record in caplog.records]
     assert lost.startswith("spans are lost, export failed after ")

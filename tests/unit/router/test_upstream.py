@@ -178,10 +178,10 @@ async def test_slow_reader_buffers_a_bounded_amount(engine, upstream):
     engine.answer = flood
     answer = await ask(upstream, engine)
     async with asyncio.timeout(10):  # nobody reads: both ends must stall, whatever the kernel buffers
-        while answer._connection.transport.is_reading() or not out.get_write_buffer_size():
+        while answer.connection.transport.is_reading() or not out.get_write_buffer_size():
             await asyncio.sleep(0.001)
     assert written < total
-    assert answer._connection._buffered < HIGH_WATER + 2**20
+    assert answer.connection.buffered < HIGH_WATER + 2**20
     assert sum([len(p) async for p in answer.body()]) == total * len(piece)
 
 
@@ -219,7 +219,7 @@ async def test_surplus_answer_is_not_taken_for_the_next_one(engine, upstream):
         assert (answer.status, answer.headers, await answer.read(100)) == (200, [(b"content-length", b"2")], b"{}")
         answer.close()
         async with asyncio.timeout(20):
-            while upstream._idle:  # until it has heard what it did not ask for
+            while upstream.idle_connections("127.0.0.1", engine.port):  # until the surplus answer arrived
                 await asyncio.sleep(0.001)
         engine.answer = engine._json
         answer = await ask(upstream, engine)
@@ -295,7 +295,7 @@ async def test_closed_idle_connections_are_forgotten(engine, upstream):
     for transport in transports:
         transport.abort()
     async with asyncio.timeout(15):
-        while upstream._idle:
+        while upstream.idle_connections("127.0.0.1", engine.port):
             await asyncio.sleep(0.001)
 
 
@@ -309,7 +309,7 @@ def test_engine_connections_use_tcp_nodelay():
         server = await asyncio.start_server(Engine(), "127.0.0.1", 0)
         upstream = Upstream()
         reply = await upstream.request("127.0.0.1", server.sockets[0].getsockname()[1], "POST", "/", {})
-        taken = reply._connection.transport.get_extra_info("socket")
+        taken = reply.connection.transport.get_extra_info("socket")
         assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         reply.close()
         upstream.close()
