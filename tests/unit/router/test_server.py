@@ -1,21 +1,177 @@
-"""How a process's servers end: what is on its way arrives, what is under way finishes, nothing new begins."""
+"""The listener accepts bursts of connections; the servers of a process shut down without losing a request."""
 
 import asyncio
 import itertools
 import os
+import resource
 import signal
+import socket
+from contextlib import closing, contextmanager
 
 import httpx
 import pytest
+import uvloop
+from uvicorn.config import STARTUP_FAILURE
 
+from mmrouter_router.http import listener
+from mmrouter_router.http.listener import BATCH, Listener
 from mmrouter_router.http.server import Server, Shutdown, serve
 
-PORT, OTHER_PORT = 8000, 9090
+PORT = 8000
+OTHER_TURNS = 6
+"""Turns of the loop beside those that accept."""
+BURST = 8 * BATCH
 _hosts = itertools.count(1)
 
 
+class Greeter(asyncio.Protocol):
+    def __init__(self, accepted: list["Greeter"]) -> None:
+        self._accepted = accepted
+
+    def connection_made(self, transport) -> None:
+        self._accepted.append(self)
+        transport.write(b"hello")
+        transport.close()
+
+
+class Rig:
+    """A listener in uvloop, as in a router. Clients connect synchronously: the kernel accepts them."""
+
+    def __init__(self, host: str = "", port: int = PORT) -> None:
+        self.host = host or f"127.84.{os.getpid() % 250}.{next(_hosts)}"
+        self.port = port
+        self.accepted: list[Greeter] = []
+        self.listener = Listener(lambda: Greeter(self.accepted), self.host, port, 2048)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((self.host, self.port), timeout=10)
+
+    async def turns_until(self, count: int, most: int) -> int:
+        """Return the turns of the loop until ``count`` connections are accepted, at most ``most``."""
+        for turn in range(most):
+            if len(self.accepted) >= count:
+                return turn
+            await asyncio.sleep(0)
+        return most
+
+    async def received(self, client: socket.socket) -> bytes:
+        return await asyncio.to_thread(client.recv, 100)
+
+
+@contextmanager
+def no_free_descriptors():
+    """Exhaust the process's file descriptors."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as free:
+        number = free.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_burst_of_connections_is_accepted_in_few_turns_of_the_loop():
+    async def run() -> None:
+        rig = Rig()
+        clients = [rig.connect() for _ in range(BURST)]
+        assert await rig.turns_until(BURST, most=BURST) <= BURST / BATCH + OTHER_TURNS
+        assert {await rig.received(client) for client in clients} == {b"hello"}
+        for client in clients:
+            client.close()
+        rig.listener.close()
+
+    uvloop.run(run())
+
+
+def test_burst_is_accepted_in_batches():
+    async def run() -> None:
+        rig = Rig()
+        clients = [rig.connect() for _ in range(BURST)]
+        while not rig.accepted:
+            await asyncio.sleep(0)
+        assert len(rig.accepted) <= BATCH
+        assert await rig.turns_until(BURST, most=BURST) <= BURST / BATCH + OTHER_TURNS
+        for client in clients:
+            client.close()
+        rig.listener.close()
+
+    uvloop.run(run())
+
+
+def test_close_accepts_connections_in_the_kernels_queue():
+    async def run() -> None:
+        rig = Rig()
+        clients = [rig.connect() for _ in range(BURST)]
+        rig.listener.close()
+        rig.listener.close()
+        await rig.listener.wait_closed()
+        assert len(rig.accepted) == len(clients)
+        for client in clients:
+            with closing(client):
+                assert await rig.received(client) == b"hello"
+        with pytest.raises(ConnectionRefusedError):
+            rig.connect()
+
+    uvloop.run(run())
+
+
+def test_exhausted_file_descriptors_delay_connections(monkeypatch):
+    monkeypatch.setattr(listener, "RETRY_SECONDS", 0.02)
+
+    async def run() -> None:
+        rig = Rig()
+        with closing(rig.connect()) as client:
+            with no_free_descriptors():
+                assert await rig.turns_until(1, most=20) == 20
+            assert await rig.received(client) == b"hello"
+        rig.listener.close()
+
+    uvloop.run(run())
+
+
+def test_listener_can_close_while_file_descriptors_are_exhausted():
+    async def run() -> None:
+        rig = Rig()
+        with closing(rig.connect()) as client:
+            with no_free_descriptors():
+                await rig.turns_until(1, most=20)
+            rig.listener.close()
+            assert await rig.received(client) == b"hello"
+
+    uvloop.run(run())
+
+
+def test_listens_on_ipv6():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+            port = probe.getsockname()[1]
+    except OSError as error:  # disabled in many containers
+        pytest.skip(f"not run: no loopback of IPv6: {error}")
+
+    async def run() -> None:
+        rig = Rig("::1", port)
+        with closing(rig.connect()) as client:
+            assert await rig.received(client) == b"hello"
+        rig.listener.close()
+
+    uvloop.run(run())
+
+
+async def test_server_with_address_in_use_exits_with_uvicorns_status(caplog):
+    with socket.create_server((f"127.84.{os.getpid() % 250}.{next(_hosts)}", PORT)) as taken:
+        server = Server(None, taken.getsockname()[0], PORT, drain_seconds=1)
+        with pytest.raises(SystemExit) as ended:
+            await server.serve()
+    assert ended.value.code == STARTUP_FAILURE
+    assert "cannot listen on" in caplog.text
+
+
+OTHER_PORT = 9090
+
+
 class Process:
-    """The servers of one process in this one. ``/held`` answers its first half and then waits for ``go``."""
+    """The servers of one process. ``/held`` answers its first half and then waits for ``go``."""
 
     def __init__(self, drain_seconds: float = 20.0) -> None:
         self.ip = f"127.83.{os.getpid() % 250}.{next(_hosts)}"
@@ -53,7 +209,7 @@ class Process:
                 try:
                     _, writer = await asyncio.open_connection(self.ip, PORT)
                 except (ConnectionRefusedError, ConnectionResetError):
-                    return  # reset: it was in the queue of a socket that closed
+                    return  # reset: it was in the queue of the closed socket
                 writer.close()
                 await asyncio.sleep(0.005)
 
@@ -83,7 +239,7 @@ async def test_pending_answer_is_finished_while_other_ports_are_served():
         await process.held.wait()
         process.shutdown.stop("SIGTERM")
         await process.refuses()
-        await asyncio.sleep(1.5)  # longer than idle connections are kept
+        await asyncio.sleep(1.5)  # longer than idle connections linger
         assert (await client.get(process.other)).status_code == 200
         assert not process.task.done()
         process.go.set()
@@ -106,7 +262,7 @@ async def test_answer_beyond_the_drain_time_is_truncated():
 async def test_server_without_connections_exits_immediately():
     async with Process(drain_seconds=600) as process:
         process.shutdown.stop("SIGTERM")
-        await asyncio.wait_for(process.task, 20)  # not the drain time, of which this is a small part
+        await asyncio.wait_for(process.task, 20)  # a small part of the drain time
 
 
 async def test_first_signal_drains_and_second_exits():

@@ -1,13 +1,16 @@
-"""An encoder's line is found from what it did, whatever a quarter of its images took."""
+"""Linear cost models of encoders, and request ids."""
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ulid import ULID
 
 from mmrouter_lib.engines.base.devices import DEVICES
 from mmrouter_router.core.linear_cost import WINDOW, Line, Rate, guess
+from mmrouter_router.core.request_ids import RequestIds
 
 WRONG = Line(0.005, 0.001)
 
@@ -18,15 +21,15 @@ def noisy(rnd, line, tokens, wild=0.0):
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(300, 50_000), st.floats(0, 0.03))
-def test_fit_tolerates_outliers(seed, rate, overhead):
-    rnd, line = random.Random(seed), Line(overhead, 1 / rate)
-    found = Rate(WRONG)
+def test_fit_tolerates_outliers(seed, speed, overhead):
+    rnd, line = random.Random(seed), Line(overhead, 1 / speed)
+    rate = Rate(WRONG)
     sizes = [rnd.choice((4, 64, 256, 576, 800, 1196, 1280)) for _ in range(WINDOW)]
     wild = set(rnd.sample(range(WINDOW), WINDOW // 8))
     for number, tokens in enumerate(sizes):
-        found.observe(tokens, noisy(rnd, line, tokens, wild=number in wild))
+        rate.observe(tokens, noisy(rnd, line, tokens, wild=number in wild))
     for tokens in (576, 1280):
-        assert found.line.seconds(tokens) == pytest.approx(line.seconds(tokens), rel=0.25)
+        assert rate.line.seconds(tokens) == pytest.approx(line.seconds(tokens), rel=0.25)
 
 
 def test_first_image_replaces_the_guess():
@@ -81,3 +84,17 @@ def test_every_accelerator_has_an_initial_guess():
     assert all(guess(kind).per_token <= slowest.per_token for kind in DEVICES)
     assert guess("cpu") == slowest
     assert guess("nvidia").per_token == pytest.approx(slowest.per_token / 8)
+
+
+def test_request_id_is_a_prefixed_ulid_of_now():
+    ids = RequestIds("r-1-")
+    before = time.time_ns() // 1_000_000
+    name = ids()
+    assert name.startswith("r-1-")
+    assert before <= ULID.from_str(name.removeprefix("r-1-")).milliseconds <= time.time_ns() // 1_000_000
+    assert str(ULID.from_str(name.removeprefix("r-1-"))) == name.removeprefix("r-1-")
+
+
+def test_request_ids_are_unique():
+    ids = RequestIds("")
+    assert len({ids()[-16:] for _ in range(2000)}) == 2000
