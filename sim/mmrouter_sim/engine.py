@@ -13,19 +13,20 @@ from mmrouter_handover.plugin.transports import read_settings
 from mmrouter_sim.answers import Speaker, Vocabulary
 from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
-from mmrouter_sim.core.sglang_pages import WRAPPERS, SglangDialect, fingerprint
 from mmrouter_sim.encoder_engine import Encoder
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.model import Model
 from mmrouter_sim.publisher import Publisher
 from mmrouter_sim.runner import Runner
+from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang.encoder_shares import Shares
 from mmrouter_sim.sglang.metrics import SglangMetrics
+from mmrouter_sim.sglang.pages import WRAPPERS, SglangDialect, fingerprint
 from mmrouter_sim.sglang.pairing import Pairing
 from mmrouter_sim.vllm.connectors import EcTransfer, Handover
-from mmrouter_sim.vllm.flags import VERSION, Settings
+from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.metrics import Metrics
-from mmrouter_sim.vllm.plugin_model import Plugin, is_loaded
+from mmrouter_sim.vllm.plugin import Plugin, is_loaded
 
 _CACHE_TOKENS = 131_072  # of each rank's KV cache, unless a flag says otherwise or the context is longer
 

@@ -18,7 +18,7 @@ import pybase64
 from blake3 import blake3
 from PIL import Image, UnidentifiedImageError
 
-from mmrouter_sim.vllm.errors import RequestError
+from mmrouter_sim.errors import RequestError
 
 _LEAF = b"\x03"
 _ORIENTATION = 0x0112

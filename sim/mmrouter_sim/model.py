@@ -14,7 +14,7 @@ from mmrouter_lib import families
 from mmrouter_lib.families import Family, ImageSizeError
 from mmrouter_lib.prompt import Prompter, PromptImage
 from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.vllm.errors import RequestError
+from mmrouter_sim.errors import RequestError
 
 # Large sizes of several shapes: the greatest count among them is the greatest that a family makes of one image.
 _LARGE = ((16_384, 16_384), (4096, 4096), (50, 8000), (1344, 336), (336, 1344), (1008, 336), (672, 672), (1, 1))

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from mmrouter_sim import model
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.vllm.flags import Settings
+from mmrouter_sim.settings import Settings
 
 log = logging.getLogger("mmrouter_sim")
 

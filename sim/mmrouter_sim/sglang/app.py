@@ -1,38 +1,30 @@
-"""The HTTP application of a simulated SGLang: routes, the API key, and errors in the engine's shape."""
+"""HTTP application of the simulated SGLang: its routes, open paths and error responses."""
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mmrouter_sim.core.sglang_pages import VERSION
+from mmrouter_sim import http_app
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.sglang import chat, encode, prompts
+from mmrouter_sim.sglang.pages import VERSION
 from mmrouter_sim.sglang.schema import DetokenizeRequest, TokenizeRequest
-from mmrouter_sim.vllm.errors import RequestError, json_response, note_refusal
 from mmrouter_sim.vllm.schema import parse
 
 OPEN = ("/health", "/ready", "/metrics")
-"""Paths that never want the API key; all others do (docs/engine-facts/sglang.md#http-endpoints)."""
-
-Handler = Callable[[Engine, Request], Awaitable[Response]]
+"""Path prefixes that need no API key (docs/engine-facts/sglang.md#http-endpoints)."""
 
 
 def build(engine: Engine) -> Starlette:
     """Return the application for an engine."""
-    routes: list[tuple[str, list[str], Handler]] = [
+    routes: list[http_app.RouteRow] = [
         ("/health", ["GET"], _ready),
         ("/health_generate", ["GET"], _ready),
         ("/ready", ["GET"], _ready),
@@ -40,8 +32,8 @@ def build(engine: Engine) -> Starlette:
         ("/get_server_info", ["GET"], _server_info),
         ("/model_info", ["GET"], _model_info),
         ("/get_model_info", ["GET"], _model_info),
-        ("/metrics", ["GET"], _metrics),
-        ("/sim/cache", ["GET"], _cache),
+        ("/metrics", ["GET"], http_app.metrics),
+        ("/sim/cache", ["GET"], http_app.cache),
         ("/v1/models", ["GET"], _models),
         ("/v1/loads", ["GET"], _loads),
         ("/v1/tokenize", ["POST"], _tokenize),
@@ -53,39 +45,17 @@ def build(engine: Engine) -> Starlette:
         ("/v1/completions", ["POST"], chat.complete),
     ]
     if engine.encoder is not None:
-        # An application of its own, which asks for no key and says little of itself.
+        # An encoder has few routes and no API key.
         routes = [row for row in routes if row[0] in ("/health", "/health_generate", "/metrics")]
         routes.append(("/encode", ["POST"], encode.encode))
-    keys = engine.settings.api_keys if engine.encoder is None else ()
-    return Starlette(
-        routes=[Route(path, _endpoint(engine, handler), methods=methods) for path, methods, handler in routes],
-        middleware=[Middleware(_ApiKey, keys=keys)] if keys else [],
-        exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _failure},
+    return http_app.build_app(
+        engine,
+        routes,
+        keys=engine.settings.api_keys if engine.encoder is None else (),
+        is_guarded=lambda path: not path.startswith(OPEN),
+        error_response=_error,
+        http_error_response=lambda error: json_response({"detail": error.detail}, error.status_code),
     )
-
-
-def _endpoint(engine: Engine, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return await handler(engine, request)
-
-    return endpoint
-
-
-class _ApiKey:
-    """Asks for the key as a bearer token, except where probes and scrapers look."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] != "OPTIONS" and not scope["path"].startswith(OPEN):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not any(hmac.compare_digest(given, expected) for expected in self._expected):
-                note_refusal(scope)
-                await json_response({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 def _error(error: RequestError) -> Response:
@@ -93,23 +63,8 @@ def _error(error: RequestError) -> Response:
     return json_response({"object": "error", **body}, error.status)
 
 
-async def _request_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return _error(error)
-
-
-async def _http_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return json_response({"detail": error.detail}, error.status_code)
-
-
-async def _failure(_request: Request, error: Exception) -> Response:
-    """Ours to mend, whatever it was: the framework logs it after this answer."""
-    return _error(RequestError(f"{type(error).__name__}: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR))
-
-
 async def _ready(engine: Engine, _request: Request) -> Response:
-    """503 from SIGTERM on, while requests still run (docs/engine-facts/sglang.md#http-endpoints)."""
+    """Answer 503 from SIGTERM on, while requests still run (docs/engine-facts/sglang.md#http-endpoints)."""
     return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE if engine.draining else HTTPStatus.OK)
 
 
@@ -125,7 +80,7 @@ def _kv_events(engine: Engine) -> dict[str, Any] | None:
     if not events.publishes:
         return None
     pub = urlsplit(events.endpoint)
-    told = {
+    info = {
         "publisher": "zmq",
         "endpoint_host": pub.netloc.rpartition(":")[0],
         "endpoint_port_base": int(pub.netloc.rpartition(":")[2] or 0),
@@ -134,8 +89,8 @@ def _kv_events(engine: Engine) -> dict[str, Any] | None:
         "dp_size": settings.ranks,
     }
     if events.replay_endpoint:
-        told["replay_endpoint_port_base"] = int(events.replay_endpoint.rpartition(":")[2])
-    return told
+        info["replay_endpoint_port_base"] = int(events.replay_endpoint.rpartition(":")[2])
+    return info
 
 
 async def _model_info(engine: Engine, _request: Request) -> Response:
@@ -156,26 +111,9 @@ async def _model_info(engine: Engine, _request: Request) -> Response:
     )
 
 
-async def _cache(engine: Engine, _request: Request) -> Response:
-    return json_response(engine.held())
-
-
-async def _metrics(engine: Engine, _request: Request) -> Response:
-    return Response(generate_latest(engine.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-
 async def _models(engine: Engine, _request: Request) -> Response:
     name = engine.settings.served_names[0]
-    model = {
-        "id": name,
-        "object": "model",
-        "created": engine.started,
-        "owned_by": "sglang",
-        "root": name,
-        "parent": None,
-        "max_model_len": engine.context,
-    }
-    return json_response({"object": "list", "data": [model]})
+    return http_app.models(engine, "sglang", [name], name)
 
 
 async def _loads(engine: Engine, _request: Request) -> Response:

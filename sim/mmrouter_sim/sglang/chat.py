@@ -11,17 +11,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from mmrouter_sim.core.request import Request
-from mmrouter_sim.core.sglang_pages import padded
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.runner import Aborted
 from mmrouter_sim.sglang import prompts
 from mmrouter_sim.sglang.encoder_shares import Embedding
+from mmrouter_sim.sglang.pages import padded
 from mmrouter_sim.sglang.pairing import Place, place
 from mmrouter_sim.sglang.schema import ChatRequest, CompletionRequest, check
 from mmrouter_sim.vllm import generate
 from mmrouter_sim.vllm import prompts as texts
 from mmrouter_sim.vllm.connectors import TransferError
-from mmrouter_sim.vllm.errors import RequestError, json_response
 from mmrouter_sim.vllm.generate import Job, Piece
 from mmrouter_sim.vllm.prompts import Prompt
 from mmrouter_sim.vllm.schema import StreamOptions, parse

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.sglang import prompts
 from mmrouter_sim.sglang.encoder_shares import Embedding, EncodeRequest, Part
-from mmrouter_sim.vllm.errors import RequestError, json_response
 
 
 async def encode(engine: Engine, request: Request) -> Response:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from mmrouter_sim.vllm.errors import RequestError
+from mmrouter_sim.errors import RequestError
 
 RECEIVE_SECONDS: Final = 180.0
 """``SGLANG_ENCODER_RECV_TIMEOUT``."""

@@ -1,7 +1,7 @@
-"""The command line of ``sglang serve``, as far as it means anything without a GPU.
+"""Command line of the simulated ``sglang serve``.
 
-As with the simulated vLLM, every flag that mmrouter renders and the common ones are known, and an unknown one is an
-error. ``/server_info`` tells the arguments that identity depends on.
+It accepts every flag that mmrouter renders and the common ones; an unknown one is an error. ``/server_info`` returns
+the arguments that media identity depends on.
 """
 
 import argparse
@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from mmrouter_sim.core.sglang_pages import VERSION
 from mmrouter_sim.publisher import EventsConfig
+from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with, replayed
+from mmrouter_sim.sglang.pages import VERSION
 from mmrouter_sim.sglang.pairing import side
-from mmrouter_sim.vllm.flags import Parser, Settings, add_sim_flags, cost_of, dashed, replayed, template
 
 DRAIN_SECONDS = 30 * 86_400.0
-"""The engine waits for its last request without bound (docs/engine-facts/sglang.md#http-endpoints)."""
+"""The engine waits for its last request without a limit (docs/engine-facts/sglang.md#http-endpoints)."""
 
 _NO_EFFECT = (
     "--model-type",
@@ -52,7 +52,7 @@ _NO_EFFECT_SWITCHES = (
     "--sleep-on-idle",
 )
 
-_BACKENDS = ("mooncake", "nixl", "ascend", "mori", "mooncake_tcp")  # with the fake one an engine needs no partner
+_BACKENDS = ("mooncake", "nixl", "ascend", "mori", "mooncake_tcp")  # not the fake one, which needs no peer
 
 
 class _Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,13 +82,9 @@ def parse(argv: Sequence[str]) -> Settings:
     commands.add_parser("version", help="show the version")
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     _add_flags(serve)
-    args = parser.parse_args([dashed(arg) for arg in argv])
-    if args.command == "version":
+    if list(argv) == ["version"]:
         parser.exit(0, f"sglang version: {VERSION}\n")
-    try:
-        return _settings(args)
-    except (ValueError, OSError) as error:  # msgspec's errors are ValueErrors
-        serve.error(str(error))
+    return parse_with(parser, serve, argv, _settings)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,16 +113,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--encoder-only", action="store_true")
     add("--language-only", action="store_true")
     add("--encoder-urls", nargs="+", default=[])
-    # With another way an encoder that fails ends the engine that asked.
+    # With another backend a failing encoder ends the engine.
     add("--encoder-transfer-backend", choices=("zmq_to_tokenizer",), default="zmq_to_tokenizer", help="no effect here")
     add("--disaggregation-mode", choices=("null", "prefill", "decode"), default="null")
     add("--disaggregation-transfer-backend", choices=_BACKENDS, default="mooncake", help="no effect here")
     add("--disaggregation-bootstrap-port", type=int, default=8998)
     add("--disaggregation-decode-enable-radix-cache", action="store_true")
-    for name in _NO_EFFECT:
-        add(name, help="no effect here")
-    for name in _NO_EFFECT_SWITCHES:
-        add(name, action="store_true", help="no effect here")
+    add_no_effect(parser, _NO_EFFECT, _NO_EFFECT_SWITCHES, "store_true")
     add_sim_flags(parser)
 
 
@@ -148,11 +141,9 @@ def _settings(args: argparse.Namespace) -> Settings:
     mode = args.disaggregation_mode
     keeps = mode != "decode" or args.disaggregation_decode_enable_radix_cache
     return Settings(
+        **common_settings(args),
         model=model,
-        revision=args.revision,
         served_names=(args.served_model_name or model,),
-        host=args.host,
-        port=args.port,
         api_keys=(args.api_key,) if args.api_key else (),
         block_size=size,
         blocks=blocks,
@@ -176,7 +167,6 @@ def _settings(args: argparse.Namespace) -> Settings:
             args,
         ),
         token_details=args.enable_cache_report,
-        chat_template=template(args.chat_template),
         processor=process.get("image", {}),
         image_limit=limits.get("image"),
         media_root=None,
@@ -184,9 +174,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         shutdown_seconds=DRAIN_SECONDS,
         dev_mode=False,
         int_hashes=True,
-        cost=cost_of(args),
-        seed=args.sim_seed,
-        answer_tokens=args.sim_answer_tokens,
         engine="sglang",
         pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
         bind=events.binds,

@@ -10,10 +10,10 @@ from PIL import Image
 
 from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
 from mmrouter_sim import media
-from mmrouter_sim.core.sglang_pages import by_bytes, by_pixels, padded
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import RequestError
+from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
 from mmrouter_sim.sglang.schema import ChatRequest, TokenizeRequest
-from mmrouter_sim.vllm.errors import RequestError
 from mmrouter_sim.vllm.prompts import Prompt
 
 ONE_VALUE = frozenset({"llava", "llava_next"})

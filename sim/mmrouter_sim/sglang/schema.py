@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_sim.vllm.errors import RequestError
+from mmrouter_sim.errors import RequestError
 from mmrouter_sim.vllm.schema import Common, Generation
 
 

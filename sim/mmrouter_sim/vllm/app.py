@@ -1,46 +1,35 @@
-"""The HTTP application of a simulated vLLM: routes, the API key, and errors in the engine's shape.
-
-Starlette, not FastAPI: bodies are parsed by msgspec, and FastAPI would double the time that each engine takes to start.
-"""
+"""HTTP application of the simulated vLLM: its routes, guarded paths and error responses."""
 
 import asyncio
-import hmac
-from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mmrouter_sim import http_app
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import RequestError, error_response, json_response, validation_error
 from mmrouter_sim.vllm import generate, prompts
-from mmrouter_sim.vllm.errors import RequestError, error_response, json_response, note_refusal, validation_error
 from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference", "/sim")
-"""Paths that want the API key; the others never do (docs/engine-facts/vllm.md#http-endpoints). The
-last one is the simulator's own."""
-
-Handler = Callable[[Engine, Request], Awaitable[Response]]
+"""Path prefixes that need the API key (docs/engine-facts/vllm.md#http-endpoints); ``/sim`` is the simulator's own."""
 
 
 def build(engine: Engine) -> Starlette:
     """Return the application for an engine."""
-    routes: list[tuple[str, list[str], Handler]] = [
+    routes: list[http_app.RouteRow] = [
         ("/health", ["GET"], _health),
         ("/ping", ["GET", "POST"], _health),
         ("/version", ["GET"], _version),
-        ("/metrics", ["GET"], _metrics),
+        ("/metrics", ["GET"], http_app.metrics),
         ("/kv_event_sources", ["GET"], _sources),
-        ("/sim/cache", ["GET"], _cache),
+        ("/sim/cache", ["GET"], http_app.cache),
         ("/tokenize", ["POST"], _tokenize),
         ("/detokenize", ["POST"], _detokenize),
         ("/v1/models", ["GET"], _models),
@@ -59,56 +48,23 @@ def build(engine: Engine) -> Starlette:
         from mmrouter_sim.vllm.plugin_routes import ROUTES  # noqa: PLC0415 - only what this process serves is loaded
 
         routes += ROUTES
-    keys = engine.settings.api_keys
-    return Starlette(
-        routes=[Route(path, _endpoint(engine, handler), methods=methods) for path, methods, handler in routes],
-        middleware=[Middleware(_ApiKey, keys=keys)] if keys else [],
-        exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _failure},
+    return http_app.build_app(
+        engine,
+        routes,
+        keys=engine.settings.api_keys,
+        is_guarded=lambda path: path.startswith(GUARDED),
+        error_response=error_response,
+        http_error_response=_http_error,
     )
 
 
-def _endpoint(engine: Engine, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return await handler(engine, request)
-
-    return endpoint
-
-
-class _ApiKey:
-    """Asks for one of the keys as a bearer token on guarded paths."""
-
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(GUARDED):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not any(hmac.compare_digest(given, expected) for expected in self._expected):
-                note_refusal(scope)
-                await json_response({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-async def _request_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return error_response(error)
-
-
-async def _http_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _http_error(error: HTTPException) -> Response:
     phrase = HTTPStatus(error.status_code).phrase
     return error_response(RequestError(str(error.detail), status=error.status_code, kind=phrase))
 
 
-async def _failure(_request: Request, error: Exception) -> Response:
-    """Ours to mend, whatever it was: the framework logs it after this answer."""
-    return error_response(RequestError(f"{type(error).__name__}: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR))
-
-
 async def _health(_engine: Engine, _request: Request) -> Response:
-    """200 to the very end, while draining too, as the engine has it (docs/engine-facts/vllm.md#drain)."""
+    """Answer 200 until the end, also while draining (docs/engine-facts/vllm.md#drain)."""
     return Response(status_code=HTTPStatus.OK)
 
 
@@ -116,32 +72,12 @@ async def _version(_engine: Engine, _request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
-async def _metrics(engine: Engine, _request: Request) -> Response:
-    return Response(generate_latest(engine.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-
 async def _sources(engine: Engine, _request: Request) -> Response:
     return json_response(engine.sources())
 
 
-async def _cache(engine: Engine, _request: Request) -> Response:
-    return json_response(engine.held())
-
-
 async def _models(engine: Engine, _request: Request) -> Response:
-    models = [
-        {
-            "id": name,
-            "object": "model",
-            "created": engine.started,
-            "owned_by": "vllm",
-            "root": engine.model.name,
-            "parent": None,
-            "max_model_len": engine.context,
-        }
-        for name in engine.settings.served_names
-    ]
-    return json_response({"object": "list", "data": models})
+    return http_app.models(engine, "vllm", engine.settings.served_names, engine.model.name)
 
 
 async def _tokenize(engine: Engine, request: Request) -> Response:
@@ -164,7 +100,7 @@ async def _tokenize(engine: Engine, request: Request) -> Response:
 
 
 async def _rendered(engine: Engine, request: Request) -> Response:
-    """What the engine would be given for a chat: ids, and where which image stands.
+    """Render a chat to token ids and image positions.
 
     See docs/engine-facts/vllm.md#renderer.
     """

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from mmrouter_sim.encoder_engine import Encoder
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import json_response
 from mmrouter_sim.vllm.connectors import EMBEDDING_BYTES
-from mmrouter_sim.vllm.errors import json_response
 from mmrouter_sim.vllm.prompts import Prompt
 from mmrouter_sim.vllm.schema import ChatRequest
 

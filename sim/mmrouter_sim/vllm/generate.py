@@ -15,11 +15,11 @@ from tokenizers.decoders import DecodeStream
 
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import RequestError, error_response, json_response, parameter_error
 from mmrouter_sim.runner import Aborted, Runner
+from mmrouter_sim.settings import Settings
 from mmrouter_sim.vllm import encode, prompts
 from mmrouter_sim.vllm.connectors import TransferError
-from mmrouter_sim.vllm.errors import RequestError, error_response, json_response, parameter_error
-from mmrouter_sim.vllm.flags import Settings
 from mmrouter_sim.vllm.prompts import Prompt
 from mmrouter_sim.vllm.schema import (
     ChatRequest,

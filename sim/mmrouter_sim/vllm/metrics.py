@@ -14,8 +14,8 @@ from mmrouter_sim.core.request import Request
 from mmrouter_sim.encoder_engine import Encoder
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.runner import Runner
+from mmrouter_sim.settings import Settings
 from mmrouter_sim.vllm.connectors import Handover
-from mmrouter_sim.vllm.flags import Settings
 
 _LABELS = ("model_name", "engine")
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from mmrouter_handover.plugin import wire
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.errors import RequestError
 from mmrouter_sim.vllm import generate, prompts
-from mmrouter_sim.vllm.errors import RequestError
-from mmrouter_sim.vllm.plugin_model import Plugin
+from mmrouter_sim.vllm.plugin import Plugin
 from mmrouter_sim.vllm.schema import ChatRequest, check, parse
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_argument
 from mmrouter_sim import media
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.engine import Engine
-from mmrouter_sim.vllm.errors import RequestError, parameter_error
+from mmrouter_sim.errors import RequestError, parameter_error
 from mmrouter_sim.vllm.schema import Common
 
 _IMAGES = ("image_url", "input_image")

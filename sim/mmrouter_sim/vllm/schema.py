@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mmrouter_sim.vllm.errors import RequestError, parameter_error, validation_error
+from mmrouter_sim.errors import RequestError, parameter_error, validation_error
 
 
 class StreamOptions(msgspec.Struct):

@@ -19,10 +19,11 @@ import uvicorn
 from mmrouter_sim import model
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang import app as sglang_app
 from mmrouter_sim.sglang import flags as sglang_flags
 from mmrouter_sim.vllm.app import build
-from mmrouter_sim.vllm.flags import Settings, parse
+from mmrouter_sim.vllm.flags import parse
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,8 +10,9 @@ from mmrouter_lib.engines.vllm.renderer import read_rendered
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model
 from mmrouter_sim.engine import Engine
+from mmrouter_sim.settings import Settings
 from mmrouter_sim.vllm.app import build
-from mmrouter_sim.vllm.flags import Settings, parse
+from mmrouter_sim.vllm.flags import parse
 
 RENDER = "/v1/chat/completions/render"
 

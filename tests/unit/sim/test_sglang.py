@@ -23,7 +23,9 @@ from mmrouter_lib.engines.sglang.server_info import parse_info
 from mmrouter_sim.core.events import encode_events
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
-from mmrouter_sim.core.sglang_pages import (
+from mmrouter_sim.core.step_cost import Cost
+from mmrouter_sim.sglang.flags import parse
+from mmrouter_sim.sglang.pages import (
     PROCESSOR,
     TRANSFORMERS,
     WRAPPERS,
@@ -35,9 +37,7 @@ from mmrouter_sim.core.sglang_pages import (
     published,
     root,
 )
-from mmrouter_sim.core.sglang_pages import sentinels as sentinels_of
-from mmrouter_sim.core.step_cost import Cost
-from mmrouter_sim.sglang.flags import parse
+from mmrouter_sim.sglang.pages import sentinels as sentinels_of
 
 U64 = (1 << 64) - 1
 CHAT = "/v1/chat/completions"
