@@ -55,7 +55,7 @@ generate: venv ## write every generated file: CRD, tables of the docs, golden fi
 
 test: venv ## every level that this machine can run, with a summary; ARGS=PATH::TEST runs one test
 ifeq ($(ARGS),)
-	@$(PY) -m hack.levels check local cluster e2e conformance
+	@$(PY) -m hack.levels check local cluster e2e conformance bench-quick
 else
 	@$(PY) -m pytest $(ARGS)
 endif
@@ -81,7 +81,7 @@ conformance: venv ## only the level with real engines; WRITE=1 writes its table,
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)
 
-bench-quick: venv ## fail where something became slower by a quarter; ARGS=--write-baseline commits to the figures of now
+bench-quick: venv ## fail where a figure is a quarter worse than committed; ARGS=--write-baseline writes the figures
 	@$(PY) -m bench.quick $(ARGS)
 
 soak: venv ## hand-overs between processes that are killed a thousand times; MMROUTER_SOAK takes another number of kills

@@ -1,18 +1,18 @@
-"""Run the test levels of this repository and say what ran.
+"""Run test levels of the repository, in parallel lanes, and summarize what ran.
 
-    .venv/bin/python -m hack.levels check [local] [cluster] [e2e] [conformance]
+    .venv/bin/python -m hack.levels check [local] [cluster] [e2e] [conformance] [bench-quick]
 
-Each level is a list of commands; a failing one does not stop the others, so that one run shows everything. The commands
-of a level run two or three at a time where there is memory for it; each one's output is shown when it ends. What the
-others need runs before them, and what is timed after them. The end is what failed once more, shortened, then a table of
-the levels, with the reason of everything that was not run, and one line ``N passed, N failed, N skipped`` over all.
+A level is a list of steps, each one command. A failing step does not stop the others, so that one run shows everything.
+The steps of a level run in lanes, as far as memory allows; the output of each is shown when it ends. The run ends with
+the failures once more, shortened, a table of the levels with the reason of everything that was not run, and one line
+``N passed, N failed, N skipped`` over all.
 
-A level was not run when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
-engine (``making.py`` says which tests do). Exit status 1 when anything failed; 3 when the one level that was asked for
-was not run. Among others, it stands in the table with its reasons, and is no failure.
+A level is "not run" when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
+engine (``tests/artefacts.py`` marks these tests). Exit status 1 when anything failed, 3 when a single level was
+requested and was not run; beside other levels it is listed with its reasons and is no failure.
 
-``passed`` and ``skipped`` count tests. ``failed`` counts tests and also commands that failed without a failing test
-(a linter, a crash, a time limit), so that a red run never says ``0 failed``.
+``passed`` and ``skipped`` count tests. ``failed`` counts tests and commands that failed without a failing test (a
+linter, a crash, a time limit), so that a red run never ends with ``0 failed``.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import IO, Literal
 
 import psutil
 
-from hack.outcomes import Outcome, add_report, summary, told_again
+from hack.outcomes import Outcome, add_report, shortened_failures, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -43,10 +43,10 @@ CANCELLED = threading.Event()
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a level. A step with ``tests`` is a pytest run over that folder, ``without`` leaves parts out.
+    """One command of a level. A step with ``tests`` is a pytest run over these paths, except ``without``.
 
-    ``when``: beside the others, or alone, ``before`` all of them or ``after``. ``limit_s``: instead of its level's.
-    ``nice``: it leaves the CPUs to others, whose times are looked at.
+    ``when``: beside other steps, or alone before or after all of them. ``limit_s`` overrides the level's limit. A step
+    with ``nice`` yields its CPUs to steps that record times.
     """
 
     name: str
@@ -74,143 +74,122 @@ def program(name: str, *arguments: str) -> Step:
     return Step(" ".join((name, *arguments[:1])), (str(BIN / name), *arguments))
 
 
-LARGE_ROOMS = tuple(f"tests/unit/{room}" for room in ("router", "operator", "cli", "render"))
-OTHERS = ("tests/unit", "handover/tests")
-# Of the router: what waits for connections, for the most part.
-WAITING = (
-    "tests/unit/router/media",
-    *(
-        f"tests/unit/router/test_{name}.py"
-        for name in ("server", "control_stream", "pod_watch", "fetch_metadata", "app", "process", "connection")
-    ),
+def module(name: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *arguments)
+
+
+def files(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/test_{name}.py" for name in names)
+
+
+UNIT, ROUTER = "tests/unit", "tests/unit/router"
+LARGE = tuple(f"{UNIT}/{name}" for name in ("router", "operator", "cli", "render"))
+CONNECTIONS = (
+    f"{ROUTER}/media",
+    *files(ROUTER, "server", "control_stream", "pod_watch", "fetch_metadata", "app", "process", "connection"),
 )
-# Not the product, and they start processes: not for who waits.
-ASIDE = tuple(f"tests/unit/{room}" for room in ("bench", "hack"))
-# Deployments of their own, which they wait for and break; the other files share one.
-BREAKS = ("broken_routing", "failures", "frontend_restart", "handover", "renderer")
-BREAKING = tuple(f"tests/local/test_{name}.py" for name in BREAKS)
-# Deployments whose engines share the work, and those of the other engine; what lasts for other reasons.
-STAGED, LASTING = (
-    tuple(f"tests/local/test_{name}.py" for name in names)
-    for names in (
-        ("disaggregated", "disaggregated_sglang", "encoders_sglang", "expired", "sglang"),
-        ("janitor", "unresolved_images", "tracing"),
-    )
-)
-FAULTS, SCALE, SPEED = (f"tests/cluster/test_{name}.py" for name in ("faults", "scale", "speed"))
-# What people ask of a cluster, and who may write to it: what is left of the level takes about as long.
-ASKED = tuple(f"tests/cluster/test_{name}.py" for name in ("doctor", "plan", "leadership", "operator_restart"))
-# Engines that are real, which start slowly, and a cluster that is made as the README says; deployments that change
-# while they are asked, and a chain of pods. What is left of the level takes about as long.
-OWN, CHANGING = (
-    tuple(f"tests/e2e/test_{name}.py" for name in names)
-    for names in (("vllm", "tour", "tracing", "upgrade", "plugin"), ("rollout", "scaling", "disaggregated"))
-)
-REAL = "tests/conformance"
-ROUTED, FIELDS, RENDERER = (f"{REAL}/vllm/test_{name}.py" for name in ("routing", "fields", "renderer"))
-# Engines that serve a request together; images that reach one otherwise than inside a request.
-TOGETHER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("encoders", "disaggregated"))
-HANDED_OVER = tuple(f"{REAL}/vllm/test_{name}.py" for name in ("handover", "transfer", "nixl_reads"))
-NATIVE = (sys.executable, "-m", "hack.native_env", "--optional")
+"""Tests that mostly wait for connections."""
+RELEASES = files(f"{UNIT}/hack", "python_releases")
+TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
+"""Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
+LOCAL = "tests/local"
+DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "frontend_restart", "handover", "renderer")
+"""Tests that start and break deployments of their own; the other files share one."""
+STAGED = files(LOCAL, "disaggregated", "disaggregated_sglang", "encoders_sglang", "expired", "sglang")
+SLOW_LOCAL = files(LOCAL, "janitor", "unresolved_images", "tracing")
+CLUSTER = "tests/cluster"
+FAULTS, SCALE, SPEED = files(CLUSTER, "faults", "scale", "speed")
+DIAGNOSTICS = files(CLUSTER, "doctor", "plan", "leadership", "operator_restart")
+E2E = "tests/e2e"
+OWN_NODE = files(E2E, "vllm", "tour", "tracing", "upgrade", "plugin")
+CHANGING = files(E2E, "rollout", "scaling", "disaggregated")
+"""Deployments that change under load, and pipelines of pods."""
+REAL, VLLM = "tests/conformance", "tests/conformance/vllm"
+ROUTED, FIELDS, RENDERER = files(VLLM, "routing", "fields", "renderer")
+DISAGGREGATED = files(VLLM, "encoders", "disaggregated")
+HANDED_OVER = files(VLLM, "handover", "transfer", "nixl_reads")
+NATIVE = module("hack.native_env", "--optional")
 LEVELS = {
     "check": Level(
         (
-            # Where there is no Rust, only the form in Python is tested, and the tests that compare say so.
-            Step("the compiled form, beside this interpreter", (*NATIVE, "--install"), when="before"),
+            # Without Rust only the Python form is tested, and the tests that compare both are skipped.
+            Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
-            Step("unit tests of the router's connections", tests=WAITING),
-            Step(
-                "unit tests of the other rooms", tests=("tests/unit", "handover/tests"), without=(*LARGE_ROOMS, *ASIDE)
-            ),
-            *(
-                Step(f"unit tests of {folder.rpartition('/')[2]}", tests=folder, without=WAITING)
-                for folder in LARGE_ROOMS
-            ),
+            Step("unit tests of connections", tests=CONNECTIONS),
+            Step("unit tests of other packages", tests=(UNIT, "handover/tests"), without=(*LARGE, *TOOLS)),
+            *(Step(f"unit tests of {Path(folder).name}", tests=folder, without=CONNECTIONS) for folder in LARGE),
             program("ruff", "format", "--check", "."),
             program("ruff", "check", "."),
             program("mypy"),
             Step("mypy hack", (str(BIN / "mypy"), "hack")),
-            # Engines have other Pythons than we do.
+            # Engines' interpreters load the hand-over, and some are Python 3.10.
             Step("mypy for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "handover")),
             program("lint-imports"),
+            Step("citations and links", module("hack.prose_lint", "--only", "citations", "--only", "links")),
+            Step("generated files", module("hack.generate", "--check")),
+            Step("other Python releases", tests=RELEASES, limit_s=900),  # the first time, they install the lock
         ),
         limit_s=300,
         lanes=4,  # on two CPUs: some tests wait more than they compute
     ),
     "local": Level(
         (
-            Step("tests on local processes", tests="tests/local", without=(*BREAKING, *STAGED, *LASTING)),
-            Step("tests on local processes that break", tests=BREAKING),
-            Step("tests on local processes, in stages", tests=STAGED),
-            Step("tests on local processes that take long", tests=LASTING),
-            Step("tests of the benchmarks and of what runs tests", tests=ASIDE),
+            Step("local deployments", tests=LOCAL, without=(*DISRUPTIVE, *STAGED, *SLOW_LOCAL)),
+            Step("local deployments, disruptive", tests=DISRUPTIVE),
+            Step("local deployments, staged", tests=STAGED),
+            Step("local deployments, slow", tests=SLOW_LOCAL),
+            Step("benchmarks and tools", tests=TOOLS, without=RELEASES),
             Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),
         limit_s=1200,
         lanes=3,
     ),
-    # Three lanes, each with a control plane: many tests wait, for pods and for a minute in which nothing may happen.
+    # Each lane has a control plane of its own: many tests wait, for pods and for a minute in which nothing may happen.
     "cluster": Level(
         (
-            Step(
-                "what a control plane needs", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700
-            ),
-            Step(
-                "tests on a real control plane",
-                tests="tests/cluster",
-                without=("tests/cluster/running", *ASKED, FAULTS, SCALE, SPEED),
-            ),
-            Step("tests on a real control plane, faults", tests=FAULTS),
-            Step("tests on a real control plane, what is asked", tests=ASKED),
-            Step("tests on a real control plane, size", tests=SCALE),
-            Step("tests on a real control plane with running pods", tests="tests/cluster/running"),
-            Step("tests of the chart", tests="tests/chart"),
-            Step("tests on a real control plane, speed", tests=SPEED, when="after"),
+            Step("build the control plane", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700),
+            Step("control plane", tests=CLUSTER, without=(f"{CLUSTER}/running", *DIAGNOSTICS, FAULTS, SCALE, SPEED)),
+            Step("control plane, faults", tests=FAULTS),
+            Step("control plane, diagnostics", tests=DIAGNOSTICS),
+            Step("control plane, scale", tests=SCALE),
+            Step("control plane, running pods", tests=f"{CLUSTER}/running"),
+            Step("chart", tests="tests/chart"),
+            Step("control plane, speed", tests=SPEED, when="after"),
         ),
         limit_s=1200,
         lanes=3,
         lane_gb=3,
     ),
-    # Three lanes, each with a node: a rollout under load waits three times as long as it computes. What is built once
-    # per machine, or once per change of the images, has a limit of its own. The environment of vLLM is not among it: it
-    # takes 3 minutes, where it is made.
+    # Each lane has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is
+    # built inside a step, in 3 minutes.
     "e2e": Level(
         (
-            Step(
-                "what a node with real pods needs",
-                (sys.executable, "tests/e2e/prepare.py"),
-                when="before",
-                limit_s=2700,
-            ),
-            Step("tests on a node with real pods", tests="tests/e2e", without=(*OWN, *CHANGING)),
-            Step("tests on a node with real pods that change", tests=CHANGING, nice=10),
-            Step("tests on nodes of their own", tests=OWN, nice=8),
+            Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before", limit_s=2700),
+            Step("real pods", tests=E2E, without=(*OWN_NODE, *CHANGING)),
+            Step("real pods under change", tests=CHANGING, nice=10),
+            Step("real pods on their own nodes", tests=OWN_NODE, nice=8),
         ),
         limit_s=1500,
-        # Another cluster is one, which they would share.
-        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,
+        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
         lane_gb=5,
     ),
-    # An engine that starts keeps one CPU busy, one that is asked waits now and then. The longest first. What a run
-    # compares is put together in the folder that its steps share.
+    # A starting engine keeps one CPU busy. The longest first. The steps collect their comparisons in a shared folder.
     "conformance": Level(
         (
             Step("SGLang", tests=f"{REAL}/sglang"),
-            Step("vLLM engines that serve together", tests=TOGETHER),
-            Step(
-                "vLLM, a family after the other",
-                tests=f"{REAL}/vllm",
-                without=(ROUTED, FIELDS, RENDERER, *TOGETHER, *HANDED_OVER),
-            ),
-            Step("images handed over to vLLM", tests=HANDED_OVER),
+            Step("vLLM, disaggregated", tests=DISAGGREGATED),
+            Step("vLLM, per family", tests=VLLM, without=(ROUTED, FIELDS, RENDERER, *DISAGGREGATED, *HANDED_OVER)),
+            Step("vLLM, image hand-over", tests=HANDED_OVER),
             Step("vLLM behind routers", tests=ROUTED),
-            Step("tests without a served model", tests=REAL, without=(f"{REAL}/vllm", f"{REAL}/sglang")),
+            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang")),
             Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
         ),
         limit_s=3300,
         lanes=3,
         lane_gb=6,
     ),
+    # Alone, after the others. Times are printed; only figures that other load does not change fail.
+    "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=900),
 }
 
 
@@ -232,14 +211,14 @@ def run_level(level: Level, scratch: Path) -> Outcome:
 
 
 def lane_count(level: Level) -> int:
-    """Return how many of a level's steps run side by side on this machine, as it is now."""
+    """Return how many lanes the machine's available memory allows."""
     if not level.lane_gb:
         return level.lanes
     return max(1, min(level.lanes, int(psutil.virtual_memory().available / 1e9 / level.lane_gb)))
 
 
 def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
-    """Run one command and count what came of it. Whatever keeps pytest from reporting is a failure."""
+    """Run one command and count its results. A pytest that writes no report is a failure."""
     outcome = Outcome()
     began = time.monotonic()
     name = step.name.replace("/", "-").replace(" ", "-")
@@ -265,7 +244,7 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
         add_report(report, outcome)
     if status and not outcome.failed:
         outcome.failed = 1
-        why = f"no test was found in {' '.join(step.paths)}" if step.paths and status == NO_TESTS else ended(status)
+        why = f"no test was found in {' '.join(step.paths)}" if step.paths and status == NO_TESTS else ending(status)
         outcome.failures.append(f"{step.name}: {why}")
     return outcome
 
@@ -275,7 +254,7 @@ def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env
     stderr = None if out is None else subprocess.STDOUT
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=out, stderr=stderr)
     RUNNING.add(process)
-    if CANCELLED.is_set():  # it started while the others were ended
+    if CANCELLED.is_set():  # the run was cancelled while this one started
         end(process)
     try:
         return process.wait(limit_s)
@@ -288,7 +267,7 @@ def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env
 
 
 def end_all() -> None:
-    """End every command that still runs: nothing that a test started outlives the run."""
+    """End every running command, so that no process of a test outlives the run."""
     CANCELLED.set()
     for process in list(RUNNING):
         end(process)
@@ -296,7 +275,7 @@ def end_all() -> None:
 
 def end(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
-        # As ctrl-C does, so that pytest tears its fixtures down and with them the engines that they started.
+        # As ctrl-C, so that pytest tears down its fixtures and the engines that they started.
         os.killpg(process.pid, signal.SIGINT)
         try:
             process.wait(60)
@@ -305,16 +284,16 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             process.wait()
 
 
-def ended(status: int) -> str:
+def ending(status: int) -> str:
     return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run test levels and say what ran.")
+    parser = argparse.ArgumentParser(description="Run test levels and summarize them.")
     parser.add_argument("levels", nargs="+", choices=list(LEVELS))
     outcomes: dict[str, Outcome] = {}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled run cleans up as an interrupted one does
-    # A shell has what it starts in the background ignore ctrl-C, and so would every command that a test interrupts.
+    # A shell starts background commands with SIGINT ignored; children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="mmrouter-levels-") as scratch:
@@ -323,18 +302,18 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", flush=True)
         return 130
-    if again := told_again(outcomes):
+    if again := shortened_failures(outcomes):
         print(f"\n{again}", flush=True)
     print(f"\n{summary(outcomes)}", flush=True)
     return exit_status(outcomes)
 
 
 def exit_status(outcomes: dict[str, Outcome]) -> int:
-    """Return the exit status of a run, and say what is easily overlooked."""
+    """Return the exit status of a run; print a line where the only requested level was not run."""
     if any(outcome.failed for outcome in outcomes.values()):
         return 1
     if [outcome.verdict for outcome in outcomes.values()] == ["not run"]:
-        print(f"{next(iter(outcomes))} was asked for and was NOT RUN: the reasons stand above", file=sys.stderr)
+        print(f"{next(iter(outcomes))} was requested and was NOT RUN: see the reasons above", file=sys.stderr)
         return NOT_RUN
     return 0
 

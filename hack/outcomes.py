@@ -1,22 +1,22 @@
-"""What came of the test levels, and how it is told."""
+"""Results of test levels: counts from JUnit reports, the shortened failures and the summary table."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-NEEDS = "needs"  # making.py
-TOLD_LINES = 40
-"""Lines of a failed test's report, its last ones, that are shown once more at the end."""
+NEEDS = "needs"  # tests/artefacts.py
+SHOWN_LINES = 40
+"""Last lines of a failed test's report that the end of a run repeats."""
 
 
 @dataclass
 class Outcome:
-    """What one level came to. ``failures`` names failed commands and tests, ``skips`` counts tests per reason.
+    """Results of one level.
 
-    ``reports``: of failed tests, what pytest said of each.
-
-    ``needing`` counts the tests that need what the level is about, ``served`` those of them that passed.
+    ``failures`` names failed commands and tests, ``reports`` holds pytest's report of each failed test, ``skips``
+    counts tests per reason. ``needing`` counts the tests that need what the level is about, ``served`` those that
+    passed.
     """
 
     passed: int = 0
@@ -54,7 +54,7 @@ def add_report(report: Path, outcome: Outcome) -> None:
         skip = case.find("skipped")
         needing = case.find(f"properties/property[@name='{NEEDS}']") is not None
         outcome.needing += needing
-        failure = next((found for tag in ("failure", "error") if (found := case.find(tag)) is not None), None)
+        failure = next((part for tag in ("failure", "error") if (part := case.find(tag)) is not None), None)
         if failure is not None:
             name = f"{case.get('classname')}.{case.get('name')}"
             outcome.failed += 1
@@ -67,13 +67,13 @@ def add_report(report: Path, outcome: Outcome) -> None:
             outcome.served += needing
 
 
-def told_again(outcomes: dict[str, Outcome]) -> str:
-    """Return what pytest said of each failed test: of an hour's output, nobody finds it far above."""
+def shortened_failures(outcomes: dict[str, Outcome]) -> str:
+    """Return the end of each failed test's report, which an hour of output would hide."""
     parts = []
     for name, report in ((n, r) for outcome in outcomes.values() for n, r in outcome.reports.items()):
         lines = report.splitlines()
-        left_out = [f"... {len(lines) - TOLD_LINES} lines more above"] if len(lines) > TOLD_LINES else []
-        parts.append("\n".join([f"== failed: {name}", *left_out, *lines[-TOLD_LINES:]]))
+        left_out = [f"... {len(lines) - SHOWN_LINES} more lines above"] if len(lines) > SHOWN_LINES else []
+        parts.append("\n".join([f"== failed: {name}", *left_out, *lines[-SHOWN_LINES:]]))
     return "\n\n".join(parts)
 
 
