@@ -15,7 +15,7 @@ import httpx
 import openai
 from local.rig import Deployment, wait_for
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 FILLER = "The harbour lies still in the early light and the boats wait for the tide to turn. " * 3
 SETTLE_SECONDS = 10.0

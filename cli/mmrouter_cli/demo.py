@@ -17,8 +17,8 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
-from mmrouter_cli.test_images import data_uri, picture
 
 SETTLE_SECONDS = 5.0
 WIDE = 120

@@ -12,6 +12,9 @@ FAILED, USAGE = 1, 2
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
 Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
+DeploymentName = Annotated[
+    str | None, typer.Argument(help="A deployment of the cluster. Default: all of a namespace.", metavar="[NAME]")
+]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Default: that of kubectl's context.")]
 Kubeconfig = Annotated[Path | None, typer.Option(help="How to reach the cluster. Default: as kubectl does.")]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
-from mmrouter_cli.test_images import data_uri, picture
 
 ROUNDS = 3
 NOT_PROBED = "not_probed"

@@ -20,7 +20,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from conformance import engine_process
 
-from mmrouter_cli.test_images import data_uri
+from mmrouter_cli.sample_images import data_uri
 from mmrouter_lib.media_identity import media_identity, to_wire
 
 MODEL = Path("examples/models/tiny-qwen2-vl")

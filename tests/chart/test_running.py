@@ -14,7 +14,7 @@ from cluster.controlplane import ControlPlane, end, wait_for
 from cluster.operators import PORT, holder
 from cluster.resources import apply, complete, resource
 
-from mmrouter_cli.local.address import can_bind
+from mmrouter_cli.local.network import can_bind
 
 HERE = f"--namespace={NAMESPACE}"
 ACCOUNT = "mmrouter-operator"

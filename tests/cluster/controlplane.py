@@ -25,7 +25,7 @@ from cluster.access import Access
 from cluster.audit import POLICY, AuditLog, AuditRow
 from cluster.pki import make_keys
 
-from mmrouter_cli.local.address import take_block
+from mmrouter_cli.local.network import take_block
 from mmrouter_cli.local.process import MARK, Guard
 
 API_PORT = 6443

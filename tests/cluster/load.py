@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from cluster.controlplane import ControlPlane
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 PAUSE_SECONDS = 0.1
 PORT = 8000

@@ -13,7 +13,7 @@ import httpx
 import yaml
 from cluster.controlplane import APPLY, ControlPlane, end, wait_for
 
-from mmrouter_cli.local.address import can_bind
+from mmrouter_cli.local.network import can_bind
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_ROLE = ROOT / "charts" / "mmrouter" / "files" / "clusterrole.yaml"

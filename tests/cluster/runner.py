@@ -19,12 +19,11 @@ import httpx
 from cluster.controlplane import API_PORT, ControlPlane
 from cluster.kubelet_status import ContainerState
 
-from mmrouter_cli.local.address import AddressBlock, take_block
-from mmrouter_cli.local.commands import engine_commands
-from mmrouter_cli.local.expand import PodFacts
+from mmrouter_cli.local.container import Container
+from mmrouter_cli.local.environment import PodFacts, engine_commands
 from mmrouter_cli.local.folders import make_folders
-from mmrouter_cli.local.pod import Container, LocalPod
-from mmrouter_cli.local.pod_builder import PodMaker
+from mmrouter_cli.local.network import AddressBlock, take_block
+from mmrouter_cli.local.pod import LocalPod, PodMaker
 from mmrouter_cli.local.run_plan import Plan, make_plan
 
 PORTS = {8000, 8001, 9090}

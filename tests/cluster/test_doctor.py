@@ -18,7 +18,7 @@ from cluster.test_pod_security import refused
 from unit.render.test_children import load
 from unit.render.test_pods_security import CASES, broken_by
 
-from mmrouter_cli.doctor.resource import violated
+from mmrouter_cli.doctor.check_resource import violated
 from mmrouter_cli.status.frontend_state import Unread, open_frontends
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME
 
@@ -47,7 +47,7 @@ def test_an_operator_that_ended_is_a_problem(crd: ControlPlane) -> None:
         assert diagnosed(crd, "-n", "default").seen("operator") == []
         replica.stop()
         wait_for(lambda: holder(crd) == "", SECONDS, "the lease is released")
-        assert "nobody holds the Lease" in diagnosed(crd, "-n", "default").seen("operator")[0]
+        assert "has no holder" in diagnosed(crd, "-n", "default").seen("operator")[0]
 
 
 def test_a_paused_operator_is_seen_by_its_lease(crd: ControlPlane) -> None:
@@ -86,8 +86,8 @@ def test_a_deployment_whose_pods_run_has_no_problem(plane: ControlPlane, namespa
     assert told.seen("definition", "ok")
     assert told.seen("operator", "ok")[0].startswith("operator leads by the Lease mmrouter-system/mmrouter-operator")
     assert any("node-" in seen for seen in told.seen("nodes", "ok"))
-    # Hollow pods answer nobody: what cannot be asked is said, and is no problem.
-    assert "cannot be asked" in told.seen("frontends", "warning")[0]
+    # Hollow pods do not answer, which is a warning and no problem.
+    assert "cannot be queried" in told.seen("frontends", "warning")[0]
 
 
 def _running(pods: list[dict[str, Any]]) -> int:
@@ -148,7 +148,7 @@ def test_devices_that_others_hold_are_not_free(plane: ControlPlane, kubelet: Hol
             return [seen for seen in diagnosed(plane, "demo", "-n", namespace).seen("nodes") if "2 of 3 pods" in seen]
 
         seen = wait_for(told, SECONDS, "two of three have a node", every=1)[0]
-        assert "a pod asks for 1 habana.ai/gaudi, free is spare: 0 habana.ai/gaudi" in seen
+        assert "a pod requests 1 habana.ai/gaudi, free is spare: 0 habana.ai/gaudi" in seen
 
 
 def test_an_image_that_cannot_be_pulled_is_named_until_it_can(
@@ -164,7 +164,7 @@ def test_an_image_that_cannot_be_pulled_is_named_until_it_can(
 
 def test_a_secret_that_is_named_and_not_there_is_a_problem_until_it_is(plane: ControlPlane, namespace: str) -> None:
     settled(plane, namespace, frontend={"replicas": 1, "apiKeys": {"secret": {"name": "tenants"}}}, pools=[pool()])
-    missing = "spec.frontend.apiKeys.secret.name: Secret tenants is not there"
+    missing = "spec.frontend.apiKeys.secret.name: Secret tenants does not exist"
     assert missing in diagnosed(plane, "demo", "-n", namespace).seen("references")
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tenants"}}
     plane.request("POST", f"/api/v1/namespaces/{namespace}/secrets", secret).raise_for_status()

@@ -23,7 +23,7 @@ from cluster.controlplane import wait_for
 from e2e.deploying import Deployed
 from e2e.endpoints import at_service
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 TURNS = 3
 PICTURES = 4

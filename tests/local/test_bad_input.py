@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 IMAGES = Path(os.environ.get("MMROUTER_IMAGES", Path(__file__).resolve().parents[3] / "shared" / "images"))
 

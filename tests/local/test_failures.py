@@ -10,7 +10,7 @@ import openai
 import pytest
 from local.rig import ROOT, running, wait_for
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 IMAGES = [data_uri(picture(f"load {n}", 112, 112)) for n in range(4)]
 

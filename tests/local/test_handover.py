@@ -16,7 +16,7 @@ from local.test_failures import load
 from local.test_scenarios import Folder, web
 from scenarios import SCENARIOS, Chat, Scenario, title
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_handover.shm import ledger
 from mmrouter_handover.shm.files import clock
 from mmrouter_lib.engines.vllm.handover import ITEMS_PATH, RENDER_PATH

@@ -9,7 +9,7 @@ import yaml
 from local.rig import ROOT, running, wait_for
 from local.test_broken_routing import Second, first_failure
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 
 @pytest.fixture(scope="module")

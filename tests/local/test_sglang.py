@@ -9,7 +9,7 @@ import httpx
 import pytest
 from local.rig import ROOT, Deployment, running, wait_for
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 BLOCK = 16
 LONG = "The lamps along the quay are lit one after the other while the evening ferry is made fast. " * 3

@@ -41,7 +41,7 @@ def test_a_silent_sidecar_is_named_by_every_frontend_until_it_speaks(demo: Deplo
             return status == 1 and len(found) == len(demo.controls)
 
         wait_for(both, 30, "both frontends miss it")
-        assert all(seen.endswith(f": {name}") and "heard it last" in seen for seen in found)
+        assert all(seen.endswith(f": {name}") and "received the last heartbeat" in seen for seen in found)
         view = json.loads(demo.mmrouter("status", "--url", demo.url, "--json").stdout)[0]
         assert [worker["name"] for worker in view["workers"] if not worker["routable"]] == [name]
         assert view["phase"] == "Degraded"

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from local.rig import ROOT, running
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 SECRET = {
     "apiVersion": "v1",

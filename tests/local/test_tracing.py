@@ -19,7 +19,7 @@ import yaml
 from local.rig import ROOT, Deployment, running, wait_for
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 UNSAID = {"http.request.method", "http.route"}

@@ -9,7 +9,7 @@ from local.rig import wait_for
 from PIL import Image
 from unit.router.unresolved_images import play
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 
 CASES = 10_000
 FILLER = "The harbour lies still in the early light and the boats wait for the tide to turn. " * 3

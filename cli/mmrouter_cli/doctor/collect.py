@@ -1,4 +1,4 @@
-"""Reads everything that the checks look at, with the rights of whoever runs it. Writes nothing."""
+"""Reads everything that the checks need from the cluster and the frontends, with the user's own rights."""
 
 import asyncio
 import base64
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmrouter_cli.cluster_reader import Object, Reader, attempt
-from mmrouter_cli.doctor.cluster import looks_stale
+from mmrouter_cli.doctor.check_cluster import looks_stale
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFacts, RoutingFacts
-from mmrouter_cli.doctor.frontend_probe import of_frontends
-from mmrouter_cli.status.frontend_state import Frontend, Unread, open_frontends
+from mmrouter_cli.status.frontend_state import Frontend, State, Unread, client, fetch, open_frontends
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
 from mmrouter_operator.cluster.client import NotFound
@@ -20,7 +19,9 @@ from mmrouter_operator.model.kinds import RESOURCE, Ref
 from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
 
 LEASE_SECONDS = 6.0
-"""How long a Lease that looks old is watched: three renewals."""
+"""How long a Lease that looks old is observed: three renewals."""
+BETWEEN_SECONDS = 1.5
+"""Time between the two queries of a frontend."""
 
 _LEASE = "mmrouter-operator"
 _OPERATOR_PODS = "app.kubernetes.io/name=mmrouter-operator"
@@ -28,11 +29,11 @@ _RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class AbsentError(Exception):
-    """There is no such deployment; the message says so."""
+    """The deployment does not exist."""
 
 
 async def of_cluster(reader: Reader) -> ClusterFacts:
-    """Read what belongs to no deployment. Raises ``ApiError`` where there is no server to talk to."""
+    """Read what belongs to no deployment. Raises ``ApiError`` without a server."""
     served = await reader.capabilities()
     crd, leases, operators, nodes, pods = await asyncio.gather(
         attempt(_or_none(reader, f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{CRD}")),
@@ -61,10 +62,10 @@ async def resources(reader: Reader, namespace: str, name: str | None) -> list[Ob
     """Return one deployment, or all of a namespace. Raises :class:`AbsentError` and ``ApiError``."""
     if name is None:
         return await reader.items(KINDS[RESOURCE].path(namespace))
-    found = await _or_none(reader, KINDS[RESOURCE].path(namespace, name))
-    if found is None:
+    resource = await _or_none(reader, KINDS[RESOURCE].path(namespace, name))
+    if resource is None:
         raise AbsentError(f"there is no MMRouterDeployment {name} in namespace {namespace}")
-    return [found]
+    return [resource]
 
 
 async def of_deployment(reader: Reader, resource: Object) -> DeploymentFacts:
@@ -75,13 +76,13 @@ async def of_deployment(reader: Reader, resource: Object) -> DeploymentFacts:
         attempt(pods_of(reader, namespace, name)), attempt(reader.read(f"/api/v1/namespaces/{namespace}"))
     )
     named = references(dep) if isinstance(dep, MMRouterDeployment) else ()
-    found = await asyncio.gather(*(attempt(_referred(reader, ref)) for ref, _ in named))
+    referred = await asyncio.gather(*(attempt(_referred(reader, ref)) for ref, _ in named))
     return DeploymentFacts(
         resource=resource,
         dep=dep,
         namespace=home,
         pods=_frozen(pods),
-        found=dict(zip(named, found, strict=True)),
+        referred=dict(zip(named, referred, strict=True)),
         shared_memory=await _shared_memory(reader, [] if isinstance(pods, Unread) else pods),
     )
 
@@ -89,7 +90,7 @@ async def of_deployment(reader: Reader, resource: Object) -> DeploymentFacts:
 async def of_routing(
     reader: Reader, facts: DeploymentFacts, kubeconfig: Path | None, control: str | None, token: str | None
 ) -> RoutingFacts | None:
-    """Ask a deployment's frontends; ``None`` while there is none. ``control``: one's URL, instead of finding a way."""
+    """Query a deployment's frontends; ``None`` while there is none. ``control``: the URL of one, instead of all."""
     pods = [] if isinstance(facts.pods, Unread) else [pod for pod in facts.pods if is_frontend(pod)]
     namespace = facts.resource["metadata"]["namespace"]
     if not pods and control is None:
@@ -100,11 +101,29 @@ async def of_routing(
         names = [pod["metadata"]["name"] for pod in pods] or [str(control)]
         return RoutingFacts(tuple(FrontendFacts(name, silent, silent) for name in names), 0.0, "Give it with --token.")
     if control is not None:
-        return await of_frontends([Frontend(control, control.rstrip("/"))], secret)
+        return await probe_frontends([Frontend(control, control.rstrip("/"))], secret)
     forward = f"kubectl port-forward -n {namespace} deployment/{facts.name}-frontend 8001"
-    reach = f"In another terminal: {forward}. Then add --control http://127.0.0.1:8001"
+    advice = f"In another terminal: {forward}. Then add --control http://127.0.0.1:8001"
     async with open_frontends(pods, kubeconfig) as frontends:
-        return await of_frontends(frontends, secret, reach)
+        return await probe_frontends(frontends, secret, advice)
+
+
+async def probe_frontends(frontends: Sequence[Frontend], token: str, advice: str = "") -> RoutingFacts:
+    """Query each frontend twice, since progress shows in the difference. ``advice``: for an unreachable one."""
+    async with client(token) as http:
+        first = await asyncio.gather(*(fetch(http, frontend) for frontend in frontends))
+        if not all(isinstance(answer, Unread) for answer in first):
+            await asyncio.sleep(BETWEEN_SECONDS)
+
+        async def again(frontend: Frontend, before: State | Unread) -> State | Unread:
+            return before if isinstance(before, Unread) else await fetch(http, frontend)
+
+        second = await asyncio.gather(*map(again, frontends, first))
+    facts = tuple(
+        FrontendFacts(frontend.name, before, after)
+        for frontend, before, after in zip(frontends, first, second, strict=True)
+    )
+    return RoutingFacts(facts, BETWEEN_SECONDS, advice) if advice else RoutingFacts(facts, BETWEEN_SECONDS)
 
 
 async def control_token(reader: Reader, namespace: str, name: str) -> str:
@@ -122,12 +141,12 @@ async def pods_of(reader: Reader, namespace: str, name: str) -> list[Object]:
 
 
 def is_frontend(pod: Object) -> bool:
-    """Whether a pod is a frontend that is to stay."""
+    """Whether a pod is a frontend that is not being deleted."""
     return pod["metadata"]["labels"].get(ROLE_LABEL) == "frontend" and "deletionTimestamp" not in pod["metadata"]
 
 
 def read_spec(resource: Object) -> MMRouterDeployment | SpecError:
-    """Return the typed resource, or why there is none."""
+    """Return the typed resource, or the error in it."""
     try:
         return parse_deployment({key: value for key, value in resource.items() if key != "status"})
     except SpecError as error:
@@ -144,14 +163,15 @@ async def _renewed(reader: Reader, leases: Sequence[Object]) -> bool:
     while time.monotonic() < deadline:
         await asyncio.sleep(0.5)
         if any(
-            (one["metadata"]["uid"], one["metadata"]["resourceVersion"]) not in before for one in await _leases(reader)
+            (lease["metadata"]["uid"], lease["metadata"]["resourceVersion"]) not in before
+            for lease in await _leases(reader)
         ):
             return True
     return False
 
 
 async def _shared_memory(reader: Reader, pods: Sequence[Object]) -> dict[str, tuple[int, int]] | Unread:
-    """Return use and size of the engines' /dev/shm, from the kubelets of their nodes."""
+    """Return used bytes and size of the engines' /dev/shm, from the kubelets of their nodes."""
     engines = {
         pod["metadata"]["uid"]: pod["metadata"]["name"]
         for pod in pods
@@ -161,7 +181,7 @@ async def _shared_memory(reader: Reader, pods: Sequence[Object]) -> dict[str, tu
     answers = await asyncio.gather(
         *(attempt(reader.read(f"/api/v1/nodes/{node}/proxy/stats/summary")) for node in nodes)
     )
-    found = {}
+    usage = {}
     for answer in answers:
         if isinstance(answer, Unread):
             return answer
@@ -169,14 +189,14 @@ async def _shared_memory(reader: Reader, pods: Sequence[Object]) -> dict[str, tu
             name = engines.get((pod.get("podRef") or {}).get("uid", ""))
             for volume in pod.get("volume") or []:
                 if name is not None and volume.get("name") == "shm":
-                    found[name] = (int(volume.get("usedBytes", 0)), int(volume.get("capacityBytes", 0)))
-    return found
+                    usage[name] = (int(volume.get("usedBytes", 0)), int(volume.get("capacityBytes", 0)))
+    return usage
 
 
 async def _referred(reader: Reader, ref: Ref) -> Object | None:
     if ref.kind == "PersistentVolumeClaim":
         return await _or_none(reader, KINDS[ref.kind].path(ref.namespace, ref.name))
-    # Of a Secret for one, only that it is there is anybody's business.
+    # Existence is enough: the content of a Secret is not read.
     return {} if await reader.exists(ref) else None
 
 

@@ -1,4 +1,4 @@
-"""What the checks look at: everything that was read, as it was read. What could not be read has its reason."""
+"""Facts for the checks: objects as they were read, or the reason they could not be."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """What does not belong to one deployment."""
+    """Facts that belong to no deployment."""
 
     now: float
     """Seconds since the epoch, by this machine's clock."""
@@ -21,38 +21,37 @@ class ClusterFacts:
     """Served `group/version` texts."""
     crd: Object | Unread | None
     leases: tuple[Object, ...] | Unread
-    """Leases with the operator's name, of all namespaces."""
+    """Leases of operators, in all namespaces."""
     renewed: bool = False
-    """Whether a Lease changed while it was looked at, which no clock is needed for."""
+    """Whether a Lease was renewed while it was observed, independent of clocks."""
     operators: tuple[Object, ...] | Unread = ()
-    """Pods of the operator, of all namespaces."""
+    """Pods of operators, in all namespaces."""
     nodes: tuple[Object, ...] | Unread = ()
     pods: tuple[Object, ...] | Unread = ()
-    """Pods of all namespaces that have not ended: what nodes have left follows from them."""
+    """Pods of all namespaces that have not ended; they determine what nodes have left."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentFacts:
-    """One deployment, and what belongs to it."""
+    """One deployment and its objects."""
 
     resource: Object
     dep: MMRouterDeployment | SpecError
     namespace: Object | Unread
     pods: tuple[Object, ...] | Unread
-    found: Mapping[Reference, Object | Unread | None] = field(default_factory=dict)
-    """What the resource names and does not own."""
+    referred: Mapping[Reference, Object | Unread | None] = field(default_factory=dict)
+    """Objects that the resource names and does not own; ``None``: missing."""
     shared_memory: Mapping[str, tuple[int, int]] | Unread = field(default_factory=dict)
-    """Pod -> bytes used and size of its /dev/shm, where the kubelet says."""
+    """Pod -> used bytes and size of its /dev/shm, where the kubelet reports it."""
 
     @property
     def name(self) -> str:
-        """The deployment's name."""
         return str(self.resource["metadata"]["name"])
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendFacts:
-    """One frontend, asked twice with a moment between; the second answer is that of a frontend that gave a first."""
+    """One frontend, queried twice; a failure of the first query stands in both."""
 
     name: str
     first: State | Unread
@@ -61,9 +60,9 @@ class FrontendFacts:
 
 @dataclass(frozen=True, slots=True)
 class RoutingFacts:
-    """All frontends of a deployment. ``seconds``: between the two questions."""
+    """All frontends of a deployment; ``seconds`` between the two queries."""
 
     frontends: tuple[FrontendFacts, ...]
     seconds: float
-    reach: str = "Give the URL of a frontend's control API with --control and its token with --token."
-    """What to do where a frontend cannot be asked."""
+    advice: str = "Give the URL of a frontend's control API with --control and its token with --token."
+    """Advice for a frontend that cannot be queried."""

@@ -13,7 +13,7 @@ from mmrouter_cli.local.folders import LocalError, run_root
 
 if TYPE_CHECKING:
     from mmrouter_cli.local.cluster import LocalCluster
-    from mmrouter_cli.local.logs import LogSink
+    from mmrouter_cli.local.process import LogSink
     from mmrouter_lib.api import MMRouterDeployment
 
 __all__ = ["LocalError", "run_root", "up"]

@@ -1,4 +1,4 @@
-"""Rendered objects as local processes, all together: one address per pod, Services, discovery, and a clean end."""
+"""Rendered objects as local processes: one address per pod, Services, discovery, and a clean end."""
 
 import asyncio
 import contextlib
@@ -14,17 +14,13 @@ from typing import Any
 
 import aiohttp
 
-from mmrouter_cli.local.address import AddressBlock, can_bind, take_block
-from mmrouter_cli.local.commands import Commands, Engines, engine_commands
-from mmrouter_cli.local.expand import PodFacts
+from mmrouter_cli.local.container import VainError, tell_failure
+from mmrouter_cli.local.environment import Commands, Engines, PodFacts, engine_commands
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
-from mmrouter_cli.local.logs import LogSink, console_sink
-from mmrouter_cli.local.pod import LocalPod, VainError, tell_failure
-from mmrouter_cli.local.pod_builder import PodMaker
-from mmrouter_cli.local.process import Guard
-from mmrouter_cli.local.roster import is_frontend, roster, write_atomically
+from mmrouter_cli.local.network import AddressBlock, Forwarder, can_bind, take_block
+from mmrouter_cli.local.pod import LocalPod, PodMaker
+from mmrouter_cli.local.process import Guard, LogSink, console_sink
 from mmrouter_cli.local.run_plan import Plan, ServicePlan, ServicePort, make_plan
-from mmrouter_cli.local.service import Forwarder
 from mmrouter_lib.api.paths import CONFIG_DIR
 
 NODE = "local"
@@ -227,3 +223,39 @@ async def run_local(
             await guard.close()
     finally:
         block.close()
+
+
+POOL_LABEL = "mmrouter.io/pool"
+ROLE_LABEL = "mmrouter.io/role"
+COMPATIBILITY_LABEL = "mmrouter.io/compatibility"
+LAYOUT_LABEL = "mmrouter.io/kv-layout"
+FRONTEND_ROLE = "frontend"
+
+
+def is_frontend(pod: LocalPod) -> bool:
+    """Whether a pod runs the router."""
+    return pod.labels.get(ROLE_LABEL) == FRONTEND_ROLE
+
+
+def roster(pods: Iterable[LocalPod]) -> str:
+    """Return the text of ``workers.json``: every engine pod from its first moment, and the frontends."""
+    workers, frontends = [], []
+    for pod in pods:
+        who = {"uid": pod.uid, "name": pod.name, "ip": pod.ip}
+        if is_frontend(pod):
+            frontends.append(who)
+        elif POOL_LABEL in pod.labels:
+            role = pod.labels.get(ROLE_LABEL, "worker")
+            place = {"node": pod.facts.node, "pool": pod.labels[POOL_LABEL], "role": role}
+            layout = (pod.labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL))
+            pairs = {"compatibility": "-".join(filter(None, layout))}
+            workers.append({**who, **place, **pairs, "ready": pod.ready, "draining": False})
+    return json.dumps({"workers": workers, "frontends": frontends}, indent=1)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file, so that a reader sees the old text or the new one."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.touch(mode=0o600)
+    fresh.write_text(text)
+    os.replace(fresh, path)

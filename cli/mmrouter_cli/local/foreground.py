@@ -11,7 +11,7 @@ from rich.console import Console
 from mmrouter_cli import demo as tour
 from mmrouter_cli import local
 from mmrouter_cli.demo import DemoError, Shown
-from mmrouter_cli.local.pod import VainError
+from mmrouter_cli.local.container import VainError
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.status.wait_ready import NotReadyError, wait_verified
 from mmrouter_lib.api import MMRouterDeployment

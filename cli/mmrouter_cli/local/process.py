@@ -1,4 +1,4 @@
-"""Child processes that cannot be lost: own session, own group, and death when this process dies."""
+"""Child processes in groups of their own that die with this process, and the sink for their output."""
 
 import asyncio
 import contextlib
@@ -8,9 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
 
 from mmrouter_cli.local.cleanup_guard import members, remove_unused, shared_memory
 
@@ -167,3 +171,25 @@ async def _pump(descriptor: int, line: Callable[[str], None]) -> None:
             line(rest.decode(errors="replace"))
     finally:
         transport.close()
+
+
+LogSink = Callable[[str, str], None]
+"""Called with a source (``pod/container``, or ``pod`` for what is said about it) and one line of text."""
+
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+
+
+def console_sink(console: Console | None = None) -> LogSink:
+    """Return a sink that prints to ``console`` (default: standard error), coloured where it is a terminal."""
+    target = console or Console(stderr=True)
+    width = 0
+
+    def sink(source: str, line: str) -> None:
+        nonlocal width
+        width = max(width, len(source))
+        colour = COLOURS[zlib.crc32(source.encode()) % len(COLOURS)]
+        # Styled text instead of markup: what a process prints is shown, never interpreted.
+        prefix = Text(f"{source:<{width}} | ", style=colour)
+        target.print(prefix + Text.from_ansi(line, style=""), soft_wrap=True, highlight=False)
+
+    return sink

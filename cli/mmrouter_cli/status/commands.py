@@ -1,4 +1,4 @@
-"""`mmrouter status` and `mmrouter doctor`: how a deployment is doing, on a cluster or behind a URL."""
+"""The commands `mmrouter status` and `mmrouter doctor`, for a deployment on a cluster or behind a URL."""
 
 import asyncio
 import json
@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from mmrouter_cli.options import FAILED, Control, Json, Kubeconfig, Namespace, Token, control_or_leave, leave
+from mmrouter_cli.options import (
+    FAILED,
+    Control,
+    DeploymentName,
+    Json,
+    Kubeconfig,
+    Namespace,
+    Token,
+    control_or_leave,
+    leave,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -17,15 +27,13 @@ if TYPE_CHECKING:
 
 
 def status(
-    name: Annotated[
-        str | None, typer.Argument(help="A deployment of the cluster. Default: all of a namespace.")
-    ] = None,
+    name: DeploymentName = None,
     namespace: Namespace = None,
-    url: Annotated[str | None, typer.Option(help="Ask the frontends behind this endpoint instead.")] = None,
+    url: Annotated[str | None, typer.Option(help="Query the frontends behind this endpoint instead.")] = None,
     control: Control = None,
     token: Token = None,
     kubeconfig: Kubeconfig = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look every second, until ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat every second, until ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show pools, workers, exactness, hit ratio and conditions."""
@@ -39,14 +47,14 @@ def status(
         _not_with_url(name, namespace, kubeconfig)
         views = shown.from_url(control_or_leave(url, control, token), watch=watch)
     try:
-        asyncio.run(_shown(views, live=watch, as_json=as_json))
+        asyncio.run(_show(views, live=watch, as_json=as_json))
     except shown.StatusError as error:
         leave(str(error))
     except KeyboardInterrupt:
         raise typer.Exit from None
 
 
-async def _shown(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool) -> None:
+async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool) -> None:
     from rich.live import Live
 
     from mmrouter_cli.status.view import drawn
@@ -54,10 +62,10 @@ async def _shown(views: "AsyncIterator[list[View]]", *, live: bool, as_json: boo
     if as_json:
         last = None
         async for now in views:
-            told = json.dumps([view.as_json() for view in now])
-            if told != last:
-                typer.echo(told)
-            last = told
+            line = json.dumps([view.as_json() for view in now])
+            if line != last:
+                typer.echo(line)
+            last = line
         return
     console = Console()
     if not live:
@@ -70,42 +78,37 @@ async def _shown(views: "AsyncIterator[list[View]]", *, live: bool, as_json: boo
 
 
 def doctor(
-    name: Annotated[
-        str | None, typer.Argument(help="A deployment of the cluster. Default: all of a namespace.")
-    ] = None,
+    name: DeploymentName = None,
     namespace: Namespace = None,
-    url: Annotated[str | None, typer.Option(help="Look only at the frontends behind this endpoint.")] = None,
+    url: Annotated[str | None, typer.Option(help="Check only the frontends behind this endpoint.")] = None,
     control: Control = None,
     token: Token = None,
     kubeconfig: Kubeconfig = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what is wrong, and say what to do about it; exit status 1 where there is a problem."""
-    from mmrouter_cli.doctor import show
+    """Check a deployment and give advice; exit status 1 where there is a problem."""
+    from mmrouter_cli.doctor import diagnose, findings
 
     if url is None:
         from mmrouter_cli.cluster_reader import ClusterError
-        from mmrouter_cli.doctor import run
         from mmrouter_cli.doctor.collect import AbsentError
 
         if control is not None and name is None:
-            leave("--control is one deployment's: name it, or give --url")
+            leave("--control belongs to one deployment: name it, or give --url")
         try:
-            found = asyncio.run(run.on_cluster(name, namespace, kubeconfig, control, token))
+            diagnoses = asyncio.run(diagnose.on_cluster(name, namespace, kubeconfig, control, token))
         except (AbsentError, ClusterError) as error:
             leave(str(error))
     else:
-        from mmrouter_cli.doctor.frontend_probe import on_url
-
         _not_with_url(name, namespace, kubeconfig)
-        found = asyncio.run(on_url(control_or_leave(url, control, token)))
+        diagnoses = asyncio.run(diagnose.on_url(control_or_leave(url, control, token)))
     if as_json:
-        typer.echo(json.dumps(show.as_json(found)))
+        typer.echo(json.dumps(findings.as_json(diagnoses)))
     else:
-        show.show(Console(), found)
-    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in found) else 0)
+        findings.show(Console(), diagnoses)
+    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in diagnoses) else 0)
 
 
 def _not_with_url(name: str | None, namespace: str | None, kubeconfig: Path | None) -> None:
     if name is not None or namespace is not None or kubeconfig is not None:
-        leave("--url is another way than a name, --namespace and --kubeconfig: give one of the two")
+        leave("--url excludes a name, --namespace and --kubeconfig")

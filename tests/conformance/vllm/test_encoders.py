@@ -24,7 +24,7 @@ from conformance.vllm.test_handover import WEIGHTS, weighted
 from local.rig import Deployment, running, wait_for
 from scenarios import Chat, assert_only_text, assert_whole, open_chat
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.engines.vllm.handover import is_cache_miss, without_bytes
 from mmrouter_lib.engines.vllm.renderer import RENDER_PATH
 from mmrouter_lib.media_identity import to_wire

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrouter_cli.doctor.collect import read_spec
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFacts, RoutingFacts
-from mmrouter_cli.doctor.finding import Finding
+from mmrouter_cli.doctor.findings import Finding
 from mmrouter_cli.status.frontend_state import State
 from mmrouter_lib.api.crd import definition
 

@@ -10,13 +10,19 @@ from rich.console import Console
 from unit.cli import healthy_cluster as d
 
 import mmrouter_lib as mmrouter
-from mmrouter_cli import doctor
-from mmrouter_cli.doctor import Diagnosis, Finding, advice, show
-from mmrouter_cli.doctor.cluster import api_check, definition_check, looks_stale, operator_check
+from mmrouter_cli.doctor import advice, diagnose, findings
+from mmrouter_cli.doctor.check_cluster import api_check, definition_check, looks_stale, operator_check
+from mmrouter_cli.doctor.check_pods import memory_check, pod_check
+from mmrouter_cli.doctor.check_resource import (
+    condition_check,
+    network_check,
+    reference_check,
+    security_check,
+    spec_check,
+)
+from mmrouter_cli.doctor.check_routing import STALE_SECONDS, event_check, exactness_check, frontend_check
 from mmrouter_cli.doctor.facts import FrontendFacts, RoutingFacts
-from mmrouter_cli.doctor.pods import memory_check, pod_check
-from mmrouter_cli.doctor.resource import condition_check, network_check, reference_check, security_check, spec_check
-from mmrouter_cli.doctor.routing import STALE_SECONDS, event_check, exactness_check, frontend_check
+from mmrouter_cli.doctor.findings import Diagnosis, Finding
 from mmrouter_cli.status.frontend_state import NOT_RUNNING, Unread, open_frontends
 from mmrouter_lib.api.crd import HASH_ANNOTATION
 from mmrouter_operator.cluster.kinds import KINDS
@@ -29,16 +35,16 @@ DENIED = Unread("GET /x: forbidden")
 
 
 def test_a_healthy_deployment_has_no_problem_and_one_thing_that_cannot_be_known() -> None:
-    found = doctor.of_deployment(d.cluster(), d.deployed(), d.heard(d.state(d.worker(), d.worker("vl-worker-1"))))
+    found = diagnose.of_deployment(d.cluster(), d.deployed(), d.heard(d.state(d.worker(), d.worker("vl-worker-1"))))
     assert found.problems == 0
     assert [finding.check for finding in found.findings if finding.level == "warning"] == ["NetworkPolicy"]
-    assert doctor.of_cluster(d.cluster()).problems == 0
+    assert diagnose.of_cluster(d.cluster()).problems == 0
 
 
 def test_whatever_is_not_ok_says_what_to_do() -> None:
     denied = d.cluster(apis=DENIED, crd=DENIED, leases=DENIED, operators=DENIED, nodes=DENIED, pods=DENIED)
     sick = d.deployed(pods=DENIED, namespace=DENIED, shared_memory=DENIED)
-    found = [*doctor.of_cluster(denied).findings, *doctor.of_deployment(denied, sick, None).findings]
+    found = [*diagnose.of_cluster(denied).findings, *diagnose.of_deployment(denied, sick, None).findings]
     assert len([finding for finding in found if finding.level == "warning"]) >= 8
     assert all(finding.do for finding in found if finding.level != "ok")
     assert not any(finding.level == "problem" for finding in found), "what cannot be read is not wrong"
@@ -77,9 +83,9 @@ def test_a_definition_that_is_not_served_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("leases", "says"),
     [
-        ((), "no operator has run here"),
+        ((), "no operator has run on this cluster"),
         ((d.lease(age=40),), "operator-a has not renewed the Lease mmrouter-system/mmrouter-operator for 40 s"),
-        ((d.lease(holder=""),), "nobody holds the Lease"),
+        ((d.lease(holder=""),), "has no holder"),
         ((d.lease(), d.lease(namespace="other")), "2 operators lead"),
     ],
 )
@@ -142,7 +148,7 @@ def test_an_api_that_nobody_wants_is_not_asked_for() -> None:
 def test_a_spec_that_cannot_be_rendered_is_a_problem_with_its_field() -> None:
     facts = d.deployed(d.resource(engine={"type": "vllm", "kvConnector": 3}))
     assert "spec.engine.kvConnector" in d.the(spec_check(facts), "problem").seen
-    whole = doctor.of_deployment(d.cluster(), facts, None)
+    whole = diagnose.of_deployment(d.cluster(), facts, None)
     assert whole.problems == 1, "nothing else is judged by a spec that cannot be read"
 
 
@@ -174,16 +180,16 @@ def test_what_is_under_way_or_only_advice_is_a_warning() -> None:
     assert d.levels(found) == ["warning"] * 3
 
 
-def test_a_deployment_that_no_operator_looked_at_is_a_problem() -> None:
+def test_a_deployment_that_no_operator_processed_is_a_problem() -> None:
     made = d.resource()
     del made["status"]
-    assert "no operator has looked at it" in d.the(condition_check(d.deployed(made)), "problem").seen
+    assert "no operator has processed it" in d.the(condition_check(d.deployed(made)), "problem").seen
 
 
 def test_a_status_of_an_older_generation_is_told() -> None:
     made = d.resource()
     made["metadata"]["generation"] = 4
-    assert "generation 3, the spec is at 4" in d.the(condition_check(d.deployed(made)), "warning").seen
+    assert "generation 3, the spec of 4" in d.the(condition_check(d.deployed(made)), "warning").seen
 
 
 def test_every_reason_that_is_not_good_has_advice() -> None:
@@ -209,14 +215,14 @@ def named(kind: str, name: str) -> tuple[Ref, str]:
 
 def test_what_is_named_and_not_there_is_a_problem_with_its_field() -> None:
     found = {named("Secret", "hub"): None, named("ConfigMap", "t"): {}, named("PersistentVolumeClaim", "w"): DENIED}
-    findings = list(reference_check(d.deployed(found=found)))
-    assert d.the(findings, "problem").seen == "spec.some.Secret: Secret hub is not there"
-    assert "cannot be looked for" in d.the(findings, "warning").seen
+    results = list(reference_check(d.deployed(referred=found)))
+    assert d.the(results, "problem").seen == "spec.some.Secret: Secret hub does not exist"
+    assert "cannot be read" in d.the(results, "warning").seen
 
 
 def test_a_claim_that_lost_its_volume_is_a_problem() -> None:
     lost = {named("PersistentVolumeClaim", "weights"): {"status": {"phase": "Lost"}}}
-    assert "has lost its volume" in d.the(reference_check(d.deployed(found=lost)), "problem").seen
+    assert "has lost its volume" in d.the(reference_check(d.deployed(referred=lost)), "problem").seen
 
 
 # -- Pod Security and NetworkPolicy --------------------------------------------------------------------------------
@@ -251,8 +257,8 @@ def test_a_level_below_restricted_takes_what_it_allows(level: str, expected: str
     assert d.levels(secured(level, **AS_ROOT)) == [expected]
 
 
-def test_network_policies_are_made_and_nobody_can_see_whether_they_hold() -> None:
-    assert "cannot be seen" in d.the(network_check(wanting({}, {})), "warning").seen
+def test_enforcement_of_network_policies_is_unknown() -> None:
+    assert "is not visible" in d.the(network_check(wanting({}, {})), "warning").seen
     assert "every pod" in d.the(network_check(wanting({}, {"networkPolicy": {"enabled": False}})), "warning").seen
 
 
@@ -316,7 +322,7 @@ def test_what_every_frontend_says_of_an_engine_is_said_once() -> None:
 
 def test_a_name_that_is_longer_than_a_line_is_shown_whole() -> None:
     file, name = io.StringIO(), "registry.example/" + "a" * 90
-    show.show(Console(file=file, width=60), [Diagnosis("x", (Finding("problem", "pods", name, "look"),))])
+    findings.show(Console(file=file, width=60), [Diagnosis("x", (Finding("problem", "pods", name, "look"),))])
     assert name in "".join(line.strip() for line in file.getvalue().splitlines()).replace("PROBLEM  pods  ", "")
 
 
@@ -367,7 +373,7 @@ def test_a_use_that_cannot_be_read_is_said() -> None:
 
 
 def test_a_frontend_that_cannot_be_asked_is_a_warning_with_the_way_to_ask_it() -> None:
-    facts = RoutingFacts((FrontendFacts("vl-frontend-0", DENIED, DENIED),), 1.5, reach="kubectl port-forward")
+    facts = RoutingFacts((FrontendFacts("vl-frontend-0", DENIED, DENIED),), 1.5, advice="kubectl port-forward")
     assert d.the(frontend_check(facts), "warning").do == "kubectl port-forward"
     assert [*event_check(facts), *exactness_check(facts)] == []
 
@@ -384,8 +390,8 @@ def test_a_deployment_without_engines_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("change", "level", "says"),
     [
-        ({"heard_seconds_ago": None}, "problem", "never heard it"),
-        ({"heard_seconds_ago": 9.4}, "problem", "heard it last 9 s ago"),
+        ({"heard_seconds_ago": None}, "problem", "has received no heartbeat"),
+        ({"heard_seconds_ago": 9.4}, "problem", "received the last heartbeat 9 s ago"),
         ({"engine_state": "starting"}, "warning", "its engine is starting"),
         ({"engine_state": "down"}, "problem", "its engine is down"),
         ({"engine_state": ""}, "problem", "its engine is not known yet"),
@@ -453,7 +459,7 @@ def test_an_engine_that_is_not_proved_is_told_by_how_it_is_used(change: Any, lev
 
 def test_a_proved_engine_whose_gates_are_closed_is_told() -> None:
     facts = d.heard(d.state(d.worker("good"), d.worker("new", standing="waiting", admitted=False)))
-    assert "new is proved and serves only where nobody else can" in d.the(exactness_check(facts), "warning").seen
+    assert "new is proved but used only as a last resort" in d.the(exactness_check(facts), "warning").seen
     assert d.the(exactness_check(facts), "ok").seen == "proved: good, new"
 
 
@@ -481,13 +487,13 @@ def test_what_is_shown_has_every_finding_and_markup_is_text() -> None:
         Finding("problem", "pods", "it fell", "Lift it"),
     )
     console = Console(width=100, record=True, file=io.StringIO())
-    show.show(console, [Diagnosis("home/vl", found)])
+    findings.show(console, [Diagnosis("home/vl", found)])
     text = console.export_text()
     assert "spec.pools[0] is [bold]fine[/bold]" in text
     assert "PROBLEM" in text
     assert "-> Lift it" in text
     assert "1 problem, 0 warnings" in text
-    told = json.loads(json.dumps(show.as_json([Diagnosis("home/vl", found)])))
+    told = json.loads(json.dumps(findings.as_json([Diagnosis("home/vl", found)])))
     assert (told["passed"], told["problems"]) == (False, 1)
     assert told["subjects"][0]["findings"][1] == {
         "level": "problem",

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.cli import healthy_cluster as d
 
-from mmrouter_cli.doctor.capacity import capacity_check
-from mmrouter_cli.doctor.finding import Finding
-from mmrouter_cli.doctor.scheduling import barring, lacking, nodes_of, place, requests, selects
+from mmrouter_cli.doctor.check_capacity import capacity_check
+from mmrouter_cli.doctor.findings import Finding
+from mmrouter_cli.doctor.node_fit import barring, lacking, nodes_of, place, requests, selects
 from mmrouter_cli.status.frontend_state import Unread
 
 TAINT = {"key": "team", "value": "vision", "effect": "NoSchedule"}
@@ -95,7 +95,7 @@ def test_a_node_that_takes_nothing_is_named(how: dict[str, bool], says: str, do:
 
 def test_what_other_pods_hold_is_not_free() -> None:
     finding = the_problem([d.gpu_node("a", gpus=8)], others=(holding("x", "a", gpus="7"),))
-    assert "0 of 2 pods have a node; 1 find none: a pod asks for 1 nvidia.com/gpu, free is a: 0 nvidia.com/gpu" in (
+    assert "0 of 2 pods have a node; 1 find none: a pod requests 1 nvidia.com/gpu, free is a: 0 nvidia.com/gpu" in (
         finding.seen
     )
 
@@ -152,7 +152,7 @@ def test_a_cluster_without_nodes_is_told() -> None:
 def test_pods_of_others_that_cannot_be_read_are_said_not_to_be_counted() -> None:
     facts = d.deployed()
     found = list(capacity_check(d.cluster(pods=Unread("forbidden")), facts, facts.dep))
-    assert "is not counted" in found[0].seen
+    assert "are not counted" in found[0].seen
 
 
 # -- the scheduler's rules -----------------------------------------------------------------------------------------

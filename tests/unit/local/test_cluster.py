@@ -16,7 +16,7 @@ import aiohttp
 import psutil
 import pytest
 
-from mmrouter_cli.local.commands import engine_commands, inherited_env
+from mmrouter_cli.local.environment import engine_commands, inherited_env
 from mmrouter_cli.local.folders import SHM, LocalError, make_folders, run_root
 
 FRONTEND = {"mmrouter.io/role": "frontend"}

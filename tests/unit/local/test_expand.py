@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_cli.local.expand import PodFacts, expand, resolve_env, rewriter
+from mmrouter_cli.local.environment import PodFacts, expand, resolve_env, rewriter
 from mmrouter_cli.local.folders import LocalError
 
 POD = PodFacts("web-0", "here", "uid-1", "127.1.9.2", "local", {"app": "web"}, {"note": "n"})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmrouter_cli.local.expand import rewriter
+from mmrouter_cli.local.environment import rewriter
 from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.run_plan import make_plan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths

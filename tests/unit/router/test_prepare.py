@@ -10,7 +10,7 @@ import pytest_asyncio
 from PIL import Image
 from unit.router.test_placer import Rig
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.api import parse_deployment
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import CurveKeys, Settings

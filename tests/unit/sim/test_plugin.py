@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.engines.vllm.handover import (
     ITEMS_PATH,
     RELEASE_PATH,

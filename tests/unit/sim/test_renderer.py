@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.engines.vllm.renderer import read_rendered
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model

@@ -7,7 +7,7 @@ import pytest
 from unit.router.sentinels.test_store import CANARY, facts, made_of
 from unit.router.test_prepare import SIZE, settings
 
-from mmrouter_cli.test_images import data_uri, picture
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.request import prepare as stage

@@ -1,12 +1,12 @@
-"""Checks whether every pool's pods have, or could get, a node. Pure."""
+"""Checks that every pool's pods have a node or can get demand. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, Object
-from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
-from mmrouter_cli.doctor.scheduling import (
+from mmrouter_cli.doctor.findings import Finding, ok, problem, warning
+from mmrouter_cli.doctor.node_fit import (
     Amounts,
     Node,
     barring,
@@ -26,12 +26,12 @@ from mmrouter_operator.render import render
 
 CHECK = "nodes"
 _SHOWN = 4
-"""Nodes that are named; of more it is enough to know how many there are."""
+"""Nodes that are named; of others only the number is shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Pods of one pool, or of the frontend: how they ask for a node, and how many of them have one."""
+class PodDemand:
+    """The pods of one pool or of the frontend: what they request, and how many of them have a node."""
 
     who: str
     pool: str
@@ -39,58 +39,58 @@ class Wanted:
     spec: Mapping[str, Any]
     replicas: int
     extra: int
-    """Replicas more while a rollout is under way, which must all have a node at once."""
+    """Additional replicas during a rollout, which need nodes at the same time."""
     placed: tuple[str, ...]
-    """Nodes of those that have one."""
+    """Nodes of the scheduled pods."""
     kind: AcceleratorKind | None = None
-    """What it runs on; ``None`` for the frontend."""
+    """Accelerator; ``None`` for the frontend."""
 
     @property
     def asks(self) -> Amounts:
-        """What one pod asks for."""
+        """Requests of one pod."""
         return requests(self.spec)
 
 
 def capacity_check(cluster: ClusterFacts, facts: DeploymentFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
-    """Whether each pool's pods find nodes: labels, taints, devices, and what other pods leave of them."""
+    """Check that each pool's pods find nodes: labels, taints, devices, and free resources."""
     if isinstance(cluster.nodes, Unread):
-        yield warning(CHECK, f"nodes cannot be read: {cluster.nodes.why}", "Ask somebody who may read them.")
+        yield warning(CHECK, f"nodes cannot be read: {cluster.nodes.why}", "Run this with the right to read them.")
         return
     used = cluster.pods
     if isinstance(used, Unread):
-        why = f"pods of other namespaces cannot be read, so what they take is not counted: {used.why}"
-        yield warning(CHECK, why, "Ask somebody who may read them.")
+        why = f"pods of other namespaces cannot be read, so their requests are not counted: {used.why}"
+        yield warning(CHECK, why, "Run this with the right to read them.")
         used = facts.pods if not isinstance(facts.pods, Unread) else ()
     nodes = nodes_of(cluster.nodes, used)
     try:
         wanted = pods_wanted(dep, () if isinstance(facts.pods, Unread) else facts.pods, _scaled(facts, dep))
     except SpecError:
-        return  # told by the check of the spec
-    # Before the room for rollouts: what is missing now is to be counted first.
-    for one in wanted:
-        missing = one.replicas - len(one.placed)
+        return  # reported by the check of the spec
+    # Missing pods take their nodes before the extra pods of rollouts.
+    for demand in wanted:
+        missing = demand.replicas - len(demand.placed)
         if missing > 0:
-            finding, nodes = _missing(one, missing, nodes)
+            finding, nodes = _missing(demand, missing, nodes)
             yield finding
-    for one in wanted:
-        if len(one.placed) >= one.replicas:
-            yield _placed(one, nodes)
+    for demand in wanted:
+        if len(demand.placed) >= demand.replicas:
+            yield _placed(demand, nodes)
 
 
-def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object], scaled: Mapping[str, int]) -> list[Wanted]:
-    """Return what the deployment's pods ask for, the frontend's last. Raises ``SpecError``.
+def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object], scaled: Mapping[str, int]) -> list[PodDemand]:
+    """Return what the deployment's pods request, the frontend's last. Raises ``SpecError``.
 
-    ``scaled``: pool -> replicas that its autoscaler wants now.
+    ``scaled``: pool -> replicas set by its autoscaler.
     """
     objects = [obj for obj in render(dep, secrets=new_secret_data()) if obj["kind"] == "Deployment"]
-    found = []
+    demands = []
     for obj in objects:
         spec = obj["spec"]
         pool = obj["spec"]["selector"]["matchLabels"].get(POOL_LABEL, "")
         mine = [pod for pod in pods if _is_of(pod, pool)]
         rolling = spec["strategy"].get("rollingUpdate") or {}
-        found.append(
-            Wanted(
+        demands.append(
+            PodDemand(
                 who=f"pool {pool}" if pool else "frontend",
                 pool=pool,
                 spec=spec["template"]["spec"],
@@ -100,7 +100,7 @@ def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object], scaled: Mapping
                 kind=dep.pool(pool).accelerator.kind if pool else None,
             )
         )
-    return found
+    return demands
 
 
 def _scaled(facts: DeploymentFacts, dep: MMRouterDeployment) -> dict[str, int]:
@@ -120,49 +120,49 @@ def _whole(number: Any) -> int:
     return number if isinstance(number, int) else 0
 
 
-def _placed(one: Wanted, nodes: Sequence[Node]) -> Finding:
-    where = f"on {_names(sorted(set(one.placed)))}" if one.placed else "none is wanted"
-    said = f"{one.who}: {len(one.placed)} of {one.replicas} pods have a node, {where}"
-    if one.replicas and one.extra and not place(one.asks, 1, _open(one, nodes))[0]:
+def _placed(demand: PodDemand, nodes: Sequence[Node]) -> Finding:
+    where = f"on {_names(sorted(set(demand.placed)))}" if demand.placed else "no pod is wanted"
+    said = f"{demand.who}: {len(demand.placed)} of {demand.replicas} pods have a node, {where}"
+    if demand.replicas and demand.extra and not place(demand.asks, 1, _open(demand, nodes))[0]:
         return warning(
             CHECK,
-            f"{said}; none has room for the extra pod of a rollout, which asks for {_amounts(one.asks)}",
-            f"Free some, or set updates: {{maxSurge: 0, maxUnavailable: 1}} for {one.who}.",
+            f"{said}; no node has room for the extra pod of a rollout, which requests {_amounts(demand.asks)}",
+            f"Free some, or set updates: {{maxSurge: 0, maxUnavailable: 1}} for {demand.who}.",
         )
     return ok(CHECK, said)
 
 
-def _missing(one: Wanted, missing: int, nodes: Sequence[Node]) -> tuple[Finding, list[Node]]:
-    """Return what becomes of the pods without a node, and the nodes with those that found one."""
-    fit, rest = place(one.asks, missing, _open(one, nodes))
+def _missing(demand: PodDemand, missing: int, nodes: Sequence[Node]) -> tuple[Finding, list[Node]]:
+    """Return the finding on pods without a node, and the nodes after those that fit are placed."""
+    fit, rest = place(demand.asks, missing, _open(demand, nodes))
     after = {node.name: node for node in rest}
     left = [after.get(node.name, node) for node in nodes]
-    said = f"{one.who}: {len(one.placed)} of {one.replicas} pods have a node"
+    said = f"{demand.who}: {len(demand.placed)} of {demand.replicas} pods have a node"
     if fit == missing:
         return ok(CHECK, f"{said}, there is room for the other {missing}"), left
-    seen, do = _why(one, missing - fit, nodes, left)
+    seen, do = _why(demand, missing - fit, nodes, left)
     return problem(CHECK, f"{said}; {seen}", do), left
 
 
-def _open(one: Wanted, nodes: Sequence[Node]) -> list[Node]:
+def _open(demand: PodDemand, nodes: Sequence[Node]) -> list[Node]:
     return [
         node
         for node in nodes
-        if selects(one.spec, node) and node.ready and not node.cordoned and not barring(one.spec, node)
+        if selects(demand.spec, node) and node.ready and not node.cordoned and not barring(demand.spec, node)
     ]
 
 
-def _why(one: Wanted, short: int, nodes: Sequence[Node], left: Sequence[Node]) -> tuple[str, str]:
-    """Return why ``short`` pods find no node, by the first thing that no node gets past, and what to do."""
-    devices = _devices(one)
+def _why(demand: PodDemand, short: int, nodes: Sequence[Node], left: Sequence[Node]) -> tuple[str, str]:
+    """Return why ``short`` pods find no node, by the first requirement that no node meets, and advice."""
+    devices = _devices(demand)
     if not nodes:
-        return "the cluster has no nodes", "Add one."
-    selected = [node for node in nodes if selects(one.spec, node)]
+        return "the cluster has no nodes", "Add demand."
+    selected = [node for node in nodes if selects(demand.spec, node)]
     if not selected:
-        labels = " and ".join(required_labels(one.spec))
+        labels = " and ".join(required_labels(demand.spec))
         having = [node.name for node in nodes if devices and not lacking(devices, node.allocatable)]
-        if having and one.kind is not None:
-            (key, value), *_ = ACCELERATORS[one.kind].node_labels
+        if having and demand.kind is not None:
+            (key, value), *_ = ACCELERATORS[demand.kind].node_labels
             return (
                 f"no node has the labels {labels}, but {_names(having)} offers {', '.join(devices)}",
                 f"Install the discovery that sets them, or: kubectl label node {having[0]} {key}={value or 'true'}",
@@ -170,9 +170,9 @@ def _why(one: Wanted, short: int, nodes: Sequence[Node], left: Sequence[Node]) -
         return (
             f"no node has the labels {labels}",
             f"Add a node of that kind, install its device plugin and node feature discovery, or correct "
-            f"nodeSelector and accelerator of {one.who}."
+            f"nodeSelector and accelerator of {demand.who}."
             if devices
-            else f"Label a node, or correct nodeSelector of {one.who}.",
+            else f"Label a node, or correct nodeSelector of {demand.who}.",
         )
     usable = [node for node in selected if node.ready and not node.cordoned]
     if not usable:
@@ -181,40 +181,40 @@ def _why(one: Wanted, short: int, nodes: Sequence[Node], left: Sequence[Node]) -
             return f"{_names(cordoned)} is cordoned, and no other node fits", f"kubectl uncordon {cordoned[0]}"
         names = [node.name for node in selected]
         return f"{_names(names)} is not Ready, and no other node fits", f"kubectl describe node {names[0]}"
-    welcome = [node for node in usable if not barring(one.spec, node)]
+    welcome = [node for node in usable if not barring(demand.spec, node)]
     if not welcome:
-        taint = barring(one.spec, usable[0])[0]
+        taint = barring(demand.spec, usable[0])[0]
         text = f"{taint['key']}{'=' + taint['value'] if taint.get('value') else ''}:{taint['effect']}"
         return (
             f"{_names([node.name for node in usable])} has the taint {text}, which the pods do not tolerate",
-            f"Add to {_tolerations_of(one)}: {{key: {taint['key']}, operator: Exists, effect: {taint['effect']}}}",
+            f"Add to {_tolerations_of(demand)}: {{key: {taint['key']}, operator: Exists, effect: {taint['effect']}}}",
         )
     offering = [node for node in welcome if not lacking(devices, node.allocatable)]
     if not offering:
         name = next(iter(devices))
         return (
-            f"a pod asks for {_amounts(devices)}, which {_names([node.name for node in welcome])} does not offer",
+            f"a pod requests {_amounts(devices)}, which {_names([node.name for node in welcome])} does not offer",
             f"See that the device plugin for {name} runs there: kubectl describe node {welcome[0].name}",
         )
     after = {node.name: node for node in left}
-    short_of = sorted({name for node in offering for name in lacking(one.asks, after[node.name].free)})
+    short_of = sorted({name for node in offering for name in lacking(demand.asks, after[node.name].free)})
     free = "; ".join(
         f"{node.name}: {', '.join(f'{_number(after[node.name].free.get(name))} {name}' for name in short_of)}"
         for node in offering[:_SHOWN]
     )
     return (
-        f"{short} find none: a pod asks for {_amounts({name: one.asks[name] for name in short_of})}, free is {free}",
-        f"Free some, add a node, or lower the replicas of {one.who}.",
+        f"{short} find none: a pod requests {_amounts({name: demand.asks[name] for name in short_of})}, free is {free}",
+        f"Free some, add a node, or lower the replicas of {demand.who}.",
     )
 
 
-def _devices(one: Wanted) -> Amounts:
-    """Extended resources: those with a domain, in the words of Kubernetes."""
-    return {name: amount for name, amount in one.asks.items() if "/" in name and amount > 0}
+def _devices(demand: PodDemand) -> Amounts:
+    """Return the extended resources, whose names have a domain."""
+    return {name: amount for name, amount in demand.asks.items() if "/" in name and amount > 0}
 
 
-def _tolerations_of(one: Wanted) -> str:
-    return f"spec.pools[{one.pool}].tolerations" if one.pool else "spec.frontend.podTemplate.spec.tolerations"
+def _tolerations_of(demand: PodDemand) -> str:
+    return f"spec.pools[{demand.pool}].tolerations" if demand.pool else "spec.frontend.podTemplate.spec.tolerations"
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of what does not belong to one deployment: definition, operator, APIs. Pure."""
+"""Checks of the cluster: the definition, the operator, and served APIs. Pure."""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -6,7 +6,7 @@ from typing import Any
 
 import mmrouter_lib as mmrouter
 from mmrouter_cli.doctor.facts import ClusterFacts, Object
-from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
+from mmrouter_cli.doctor.findings import Finding, ok, problem, warning
 from mmrouter_cli.status.frontend_state import Unread
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, VERSION, definition
@@ -14,16 +14,16 @@ from mmrouter_operator.model.kinds import DRA_API, KEDA_API, POD_METRICS_APIS, P
 from mmrouter_operator.model.views import pod_view
 
 SLACK_SECONDS = 5.0
-"""By how much a Lease may be older than its duration before that means something: clocks differ a little."""
+"""Tolerance of a Lease's age, for clocks that differ."""
 
 _INSTALL = "mmrouter crd | kubectl apply --server-side -f -"
 
 
 def definition_check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Whether the definition is there, served, and the one that this version was made with."""
+    """Check that the definition is installed, served, and of this version."""
     check, crd = "definition", facts.crd
     if isinstance(crd, Unread):
-        yield warning(check, f"the definition cannot be read: {crd.why}", "Ask somebody who may read it to run this.")
+        yield warning(check, f"the definition cannot be read: {crd.why}", "Run this with the right to read it.")
         return
     if crd is None:
         yield problem(check, f"{NAME} is not installed", f"Install it: {_INSTALL}")
@@ -49,16 +49,16 @@ def definition_check(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def operator_check(facts: ClusterFacts) -> Iterator[Finding]:
-    """Whether an operator runs, and exactly one replica leads."""
+    """Check that an operator runs and exactly one replica leads."""
     check = "operator"
     yield from _operator_pods(facts)
     if isinstance(facts.leases, Unread):
-        yield warning(check, f"no Lease can be read: {facts.leases.why}", "Ask somebody who may read them to run this.")
+        yield warning(check, f"no Lease can be read: {facts.leases.why}", "Run this with the right to read them.")
         return
     if not facts.leases:
         yield problem(
             check,
-            "no Lease mmrouter-operator in any namespace: no operator has run here",
+            "no Lease mmrouter-operator in any namespace: no operator has run on this cluster",
             "Install it: helm install mmrouter charts/mmrouter --namespace mmrouter-system --create-namespace",
         )
         return
@@ -68,8 +68,8 @@ def operator_check(facts: ClusterFacts) -> Iterator[Finding]:
         where = ", ".join(_where(lease) for lease in fresh)
         yield problem(
             check,
-            f"{len(fresh)} operators lead, each by a Lease of its own: {where}; they undo each other's work where they "
-            "look after the same namespaces",
+            f"{len(fresh)} operators lead, each by a Lease of its own: {where}; they undo each other's changes where "
+            "they manage the same namespaces",
             "Uninstall all but one, or give each its own namespaces (--namespace).",
         )
     elif fresh:
@@ -86,11 +86,11 @@ def _stale(lease: Object, facts: ClusterFacts) -> Finding:
         return warning(
             check,
             f"{_holder(lease)} leads, but by this machine's clock it renewed the Lease {age:.0f} s ago: clocks differ",
-            "Set the clocks; nothing of the operator depends on it.",
+            "Synchronize the clocks; the operator does not depend on it.",
         )
     logs = f"kubectl logs -n {lease['metadata']['namespace']} -l app.kubernetes.io/name=mmrouter-operator"
     if not _holder(lease):
-        return problem(check, f"nobody holds the Lease {_where(lease)}: the operator was ended", f"Start it; {logs}")
+        return problem(check, f"the Lease {_where(lease)} has no holder: the operator was stopped", f"Start it; {logs}")
     return problem(
         check,
         f"{_holder(lease)} has not renewed the Lease {_where(lease)} for {age:.0f} s: no operator runs",
@@ -118,15 +118,17 @@ def _operator_pods(facts: ClusterFacts) -> Iterator[Finding]:
             yield warning(
                 "operator",
                 f"pod {where} is version {version}, this command is {mmrouter.__version__}",
-                "Use the command of the operator's version; what is said below is by the rules of this one.",
+                "Use the command of the operator's version; the findings below follow the rules of this one.",
             )
 
 
 def api_check(facts: ClusterFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
-    """Whether the cluster serves what the spec wants beyond the core."""
+    """Check that the cluster serves the APIs that the spec needs beyond the core."""
     check = "APIs"
     if isinstance(facts.apis, Unread):
-        yield warning(check, f"the served APIs cannot be read: {facts.apis.why}", "Ask somebody who may read them.")
+        yield warning(
+            check, f"the served APIs cannot be read: {facts.apis.why}", "Run this with the right to read them."
+        )
         return
     served = Capabilities(facts.apis)
     wanted: list[tuple[str, tuple[str, ...], str]] = []
@@ -142,22 +144,22 @@ def api_check(facts: ClusterFacts, dep: MMRouterDeployment) -> Iterator[Finding]
         how = "Use Kubernetes 1.34 or later, where it is on by default, or accelerator.count instead of claims."
         wanted.append((f"accelerator.claims of {', '.join(claimed)}", (DRA_API,), how))
     for what, apis, how in wanted:
-        there = [api for api in apis if served.serves(api)]
-        if there:
-            yield ok(check, f"{what}: {there[0]} is served")
+        available = [api for api in apis if served.serves(api)]
+        if available:
+            yield ok(check, f"{what}: {available[0]} is served")
         else:
             yield problem(check, f"{what} needs {' or '.join(apis)}, which the cluster does not serve", how)
     if not wanted:
-        yield ok(check, "the spec wants none beyond the core")
+        yield ok(check, "the spec needs none beyond the core")
 
 
 def served_version(facts: ClusterFacts) -> bool:
-    """Whether deployments can be read at all."""
+    """Whether the resource's API is served."""
     return isinstance(facts.apis, Unread) or f"{NAME.partition('.')[2]}/{VERSION}" in facts.apis
 
 
 def looks_stale(leases: Sequence[Object], now: float) -> bool:
-    """Whether no Lease is fresh by this clock, so that it is worth to wait and see whether one is renewed."""
+    """Whether no Lease is fresh by this clock, so that it is worth observing a renewal."""
     return all(_age(lease, now) > _duration(lease) + SLACK_SECONDS for lease in leases)
 
 

@@ -1,4 +1,4 @@
-"""Which node could take a pod: the scheduler's rules, as far as our pods use them. Pure."""
+"""Which nodes fit a pod: the scheduler's rules, as far as mmrouter's pods use them. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class Node:
     taints: tuple[Mapping[str, Any], ...]
     allocatable: Amounts
     free: Amounts
-    """What no pod has asked for."""
+    """Allocatable minus the requests of its pods."""
     ready: bool
     cordoned: bool
 
 
 def nodes_of(nodes: Iterable[Spec], pods: Iterable[Spec]) -> list[Node]:
-    """Return the nodes with what the pods on them leave free."""
+    """Return the nodes with their free resources."""
     taken: dict[str, Amounts] = {}
     for pod in pods:
         name = (pod.get("spec") or {}).get("nodeName")
@@ -54,7 +54,7 @@ def _node(node: Spec, taken: Amounts) -> Node:
 
 
 def requests(pod: Spec) -> Amounts:
-    """Return what a pod asks for: its containers and sidecars together, or an init container that needs more."""
+    """Return a pod's requests: containers and sidecars together, or a larger init container."""
     running: Amounts = {"pods": Decimal(1)}
     starting: Amounts = {}
     for container in pod.get("initContainers") or []:
@@ -62,7 +62,7 @@ def requests(pod: Spec) -> Amounts:
         if container.get("restartPolicy") == "Always":
             _add(running, asked)
             asked = {}
-        # An init container runs beside the sidecars that began before it.
+        # An init container runs beside the sidecars before it.
         now = dict(running)
         _add(now, asked)
         starting = {name: max(starting.get(name, Decimal(0)), now.get(name, Decimal(0))) for name in {*starting, *now}}
@@ -74,7 +74,7 @@ def requests(pod: Spec) -> Amounts:
 
 
 def selects(pod: Spec, node: Node) -> bool:
-    """Whether the pod's node selector and required affinity take the node."""
+    """Whether the pod's node selector and required affinity match the node."""
     if any(node.labels.get(key) != value for key, value in (pod.get("nodeSelector") or {}).items()):
         return False
     affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
@@ -93,12 +93,12 @@ def barring(pod: Spec, node: Node) -> list[Mapping[str, Any]]:
 
 
 def lacking(asked: Amounts, amounts: Amounts) -> list[str]:
-    """Return the resources of which there is not enough."""
+    """Return the resources that do not suffice."""
     return sorted(name for name, amount in asked.items() if amount > 0 and amounts.get(name, Decimal(0)) < amount)
 
 
 def place(asked: Amounts, count: int, nodes: Sequence[Node]) -> tuple[int, list[Node]]:
-    """Put up to ``count`` pods on the nodes, and return how many fit and the nodes as they are then."""
+    """Place up to ``count`` pods; return how many fit and the nodes afterwards."""
     left = {node.name: dict(node.free) for node in nodes}
     placed = 0
     for node in nodes:

@@ -1,10 +1,10 @@
-"""Checks of one deployment's pods: what keeps them from running, and their shared memory. Pure."""
+"""Checks of a deployment's pods: what keeps them from running, and their shared memory. Pure."""
 
 from collections.abc import Iterator, Sequence
 
 from mmrouter_cli.doctor.advice import REASONS
 from mmrouter_cli.doctor.facts import DeploymentFacts, Object
-from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
+from mmrouter_cli.doctor.findings import Finding, ok, problem, warning
 from mmrouter_cli.status.frontend_state import Unread
 from mmrouter_cli.status.pod_boot import longest, steps, waits_for
 from mmrouter_lib.api import MMRouterDeployment, quantity_bytes
@@ -12,37 +12,39 @@ from mmrouter_operator.model.snapshot import PodView
 from mmrouter_operator.model.views import pod_view
 
 TIGHT, FULL = 0.75, 0.9
-"""Shares of /dev/shm in use from which it is told of, and from which it is a problem."""
+"""Shares of used /dev/shm from which there is a warning, and a problem."""
 
 _PULLING = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
 
 
 def pod_check(facts: DeploymentFacts) -> Iterator[Finding]:
-    """Whether pods run: images, configuration, crashes, nodes. One pod speaks for all of its pool."""
+    """Check that pods run: images, configuration, crashes, nodes. One pod per pool and reason is reported."""
     check = "pods"
     if isinstance(facts.pods, Unread):
-        yield warning(check, f"its pods cannot be read: {facts.pods.why}", "Ask somebody who may read them.")
+        yield warning(check, f"its pods cannot be read: {facts.pods.why}", "Run this with the right to read them.")
         return
     views = sorted((pod_view(pod) for pod in facts.pods), key=lambda view: view.name)
     views = [view for view in views if not view.deleting]
-    told = set()
+    reported = set()
     for view in views:
         if view.waiting is not None:
             container, reason, message = view.waiting
-            if (view.pool, container, reason) not in told:
-                told.add((view.pool, container, reason))
+            if (view.pool, container, reason) not in reported:
+                reported.add((view.pool, container, reason))
                 others = _others(views, view, reason)
                 seen = f"{view.name}{others}: container {container} waits, {reason}: {message or 'no message'}"
                 yield problem(check, seen, _do(view, container, reason))
-        elif view.unschedulable and (view.pool, "", "Unschedulable") not in told:
-            told.add((view.pool, "", "Unschedulable"))
-            yield problem(check, f"{view.name} has no node: {view.unschedulable}", "See nodes: which says what lacks.")
+        elif view.unschedulable and (view.pool, "", "Unschedulable") not in reported:
+            reported.add((view.pool, "", "Unschedulable"))
+            yield problem(
+                check, f"{view.name} has no node: {view.unschedulable}", "See nodes, which says what is missing."
+            )
     ready = sum(view.ready for view in views)
     if ready == len(views):
-        yield ok(check, f"all {ready} pods are Ready{_slowest(facts.pods)}" if views else "there are none")
+        yield ok(check, f"all {ready} pods are Ready{_slowest(facts.pods)}" if views else "there are no pods")
         return
-    # Of a pool that was told of nothing more is said; another one may wait for something else.
-    pools = {pool for pool, _, _ in told}
+    # Pools with a reported pod are left out; others may wait for something else.
+    pools = {pool for pool, _, _ in reported}
     unready = [view for view in views if not view.ready and view.pool not in pools]
     if unready:
         pods = {pod["metadata"]["name"]: pod for pod in facts.pods}
@@ -53,7 +55,7 @@ def pod_check(facts: DeploymentFacts) -> Iterator[Finding]:
 
 
 def memory_check(facts: DeploymentFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
-    """Whether /dev/shm fits into the memory that its container may use, and how full it is."""
+    """Check that /dev/shm fits into the container's memory limit, and how full it is."""
     check = "shared memory"
     for pool in dep.spec.pools:
         size = quantity_bytes(pool.shared_memory.size)
@@ -86,19 +88,19 @@ def memory_check(facts: DeploymentFacts, dep: MMRouterDeployment) -> Iterator[Fi
             seen = f"{pod}: {used / 2**20:.0f} of {size / 2**20:.0f} MiB of /dev/shm are in use"
             do = "Raise the pool's sharedMemory.size, and its memory limit with it."
             yield problem(check, seen, do) if share >= FULL else warning(check, seen, do)
-    known = facts.shared_memory.values()
-    most = max((used / size for used, size in known if size), default=0.0)
+    volumes = facts.shared_memory.values()
+    most = max((used / size for used, size in volumes if size), default=0.0)
     young = sorted(pools.keys() - facts.shared_memory.keys())
     if young:
         seen = f"sizes are {_sizes(dep)}; how full they are is not known yet of {', '.join(young)}"
-        yield warning(check, seen, "Look again: a node's kubelet measures the volumes of new pods once a minute.")
+        yield warning(check, seen, "Run this again: a kubelet measures the volumes of new pods once a minute.")
     elif most < TIGHT:
-        use = f"at most {most:.0%} of /dev/shm is in use" if known else "no engine runs"
+        use = f"at most {most:.0%} of /dev/shm is in use" if volumes else "no engine runs"
         yield ok(check, f"sizes are {_sizes(dep)}; {use}")
 
 
 def _engines(facts: DeploymentFacts, dep: MMRouterDeployment) -> dict[str, str]:
-    """Return the engine pods that run, and their pools; without those of a pool that the spec has no more."""
+    """Return the running engine pods and their pools, without pools that the spec no longer has."""
     views = [pod_view(pod) for pod in facts.pods] if not isinstance(facts.pods, Unread) else []
     pools = {pool.name for pool in dep.spec.pools}
     return {
@@ -124,7 +126,7 @@ def _others(views: list[PodView], first: PodView, reason: str) -> str:
 
 
 def _slowest(pods: Sequence[Object]) -> str:
-    """Return which pod took longest from its creation to Ready, and what for."""
+    """Return which pod took longest from its creation to Ready, and why."""
     took = [(done[-1].at, pod["metadata"]["name"], longest(done)) for pod in pods if (done := steps(pod))]
     seconds, name, most = max(took, key=lambda row: row[0], default=(0.0, "", None))
     if most is None:

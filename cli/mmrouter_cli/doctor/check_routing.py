@@ -1,17 +1,17 @@
-"""Checks of what frontends say: that events flow from every engine, and that what follows from them is exact. Pure."""
+"""Checks of frontends' states: events flow from every engine, and decisions are exact. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmrouter_cli.doctor.advice import CAUSES
 from mmrouter_cli.doctor.facts import RoutingFacts
-from mmrouter_cli.doctor.finding import Finding, ok, problem, warning
+from mmrouter_cli.doctor.findings import Finding, ok, problem, warning
 from mmrouter_cli.status.frontend_state import NOT_RUNNING, State, Unread
 
 STALE_SECONDS = 2.0
-"""A heartbeat older than this is missing: sidecars send several in that time."""
+"""Age from which a heartbeat is missing; sidecars send several in that time."""
 ENOUGH = 50
-"""Decisions from which a share of them says something."""
+"""Decisions from which a share of them is meaningful."""
 EXACT_SHARE = 0.95
 
 _FOLLOWED = ("worker", "prefill", "decode")
@@ -20,16 +20,16 @@ _PROVED = ("worker", "prefill")
 
 Worker = Mapping[str, Any]
 Answers = dict[str, tuple[State, State]]
-"""Frontend -> its two answers."""
+"""Frontend -> its two states."""
 
 
 def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
-    """Whether frontends answer, and know the same engines."""
+    """Check that frontends answer and know the same engines."""
     check = "frontends"
     for frontend in facts.frontends:
         if isinstance(frontend.first, Unread):
-            do = "See pods." if frontend.first.why == NOT_RUNNING else facts.reach
-            yield warning(check, f"{frontend.name} cannot be asked: {frontend.first.why}", do)
+            do = "See pods." if frontend.first.why == NOT_RUNNING else facts.advice
+            yield warning(check, f"{frontend.name} cannot be queried: {frontend.first.why}", do)
         elif not frontend.first.get("ready", True):
             yield warning(check, f"{frontend.name} is not ready: it waits for its engines", "Wait, then see events.")
     answers = answered(facts)
@@ -37,45 +37,47 @@ def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
         yield problem(check, "none runs", "See pods and nodes.")
     if not answers:
         return
-    known = {name: {worker["name"] for worker in first["workers"]} for name, (first, _) in answers.items()}
-    everybody = set().union(*known.values())
-    for name, workers in known.items():
-        if workers != everybody:
-            lacks = ", ".join(sorted(everybody - workers))
+    by_frontend = {name: {worker["name"] for worker in first["workers"]} for name, (first, _) in answers.items()}
+    engines = set().union(*by_frontend.values())
+    for name, workers in by_frontend.items():
+        if workers != engines:
+            lacks = ", ".join(sorted(engines - workers))
             yield problem(check, f"{name} does not know {lacks}, which others do", f"See its log: kubectl logs {name}")
-    if not everybody:
+    if not engines:
         yield problem(check, "they know no engine", "See pods and nodes.")
-    elif all(workers == everybody for workers in known.values()):
-        yield ok(check, f"{', '.join(answers)}: {len(everybody)} engines known")
+    elif all(workers == engines for workers in by_frontend.values()):
+        yield ok(check, f"{', '.join(answers)}: {len(engines)} engines known")
 
 
 def event_check(facts: RoutingFacts) -> Iterator[Finding]:
-    """Whether every engine's events arrive: heartbeats, snapshot, sequence numbers."""
+    """Check that every engine's events arrive: heartbeats, snapshot, sequence numbers."""
     check = "events"
-    told = []
-    bad: set[Finding] = set()  # what is said of an engine without a frontend's name is said once
+    heard = []
+    bad: set[Finding] = set()  # findings that name no frontend are yielded once
     for frontend, (first, second) in answered(facts).items():
         before = {worker["uid"]: worker for worker in first["workers"]}
         for worker in second["workers"]:
             if worker["role"] not in _FOLLOWED or worker["draining"]:
                 continue
-            found = _of_events(frontend, before.get(worker["uid"], worker), worker, facts.seconds)
-            if found is not None:
-                if found not in bad:
-                    yield found
-                bad.add(found)
+            finding = _of_events(frontend, before.get(worker["uid"], worker), worker, facts.seconds)
+            if finding is not None:
+                if finding not in bad:
+                    yield finding
+                bad.add(finding)
             else:
-                told.append(f"{worker['name']} at {worker['seq']}")
-    if told and not bad:
-        yield ok(check, f"every frontend hears every engine; sequence numbers: {', '.join(dict.fromkeys(told))}")
+                heard.append(f"{worker['name']} at {worker['seq']}")
+    if heard and not bad:
+        yield ok(
+            check, f"every frontend receives every engine's events; sequence numbers: {', '.join(dict.fromkeys(heard))}"
+        )
 
 
 def _of_events(frontend: str, before: Worker, worker: Worker, seconds: float) -> Finding | None:
     check, name = "events", worker["name"]
-    heard = worker["heard_seconds_ago"]
+    age = worker["heard_seconds_ago"]
     logs = f"See the sidecar's log: kubectl logs {name} -c sidecar"
-    if heard is None or heard > STALE_SECONDS:
-        last = "never heard it" if heard is None else f"heard it last {heard:.0f} s ago"
+    if age is None or age > STALE_SECONDS:
+        last = "has received no heartbeat" if age is None else f"received the last heartbeat {age:.0f} s ago"
         do = f"{logs}. Ports 7557 and 7558 must be open from frontends, and all pods must have the same keys."
         return problem(check, f"{frontend} {last}: {name}", do)
     if worker["engine_state"] == "starting":
@@ -91,13 +93,13 @@ def _of_events(frontend: str, before: Worker, worker: Worker, seconds: float) ->
         return warning(check, f"{name} has lost its history and began epoch {worker['epoch']}", logs)
     busy = before["in_flight"] > 0 and worker["in_flight"] > 0 and before["waiting"] == worker["waiting"] == 0
     if busy and worker["seq"] == before["seq"]:
-        seen = f"{name} computes requests, and its sequence number stays {worker['seq']} for {seconds:.0f} s"
+        seen = f"{name} computes requests, but its sequence number stays {worker['seq']} for {seconds:.0f} s"
         return warning(check, seen, "Long answers fill few blocks: look again. " + CAUSES["no_events"])
     return None
 
 
 def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
-    """Whether the blocks that frontends predict are those that engines publish."""
+    """Check that the blocks that frontends predict are those that engines publish."""
     check = "exactness"
     answers = answered(facts)
     if not answers:
@@ -108,18 +110,18 @@ def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
         for worker in state["workers"]:
             if worker["role"] not in _PROVED or worker["draining"]:
                 continue
-            found = _of_canary(worker)
-            if found is None:
+            finding = _of_canary(worker)
+            if finding is None:
                 proved.add(worker["name"])
                 if worker["standing"] == "waiting":
                     yield _of_gates(worker["name"])
             else:
-                others.setdefault(worker["name"], found)
+                others.setdefault(worker["name"], finding)
         for renderer in state.get("renderers") or []:
             if renderer["message"]:
                 seen = f"renderer {renderer['name']}: {renderer['message']}"
                 others.setdefault(renderer["name"], problem(check, seen, CAUSES["template"]))
-    # Every router knows what one has proved, as soon as the next heartbeat tells it.
+    # A proof by one router reaches the others with the next heartbeat.
     yield from (finding for name, finding in others.items() if name not in proved)
     if proved:
         yield ok(check, f"proved: {', '.join(sorted(proved))}")
@@ -146,7 +148,7 @@ def _of_canary(worker: Worker) -> Finding | None:
 
 
 def _of_gates(name: str) -> Finding:
-    seen = f"{name} is proved and serves only where nobody else can: its readiness gates are not open yet"
+    seen = f"{name} is proved but used only as a last resort: its readiness gates are not open yet"
     return warning(
         "exactness",
         seen,
@@ -161,21 +163,21 @@ def _ratios(states: list[State]) -> Iterator[Finding]:
     exact = sum(state.get("exact_decisions", 0) for state in states) / decisions
     blocks = sum(state.get("prompt_blocks", 0) for state in states)
     hit = sum(state.get("hit_blocks", 0) for state in states) / blocks if blocks else 0.0
-    said = f"{exact:.1%} of {decisions} decisions were exact, {hit:.1%} of their blocks found cached"
+    summary = f"{exact:.1%} of {decisions} decisions were exact, {hit:.1%} of their blocks found cached"
     if exact < EXACT_SHARE:
         do = "mmrouter_decisions_total{reason} on port 9090 counts why not; mmrouter explain shows one request."
-        yield warning("exactness", said, do)
+        yield warning("exactness", summary, do)
     elif not hit:
-        do = "Where prompts repeat, prove it: mmrouter verify URL. Where none does, this is as it should be."
-        yield warning("exactness", said, do)
+        do = "Where prompts repeat, check with: mmrouter verify URL. Without repeated prompts this is normal."
+        yield warning("exactness", summary, do)
     else:
-        yield ok("exactness", said)
+        yield ok("exactness", summary)
 
 
 def answered(facts: RoutingFacts) -> Answers:
-    """Return the frontends that answered twice."""
+    """Return the frontends that answered both queries."""
     return {
-        one.name: (one.first, one.second)
-        for one in facts.frontends
-        if not isinstance(one.first, Unread) and not isinstance(one.second, Unread)
+        frontend.name: (frontend.first, frontend.second)
+        for frontend in facts.frontends
+        if not isinstance(frontend.first, Unread) and not isinstance(frontend.second, Unread)
     }

@@ -1,0 +1,211 @@
+"""One pod as processes: sidecars first, each behind its startup probe; what ends is started again."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmrouter_cli.local.probes import Probe, Target, attempt
+from mmrouter_cli.local.process import Child, Guard, spawn
+from mmrouter_cli.local.run_plan import ContainerPlan
+
+FIRST_BACKOFF = 0.2
+LAST_BACKOFF = 5.0
+STEADY_SECONDS = 10.0
+"""A process that ran for so long begins again at the first backoff."""
+
+VAIN_STARTS = 5
+"""A container that has ended so often by itself, and never came up, is not going to."""
+
+STARTING_STEP = 0.1
+"""Seconds between probes of what is not ready yet, where the probe's own period is longer: people are waiting."""
+
+MEMORY_SECONDS = 2.0
+"""How often a container with a /dev/shm of its own is asked which shared memory it has made."""
+
+
+class VainError(Exception):
+    """A container ends again and again and never came up; the message says which, and its last words."""
+
+
+def tell_failure(say: Callable[[str], None]) -> Callable[["asyncio.Task[None]"], None]:
+    """Return a callback that says what ended a task that should have gone on: that would be a mistake of ours."""
+
+    def done(task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            say(f"internal error: {error!r}")
+
+    return done
+
+
+@dataclass(slots=True)
+class Container:
+    """A container as a process: what to run, and how it is doing."""
+
+    plan: ContainerPlan
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    folder: Path
+    target: Target
+    probe_commands: dict[str, tuple[str, ...]]
+    guard: Guard
+    private_memory: bool
+    log: Callable[[str], None]
+    changed: Callable[[], None]
+    child: Child | None = None
+    restarts: int = 0
+    vain: int = 0
+    """How often it has ended with a status other than 0 before it ever came up."""
+    last_words: str = ""
+    came_up: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: bool = False
+    waiting_for: str = "not started"
+    stopping: bool = False
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def pid(self) -> int | None:
+        return self.child.pid if self.child is not None else None
+
+    @property
+    def trouble(self) -> str:
+        """Say how its starts end, empty for one that came up or has not ended yet."""
+        if not self.vain:
+            return ""
+        times = "once" if self.vain == 1 else f"{self.vain} times"
+        return f"has ended {times} before it was up, its last words: {self.last_words or 'none'}"
+
+    def start(self) -> None:
+        """Run the container until :meth:`stop`."""
+        self.task = asyncio.create_task(self._supervise(), name=f"container {self.name}")
+        self.task.add_done_callback(tell_failure(self.log))
+
+    async def once(self) -> None:
+        """Run an init container until it succeeds."""
+        backoff = FIRST_BACKOFF
+        while (code := await self._run()) != 0 and not self.stopping:
+            self.vain += code > 0
+            self.changed()
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    async def stop(self, grace: float) -> None:
+        """Ask the process to end, wait ``grace`` seconds, then end it."""
+        self.stopping = True
+        if self.task is None:
+            return
+        if self.child is not None:
+            self._look_at_memory(self.child, every=0)
+            self.child.terminate()
+        else:
+            self.task.cancel()
+        await asyncio.wait([self.task], timeout=grace)
+        if self.child is not None:
+            self.log(f"does not end within {grace:g} s: killed")
+            self.child.kill()
+            await asyncio.wait([self.task], timeout=grace)
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def _supervise(self) -> None:
+        backoff = FIRST_BACKOFF
+        while not self.stopping:
+            began = time.monotonic()
+            code = await self._run()
+            if self.stopping:
+                return
+            if time.monotonic() - began >= STEADY_SECONDS:
+                backoff = FIRST_BACKOFF
+            if code > 0 and not self.came_up:
+                self.vain += 1
+            how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            self.waiting_for = f"{how}, restarts in {backoff:g} s"
+            self.log(self.waiting_for)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_BACKOFF)
+            self.restarts += 1
+            self.changed()
+
+    async def _run(self) -> int:
+        """Start the process and wait for its end. A command that cannot be started ends with 127, as in a shell."""
+        try:
+            self.child = await spawn(self.argv, env=self.env, folder=self.folder, guard=self.guard, line=self._hear)
+        except OSError as error:
+            self._hear(f"cannot be started: {error}")
+            return 127
+        if self.stopping:  # asked to stop while it was being born
+            self.child.terminate()
+        watch = asyncio.create_task(self._watch(self.child))
+        watch.add_done_callback(tell_failure(self.log))
+        try:
+            return await self.child.wait()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            self.child = None
+            self.started.clear()
+            self._set_ready(False, "not running")
+
+    def _hear(self, line: str) -> None:
+        if line.strip():
+            self.last_words = line.strip()
+        self.log(line)
+
+    async def _watch(self, child: Child) -> None:
+        startup, readiness = self.plan.startup, self.plan.readiness
+        if startup is not None and not await self._start_up(startup, child):
+            return
+        self.started.set()
+        if startup is not None:
+            self._has_come_up()
+        if readiness is None:
+            self._set_ready(True, "")
+            return
+        self.waiting_for = "readiness probe"
+        await asyncio.sleep(readiness.delay)
+        failures = successes = 0
+        while True:
+            problem = await attempt(readiness, self.target, self.probe_commands.get("readiness"))
+            failures, successes = (0, successes + 1) if problem is None else (failures + 1, 0)
+            if problem is None and successes >= readiness.successes:
+                self._set_ready(True, "")
+            elif problem is not None and (failures >= readiness.failures or not self.ready):
+                self._set_ready(False, f"readiness probe: {problem}")
+            self._look_at_memory(child)
+            await asyncio.sleep(readiness.period if self.ready else min(readiness.period, STARTING_STEP))
+
+    async def _start_up(self, probe: Probe, child: Child) -> bool:
+        await asyncio.sleep(probe.delay)
+        deadline = time.monotonic() + probe.failures * probe.period
+        while True:
+            problem = await attempt(probe, self.target, self.probe_commands.get("startup"))
+            if problem is None:
+                return True
+            self.waiting_for = f"startup probe: {problem}"
+            if time.monotonic() >= deadline:
+                self.log(f"{self.waiting_for} for {probe.failures * probe.period:g} s: killed")
+                child.kill()
+                return False
+            self._look_at_memory(child)
+            await asyncio.sleep(min(probe.period, STARTING_STEP))
+
+    def _look_at_memory(self, child: Child, every: float = MEMORY_SECONDS) -> None:
+        if self.private_memory:
+            child.look_at_memory(every=every)
+
+    def _has_come_up(self) -> None:
+        self.came_up, self.vain = True, 0
+
+    def _set_ready(self, ready: bool, waiting_for: str) -> None:
+        self.waiting_for = waiting_for
+        if ready and self.plan.readiness is not None:
+            self._has_come_up()
+        if ready != self.ready:
+            self.ready = ready
+            self.changed()
