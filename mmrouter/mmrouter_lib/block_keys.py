@@ -5,8 +5,8 @@
     extras  = identity (32 bytes) || span start - block start (i64, little-endian), per overlapping span in prompt order
 
 The ids of a block have a fixed length, so ids and extras cannot be mistaken for each other. The relative start is
-negative in the blocks that a span continues into: the same image one token further right is another block, as it is for
-the engine (docs/engine-facts/vllm.md#image-keys-in-events). Incomplete tails are not blocks.
+negative in the blocks that a span continues into: the same image one token further right is another block, as for the
+engine (docs/engine-facts/vllm.md#image-keys-in-events). Incomplete tails are not blocks.
 
 Token ids are u32 (``array('I')``) or, where an engine puts 62-bit sentinels into the ids, u64 (``array('Q')``) buffers.
 """
@@ -28,7 +28,7 @@ Key = int
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one image's placeholder tokens stand in the expanded prompt (offset and length in tokens)."""
+    """Position of one image's placeholder tokens in the expanded prompt: offset and length in tokens."""
 
     offset: int
     length: int
@@ -42,10 +42,10 @@ class Span:
 def namespace_seed(
     key: bytes, *, model: str, revision: str = "", lora: str | None = None, salt: str | None = None
 ) -> Key:
-    """Return the seed of a chain: a 64-bit keyed BLAKE3 of everything that is true of the whole request.
+    """Return the seed of a chain: a 64-bit keyed BLAKE3 of the namespace that applies to the whole request.
 
-    An absent LoRA or salt and an empty one are the same thing; fields are length-prefixed, so a LoRA never equals a
-    salt of the same text.
+    An absent LoRA or salt equals an empty one. Fields are length-prefixed, so a LoRA never equals a salt of the same
+    text.
     """
     hasher = blake3(key=key)
     for field in ("namespace", model, revision, lora or "", salt or ""):
@@ -55,7 +55,7 @@ def namespace_seed(
 
 
 def span_extra(identity: bytes, relative_start: int) -> bytes:
-    """Return the bytes that one overlapping span adds to a block: identity, then span start - block start."""
+    """Return the extras of one overlapping span: identity, then span start - block start."""
     return identity + relative_start.to_bytes(8, "little", signed=True)
 
 
@@ -86,8 +86,8 @@ def block_keys(ids: "array[int]", block_size: int, spans: Sequence[Span], seed: 
 def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key) -> "array[int]":
     """Continue a chain over ``blocks`` blocks of ``ids``, beginning after the block whose key is ``parent``.
 
-    ``extras`` maps a block number (counted from this buffer's first block) to its extras. This one loop serves both
-    sides: the router's prediction from a whole prompt and the sidecar's keys from one engine event.
+    ``extras`` maps a block number (counted from this buffer's first block) to its extras. Both the router's prediction
+    from a whole prompt and the sidecar's keys of an engine event are computed here.
     Raises ``ValueError`` when ``ids`` is shorter than its blocks.
     """
     if blocks * block_size > len(ids):
@@ -98,11 +98,11 @@ def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, byt
 
 
 def _chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key) -> "array[int]":
-    """The same in Python: what :mod:`mmrouter_lib.native` is compared with, and where that is not installed."""
-    if blocks == 1 and not extras:  # what engines announce while they decode
+    """The reference implementation, used where :mod:`mmrouter_lib.native` has none."""
+    if blocks == 1 and not extras:  # the usual event while an engine decodes
         return array("Q", (xxh3_64_intdigest(ids if len(ids) == block_size else ids[:block_size], parent),))
-    # One call cuts the buffer into all its blocks: a slice per block costs as much as its hash (docs/performance.md).
-    # An own Struct, because the module's cache of formats would keep one for every prompt length.
+    # One call cuts the buffer into all its blocks: a slice per block costs as much as its hash. The Struct bypasses the
+    # module's cache of formats, which would keep one for every prompt length.
     cut: Sequence[bytes] = struct.Struct(f"{block_size * ids.itemsize}s" * blocks).unpack_from(ids)
     if extras:
         plain = cut
@@ -115,7 +115,7 @@ def _chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, by
 
 
 def pack_keys(keys: Iterable[Key]) -> bytes:
-    """Return keys as 8 little-endian bytes each: the form that travels in the feed."""
+    """Return keys as 8 little-endian bytes each, as in feed frames."""
     packed = keys if isinstance(keys, array) and keys.typecode == "Q" else array("Q", keys)
     if sys.byteorder == "big":
         packed = array("Q", packed)

@@ -1,8 +1,9 @@
-"""The size of an encoded image, read from its header; no pixel is decoded and no canvas is allocated.
+"""Read the size of an encoded image from its header, without decoding pixels or allocating a canvas.
 
-The width and height are those that Pillow reports, because the engines open images with Pillow. JPEG, PNG and WebP are
-scanned here: Pillow decodes a whole PNG before it knows its EXIF, and allocates a WebP's canvas to learn its size. The
-EXIF blob itself is read by Pillow in every format, so that a malformed one means the same here and in the engine.
+Width and height equal those of Pillow, because the engines open images with Pillow. JPEG, PNG and WebP are scanned
+here: Pillow decodes a whole PNG before it reads its EXIF, and allocates a WebP's canvas for its size. Pillow parses the
+EXIF blob of every format, so that a malformed one gives the same result here and in the engine. AVIF and JPEG 2000,
+whose pixels only a decoder knows, have a claimed size.
 """
 
 import io
@@ -17,8 +18,6 @@ from PIL.BmpImagePlugin import BmpImageFile
 from PIL.ExifTags import Base
 from PIL.GifImagePlugin import GifImageFile
 from PIL.TiffImagePlugin import TiffImageFile
-
-__all__ = ["FORMATS", "ImageHeaderError", "ImageSize", "TooManyPixels", "probe"]
 
 
 class ImageHeaderError(ValueError):
@@ -40,7 +39,7 @@ class ImageSize:
 
 @dataclass(slots=True)
 class _Header:
-    """What a header says before rotation: ``exif`` is a TIFF structure, ``xmp`` an XML packet."""
+    """Contents of a header before rotation: ``exif`` is a TIFF structure, ``xmp`` an XML packet."""
 
     width: int = 0
     height: int = 0
@@ -56,27 +55,27 @@ _WEBP_EXIF, _WEBP_XMP = 0x08, 0x04
 
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _MAX_TEXT = 1 << 20
-"""Pillow refuses a compressed PNG text of more bytes than this, so nothing longer is ever an orientation."""
+"""Pillow refuses longer compressed texts of a PNG, so a longer one never has an orientation."""
 
 
 def probe(data: bytes, *, max_pixels: int, exif: bool) -> ImageSize:
     """Return the size of an encoded image: PNG, JPEG, WebP, GIF, BMP or TIFF; of an animation the first frame's.
 
     With ``exif`` the size is the displayed one: an EXIF (or XMP) orientation of 5 to 8 exchanges width and height. A
-    TIFF is always turned, because Pillow turns it on loading. Data that ends after a readable header is no error:
-    whether the pixels decode is for the engine to say.
+    TIFF is always rotated, because Pillow rotates it on loading. Data that ends after a readable header is no error:
+    the engine reports whether the pixels decode.
 
-    Raises :class:`ImageHeaderError` for anything that has no such header, :class:`TooManyPixels` when width times
+    Raises :class:`ImageHeaderError` for anything without such a header, :class:`TooManyPixels` when width times
     height is above ``max_pixels``.
     """
-    name, read = _recognise(data)
+    name, read = _recognize(data)
     try:
         header = read(data, exif)
     except Image.DecompressionBombError as error:
         raise TooManyPixels(f"the {name} header claims more pixels than can be decoded") from error
     except Exception as error:
-        # Pillow's readers and the scans raise whatever malformed bytes provoke: struct.error, IndexError, OSError,
-        # SyntaxError, OverflowError. All of them mean that there is no header to read.
+        # Malformed bytes make Pillow and the scans raise struct.error, IndexError, OSError, SyntaxError, OverflowError
+        # and others. All of them mean that the header is unreadable.
         raise ImageHeaderError(f"the {name} header cannot be read") from error
     if header.width < 1 or header.height < 1:
         raise ImageHeaderError(f"the {name} header gives an empty image: {header.width}x{header.height}")
@@ -87,7 +86,7 @@ def probe(data: bytes, *, max_pixels: int, exif: bool) -> ImageSize:
     return ImageSize(header.width, header.height, name)
 
 
-def _recognise(data: bytes) -> tuple[str, Callable[[bytes, bool], _Header]]:
+def _recognize(data: bytes) -> tuple[str, Callable[[bytes, bool], _Header]]:
     for magic, name, read in _MAGIC:
         if data.startswith(magic) and (name != "WEBP" or data[8:12] == b"WEBP"):
             return name, read
@@ -105,12 +104,12 @@ def _orientation(header: _Header) -> object:
             tags.load(header.exif)
             value = tags.get(Base.Orientation)
         except Exception:
-            # A broken EXIF raises anything; vLLM then shows the image unrotated.
+            # A broken EXIF raises many types; vLLM then leaves the image unrotated.
             return 1
         if value is not None:
             return value
-    found = _XMP_ORIENTATION.search(header.xmp)
-    return int(found[1]) if found else 1
+    match = _XMP_ORIENTATION.search(header.xmp)
+    return int(match[1]) if match else 1
 
 
 def _jpeg(data: bytes, exif: bool) -> _Header:
@@ -178,7 +177,7 @@ def _png(data: bytes, exif: bool) -> _Header:
             # ImageMagick's text form: three lines of label and length, then hexadecimal.
             header.exif = bytes.fromhex("".join(raw_profile.decode("latin-1").split("\n")[3:]))
         except ValueError:
-            header.xmp = b""  # a broken EXIF: the engine shows the image unrotated
+            header.xmp = b""  # a broken EXIF: the engine leaves the image unrotated
     return header
 
 
@@ -226,7 +225,7 @@ def _webp(data: bytes, exif: bool) -> _Header:
 
 
 def _tiff(data: bytes, exif: bool) -> _Header:
-    """Read by Pillow's plugin, whose size is already turned by the orientation tag; without one an XMP packet turns."""
+    """Read by Pillow's plugin, whose size is rotated by the orientation tag, or by an XMP packet without one."""
     with TiffImageFile(io.BytesIO(data)) as image:
         xmp = b"" if Base.Orientation in image.tag_v2 else image.info.get("xmp", b"")
         return _Header(*image.size, xmp=xmp if isinstance(xmp, bytes) else b"")
@@ -254,4 +253,58 @@ _MAGIC: tuple[tuple[bytes, str, Callable[[bytes, bool], _Header]], ...] = (
 )
 
 FORMATS = tuple(dict.fromkeys(name for _, name, _ in _MAGIC))
-"""Names of the formats that :func:`probe` reads; every one is on vLLM 0.32's own list."""
+"""Names of the formats that :func:`probe` reads; vLLM 0.32 accepts all of them."""
+
+_AVIF_BRANDS = (b"avif", b"avis")
+_JP2_SIGNATURE = b"\x00\x00\x00\x0cjP  \r\n\x87\n"
+_J2K_SIGNATURE = b"\xff\x4f\xff\x51"
+"""Start of codestream, then the marker of the segment that holds the size."""
+
+_HEADER_BYTES = 1 << 20
+"""Where a size is looked for: boxes of metadata stand in front of the pixels."""
+
+
+def claimed_size(data: bytes, *, max_pixels: int) -> ImageSize | None:
+    """Return the size that the header of an AVIF or JPEG 2000 image claims, ``None`` for bytes of any other format.
+
+    The claim is good enough for a pixel limit and an estimate of tokens. The processor may see another size: a decoder
+    applies rotation, mirroring and cropping or not, by its version. Images of these formats are served, not predicted.
+    Of several sizes (an AVIF has one for each item: colour, alpha, tiles, thumbnail) the largest counts.
+    Raises :class:`ImageHeaderError` for a header without a size, :class:`TooManyPixels` above ``max_pixels``.
+    """
+    head = data[:_HEADER_BYTES]
+    if head[4:8] == b"ftyp" and head[8:12] in _AVIF_BRANDS:
+        name, sizes = "AVIF", _box_sizes(head, b"ispe", ">II", skip=4)  # four bytes of version and flags come first
+    elif head.startswith(_JP2_SIGNATURE):
+        name, sizes = "JPEG 2000", [(width, height) for height, width in _box_sizes(head, b"ihdr", ">II")]
+    elif head.startswith(_J2K_SIGNATURE):
+        name, sizes = "JPEG 2000", _codestream_size(head)
+    else:
+        return None
+    if not sizes or min(min(size) for size in sizes) < 1:
+        raise ImageHeaderError(f"the {name} header gives no size")
+    width, height = max(sizes, key=lambda size: size[0] * size[1])
+    if width * height > max_pixels:
+        raise TooManyPixels(f"{width}x{height} pixels are more than the {max_pixels} allowed")
+    return ImageSize(width, height, name)
+
+
+def _box_sizes(head: bytes, box: bytes, layout: str, skip: int = 0) -> list[tuple[int, int]]:
+    """Return the sizes in every box of a kind. A chance match in other bytes only makes the claim larger."""
+    sizes: list[tuple[int, int]] = []
+    at = head.find(box)
+    while at >= 0:
+        start = at + len(box) + skip
+        if start + struct.calcsize(layout) <= len(head):
+            first, second = struct.unpack_from(layout, head, start)
+            sizes.append((first, second))
+        at = head.find(box, at + 1)
+    return sizes
+
+
+def _codestream_size(head: bytes) -> list[tuple[int, int]]:
+    """The image area on the reference grid: its end less its offset, per axis."""
+    if len(head) < 24:
+        return []
+    end_x, end_y, offset_x, offset_y = struct.unpack_from(">IIII", head, 8)
+    return [(end_x - offset_x, end_y - offset_y)]

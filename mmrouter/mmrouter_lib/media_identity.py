@@ -1,9 +1,9 @@
-"""Media identity: what makes two images the same image to a deployment.
+"""Media identity: a hash under which two images count as the same image in a deployment.
 
 An identity is a 256-bit BLAKE3 hash, keyed per deployment, of the encoded bytes *and* of every option that changes the
-pixels the engine makes of them. The same bytes by http, by ``data:`` URI or behind two signed URLs are one identity;
-other bytes behind the same URL are another. It travels to vLLM as ``uuid`` and comes back verbatim in the engine's own
-events (docs/exactness.md), so a predicted and a published block carry the same 32 bytes.
+pixels the engine computes from them. The same bytes by http, by ``data:`` URI or behind two signed URLs are one
+identity; other bytes behind the same URL are another. vLLM gets it as ``uuid`` and publishes it verbatim in its events
+(docs/exactness.md), so a predicted and a published block carry the same 32 bytes.
 """
 
 import re
@@ -14,12 +14,12 @@ from blake3 import blake3
 KEY_BYTES = 32
 IDENTITY_BYTES = 32
 SCHEME = "m1"
-"""Version of the identity scheme; a new scheme is a new prefix, so old and new never compare equal."""
+"""Version of the identity scheme, as a prefix: identities of two schemes never compare equal."""
 
 _WIRE = re.compile(rf"{SCHEME}-([0-9a-f]{{64}})")
 
 PIXEL_OPTIONS = frozenset({"min_pixels", "max_pixels", "num_crops", "rgba_background_color"})
-"""Names of the options that may change pixels. Anything else is an error, because we could not say what it changes."""
+"""Names of the options that may change pixels. Any other is an error, because its effect is not modelled."""
 
 OptionValue = bool | int | float | str | tuple[int, ...]
 
@@ -32,7 +32,7 @@ def media_identity(data: bytes, options: Mapping[str, OptionValue], *, key: byte
     :data:`PIXEL_OPTIONS`.
     """
     if not data:
-        raise ValueError("media is empty: there is nothing to identify")
+        raise ValueError("media is empty")
     if len(key) != KEY_BYTES:
         raise ValueError(f"identity key must be {KEY_BYTES} bytes, not {len(key)}")
     unknown = sorted(set(options) - PIXEL_OPTIONS)
@@ -49,16 +49,16 @@ def media_identity(data: bytes, options: Mapping[str, OptionValue], *, key: byte
 
 
 def foreign_identity(identifier: str) -> bytes:
-    """Return 32 bytes for an identifier that an engine publishes and that is not ours.
+    """Return 32 bytes for an identifier that an engine publishes and the router did not set.
 
-    Requests that reach an engine past the router carry the engine's own image hash. Such blocks must stay distinct from
-    each other and from ours, but nobody ever predicts them, so the hash needs no key.
+    Images of requests that bypass the router are published with the engine's own hash. Their blocks must stay distinct
+    from each other and from the router's, but are never predicted, so the hash needs no key.
     """
     return blake3(b"foreign media identifier:" + identifier.encode("utf-8", "surrogatepass")).digest()
 
 
 def to_wire(identity: bytes) -> str:
-    """Return the text form (``m1-`` + 64 lower hex digits) that engines carry verbatim."""
+    """Return the text form (``m1-`` + 64 lower hex digits) that engines publish verbatim."""
     if len(identity) != IDENTITY_BYTES:
         raise ValueError(f"an identity is {IDENTITY_BYTES} bytes, not {len(identity)}")
     return f"{SCHEME}-{identity.hex()}"
@@ -76,5 +76,5 @@ def _frame(value: bytes) -> bytes:
 
 
 def _canonical(value: OptionValue) -> bytes:
-    # The type is part of the value: True, 1 and "1" are three different options to a processor.
+    # The type is part of the value: True, 1 and "1" are three different options.
     return f"{type(value).__name__}:{value!r}".encode()

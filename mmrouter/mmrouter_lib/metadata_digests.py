@@ -1,4 +1,4 @@
-"""Digests of a model folder's metadata files: how router and engines find out that they read different ones."""
+"""Digests of a model folder's metadata files, to detect a router and an engine that read different ones."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from blake3 import blake3
 
 NAMES = ("tokenizer.json", "tokenizer_config.json", "config.json", "preprocessor_config.json")
 PATTERNS = ("chat_template*",)
-"""Files that decide over prompts: ids, templates, image geometry. Weights do not."""
+"""Files that prompts depend on: token ids, templates, image geometry."""
 
 
 def digests(folder: Path) -> dict[str, str]:
     """Return file name -> BLAKE3 (lower hex) of each metadata file in ``folder``; empty where there is none.
 
-    Raises ``OSError`` when a file that is there cannot be read.
+    Raises ``OSError`` when an existing file cannot be read.
     """
     if not folder.is_dir():
         return {}

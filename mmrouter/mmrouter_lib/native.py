@@ -1,7 +1,7 @@
-"""The compiled forms of two loops, where they are installed (docs/native.md). Nothing else imports them.
+"""Load the optional compiled extension ``mmrouter_native`` (docs/native.md). Only this module imports it.
 
-``chain`` and ``pack_token_ids`` are ``None`` where there is no compiled form: then the Python form, which is the
-reference and gives the same results, does all the work. It also does whatever the compiled one answers ``None`` to.
+``chain`` and ``pack_token_ids`` are ``None`` without it; callers then use the Python implementation, which is the
+reference and returns the same results. They also do so when the compiled function returns ``None``.
 """
 
 import importlib
@@ -17,46 +17,46 @@ if TYPE_CHECKING:
 log = logging.getLogger("mmrouter.native")
 
 REVISION = 1
-"""What the functions take, return and do, as a number: a module with another one is not used."""
+"""Version of the functions' interface and behaviour; a module with another one is not used."""
 SWITCH = "MMROUTER_NATIVE"
-"""``0`` leaves a compiled form that is installed unused."""
+"""Environment variable; ``0`` disables an installed extension."""
 
 Chain = Callable[["array[int]", int, int, Mapping[int, bytes], int], bytes | None]
 """(ids, block size, blocks, extras, parent) -> packed keys, as of ``mmrouter_lib.block_keys.chain``."""
 PackTokenIds = Callable[[bytes, int], bytes | None]
-"""(an engine's payload, bytes per id) -> the payload with its token ids as bytes."""
+"""(an engine's payload, bytes per id) -> the payload with its token ids packed into bytes."""
 
 chain: Chain | None = None
 pack_token_ids: PackTokenIds | None = None
 form = "python"
-"""``native`` or ``python``: which one does the work in this process."""
+"""The implementation in use by this process: ``native`` or ``python``."""
 why = ""
-"""Why it is not the compiled one."""
+"""Why the extension is not in use."""
 
 
 def load(environment: Mapping[str, str] = os.environ, module: str = "mmrouter_native") -> None:
-    """Take the compiled form if there is one that fits. Never raises: what does not load is said in the log."""
-    global chain, pack_token_ids, form, why  # noqa: PLW0603 - one form per process, looked up at each call
+    """Use the extension if one with this revision is installed. Never raises: a module that does not load is logged."""
+    global chain, pack_token_ids, form, why  # noqa: PLW0603 - one implementation per process, looked up at each call
     chain, pack_token_ids, form, why = None, None, "python", ""
     if environment.get(SWITCH) == "0":
         why = f"{SWITCH} is 0"
         return
     if sys.byteorder != "little":
-        why = "the compiled form is for little-endian machines"
+        why = "the extension is for little-endian machines"
         return
     try:
-        found = importlib.import_module(module)
+        extension = importlib.import_module(module)
     except ModuleNotFoundError:
         why = f"{module} is not installed"
         return
-    except ImportError as error:  # of another processor or C library
+    except ImportError as error:  # for another processor or C library
         why = f"{module} does not load: {error}"
     else:
-        if getattr(found, "REVISION", None) == REVISION:
-            chain, pack_token_ids, form = found.chain, found.pack_token_ids, "native"
+        if getattr(extension, "REVISION", None) == REVISION:
+            chain, pack_token_ids, form = extension.chain, extension.pack_token_ids, "native"
             return
-        why = f"{module} is of revision {getattr(found, 'REVISION', None)}, and this code is for {REVISION}"
-    log.warning("%s; the Python form does the work", why)
+        why = f"{module} is of revision {getattr(extension, 'REVISION', None)}, and this code is for {REVISION}"
+    log.warning("%s; using the Python implementation", why)
 
 
 load()

@@ -1,7 +1,7 @@
-"""Chat messages -> the exact token ids an engine computes with, and where each image stands in them."""
+"""Chat messages -> the exact token ids that an engine computes with, and the span of each image."""
 
 from mmrouter_lib.families import Expanded, PlaceholderError, PromptImage, expand_ids
-from mmrouter_lib.prompt.errors import TemplateError
+from mmrouter_lib.prompt.messages import TemplateError
 from mmrouter_lib.prompt.prompter import Prompter
 from mmrouter_lib.prompt.render_arguments import render_arguments
 

@@ -1,11 +1,11 @@
-"""Does a chat template take message content as a list of parts, or as one string?
+"""Detect whether a chat template takes message content as a list of parts or as one string.
 
 vLLM 0.32 decides by the template's syntax tree: parts ("openai") when a loop runs over the content of a message, a
-string otherwise. The rule is kept as narrow as vLLM has it, since a better guess would be a different prompt:
+string otherwise. The rule is as narrow as vLLM's, since a better guess would render a different prompt:
 
 - a message is the target of a loop over ``messages``, over a name set to it, or over a slice or filter of either;
 - its content is ``message.content`` or ``message['content']``, sliced or filtered or not, or a macro's parameter that
-  is given it, or, outside macros, the bare name ``content``.
+  receives it, or, outside macros, the bare name ``content``.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from jinja2 import nodes
 ContentFormat = Literal["openai", "string"]
 
 
-class _Unfollowed(Exception):  # noqa: N818 - control flow inside this module, never seen outside
-    """Messages or content go into something other than a plain name; vLLM then takes the template for "string"."""
+class _Unfollowed(Exception):  # noqa: N818 - control flow inside this module
+    """Messages or content are assigned to something other than a plain name; vLLM then chooses "string"."""
 
 
 def content_format(template: nodes.Template) -> ContentFormat:

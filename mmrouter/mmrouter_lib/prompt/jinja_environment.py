@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates, configured as transformers 5.19 configures its own."""
+"""Compile chat templates with the Jinja environment of transformers 5.19."""
 
 import json
 from collections.abc import Callable
@@ -17,23 +17,23 @@ from mmrouter_lib.prompt.content_format import ContentFormat, content_format
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled template and what its source says about the messages that it takes."""
+    """A compiled template, and properties of its source that decide how messages are passed to it."""
 
     template: jinja2.Template
     content: ContentFormat
-    knows_developer: bool
-    """Whether it names the role ``developer``; vLLM turns such messages into system messages for one that does not."""
+    handles_developer: bool
+    """Whether it names the role ``developer``; otherwise vLLM turns such messages into system messages."""
     mentions_content: bool
-    """Whether it names ``content`` at all, without which a final message cannot be continued."""
+    """Whether it names ``content``, which continuing a final message needs."""
 
 
 def compile_template(source: str) -> Compiled:
-    """Compile a chat template. Raises ``jinja2.TemplateSyntaxError`` for one that is none."""
+    """Compile a chat template. Raises ``jinja2.TemplateSyntaxError``."""
     environment = _environment()
     return Compiled(
         template=environment.from_string(source),
         content=content_format(environment.parse(source)),
-        knows_developer='"developer"' in source or "'developer'" in source,
+        handles_developer='"developer"' in source or "'developer'" in source,
         mentions_content="content" in source,
     )
 
@@ -49,7 +49,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}``: marks what the model wrote; for a prompt just its body."""
+    """``{% generation %}`` ... ``{% endgeneration %}`` marks the model's text; in a prompt it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute's type is jinja2's
 

@@ -1,7 +1,7 @@
-"""OpenAI chat messages -> the conversation that a chat template sees, as vLLM 0.32 builds it.
+"""Convert OpenAI chat messages to the conversation that a chat template gets, as vLLM 0.32 does.
 
-Nothing of the caller's is changed; what a template can see is copied. Media become ``{"type": "image"}`` and the like,
-or, for a template that takes strings, text in front of their message.
+The caller's objects are not modified; whatever a template gets is a copy. Media become ``{"type": "image"}`` and the
+like, or, for a template that takes strings, text in front of their message.
 """
 
 import json
@@ -9,8 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmrouter_lib.families import PlaceholderError
 from mmrouter_lib.prompt.content_format import ContentFormat
-from mmrouter_lib.prompt.errors import PlaceholderError, TemplateError
+
+
+class TemplateError(ValueError):
+    """The chat template cannot render the messages, or refuses them: the client's error, an answer of 400."""
+
 
 _TEXT_FIELD = {
     "text": "text",
@@ -27,14 +32,14 @@ _MODALITY = {
     "input_audio": "audio",
 }
 _UNTYPED = ("image_url", "audio_url", "input_audio", "video_url")
-"""Keys that make a part without ``type`` what it is, in the order in which vLLM looks."""
+"""Keys that decide the type of a part without ``type``, in vLLM's order."""
 
 _PART_FIELDS = frozenset(
     {"type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint"}
     | {"image_url", "image_pil", "image_embeds", "video_url", "video_embeds"}
     | {"audio_url", "audio_embeds", "input_audio"}
 )
-"""Fields of the parts that vLLM knows; any other field of a part is passed on to the template."""
+"""Fields of parts that vLLM handles; any other field of a part is passed to the template."""
 
 _BILLING_LINE = "x-anthropic-billing-header"
 
@@ -46,7 +51,7 @@ def conversation(
 
     ``{number}`` in such a text becomes the item's number, from 1, among those of its modality in all messages.
     Raises :class:`TemplateError` naming the message or part that cannot be used, :class:`PlaceholderError` for a text
-    that holds the media text itself more often than its message has media.
+    that contains the media text more often than its message has media.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise TemplateError("messages must be a list of at least one message")
@@ -70,9 +75,9 @@ def without_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def normal_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools with the fields, the order and the empty values that the engine's request model gives them.
+    """Return tools with the fields, order and empty values of the engine's request model.
 
-    Templates print them as JSON, so each of these is part of the prompt. Raises :class:`TemplateError`.
+    Templates print them as JSON, so all of these are part of the prompt. Raises :class:`TemplateError`.
     """
     return [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
 
@@ -91,10 +96,10 @@ def _message(
         raise TemplateError(f"{where}.content must be a text or a list of parts")
     if role == "system":
         parts = _without_billing(parts)
-    seen = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
-    kept = [part for part in seen if part is not None]
+    converted = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(parts)]
+    shown = [part for part in converted if part is not None]
     result: dict[str, Any] = {"role": role}
-    result["content"] = kept if content == "openai" else _string(kept, where, media_text, numbers)
+    result["content"] = shown if content == "openai" else _string(shown, where, media_text, numbers)
     if role == "assistant":
         _add_calls(result, message, where)
         reasoning = message.get("reasoning")
@@ -105,8 +110,8 @@ def _message(
     elif role == "tool":
         if "tool_call_id" in message:
             result["tool_call_id"] = message["tool_call_id"]
-        if isinstance(result["content"], list) and all(part.get("type") == "text" for part in kept):
-            result["content"] = "\n".join(part.get("text", "") for part in kept)
+        if isinstance(result["content"], list) and all(part.get("type") == "text" for part in shown):
+            result["content"] = "\n".join(part.get("text", "") for part in shown)
     elif role == "developer":
         result["tools"] = message.get("tools")
     for field in ("name", "task"):
@@ -116,7 +121,7 @@ def _message(
 
 
 def _part(part: object, where: str) -> dict[str, Any] | None:
-    """Return a part as a template sees it, ``None`` for a text or refusal that is null and therefore skipped."""
+    """Return a part for the template, ``None`` for a null text or refusal, which is skipped."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
@@ -140,9 +145,9 @@ def _part(part: object, where: str) -> dict[str, Any] | None:
 
 
 def _string(parts: list[dict[str, Any]], where: str, media_text: Mapping[str, str], numbers: Counter[str]) -> str:
-    """Return one string: texts joined by newlines, with media that the text does not place itself in front.
+    """Return one string: texts joined by newlines, after the media that the text does not place itself.
 
-    ``numbers`` is how many items of each modality came before this message, and is counted on.
+    ``numbers`` counts the items of each modality so far, and is updated.
     """
     texts = [text for part in parts if (text := part.get("text") or part.get("name"))]
     joined = "\n".join(texts)
@@ -175,7 +180,7 @@ def _add_calls(result: dict[str, Any], message: Mapping[str, Any], where: str) -
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object; text that is no JSON object counts as an empty one."""
+    """Return a tool call with its arguments as an object, empty for text that is no JSON object."""
     if not isinstance(call, Mapping):
         raise TemplateError(f"{where} must be an object")
     function = call.get("function")
@@ -210,21 +215,21 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
 
 
 def _ordered(first: tuple[str, ...], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the engine's request model knows in its order, then the others in theirs."""
+    """Return the fields of the engine's request model in its order, then the others in theirs."""
     return {key: values[key] for key in first if key in values} | {k: v for k, v in values.items() if k not in first}
 
 
 def _without_billing(parts: Sequence[Any]) -> list[Any]:
-    """Drop a client's billing line from system texts: vLLM drops it, because it differs in every request."""
-    kept: list[Any] = []
+    """Drop the billing line of some clients from system texts, as vLLM does: it differs in every request."""
+    result: list[Any] = []
     for part in parts:
         typed = isinstance(part, Mapping) and part.get("type") == "text"
         text = part.get("text") if typed else part
         if not isinstance(text, str) or not text.startswith(_BILLING_LINE):
-            kept.append(part)
+            result.append(part)
         elif rest := text.partition("\n")[2]:
-            kept.append({**part, "text": rest} if typed else rest)
-    return kept
+            result.append({**part, "text": rest} if typed else rest)
+    return result
 
 
 def _plain(content: object) -> str:

@@ -11,17 +11,14 @@ from tokenizers import Tokenizer
 
 from mmrouter_lib.families import Codec, Expanded, Family, ModelFolderError, PromptImage
 from mmrouter_lib.model_folder import find_json
-from mmrouter_lib.prompt.errors import TemplateError
 from mmrouter_lib.prompt.jinja_environment import Compiled, compile_template
-from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
+from mmrouter_lib.prompt.messages import TemplateError, conversation, normal_tools, without_developer
+from mmrouter_lib.prompt.render_arguments import REPLACING
 from mmrouter_lib.prompt.template_source import Templates, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 
-_OURS = frozenset({"messages", "conversation", "chat_template", "return_assistant_tokens_mask"})
-"""Names in ``chat_template_kwargs`` that the engine answers with 400: they would replace the request's own parts."""
-
 _UNSET = (None, "auto")
-"""Values in ``chat_template_kwargs`` that vLLM takes for absent."""
+"""Values in ``chat_template_kwargs`` that vLLM treats as absent."""
 
 _TAG = "END OF THE MESSAGE THAT GOES ON "
 """Marks where a continued final message ends; the trailing space tells whether the template strips it."""
@@ -71,8 +68,8 @@ class Prompter:
     ) -> str:
         """Return the prompt text of OpenAI chat messages. The arguments are the fields of a chat request.
 
-        ``tools`` and ``documents`` within ``chat_template_kwargs`` count as they do for vLLM: the former replace the
-        request's, the latter only fill in. Raises :class:`TemplateError`, also with the template's own refusal, and
+        As in vLLM, ``tools`` within ``chat_template_kwargs`` replace the request's, and ``documents`` are used when the
+        request has none. Raises :class:`TemplateError`, also with the template's own refusal, and
         :class:`PlaceholderError` as :func:`~mmrouter_lib.prompt.messages.conversation` does.
         """
         if continue_final_message and add_generation_prompt:
@@ -80,7 +77,7 @@ class Prompter:
         if tools is not None:
             tools = normal_tools(tools)
         variables = {k: v for k, v in (chat_template_kwargs or {}).items() if v not in _UNSET}
-        if refused := sorted(_OURS & variables.keys()):
+        if refused := sorted(variables.keys() & REPLACING):
             raise TemplateError(f"chat_template_kwargs.{refused[0]} is not accepted")
         for name in ("tokenize", "add_generation_prompt", "continue_final_message"):
             variables.pop(name, None)
@@ -92,7 +89,7 @@ class Prompter:
                 raise TemplateError(f"{name} must be a list of objects")
         compiled = self.compiled[self.templates.choose(tools=tools is not None)]
         chat = conversation(messages, compiled.content, self.family.media_text)
-        if not compiled.knows_developer:
+        if not compiled.handles_developer:
             chat = without_developer(chat)
         final = ""
         if continue_final_message:
@@ -110,7 +107,7 @@ class Prompter:
         try:
             text = compiled.template.render(context)
         except Exception as error:
-            # A template is a program over the client's data: whatever it stumbles over, vLLM answers 400 and says why.
+            # A template is a program over the client's data: vLLM answers every error in it with 400 and the reason.
             raise TemplateError(f"the chat template refuses the messages: {error}") from error
         return _cut_final(text, final) if continue_final_message else text
 

@@ -1,22 +1,22 @@
-"""A chat request's body -> the arguments of :meth:`Prompter.render`, as vLLM 0.32 takes them from it."""
+"""Take the arguments of :meth:`Prompter.render` from a chat request's body, as vLLM 0.32 does."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jinja2.defaults import DEFAULT_NAMESPACE
 
-from mmrouter_lib.prompt.errors import TemplateError
+from mmrouter_lib.prompt.messages import TemplateError
 
-REPLACING = ("messages", "conversation", "chat_template", "return_assistant_tokens_mask")
-"""Names in ``chat_template_kwargs`` that would replace the request's own parts; the engine answers them with 400."""
+REPLACING = ("chat_template", "conversation", "messages", "return_assistant_tokens_mask")
+"""Names in ``chat_template_kwargs`` that the engine answers with 400: they would replace parts of the request."""
 
 
 def render_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments for ``Prompter.render(messages, ...)`` that the fields of a chat request stand for.
+    """Return the keyword arguments of ``Prompter.render(messages, ...)`` for the fields of a chat request.
 
-    A name in ``chat_template_kwargs`` that every template has from Jinja itself (``range``, ``namespace``) is dropped.
+    A name in ``chat_template_kwargs`` that Jinja itself defines (``range``, ``namespace``) is dropped.
     ``reasoning_effort`` reaches the template as a variable, and switches ``enable_thinking`` where the client does not.
-    Raises :class:`TemplateError` for ``chat_template_kwargs`` that are no object.
+    Raises :class:`TemplateError` for ``chat_template_kwargs`` that are not an object.
     """
     given = body.get("chat_template_kwargs")
     if not (given is None or isinstance(given, Mapping)):

@@ -1,16 +1,16 @@
-"""Tokenization that remembers: a conversation repeats its beginning, and only what is new is tokenized.
+"""Cache the token ids of text segments, so that only the new part of a conversation is tokenized.
 
-A text may be cut behind a token at which the tokenizer itself always splits first. That the pieces' ids are the whole
-text's is read off the tokenizer's own parts, or nothing is cut:
+A text may be cut behind a token at which the tokenizer always splits first. Texts are cut only if the tokenizer's own
+parts guarantee that the ids of the pieces are the ids of the whole text:
 
-- Added tokens that are not normalized are found in the raw text before anything else happens to it, leftmost first and
-  longest first. A *cut token* never shares a character with another occurrence of an added token: none is inside
-  another, and none ends as another begins. So every occurrence is found, whatever surrounds it.
-- It takes no blanks with it (``lstrip``, ``rstrip``), holds none at its ends that a neighbour could take, and there is
-  no token that asks what stands beside it (``single_word``).
-- What lies between is normalized, split and merged piece by piece. Parts that look further are not on the lists below:
-  ``Metaspace`` that treats the first piece otherwise, a model that draws lots (``dropout``), anything unknown.
-- A post-processor only puts the same ids around the whole.
+- Added tokens that are not normalized are matched in the raw text before any other step, leftmost and longest first. A
+  *cut token* never shares a character with another occurrence of an added token: none contains another, and none ends
+  as another begins. So every occurrence is matched, independent of its neighbours.
+- It strips no blanks (``lstrip``, ``rstrip``), has none at its ends that a neighbour could strip, and no added token
+  depends on its neighbours (``single_word``).
+- The text between is normalized, split and merged piece by piece. Parts that look further are not on the lists below:
+  ``Metaspace`` with a special first piece, a random model (``dropout``), anything unknown.
+- A post-processor only adds the same ids around the whole.
 """
 
 import json
@@ -26,20 +26,20 @@ from tokenizers import Tokenizer, models
 
 MAX_BYTES = 64 << 20
 SHORTEST = 256
-"""Characters that a segment has at least (but for the last): fewer, longer segments are found faster than many."""
+"""Minimum characters of a segment but the last: fewer, longer segments are looked up faster."""
 
 _ENTRY_BYTES = 250
-"""What a remembered segment costs beside its text and ids: two objects' headers and a place in the dictionary."""
+"""Overhead of a cached segment: two objects' headers and a dictionary entry."""
 
 _NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase"})
 _PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"})
 
 
 class SegmentCache:
-    """The ids of texts, as the tokenizer gives them; remembered segment by segment, the longest unused forgotten first.
+    """The tokenizer's ids of texts, cached by segment; the least recently used segments are evicted.
 
-    The tokenizer must not be changed afterwards. Safe to share between threads: two that meet the same new segment both
-    tokenize it. ``max_bytes`` bounds what texts, ids and their bookkeeping take together.
+    The tokenizer must not change afterwards. Safe to share between threads: two that get the same new segment both
+    tokenize it. ``max_bytes`` bounds the memory of texts, ids and overhead.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = MAX_BYTES, shortest: int = SHORTEST) -> None:
@@ -48,44 +48,44 @@ class SegmentCache:
         self._shortest = shortest
         self._cut = _pattern(cut_tokens(tokenizer))
         self._around = _around(tokenizer)
-        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._cached: OrderedDict[str, array[int]] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
 
     @property
     def cuts(self) -> bool:
-        """Whether texts are cut at all; where not, each call is the tokenizer's own."""
+        """Whether texts are cut at all; otherwise nothing is cached."""
         return self._cut is not None
 
     @property
     def size_bytes(self) -> int:
-        """What is remembered, in bytes."""
+        """Size of the cache in bytes."""
         return self._bytes
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._cached)
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the ids (u32) of a text. Raises ``TypeError`` for a text that is not Unicode."""
         if self._cut is None or (add_special_tokens and self._around is None):
             return self._tokenize([text], add_special_tokens)[0]
         segments = list(self._segments(text, self._cut))
-        found = self._look_up(segments)
-        if missing := [segment for segment in dict.fromkeys(segments) if segment not in found]:
+        ids_of = self._look_up(segments)
+        if missing := [segment for segment in dict.fromkeys(segments) if segment not in ids_of]:
             fresh = dict(zip(missing, self._tokenize(missing, False), strict=True))
             self._remember(fresh)
-            found |= fresh
+            ids_of |= fresh
         before, after = self._around if add_special_tokens and self._around is not None else ((), ())
         ids = array("I", before)
         for segment in segments:
-            ids += found[segment]
+            ids += ids_of[segment]
         ids.extend(after)
         return ids
 
     def _segments(self, text: str, cut: "re.Pattern[str]") -> Iterator[str]:
         """Cut behind the first cut token that ends at least ``shortest`` characters on, and so forth.
 
-        Where a cut is depends on nothing behind it, so a text that goes on differently keeps its segments.
+        A cut depends only on the text before it, so two texts with the same beginning share its segments.
         """
         start = 0
         for match in cut.finditer(text):
@@ -96,37 +96,37 @@ class SegmentCache:
             yield text[start:]
 
     def _look_up(self, segments: Iterable[str]) -> "dict[str, array[int]]":
-        found: dict[str, array[int]] = {}
+        hits: dict[str, array[int]] = {}
         with self._lock:
             for segment in segments:
-                ids = self._known.get(segment)
+                ids = self._cached.get(segment)
                 if ids is not None:
-                    self._known.move_to_end(segment)
-                    found[segment] = ids
-        return found
+                    self._cached.move_to_end(segment)
+                    hits[segment] = ids
+        return hits
 
     def _remember(self, fresh: "dict[str, array[int]]") -> None:
         with self._lock:
             for segment, ids in fresh.items():
                 size = _size(segment, ids)
-                if size > self._max_bytes or segment in self._known:
+                if size > self._max_bytes or segment in self._cached:
                     continue
-                self._known[segment] = ids
+                self._cached[segment] = ids
                 self._bytes += size
             while self._bytes > self._max_bytes:
-                self._bytes -= _size(*self._known.popitem(last=False))
+                self._bytes -= _size(*self._cached.popitem(last=False))
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> "list[array[int]]":
-        # The batch call, even for one text: it computes no offsets and runs without the interpreter's lock.
+        # The batch call, even for one text: it computes no offsets and releases the interpreter's lock.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [array("I", encoding.ids) for encoding in encodings]
 
 
 def cut_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the tokens behind which a text can be cut; none for a tokenizer of which that is not known."""
+    """Return the tokens behind which a text can be cut, none where the tokenizer gives no guarantee."""
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
     if (
-        tokenizer.encode_special_tokens  # special tokens in the text are text then
+        tokenizer.encode_special_tokens  # then special tokens are plain text
         or tokenizer.truncation is not None
         or tokenizer.padding is not None
         or not isinstance(tokenizer.model, models.BPE)
@@ -147,7 +147,7 @@ def cut_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def _can_share(token: str, other: str) -> bool:
-    """Whether occurrences of the two, other than one and the same, can have a character in common."""
+    """Whether two different occurrences of the two tokens can share a character."""
     if token != other and (token in other or other in token):
         return True
     shorter = min(len(token), len(other))
@@ -157,21 +157,21 @@ def _can_share(token: str, other: str) -> bool:
     )
 
 
-def _is_local(settings: dict[str, Any], inner: str, known: frozenset[str]) -> bool:
-    """Whether a normalizer or pre-tokenizer works on each piece for itself."""
+def _is_local(settings: dict[str, Any], inner: str, local: frozenset[str]) -> bool:
+    """Whether a normalizer or pre-tokenizer handles each piece independently."""
     match settings.get("type"):
         case None:
             return True
         case "Sequence":
-            return all(_is_local(part, inner, known) for part in settings[inner])
+            return all(_is_local(part, inner, local) for part in settings[inner])
         case "Metaspace":
             return settings.get("prepend_scheme") in ("always", "never")
         case name:
-            return name in known
+            return name in local
 
 
 def _around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the ids that ``add_special_tokens`` puts before and behind a text, ``None`` where they are not known."""
+    """Return the ids that ``add_special_tokens`` puts before and behind a text, ``None`` if unknown."""
     return _ids_around(_settings(tokenizer.post_processor))
 
 
@@ -201,11 +201,11 @@ def _ids_around(settings: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, .
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """Return what a part of a tokenizer is made of, as in tokenizer.json; empty for a part that is not there."""
+    """Return the settings of a part of a tokenizer, as in tokenizer.json; empty for a missing part."""
     if part is None:
         return {}
-    found: dict[str, Any] = json.loads(part.__getstate__())
-    return found
+    settings: dict[str, Any] = json.loads(part.__getstate__())
+    return settings
 
 
 def _pattern(tokens: list[str]) -> "re.Pattern[str] | None":

@@ -1,7 +1,7 @@
-"""Which chat template an engine uses for a model folder.
+"""Find the chat template that an engine uses for a model folder.
 
-vLLM 0.32 asks the processor first and the tokenizer second, and only the tokenizer when the request has tools; each has
-its own order of files (transformers 5.19).
+vLLM 0.32 takes the processor's template before the tokenizer's, and only the tokenizer's when the request has tools;
+each has its own order of files (transformers 5.19).
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrouter_lib.model_folder import ModelFolderError, find_json, find_text
-from mmrouter_lib.prompt.errors import TemplateError
+from mmrouter_lib.prompt.messages import TemplateError
 
 NAMED_TEMPLATES = "additional_chat_templates"
 
@@ -32,12 +32,12 @@ class Templates:
 
     def texts(self) -> set[str]:
         """Return every template that :meth:`choose` can return."""
-        found = {text for name, text in self.tokenizer.items() if name in ("default", "tool_use")}
-        return found if self.processor is None else found | {self.processor}
+        texts = {text for name, text in self.tokenizer.items() if name in ("default", "tool_use")}
+        return texts if self.processor is None else texts | {self.processor}
 
 
 def find_templates(folder: Path, explicit: str | None, tokenizer_config: dict[str, Any]) -> Templates:
-    """Return the templates of a folder; an explicit one, which may be the name of one of them, replaces them all.
+    """Return the templates of a folder; ``explicit``, a text or the name of one of them, replaces them all.
 
     Raises :class:`ModelFolderError` for files that contradict each other or hold no template.
     """

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, with the tokens that only tokenizer_config.json has."""
+"""Load the tokenizer of a model folder, with the tokens that only tokenizer_config.json has."""
 
 from array import array
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.model_folder import ModelFolderError
-from mmrouter_lib.prompt.errors import TemplateError
+from mmrouter_lib.prompt.messages import TemplateError
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -17,7 +17,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, slots=True)
 class TokenizerCodec:
-    """A tokenizer as families use it."""
+    """A tokenizer with the interface that families use."""
 
     tokenizer: Tokenizer
     segments: SegmentCache
@@ -52,9 +52,9 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
     As transformers 5.19 does: tokens of ``added_tokens_decoder`` that the file lacks or has with other properties are
     added in the order of their ids, then named and additional special tokens that are still unknown. Qwen2-VL's
-    placeholder is such a token. ``add_bos_token`` and ``add_eos_token``, where given, win over the file's own ends.
+    placeholder is such a token. ``add_bos_token`` and ``add_eos_token`` override the file's post-processor.
 
-    Raises :class:`ModelFolderError` for a file that cannot be read or a token that does not get the id it claims.
+    Raises :class:`ModelFolderError` for a file that cannot be read or a token that does not get its configured id.
     """
     path = folder / "tokenizer.json"
     try:
@@ -88,7 +88,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def _set_ends(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Replace what is put around a text by what ``add_bos_token`` and ``add_eos_token`` say, where either is given."""
+    """Apply ``add_bos_token`` and ``add_eos_token``, where either is set."""
     if not {"add_bos_token", "add_eos_token"} & config.keys():
         return
     named = special_tokens(config)
@@ -106,11 +106,11 @@ def _set_ends(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return name -> text of the special tokens that a chat template can use as variables (``eos_token`` ...)."""
-    found = {name: _text(config.get(name)) for name in _NAMED}
+    texts = {name: _text(config.get(name)) for name in _NAMED}
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
-        found |= {name: _text(value) for name, value in extra.items()}
-    return {name: text for name, text in found.items() if text is not None}
+        texts |= {name: _text(value) for name, value in extra.items()}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _claimed_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:

@@ -6,7 +6,7 @@ Renderers have no cache and therefore no sidecar: the frontends probe them direc
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_lib.engines.base.launch import takes_plugin
+from mmrouter_lib.engines.base.launch import uses_plugin
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SIDECAR_ITEMS
 from mmrouter_operator.model.labels import COMPATIBILITY, GATES, INPUTS_HASH, ROLE_LABEL, SHARED_MEMORY
@@ -100,7 +100,7 @@ def _path(number: int) -> str:
 
 
 def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config: OperatorConfig) -> dict[str, Any]:
-    has_sidecar, shared, plugged = pool.role != "renderer", shared_memory.is_shared(pool), takes_plugin(dep)
+    has_sidecar, shared, plugged = pool.role != "renderer", shared_memory.is_shared(pool), uses_plugin(dep)
     init = [
         *([shared_memory.prepare(config)] if shared else []),
         *([handover_plugin.deliver(config)] if plugged else []),

@@ -18,8 +18,7 @@ from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
 from mmrouter_lib.engines.base.request import ImageRewrite
 from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.families import Family, ImageSizeError, is_proved, load_family
-from mmrouter_lib.image_claims import claimed_size
-from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, probe
+from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage, TemplateError

@@ -37,15 +37,15 @@ def test_ids_and_spans_are_taken_over_in_prompt_order():
     [
         (b"<html>", "not a rendered prompt"),
         (b'{"token_ids": [-1]}', "not a rendered prompt"),
-        (answer((A, 38, 4)), "stands at 38"),
-        (answer((A, 3, 0)), "stands at 3"),
+        (answer((A, 38, 4)), "is at 38"),
+        (answer((A, 3, 0)), "is at 3"),
         (answer(features={"mm_hashes": {"video": ["x"]}}), "video"),
         (answer(features={"mm_hashes": {"image": ["x"]}, "mm_placeholders": {"image": []}}), "1 images are named"),
         (
             answer(
                 features={"mm_hashes": {"image": ["x"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 1}]}}
             ),
-            "no identity of ours",
+            "no identity of mmrouter",
         ),
     ],
 )

@@ -6,8 +6,7 @@ import struct
 import pytest
 from PIL import Image
 
-from mmrouter_lib.image_claims import claimed_size
-from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels
+from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size
 
 FORMATS = {"AVIF": {}, "JPEG2000": {}, "codestream": {"no_jp2": True}}
 

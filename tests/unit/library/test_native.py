@@ -68,7 +68,7 @@ def test_a_module_that_does_not_load_is_said(
     (tmp_path / "mmrouter_native_broken.py").write_text("raise ImportError('of another processor')\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert loaded(module="mmrouter_native_broken")[:3] == (None, None, "python")
-    assert [record.getMessage() for record in caplog.records] == [f"{native.why}; the Python form does the work"]
+    assert [record.getMessage() for record in caplog.records] == [f"{native.why}; using the Python implementation"]
 
 
 @given(st.data(), st.sampled_from("IQ"), st.integers(1, 70), st.integers(0, 12), st.integers(0, U64))

@@ -1,6 +1,6 @@
-"""What an engine must be told of the accelerator it runs on: data, keyed by ``pools[].accelerator.kind``.
+"""Engine settings per kind of accelerator (``pools[].accelerator.kind``): device flags, KV buffers, transfers.
 
-vLLM finds its device by its build, so it has no flag here (docs/engine-facts/vllm.md#devices).
+vLLM derives its device from its build, so it has no flag here (docs/engine-facts/vllm.md#devices).
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of accelerator, as the engines name it. ``None``: the engine has no such thing there."""
+    """One kind of accelerator, in the engines' terms. ``None``: the engine has no such setting there."""
 
     sglang_device: str | None = None
-    """``--device`` of SGLang; it finds CUDA and ROCm itself."""
+    """``--device`` of SGLang, which detects CUDA and ROCm itself."""
     kv_buffer: str | None = None
-    """``kv_buffer_device`` of vLLM's NixlConnector: where KV blocks lie while they travel."""
+    """``kv_buffer_device`` of vLLM's NixlConnector: memory that KV blocks are transferred from."""
     vllm_embeddings: bool = False
     """Whether vLLM's ECCPUConnector runs there: it needs the second model runner, which needs Triton."""
     sglang_transfer: str | None = None
@@ -26,7 +26,7 @@ class Device:
 
 DEVICES: Final[dict[str, Device]] = {
     "nvidia": Device(kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
-    # ROCm builds of PyTorch call their device cuda, and so does vLLM's table of NIXL devices.
+    # ROCm builds of PyTorch and vLLM's table of NIXL devices call the device cuda.
     "amd": Device(kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
     "intel-i915": Device(sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),
     "intel-xe": Device(sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),

@@ -1,11 +1,11 @@
-"""The frame that the engines' KV events share: a msgpack array ``[ts, events, data parallel rank]``.
+"""Decode the frame of both engines' KV events: a msgpack array ``[ts, events, data parallel rank]``.
 
-Today's releases send each event as a map that names its type; older ones send positional arrays in the same order of
+Current releases send each event as a map that names its type; older ones send positional arrays in the same order of
 fields. Unknown fields are skipped.
 
-Token ids are most of a payload, and a number of msgpack each. Where the compiled form is there
-(:mod:`mmrouter_lib.native`), it makes bytes of them first, so that no Python object is made per token. What it leaves
-alone, and whatever is wrong with a payload, is read as if it were not there.
+Most of a payload is token ids, one msgpack integer each. The compiled extension (:mod:`mmrouter_lib.native`), where
+installed, first packs them into bytes, so that no Python object is created per token. Payloads that it does not accept
+are decoded in Python, which also raises all errors.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from mmrouter_lib.engines.base.events import Batch, Event, EventError, Ignored
 E = TypeVar("E", bound=msgspec.Struct)
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError)
-"""What msgspec raises for bytes that are no batch; text that is not UTF-8 and odd map keys get errors of their own."""
+"""What msgspec raises for bytes that are no batch; invalid UTF-8 and unhashable map keys raise their own types."""
 
 
 class WireBatch(msgspec.Struct, Generic[E], array_like=True):
-    """One message, its events of an engine's own types."""
+    """One message with events of an engine's own types."""
 
     ts: float
     events: list[E]
@@ -40,12 +40,12 @@ _untyped = msgspec.msgpack.Decoder(_AnyBatch)
 
 
 def count_ids(ids: list[Any] | bytes, id_bytes: int) -> int:
-    """Return how many token ids an event has, in either form."""
+    """Return the number of token ids of an event, as a list or packed."""
     return len(ids) // id_bytes if type(ids) is bytes else len(ids)
 
 
-class Wire(Generic[E]):
-    """Reads one engine's messages."""
+class BatchDecoder(Generic[E]):
+    """Decodes one engine's messages."""
 
     def __init__(
         self,
@@ -55,9 +55,8 @@ class Wire(Generic[E]):
         translate: Callable[[Sequence[E | Ignored]], tuple[Event, ...]],
         id_bytes: int,
     ) -> None:
-        """``typed`` reads events of all ``shapes``, which are tagged by their types; ``translate`` makes them ours.
-
-        ``packed`` does so where token ids are bytes, ``id_bytes`` of each.
+        """``typed`` decodes events of all ``shapes``, which are tagged by their types; ``packed`` does so where token
+        ids are bytes, ``id_bytes`` each. ``translate`` converts them to the common events.
         """
         self._read, self._read_packed, self._translate = typed.decode, packed.decode, translate
         self._shapes = {(get_origin(shape) or shape).__struct_config__.tag: shape for shape in shapes}
@@ -70,13 +69,13 @@ class Wire(Generic[E]):
             try:
                 wire = self._read_packed(packed)
             except _UNREADABLE:
-                pass  # what is wrong is told of the payload as it came
+                pass  # the error is raised below, for the payload as it came
             else:
                 return Batch(wire.ts, wire.rank or 0, self._translate(wire.events))
         try:
             wire = self._read(payload)
         except msgspec.ValidationError:
-            # Positional events, event types of later releases, or a real fault: the slow path tells them apart.
+            # Positional events, event types of later releases, or invalid bytes: the slow path distinguishes them.
             return self._decode_slowly(payload)
         except _UNREADABLE as error:
             raise EventError(f"not msgpack: {error}") from error
@@ -104,11 +103,11 @@ class Wire(Generic[E]):
         else:
             raise EventError(f"neither a map nor a positional array: {type(raw).__name__}")
         if not isinstance(kind, str):
-            raise EventError("an event names its type as text")
+            raise EventError("the type of an event is not text")
         shape = self._shapes.get(kind)
         if shape is None:
             return Ignored("unknown_event")
         if isinstance(raw, list):
-            # Fields were only ever appended, so the order of today's map is the order of the older arrays.
+            # Fields were only ever appended, so the order of the map is the order of the older arrays.
             raw = dict(zip((get_origin(shape) or shape).__struct_fields__, raw[1:], strict=False))
         return msgspec.convert(raw | {"type": kind}, shape)

@@ -1,7 +1,7 @@
-"""Engine events in one shape, whatever engine and encoding they came from.
+"""KV events of all engines in one form.
 
-Block hashes are the engine's own, as unsigned 64-bit numbers: engines that publish whole digests are narrowed to the
-low 64 bits, which is what the same engine publishes in its integer form.
+Block hashes are the engine's own, as unsigned 64-bit numbers. Whole digests are narrowed to the low 64 bits, which the
+same engine publishes in its integer form.
 """
 
 from array import array
@@ -11,17 +11,16 @@ import msgspec
 
 
 class EventError(ValueError):
-    """An event batch cannot be read; the message says where."""
+    """An event batch cannot be decoded; the message says where."""
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
     """Blocks that the engine now holds, in chain order, right after ``parent`` (``None``: from the prompt's start).
 
-    ``ids`` holds the tokens of the blocks back to back: ``array('I')``, or ``array('Q')`` from an engine that puts wide
-    sentinels into them (then in every event). ``extras`` maps a block's number within this event to the bytes that
-    ``mmrouter_lib.block_keys.chain`` wants for it. ``spans`` lists (block number, identity, span start - block
-    start). Tokens
-    of fewer blocks than there are hashes are those of the first ones, and nothing is said of the others.
+    ``ids`` holds the tokens of the blocks back to back: ``array('I')``, or ``array('Q')`` from an engine that writes
+    wide sentinels into them (then in every event). ``extras`` maps a block's number within this event to the bytes that
+    ``mmrouter_lib.block_keys.chain`` takes for it. ``spans`` lists (block number, identity, span start - block start).
+    If there are tokens for fewer blocks than hashes, they are those of the first blocks.
     """
 
     hashes: tuple[int, ...]
@@ -35,14 +34,14 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     group: int
     medium: str
     window: int | None = None  # tokens; None for full attention
-    kind: str = ""  # what the engine calls the group's cache; empty where it does not say
-    published: Any = None  # extra keys per block as they came; only with a window, where hashes are recomputed
+    kind: str = ""  # the engine's name for the group's kind of cache, empty where it sends none
+    published: Any = None  # extra keys per block as received; only with a window, where hashes are recomputed
 
 
 class Ragged(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of more blocks than are now held, and the hashes of those that are, in order; which ones is not said.
+    """Tokens of more blocks than the engine holds, and the hashes of those it holds, in order, without positions.
 
-    ``published`` has the extra keys of every hash as they came, ``None`` for no entry at all; the rest is as in
+    ``published`` has the extra keys of every hash as received, ``None`` for no entry at all; the other fields are as in
     :class:`Stored`.
     """
 
@@ -67,13 +66,13 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """The rank holds nothing any more."""
+    """The rank's cache is empty."""
 
 
 class Ignored(msgspec.Struct, frozen=True, gc=False):
-    """An event that changes nothing for us, and the reason it is counted under.
+    """An event that is not indexed; ``reason`` is the label it is counted under.
 
-    ``group``: the cache group of which nothing is indexed, where that is the reason.
+    ``group``: the cache group, where a group that is not indexed is the reason.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""What every adapter's ``launch`` returns, and the ports of an engine pod (docs/architecture.md)."""
+"""Command lines of engine containers, the ports of an engine pod, and helpers for flags (docs/architecture.md)."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -11,28 +11,28 @@ if TYPE_CHECKING:
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
 REPLAY_PORT = 5657
-"""Plus the data parallel rank each; both are on the pod's loopback."""
+"""Both plus the data parallel rank, on the pod's loopback."""
 SIDE_CHANNEL_PORT = 5600
-"""Plus the data parallel rank: where engines agree on a transfer of KV blocks or embeddings."""
+"""Plus the data parallel rank: engines negotiate transfers of KV blocks and embeddings here."""
 BOOTSTRAP_PORT = 8998
-"""Where an SGLang prefill engine is asked for its transfer addresses."""
+"""The bootstrap server of an SGLang prefill engine, which answers its transfer addresses."""
 
 SIXTEEN_BITS = frozenset({"float16", "bfloat16"})
-"""Number formats that an engine chooses by itself where it is not told one."""
+"""Number formats that an engine chooses by itself without a flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The engine container: ``$(POD_IP)`` and ``$(POD_LOOPBACK)`` are expanded by whoever starts it."""
+    """The engine container. Kubernetes or the local runner expands ``$(POD_IP)`` and ``$(POD_LOOPBACK)``."""
 
     command: list[str]
     args: list[str]
     env: dict[str, str]
     health_path: str
     ports: dict[str, int] = field(default_factory=dict)
-    """Name -> port on which other engines reach this one, besides :data:`HTTP_PORT`."""
+    """Name -> port that other engines connect to, besides :data:`HTTP_PORT`."""
     health_seconds: int = 5
-    """How long an answer of the health path may take."""
+    """Timeout of the health path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,13 @@ class LaunchError(ValueError):
         super().__init__(message)
 
 
-def takes_plugin(dep: "MMRouterDeployment") -> bool:
-    """Whether the deployment's engines run our plugin: it takes and gives what renderers have processed."""
+def uses_plugin(dep: "MMRouterDeployment") -> bool:
+    """Whether the deployment's engines run the mmrouter plugin, which transfers processed images from renderers."""
     return dep.spec.routing.transfer != "none" and any(pool.role == "renderer" for pool in dep.spec.pools)
 
 
 def plugin_command(command: list[str]) -> list[str]:
-    """Return an engine's command as the plugin's start script runs it: with the plugins of its image, and ours."""
+    """Return an engine's command, run by the plugin's start script: with its image's plugins and mmrouter's."""
     return ["python3", "-m", "mmrouter_handover.plugin.start", *command]
 
 
@@ -77,7 +77,7 @@ def flag(name: str, value: object) -> list[str]:
 
 
 def chosen_flags(args: Iterable[str], names: Set[str]) -> dict[str, str]:
-    """Return what a user's arguments set of the flags in ``names``, the last one of each; a bare flag is ``""``."""
+    """Return the values of the flags in ``names`` among a user's arguments; the last wins, a bare flag is ``""``."""
     return {name: value for name, value in _pairs(list(args)) if name in names}
 
 

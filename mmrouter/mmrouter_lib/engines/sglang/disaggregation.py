@@ -1,9 +1,8 @@
-"""Requests that two SGLang engines serve together: how they find each other.
+"""Headers that pair a prefill and a decode engine of SGLang for a request, and how such a request fails.
 
-See docs/engine-facts/sglang.md#prefill-decode.
-
-Both get the client's request as it is, at once, and the same headers: where the prefill engine's bootstrap server
-listens, and a room that is this request's alone. The client's answer is the decode engine's.
+Both engines get the client's request unchanged, at the same time, with the address of the prefill engine's bootstrap
+server and a room number that no other request has. The client gets the decode engine's answer
+(docs/engine-facts/sglang.md#prefill-decode).
 """
 
 import re
@@ -18,12 +17,12 @@ KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
     "--kv-cache-dtype": SIXTEEN_BITS,
     "--json-model-override-args": frozenset(),
 }
-"""Flags that engines which exchange KV blocks must agree on -> what an engine may choose by itself."""
+"""Flags that engines which exchange KV blocks must agree on -> values that an engine may choose by itself."""
 KV_EXACT_BLOCK_SIZE: Final = True
-"""A decode engine of 0.5.23 refuses a prefill engine that has another page size, or another format of its cache."""
+"""A decode engine of 0.5.23 refuses a prefill engine with another page size or another cache format."""
 
 ROOMS: Final = 1 << 63
-"""Rooms are numbers below this."""
+"""Upper bound of room numbers."""
 
 _STREAMED_ERROR = re.compile(rb'(?:\A|\n\n)data: (\{"error": ?\{.*)')
 _CODE = re.compile(rb'"code": ?(\d{3})\b')
@@ -31,7 +30,7 @@ _CODE = re.compile(rb'"code": ?(\d{3})\b')
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the two engines of one request meet. ``rank`` of ``ranks``: which part of the prefill engine computes."""
+    """Where the two engines of one request meet. ``rank`` of ``ranks``: the prefill engine's rank that computes."""
 
     host: str
     room: int
@@ -43,8 +42,8 @@ class Meeting:
 def new_meeting(host: str, rank: int = 0, ranks: int = 1) -> Meeting:
     """Return a meeting at a prefill engine's rank, in a room that no other request has.
 
-    The room is random, because several routers make them, and it names the rank: an engine of several ranks gives the
-    request to rank ``room % ranks``, and fails one that is sent to another rank.
+    The room is random, because several routers choose rooms independently, and it encodes the rank: an engine with
+    several ranks serves the request at rank ``room % ranks``, and fails one that is sent to another rank.
     """
     return Meeting(host, secrets.randbelow(ROOMS // ranks) * ranks + rank, rank, ranks)
 
@@ -60,9 +59,9 @@ def prefill_headers(meeting: Meeting) -> dict[str, str]:
 
 
 def decode_headers(meeting: Meeting, rank: int = 0, ranks: int = 1) -> dict[str, str]:
-    """Return the headers that make rank ``rank`` of a decode engine with ``ranks`` of them fetch the prompt and answer.
+    """Return the headers that make rank ``rank`` of a decode engine with ``ranks`` ranks fetch the prompt and answer.
 
-    It is told the prefill engine's rank, so that it holds also where a flag spreads requests in another way.
+    They name the prefill engine's rank, so that the pair also works where a flag distributes requests in another way.
     """
     headers = prefill_headers(Meeting(meeting.host, meeting.room, port=meeting.port))
     headers |= {"x-override-disagg-prefill-dp-rank": str(meeting.rank)} if meeting.ranks > 1 else {}
@@ -70,21 +69,21 @@ def decode_headers(meeting: Meeting, rank: int = 0, ranks: int = 1) -> dict[str,
 
 
 class Failure(NamedTuple):
-    """How an engine failed: the status of an error, and its body."""
+    """An engine's error: status and body."""
 
     status: int
     body: bytes
 
 
 def failure_of(status: int, answer: bytes) -> Failure | None:
-    """Return how an answer, or the part of it that is there, failed; ``None``: it did not.
+    """Return the error in an answer, or in the part received so far; ``None`` without one.
 
-    A request that fails in a stream, even before its first token, is answered 200 with an error as the only event.
+    A streamed request that fails, even before its first token, is answered 200 with an error as the only event.
     """
     if status >= 400:
         return Failure(status, answer)
-    found = _STREAMED_ERROR.search(answer)
-    if found is None:
+    error = _STREAMED_ERROR.search(answer)
+    if error is None:
         return None
-    code = _CODE.search(found[1])
-    return Failure(int(code[1]) if code else 500, found[1])
+    code = _CODE.search(error[1])
+    return Failure(int(code[1]) if code else 500, error[1])

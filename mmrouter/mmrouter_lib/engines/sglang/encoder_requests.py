@@ -1,13 +1,13 @@
-"""What SGLang's language engines ask encoders for, and in which order encoders are asked for an image. Pure.
+"""``/encode`` requests of SGLang's language engines, and the order in which encoders are tried for an image.
 
-A language engine spreads the images of a request at random over the encoder URLs that it was started with, and posts
-each share to ``<url>/encode``; the encoder sends the embeddings to the engine by another way and answers ``null``
-(docs/engine-facts/sglang.md#encoder-disaggregation). So the engine gets as many URLs as requests usually have
-images, all of them the sidecar's: each
-share is then one image, and the sidecar chooses.
+A language engine distributes the images of a request at random over the encoder URLs that it was started with, and
+posts each share to ``<url>/encode``; the encoder pushes the embeddings to the engine over another connection and
+answers ``null`` (docs/engine-facts/sglang.md#encoder-disaggregation). The engine is started with more URLs than
+requests usually have images, all of them the sidecar's. Each share is then one image, and the sidecar chooses the
+encoder.
 
-Which encoder encodes an image decides more than the work: the engine names an image by its embedding, and two devices
-do not compute one to the last bit. An image that moves is another one to the engine's cache.
+An image should keep to one encoder: the engine identifies it by its embedding, and two devices do not compute equal
+bits, so an image that moves misses the engine's cache.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -18,24 +18,24 @@ import msgspec
 from blake3 import blake3
 
 PORT: Final = 8002
-"""Where the sidecar listens, on the pod's loopback."""
+"""Port of the sidecar's encoder proxy, on the pod's loopback."""
 SLOTS: Final = 16
-"""URLs that an engine is given. Of a request with more images some travel together, and go where the first one goes."""
+"""Encoder URLs of an engine. With more images in a request, some share a URL and go where the first of them goes."""
 TRANSFER: Final = "zmq_to_tokenizer"
-"""How embeddings travel. With any other way an encoder that fails ends the language engine (0.5.23): its scheduler
-fails on a request that has no token ids yet. With this one the request is answered 503."""
+"""Transfer backend of embeddings. With any other, an encoder that fails ends the language engine (0.5.23), whose
+scheduler fails on a request without token ids; with this one the request is answered 503."""
 PATH: Final = "/encoders/{slot}/encode"
 ENCODE: Final = "/encode"
 BOUND: Final = 1.5
-"""An encoder has at most so many times its share of the images that are being encoded; the others go to the next."""
+"""Load bound of the hashing: an encoder gets at most this multiple of its share of the images being encoded."""
 
 
 class PartError(ValueError):
-    """A request is no share of one that is to be encoded; the message says why."""
+    """The body is no ``/encode`` request; the message says why."""
 
 
 class Encoder(msgspec.Struct, frozen=True, array_like=True):
-    """An encoder pod. ``name`` is what images keep to, so it is the pod's and not its address."""
+    """An encoder pod. Images are hashed to ``name``, which unlike the address survives a restart."""
 
     name: str
     ip: str
@@ -52,7 +52,7 @@ def urls(loopback: str) -> list[str]:
 
 
 def image_key(body: bytes) -> bytes:
-    """Return what names the image of an ``/encode`` request, of several the first: its URL with its options.
+    """Return the hash of the (first) image of an ``/encode`` request: of its URL and options.
 
     Raises :class:`PartError`.
     """
@@ -66,17 +66,17 @@ def image_key(body: bytes) -> bytes:
 
 
 def ranked(key: bytes, encoders: Iterable[Encoder]) -> list[Encoder]:
-    """Return encoders by rendezvous: each image has an order of its own, and one that leaves moves only its images."""
+    """Return encoders in rendezvous order: each image has its own, and an encoder that leaves moves only its images."""
     return sorted(encoders, key=lambda encoder: blake3(encoder.name.encode() + b"\0" + key).digest(), reverse=True)
 
 
 def order(
     key: bytes, encoders: Collection[Encoder], busy: Mapping[str, Collection[bytes]], down: Collection[str]
 ) -> list[Encoder]:
-    """Return in which order encoders are asked for an image.
+    """Return the order in which encoders are tried for an image.
 
-    ``busy``: name -> keys of the images that it encodes now. Another request for one of them is no more work: it finds
-    the embedding. ``down``: names of those that failed a moment ago; they come last, because one may be back.
+    ``busy``: name -> keys of the images it encodes now; another request for one of them adds no work. ``down``: names
+    of encoders that failed recently; they come last, because one may be back.
     """
     images = set().union(*busy.values(), (key,))
     able = [encoder for encoder in encoders if encoder.name not in down]

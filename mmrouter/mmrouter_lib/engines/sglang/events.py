@@ -1,10 +1,9 @@
-"""SGLang's KV events -> :mod:`mmrouter_lib.engines.base.events` (docs/engine-facts/sglang.md#event-frames).
+"""Decode SGLang's KV events (docs/engine-facts/sglang.md#event-frames).
 
-A payload is a msgpack array ``[ts, events, data parallel rank]``. Events are maps that name their type; older releases
-send positional arrays in the same field order. Hashes are signed 64-bit numbers. An image's identity stands in the
-token ids, as sentinels of up to 62 bits, so ids are 64 bits wide in every event. Adjacent pages come in one event;
-copies of a block in several tiers are told apart by the medium. An event that we cannot use becomes
-:class:`~mmrouter_lib.engines.base.events.Ignored` with a reason from :data:`IGNORED_REASONS`.
+Hashes are signed 64-bit numbers. Image identity is in the token ids, as sentinels of up to 62 bits, so ids are 64 bits
+wide in every event. Adjacent pages come in one event; the medium distinguishes copies of a block in several tiers. An
+event that cannot be indexed becomes :class:`~mmrouter_lib.engines.base.events.Ignored` with a reason from
+:data:`IGNORED_REASONS`.
 """
 
 from array import array
@@ -13,12 +12,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mmrouter_lib.engines.base.event_frame import Wire, WireBatch, count_ids
+from mmrouter_lib.engines.base.event_frame import BatchDecoder, WireBatch, count_ids
 from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
 
 IGNORED_REASONS = frozenset(
     {
-        "bigram_tokens",  # speculative EAGLE trees are keyed by pairs of tokens: no prompt's blocks
+        "bigram_tokens",  # speculative EAGLE trees are keyed by pairs of tokens
         "empty_store",
         "ragged_store",
         "empty_remove",
@@ -31,7 +30,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 Ids = TypeVar("Ids", list[Any], bytes)
-"""Token ids as they came, or as bytes of 8 each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
+"""Token ids as received, or packed into 8 bytes each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):
@@ -59,8 +58,8 @@ _WireEvent = _Stored[Any] | _Removed | _Cleared
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Read one message of an SGLang engine's event stream. Raises :class:`EventError`."""
-    return _wire.decode(payload)
+    """Decode one message of an SGLang engine's event stream. Raises :class:`EventError`."""
+    return _decoder.decode(payload)
 
 
 def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
@@ -87,7 +86,7 @@ def _stored(event: _Stored[Any]) -> Event:
         return Ignored("empty_store")
     if blocks * size != count_ids(tokens, _ID_BYTES):
         return Ignored("ragged_store")
-    if not isinstance(tokens[0], int):  # never of bytes: what is no number is not made bytes of
+    if not isinstance(tokens[0], int):  # packed ids are always numbers
         return Ignored("bigram_tokens")
     try:
         ids = array(_TYPECODE, tokens)
@@ -95,7 +94,7 @@ def _stored(event: _Stored[Any]) -> Event:
         raise EventError(f"token id: {error}") from error
     lora = event.lora_name
     if lora is None and event.lora_id is not None:
-        # A counter of that process, not a name: distinct from every name that could be predicted.
+        # A counter of the engine process, not a name: keep it distinct from every adapter name.
         lora = f"\0lora_id:{event.lora_id}"
     parent = event.parent_block_hash
     return Stored(
@@ -113,11 +112,11 @@ def _stored(event: _Stored[Any]) -> Event:
 
 
 def _hashes(values: list[int]) -> tuple[int, ...]:
-    """Signed numbers on the wire, the same bits unsigned with us."""
+    """Return signed numbers as unsigned ones with the same bits."""
     return tuple([value & _U64 for value in values])
 
 
-_wire: Wire[_WireEvent] = Wire(
+_decoder: BatchDecoder[_WireEvent] = BatchDecoder(
     msgspec.msgpack.Decoder(WireBatch[_Stored[list[Any]] | _Removed | _Cleared]),
     msgspec.msgpack.Decoder(WireBatch[_Stored[bytes] | _Removed | _Cleared]),
     (_Stored[list[Any]], _Removed, _Cleared),

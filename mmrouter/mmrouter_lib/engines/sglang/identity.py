@@ -1,10 +1,10 @@
-"""What SGLang makes of an image and of a page of tokens: pure formulas, proved against a running 0.5.23.
+"""SGLang's image identity and page hashes, recomputed; proved against a running 0.5.23.
 
-An image's placeholder tokens are overwritten by *sentinels*, a function of the image's item hash, so identity lives in
-the token ids (docs/engine-facts/sglang.md#sentinels). Item hashes come from the processed pixels, which only the
-engine has, or on the
-*artifact path* from the encoded bytes and a fingerprint of the processor, which anyone can compute (2.5). Pages are
-chained over whole SHA-256 digests of which 64 bits are published (1.3).
+The engine overwrites an image's placeholder tokens by *sentinels*, a function of the image's item hash
+(docs/engine-facts/sglang.md#sentinels). The item hash follows from the processed pixels, which only the engine has, or
+on the *artifact path* from the encoded bytes and a fingerprint of the processor
+(docs/engine-facts/sglang.md#artifact-identity). Pages are chained over whole SHA-256 digests, of which 64 bits are
+published (docs/engine-facts/sglang.md#block-hash-chain).
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 
 SENTINEL_BASE: Final = 1_000_000
-"""Sentinels begin here; a vocabulary ends below."""
+"""Lowest sentinel; vocabularies end below."""
 WIDE_SENTINELS: Final = 4
-"""Sentinels of one image, cycled over each of its runs."""
+"""Number of sentinels of one image, cycled over each of its runs."""
 
 _WIDE_TAG = b"sglang-mm-wide-pad-v1"
 _SALT_TAG = b"sglang-cache-salt-v1\0"
@@ -34,7 +34,7 @@ _WIDE_SINCE = (0, 5, 23)
 def legacy_sentinels(version: str) -> bool:
     """Whether an engine release writes one 30-bit sentinel per image instead of four of 62 bits.
 
-    The first release that is known to write four is 0.5.23. An unreadable version is taken for a recent one.
+    The first release known to write four is 0.5.23. An unreadable version counts as a recent one.
     """
     numbers = []
     for part in version.split(".")[:3]:
@@ -46,7 +46,7 @@ def legacy_sentinels(version: str) -> bool:
 
 
 def sentinels(item_hash: int, *, legacy: bool) -> tuple[int, ...]:
-    """Return the values that stand for an image's placeholder tokens, in the order in which they cycle in each run.
+    """Return the values that replace an image's placeholder tokens, in the order in which they cycle in each run.
 
     Only the low 64 bits of ``item_hash`` count for the wide form (four values), all of them for the older one (one).
     """
@@ -62,14 +62,14 @@ def run_ids(values: Sequence[int], length: int) -> "array[int]":
 
 
 def salt_root(cache_salt: str | None) -> bytes:
-    """Return what a prompt's first page is chained to: nothing, or the digest of the cache salt."""
+    """Return the root of a prompt's chain: nothing, or the digest of the cache salt."""
     return b"" if cache_salt is None else hashlib.sha256(_SALT_TAG + cache_salt.encode()).digest()
 
 
 def page_digest(page: Sequence[int], prior: bytes) -> bytes:
     """Return a page's whole digest. ``prior`` is the digest of the page before, or the root of the chain.
 
-    A page that holds any id above 32 bits is hashed as a mark and 64-bit words, every other as 32-bit words.
+    A page with any id above 32 bits is hashed as a mark and 64-bit words, every other as 32-bit words.
     """
     wide = any(token > _U32 for token in page)
     words = array("Q" if wide else "I", page)
@@ -86,19 +86,19 @@ def page_hashes(ids: Sequence[int], page_size: int, *, cache_salt: str | None = 
     """
     if page_size < 1:
         raise ValueError(f"page size must be at least 1, not {page_size}")
-    found = array("Q")
+    hashes = array("Q")
     prior = salt_root(cache_salt)
     for start in range(0, len(ids) - page_size + 1, page_size):
         prior = page_digest(ids[start : start + page_size], prior)
-        found.append(int.from_bytes(prior[:8], "big"))
-    return found
+        hashes.append(int.from_bytes(prior[:8], "big"))
+    return hashes
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about an engine that the artifact path puts into an image's hash besides the image (facts 2.5).
+    """The engine settings that enter an image's hash on the artifact path.
 
-    Defaults are those of an engine on CPU without options. ``transformers`` and ``wrapper_class`` are the only fields
-    that ``/server_info`` and ``/model_info`` do not tell.
+    Defaults are those of an engine on CPU without options. ``/server_info`` and ``/model_info`` report all fields but
+    ``transformers`` and ``wrapper_class``.
     """
 
     transformers: str
@@ -109,7 +109,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     architectures: tuple[str, ...] | None
     revision: str | None = None
-    """The ``--revision`` flag; it stands for the model's and the processor's."""
+    """The ``--revision`` flag, of model and processor."""
     disable_fast_image_processor: bool = False
     mm_process_config: dict[str, Any] = {}
     gpu_image_decode: bool = True
@@ -147,7 +147,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def artifact_options(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a request's image options enters the hash: those that are set, except ``detail: auto``."""
+    """Return the image options of a request that enter the hash: those that are set, except ``detail: auto``."""
     return {
         name: value
         for name, value in part.items()
@@ -166,7 +166,7 @@ def artifact_hash(data: bytes, fingerprint: Fingerprint | str, options: Mapping[
 
 
 def artifact_hash_of(sha256_hex: str, fingerprint: Fingerprint | str, options: Mapping[str, Any]) -> int:
-    """Return :func:`artifact_hash` of an image of which only the bytes' SHA-256 (64 lower hex digits) is at hand."""
+    """Return :func:`artifact_hash` from the SHA-256 of the image's bytes (64 lower hex digits)."""
     key = _digest(
         canonical_json(
             {

@@ -21,15 +21,15 @@ from mmrouter_lib.engines.sglang.disaggregation import KV_EXACT_BLOCK_SIZE, KV_E
 from mmrouter_lib.engines.sglang.encoder_requests import TRANSFER, urls
 
 API_KEY_ENV = "SGLANG_API_KEY"
-"""Variable of the container from which the ``--api-key`` argument is filled; the engine itself reads none."""
+"""Variable that the ``--api-key`` argument expands; the engine itself reads none."""
 
 EVENTS_HWM = 10_000
-"""Messages that an engine keeps while its sidecar is away. They are the engine's memory: far below SGLang's 100,000."""
+"""Messages that an engine queues while its sidecar is away. They use the engine's memory: far below its own 100,000."""
 REPLAY_STEPS = 10_000
 
 PREPROCESS_CACHE_MB = 256
-"""Host memory that Qwen-VL engines keep processed images in. Any size above 0 makes an image's identity a function of
-its encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
+"""Host memory for processed images in Qwen-VL engines. Any size above 0 makes an image's identity a function of its
+encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
 
 _QWEN_VL = re.compile(r"qwen[\d.]*-?vl", re.IGNORECASE)
 KV_LAYOUT_FLAGS: Final = frozenset(
@@ -46,10 +46,10 @@ KV_CONNECTOR_KEYS: Final = {
 EC_CONNECTOR_KEYS: Final = {"transferBackend": "--encoder-transfer-backend"}
 """Keys of ``engine.ecConnector`` -> SGLang's flags."""
 ASKS_ENCODERS: Final = frozenset({"worker", "prefill"})
-"""Roles whose engines have their images encoded where there are encoders."""
+"""Roles whose engines send their images to encoders, where there are any."""
 
 ENCODER_HEALTH_SECONDS = 30
-"""An encoder has no cheap probe: its ``/health`` encodes an image, after those that wait.
+"""An encoder has no cheap probe: its ``/health`` encodes an image, after the queued ones.
 
 See docs/engine-facts/sglang.md#encoder-disaggregation.
 """
@@ -94,7 +94,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         args += flag("--tensor-parallel-size", pool.parallelism.tensor)
     if pool.parallelism.data > 1:
         args += flag("--data-parallel-size", pool.parallelism.data)
-    # The type is said, so that the command does not look the model up to tell language from diffusion models.
+    # The type is given so that the command does not look the model up to distinguish language from diffusion models.
     return Launch(
         command=["sglang", "serve", "--model-type", "llm"],
         args=[*args, *engine.args, *pool.args],
@@ -114,24 +114,24 @@ def _cache_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
 
 
 def asks_encoders(dep: MMRouterDeployment, pool: Pool) -> bool:
-    """Whether the pool's engines have all their images encoded by encoders: such an engine encodes none itself."""
+    """Whether the pool's engines send all their images to encoders."""
     return pool.role in ASKS_ENCODERS and any(other.role == "encoder" for other in dep.spec.pools)
 
 
 def _encoding_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
-    """Encoders keep embeddings; the others are told of our sidecar, which finds the encoder that has one."""
+    """Encoders keep embeddings; language engines get the sidecar's URLs, which forwards images to encoders."""
     asks, connector = asks_encoders(dep, pool), dep.spec.engine.ec_connector
     if not asks and pool.role != "encoder":
         return []
-    way = _chosen("engine.ecConnector", {"transferBackend": TRANSFER, **connector}, EC_CONNECTOR_KEYS)
-    if way[1] != TRANSFER:
+    transfer = _chosen("engine.ecConnector", {"transferBackend": TRANSFER, **connector}, EC_CONNECTOR_KEYS)
+    if transfer[1] != TRANSFER:
         raise LaunchError(
             "engine.ecConnector.transferBackend",
-            f"must be {TRANSFER}: with any other way an encoder that fails ends SGLang's language engines",
+            f"must be {TRANSFER}: with any other an encoder that fails ends SGLang's language engines",
         )
     if not asks:
-        return ["--encoder-only", "--enable-prefix-mm-cache", *way]
-    return ["--language-only", *way, "--encoder-urls", *urls("$(POD_LOOPBACK)")]
+        return ["--encoder-only", "--enable-prefix-mm-cache", *transfer]
+    return ["--language-only", *transfer, "--encoder-urls", *urls("$(POD_LOOPBACK)")]
 
 
 def _role_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
@@ -156,17 +156,14 @@ def _role_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
 def _chosen(path: str, connector: Mapping[str, Any], keys: Mapping[str, str]) -> list[str]:
     for key, value in connector.items():
         if key not in keys:
-            raise LaunchError(f"{path}.{key}", f"SGLang knows {' and '.join(f'`{k}`' for k in keys)} here")
+            raise LaunchError(f"{path}.{key}", f"SGLang accepts {' and '.join(f'`{k}`' for k in keys)} here")
         if not isinstance(value, str) or not value:
             raise LaunchError(f"{path}.{key}", f"is a text, not {value!r:.80}")
     return [part for key, value in connector.items() for part in flag(keys[key], value)]
 
 
 def _events_config() -> dict[str, Any]:
-    """A concrete host makes the publisher connect, so the sidecar, which starts first, binds.
-
-    See docs/engine-facts/sglang.md#kv-event-flags.
-    """
+    """A concrete host makes the publisher connect, the sidecar bind (docs/engine-facts/sglang.md#kv-event-flags)."""
     return {
         "publisher": "zmq",
         "endpoint": f"tcp://$(POD_LOOPBACK):{EVENTS_PORT}",
@@ -179,7 +176,7 @@ def _events_config() -> dict[str, Any]:
 def _environment(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
     env = {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
     if asks_encoders(dep, pool):
-        # It would ask our sidecar for the health of each of its encoders, and take them off its list.
+        # The engine would check the health of the sidecar's URLs and drop those that fail.
         env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] = "0"
     return env
 

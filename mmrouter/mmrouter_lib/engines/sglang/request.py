@@ -1,4 +1,4 @@
-"""Chat requests to SGLang: what the router sets, what a client may not set, and what an answer's error is about."""
+"""Chat requests to SGLang: what the router sets, what clients may not set, and which field an error is about."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ REFUSED_FIELDS: Final = (
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
-    "rid",  # chosen by a client it may be another tenant's
+    "rid",  # a client could choose that of another tenant
     "session_id",
     "session_params",
     "lora_path",
@@ -25,13 +25,10 @@ REFUSED_FIELDS: Final = (
     "data_parallel_rank",
     "disagg_prefill_dp_rank",
 )
-"""Body fields that steer caches, transfers or other people's requests; the router alone may set them."""
+"""Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
 
 REFUSED_PART_FIELDS: Final = ("content_hash", "uuid")
-"""Fields of a content part, and of its ``image_url``, that name the content instead of being it."""
-
-REFUSED_HEADER_PREFIX: Final = "x-override-"
-"""Headers by which this engine overrides fields of the body; none of a client's reaches it."""
+"""Fields of a content part and of its ``image_url`` that identify the content."""
 
 REQUEST_ID_HEADER: Final = "x-override-rid"
 
@@ -73,11 +70,11 @@ _ABOUT_MESSAGES = re.compile(
 
 
 def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
-    """Return the request field that an SGLang error answer is about, ``None`` where that is not known.
+    """Return the request field that an SGLang error answer is about, ``None`` if unknown.
 
     ``status`` is the HTTP status, ``body`` the decoded answer: ``{"object": "error", "message", "type", "param"}``
     from the chat endpoint, ``{"error": {...}}`` from the native one. ``param`` is nearly always null, so the engine's
-    own sentences are recognised (captures of 0.5.23 and its sources).
+    sentences are recognized (recorded answers of 0.5.23, and its sources).
     """
     if status < 400:
         return None

@@ -1,19 +1,17 @@
-"""vLLM's own block hash, recomputed: which of an event's tokens are the blocks that it names.
+"""Recompute vLLM's block hashes, to align an event's hashes with its tokens.
 
     digest[i] = SHA-256(canonical CBOR of (digest[i-1], (token ids), extra keys or None))
     digest[-1] = SHA-256(canonical CBOR of the seed text)
 
-Extra keys are published without their kind and hashed with it (docs/engine-facts/vllm.md#block-hashes). On the wire
-a hash is the digest or,
-by default, its low 64 bits.
+Extra keys are published without their kind and hashed with it (docs/engine-facts/vllm.md#block-hashes). On the wire a
+hash is the digest or, by default, its low 64 bits.
 
-Groups with a sliding window announce fewer blocks than their tokens have, and which ones is not said: a prefix, a
-suffix, any subset, or none at all (docs/engine-facts/vllm.md#sliding-windows). :func:`align` finds out. Extra keys
-are published for the named
-blocks only; those of a block in between are assumed to be none, or an image that reaches into it from its neighbours.
-A wrong assumption cannot do harm: no later hash agrees with it, so the blocks after it stay unaligned.
+Groups with a sliding window publish hashes of fewer blocks than their tokens fill, without positions: a prefix, a
+suffix, any subset, or none (docs/engine-facts/vllm.md#sliding-windows). :func:`align` recomputes them. Extra keys are
+published for the named blocks only. A block in between is assumed to have none, or an image that reaches into it from
+its neighbours. A wrong assumption is harmless: no later hash matches it, so the blocks after it stay unaligned.
 
-A LoRA adapter's hash holds the path that it was loaded from, which no event tells: such events cannot be aligned.
+A LoRA adapter's hash includes the path that it was loaded from, which no event contains: such events cannot be aligned.
 """
 
 import hashlib
@@ -24,22 +22,21 @@ from typing import Any, NamedTuple
 import cbor2
 
 SEED = "vllm-none-hash"
-"""What every chain starts from with ``sha256_cbor``, unless the engine's environment sets PYTHONHASHSEED."""
+"""Seed of every chain with ``sha256_cbor``, unless the engine's environment sets PYTHONHASHSEED."""
 
 Published = Sequence[Any]
-"""Extra keys of one block as an event shows them."""
+"""Extra keys of one block as published."""
 Tagged = tuple[tuple[str, Any] | tuple[str, str, int], ...]
-"""Extra keys of one block as they are hashed."""
+"""Extra keys of one block as hashed."""
 
 _LOW_64 = (1 << 64) - 1
 
 
 class Aligned(NamedTuple):
-    """What an event's tokens are.
+    """The blocks of an event's tokens.
 
-    ``blocks``: block number of every hash, in order; shorter than the hashes where the rest is not explained.
-    ``digests`` and ``extra_keys``: of every block up to the last one that is explained, then of the blocks after it as
-    they are assumed to be.
+    ``blocks``: block number of every hash, in order; shorter than the hashes where the rest does not align.
+    ``digests`` and ``extra_keys``: of every block up to the last aligned one, then as assumed for the blocks after it.
     """
 
     blocks: list[int]
@@ -48,7 +45,7 @@ class Aligned(NamedTuple):
 
 
 def root(seed: str = SEED) -> bytes:
-    """Return the digest that a prompt's first block is chained to."""
+    """Return the parent digest of a prompt's first block."""
     return hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
 
 
@@ -66,22 +63,22 @@ def short(digest: bytes) -> int:
 def tagged(published: Published | None, *, first: bool) -> Tagged:
     """Return extra keys as they are hashed. ``first``: the block begins a prompt, where the cache salt stands.
 
-    Raises ``ValueError`` for a key whose kind cannot be told, a LoRA's name among them.
+    Raises ``ValueError`` for a key of unknown kind, a LoRA's name among them.
     """
-    found: list[tuple[str, Any] | tuple[str, str, int]] = []
+    keys: list[tuple[str, Any] | tuple[str, str, int]] = []
     salted = False
     for item in published or ():
         match item:
             case [str(identifier), int(start)]:
-                found.append(("mm", identifier, start))
+                keys.append(("mm", identifier, start))
             case str(salt) if first and not salted:
-                found.append(("cache_salt", salt))
+                keys.append(("cache_salt", salt))
                 salted = True
             case bytes(digest):
-                found.append(("prompt_embeds", digest))
+                keys.append(("prompt_embeds", digest))
             case _:
                 raise ValueError(f"an extra key of unknown kind: {item!r}")
-    return tuple(found)
+    return tuple(keys)
 
 
 def align(
@@ -122,14 +119,14 @@ class _Walk:
         self.extra_keys: list[Published | None] = []
 
     def gap_before(self, wanted: int, entry: Published | None, spare: int) -> int | None:
-        """Return how many blocks lie between the last one and the one that ``wanted`` names; None: not to be found."""
+        """Return the number of blocks between the last one and the one that ``wanted`` names, ``None`` without one."""
         mark = len(self.digests)
         reaches_back = any(isinstance(item, list | tuple) and item[1] < 0 for item in entry or ())
         try:
             for gap in range(spare + 1):
                 if reaches_back and 0 < gap < spare:
-                    # The image began in the gap, so what lies there depends on the gap's length: only a suffix is
-                    # tried, because every length would cost the square of the event's blocks.
+                    # The image began in the gap, so the blocks there depend on its length. Only a suffix is tried:
+                    # trying every length would cost the square of the event's blocks.
                     continue
                 if reaches_back:
                     for place in range(gap):
@@ -143,7 +140,7 @@ class _Walk:
             del self.digests[mark:], self.extra_keys[mark:]
 
     def accept(self, entry: Published | None, gap: int) -> None:
-        """Walk over ``gap`` blocks to the one that ``entry`` belongs to."""
+        """Append ``gap`` assumed blocks and the one that ``entry`` belongs to."""
         for place in range(gap):
             self.assume(entry, gap - place)
         digest = self._digest(entry)
@@ -151,20 +148,20 @@ class _Walk:
         self.extra_keys.append(entry)
 
     def assume(self, later: Published | None, distance: int) -> None:
-        """Walk over a block that no hash names. ``later``: extra keys of the block ``distance`` blocks further on."""
+        """Append a block that no hash names. ``later``: extra keys of the block ``distance`` blocks further on."""
         entry: list[Any] = self._reaching_here()
-        known = {item[0] for item in entry}
+        present = {item[0] for item in entry}
         for item in later or ():
             if isinstance(item, list | tuple) and item[1] < 0:
                 start = item[1] + distance * self._size
-                if start < self._size and item[0] not in known:
+                if start < self._size and item[0] not in present:
                     entry.append([item[0], start])
         keys = entry or None
         self.digests.append(self._digest(keys))
         self.extra_keys.append(keys)
 
     def _reaching_here(self) -> list[Any]:
-        """Return the image of the block before whose placeholder tokens go on in this one: one id, repeated."""
+        """Return the last image of the previous block, if its run of one placeholder id continues in this block."""
         number, size = len(self.digests), self._size
         before = self.extra_keys[-1] if self.extra_keys else None
         images = [item for item in before or () if isinstance(item, list | tuple)]

@@ -1,16 +1,15 @@
-"""How vLLM engines hand KV blocks and embeddings to each other: connector flags by role and accelerator.
+"""Connector flags for transfers of KV blocks and embeddings between vLLM engines, by role and accelerator.
 
-What ``engine.kvConnector`` and ``engine.ecConnector`` say replaces the defaults
-(docs/engine-facts/vllm.md#encoder-disaggregation). Both are the
-JSON of vLLM's own flags; where they are left out, the role is filled in, because it differs from pool to pool, and that
-blocks which do not come are computed: vLLM's own default is to fail the request (``kv_load_failure_policy`` of 0.32).
+``engine.kvConnector`` and ``engine.ecConnector`` replace the defaults. Both are the JSON of vLLM's own flags. The role
+is filled in, because it differs between pools, and so is a ``kv_load_failure_policy`` that computes missing blocks:
+vLLM 0.32 fails the request by default (docs/engine-facts/vllm.md#prefill-decode).
 """
 
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, quantity_bytes
 from mmrouter_lib.engines.base.devices import DEVICES
-from mmrouter_lib.engines.base.launch import SIDE_CHANNEL_PORT, SIXTEEN_BITS, LaunchError, flag, takes_plugin
+from mmrouter_lib.engines.base.launch import SIDE_CHANNEL_PORT, SIXTEEN_BITS, LaunchError, flag, uses_plugin
 
 KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
     "--dtype": SIXTEEN_BITS,
@@ -18,20 +17,20 @@ KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {
     "--attention-backend": None,
     "--hf-overrides": frozenset(),
 }
-"""Flags that engines which exchange KV blocks must agree on -> what an engine may choose by itself, ``None``: anything.
+"""Flags that engines which exchange KV blocks must agree on -> values that an engine may choose itself, ``None``: any.
 
-They are what a command line says of vLLM's own check (``compute_nixl_compatibility_hash`` of 0.32).
+They cover the inputs of vLLM's own check (``compute_nixl_compatibility_hash`` of 0.32) that flags set.
 """
 KV_EXACT_BLOCK_SIZE: Final = False
-"""Block sizes may differ: NixlConnector translates them, and tensor parallelism."""
+"""Block sizes may differ: NixlConnector converts them, and tensor parallelism."""
 
 RECOMPUTE: Final = "recompute"
 SIDE_CHANNEL: Final = "side-channel"
-"""Name of the port on which engines agree on a transfer."""
+"""Name of the port on which engines negotiate transfers."""
 
 
 def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict[str, str]]:
-    """Return the flags and the environment of a pool's transfers; both empty for an engine that works for itself.
+    """Return the flags and the environment of a pool's transfers; both empty for an engine that works alone.
 
     Raises ``LaunchError`` where there is no default and the resource names no connector.
     """
@@ -40,13 +39,12 @@ def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict
     if pool.role in ("prefill", "decode"):
         args += flag("--kv-transfer-config", _kv_connector(dep, pool))
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
-    if takes_plugin(dep):
+    if uses_plugin(dep):
         env["MMROUTER_HANDOVER_WAYS"] = ",".join(_ways(dep, pool))
-    nixl = pool.role in ("prefill", "decode") or (takes_plugin(dep) and dep.spec.routing.transfer == "nixl")
+    nixl = pool.role in ("prefill", "decode") or (uses_plugin(dep) and dep.spec.routing.transfer == "nixl")
     if nixl and DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
-        env["UCX_TLS"] = (
-            "tcp,self,sm"  # UCX finds no transport of an accelerator there (docs/engine-facts/vllm.md#prefill-decode)
-        )
+        # Without it UCX looks for the transport of an accelerator (docs/engine-facts/vllm.md#prefill-decode).
+        env["UCX_TLS"] = "tcp,self,sm"
     encodes, generates = pool.role == "encoder", pool.role in ("worker", "prefill")
     if encodes or (generates and any(other.role == "encoder" for other in dep.spec.pools)):
         config, more = _ec_connector(dep, pool, "ec_producer" if encodes else "ec_consumer")
@@ -56,9 +54,9 @@ def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict
 
 
 def _ways(dep: MMRouterDeployment, pool: Pool) -> list[str]:
-    """Return how our plugin hands over what renderers have processed, the best way first."""
+    """Return the ways in which the plugin transfers processed images, the fastest first."""
     ways = {"nixl": dep.spec.routing.transfer == "nixl", "shm": pool.shared_memory.scope == "node", "inline": True}
-    return [way for way, there in ways.items() if there]
+    return [way for way, available in ways.items() if available]
 
 
 def _kv_connector(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
@@ -82,7 +80,7 @@ def _kv_connector(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
 
 
 def embedding_cache_bytes(dep: MMRouterDeployment, pool: Pool) -> int | None:
-    """Return how many bytes of embeddings an encoder keeps for others, ``None`` where its connector does not say."""
+    """Return how many bytes of embeddings an encoder keeps for others, ``None`` where its connector sets no size."""
     try:
         config, _ = _ec_connector(dep, pool, "ec_producer")
     except LaunchError:
@@ -106,7 +104,7 @@ def _ec_connector(dep: MMRouterDeployment, pool: Pool, role: str) -> tuple[dict[
         )
     if role == "ec_producer" and pool.parallelism.data > 1:
         raise LaunchError("parallelism.data", "an encoder hands over from one rank only: use replicas instead")
-    # The embeddings lie in the pod's /dev/shm; the other half of it is for what the engine's own processes exchange.
+    # Embeddings use half of the pod's /dev/shm; the engine's own processes use the other half.
     extra = {"ec_cpu_bytes": quantity_bytes(pool.shared_memory.size) // 2, "ec_enable_nixl": True}
     env = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     if role == "ec_producer":

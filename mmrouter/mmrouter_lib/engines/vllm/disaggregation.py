@@ -1,10 +1,9 @@
-"""Requests of a chat that several vLLM engines serve together, and what each tells the next.
+"""Requests of the encode, prefill and decode stages of a chat that several vLLM engines serve together.
 
-See docs/engine-facts/vllm.md#encoder-disaggregation.
-
-An encoder gets the images alone, a prefill engine the chat with one token to make, a decode engine the chat as the
-client sent it. What they tell each other is passed on untouched: only where an image stands in the whole prompt is
-said anew, because each encoder saw its own images only.
+An encoder gets the images alone, a prefill engine the chat with one token to generate, a decode engine the chat as the
+client sent it. Transfer parameters are passed on unchanged, except each image's position in the prompt, because an
+encoder saw only its own images (docs/engine-facts/vllm.md#encoder-disaggregation,
+docs/engine-facts/vllm.md#prefill-decode).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,11 @@ from mmrouter_lib.engines.base.request import ImageRewrite
 _REMOTE_DECODE: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 _ONE_TOKEN: Final = {"max_tokens": 1, "max_completion_tokens": 1}
 _DROPPED: Final = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "n", "best_of")
-"""What only concerns the answer, which the prefill's is not."""
+"""Fields of the answer, which the client gets from the decode engine."""
 
 
 class StageError(Exception):
-    """An engine's answer does not tell the next one what it needs; the message says what is missing."""
+    """An engine's answer lacks what the next stage needs; the message says what."""
 
 
 class _Encoded(msgspec.Struct):
@@ -33,10 +32,10 @@ class _Prefilled(msgspec.Struct):
 
 
 def why_whole(body: Mapping[str, Any]) -> str | None:
-    """Return why one engine has to do prefill and decode of a chat itself, ``None`` where two can.
+    """Return why one engine has to do both prefill and decode of a chat, ``None`` where two can.
 
-    Several answers are several requests inside the engine, of which only the first finds the blocks; tokens of the
-    prompt with their probabilities come only from who computed them.
+    Several answers are several requests inside the engine, of which only the first finds the blocks; log probabilities
+    of the prompt come only from the engine that computed it.
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
@@ -49,25 +48,25 @@ def why_whole(body: Mapping[str, Any]) -> str | None:
 
 
 def encode_request(images: Sequence[ImageRewrite], *, model: str) -> dict[str, Any]:
-    """Return the chat that has an encoder encode these images, in this order, and nothing else."""
+    """Return the chat that makes an encoder encode these images, in this order."""
     parts = [{"type": "image_url", "image_url": {"url": image.url}, "uuid": image.uuid} for image in images]
     return {"model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": 1, "stream": False}
 
 
 def read_encoded(raw: bytes, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return identity -> parameters of an encoder's answer. Raises :class:`StageError` where one of ``names`` lacks."""
+    """Return identity -> parameters of an encoder's answer. Raises :class:`StageError` where one is missing."""
     try:
-        found = msgspec.json.decode(raw, type=_Encoded).ec_transfer_params or {}
+        encoded = msgspec.json.decode(raw, type=_Encoded).ec_transfer_params or {}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StageError(f"the encoder's answer cannot be read: {error}") from error
-    missing = next((name for name in names if name not in found), None)
+    missing = next((name for name in names if name not in encoded), None)
     if missing is not None:
         raise StageError(f"the encoder's answer does not have image {missing}")
-    return {name: found[name] for name in names}
+    return {name: encoded[name] for name in names}
 
 
 def embedding_bytes(params: Mapping[str, Any]) -> int:
-    """Return the size of an embedding by what its encoder said of it; 0 where its connector says nothing."""
+    """Return the size of an embedding from its parameters; 0 where the connector reports none."""
     size = params.get("size_bytes")
     return size if isinstance(size, int) and size > 0 else 0
 
@@ -75,10 +74,10 @@ def embedding_bytes(params: Mapping[str, Any]) -> int:
 def with_embeddings(
     body: Mapping[str, Any], encoded: Mapping[str, Mapping[str, Any]], order: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a chat that says where its images' embeddings are.
+    """Return a chat with the parameters of its images' embeddings.
 
-    ``encoded``: identity -> parameters, of any number of encoders. ``order``: the prompt's images, repeats among them.
-    An image that nobody encoded is left out: the engine encodes it from the bytes, which are always there.
+    ``encoded``: identity -> parameters, of any number of encoders. ``order``: the prompt's images, with repeats. Images
+    without parameters are left out: the engine encodes them from the bytes, which the chat always carries.
     """
     places: dict[str, list[int]] = {}
     for place, name in enumerate(order):
@@ -88,14 +87,14 @@ def with_embeddings(
 
 
 def prefill_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat that has an engine compute the prompt and keep its blocks for another."""
-    kept = {name: value for name, value in body.items() if name not in _DROPPED and name not in _ONE_TOKEN}
+    """Return the chat that makes an engine compute the prompt and hold its blocks for another."""
+    fields = {name: value for name, value in body.items() if name not in _DROPPED and name not in _ONE_TOKEN}
     wanted = {name: value for name, value in _ONE_TOKEN.items() if name in body} or {"max_tokens": 1}
-    return {**kept, **wanted, "stream": False, "kv_transfer_params": dict(_REMOTE_DECODE)}
+    return {**fields, **wanted, "stream": False, "kv_transfer_params": dict(_REMOTE_DECODE)}
 
 
 def read_prefilled(raw: bytes) -> dict[str, Any]:
-    """Return the parameters of a prefill's answer. Raises :class:`StageError` where it holds no blocks for another."""
+    """Return the parameters of a prefill's answer. Raises :class:`StageError` where it holds no blocks."""
     try:
         params = msgspec.json.decode(raw, type=_Prefilled).kv_transfer_params
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -106,5 +105,5 @@ def read_prefilled(raw: bytes) -> dict[str, Any]:
 
 
 def decode_request(body: Mapping[str, Any], prefilled: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat that has an engine fetch a prompt's blocks and answer."""
+    """Return the chat that makes an engine fetch a prompt's blocks and answer."""
     return {**body, "kv_transfer_params": dict(prefilled)}

@@ -1,10 +1,7 @@
-"""vLLM's KV events -> :mod:`mmrouter_lib.engines.base.events` (docs/engine-facts/vllm.md#event-frames).
+"""Decode vLLM's KV events (docs/engine-facts/vllm.md#event-frames).
 
-A payload is a msgpack array ``[ts, events, data parallel rank]``. Today's releases send each event as a map that names
-its type; older ones send positional arrays in the same field order. Hashes are 64-bit numbers or whole digests. Unknown
-fields are skipped; an event that we cannot use becomes :class:`~mmrouter_lib.engines.base.events.Ignored` with a
-reason from
-:data:`IGNORED_REASONS`, and is never indexed by guesswork.
+Hashes are 64-bit numbers or whole digests. An event that cannot be indexed becomes
+:class:`~mmrouter_lib.engines.base.events.Ignored` with a reason from :data:`IGNORED_REASONS`.
 """
 
 from array import array
@@ -15,14 +12,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from mmrouter_lib.block_keys import span_extra
-from mmrouter_lib.engines.base.event_frame import Wire, WireBatch, count_ids
+from mmrouter_lib.engines.base.event_frame import BatchDecoder, WireBatch, count_ids
 from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
 from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 INDEXED_KINDS = frozenset(
     {None, "full_attention", "mla_attention", "sink_full_attention", "sliding_window", "sliding_window_mla"}
 )
-"""Cache kinds whose blocks stand for ``block_size`` consecutive tokens; releases that name none have full attention."""
+"""Cache kinds whose blocks cover ``block_size`` consecutive tokens; releases that send no kind have full attention."""
 
 OTHER_KINDS = ("mamba", "chunked_local_attention", "encoder_only_attention", "cross_attention", "unknown")
 
@@ -43,7 +40,7 @@ _EMBEDS_TAG = b"prompt embeddings of this block:"
 
 
 Ids = TypeVar("Ids", list[int], bytes)
-"""Token ids as they came, or as bytes of 4 each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
+"""Token ids as received, or packed into 4 bytes each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):
@@ -76,12 +73,12 @@ _WireEvent = _Stored[Any] | _Removed | _Cleared
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """Read one message of a vLLM engine's event stream. Raises :class:`EventError`."""
-    return _wire.decode(payload)
+    """Decode one message of a vLLM engine's event stream. Raises :class:`EventError`."""
+    return _decoder.decode(payload)
 
 
 def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
-    """Translate a batch. Engines send a removal per block; those that follow each other become one event."""
+    """Translate a batch. Engines send one removal per block; consecutive ones become one event."""
     events: list[Event] = []
     run: list[int | bytes] = []
     place = (0, "")
@@ -128,7 +125,7 @@ def _stored(event: _Stored[Any]) -> Event:
         raise EventError(f"token id: {error}") from error
     lora = event.lora_name
     if lora is None and event.lora_id is not None:
-        # A counter of that process, not a name: distinct from every name that could be predicted.
+        # A counter of the engine process, not a name: keep it distinct from every adapter name.
         lora = f"\0lora_id:{event.lora_id}"
     keys, parent = event.extra_keys, event.parent_block_hash
     if keys and len(keys) != blocks:
@@ -137,7 +134,7 @@ def _stored(event: _Stored[Any]) -> Event:
     parent_hash = None if parent is None else _narrow(parent)
     medium, window = event.medium or "GPU", event.kv_cache_spec_sliding_window
     if blocks * size < tokens:
-        published_extras(keys or (), lora=event.lora_name, starts_prompt=parent is None)  # so that it can be read later
+        published_extras(keys or (), lora=event.lora_name, starts_prompt=parent is None)  # raises now instead of later
         return Ragged(hashes, parent_hash, ids, size, keys, lora, group, medium, window, kind or "")
     if keys and blocks * size > tokens:
         keys = keys[: tokens // size]
@@ -146,7 +143,7 @@ def _stored(event: _Stored[Any]) -> Event:
         if keys and any(keys)
         else ({}, (), None)
     )
-    # In the order of its fields: naming them takes longer.
+    # Positional, because keyword arguments take longer.
     published = keys if window else None
     return Stored(
         hashes, parent_hash, ids, size, extras, spans, lora, salt, group, medium, window, kind or "", published
@@ -161,8 +158,8 @@ def published_extras(
     ``starts_prompt``: the first of these blocks is a prompt's first. Raises :class:`EventError`.
 
     Items of a block, in order: the LoRA name, ``[identifier, start - block start]`` per image, the cache salt (first
-    block of a prompt only), the digest of prompt embeddings. They are untagged on the wire. What stands where nothing
-    is expected becomes part of the block's extras, so that such a block equals no predicted one.
+    block of a prompt only), the digest of prompt embeddings. They are untagged on the wire. An unexpected
+    item becomes part of the block's extras, so that the block equals no predicted one.
     """
     extras: dict[int, bytes] = {}
     spans: list[tuple[int, bytes, int]] = []
@@ -181,7 +178,7 @@ def published_extras(
                         raise EventError(f"span start {start}") from error
                     spans.append((number, identity, start))
                 case str(text) if text == name:
-                    name = None  # named once per block, before everything else
+                    name = None  # at most once per block, before everything else
                 case str(text) if starts_prompt and number == 0 and salt is None:
                     salt = text
                 case str(text):
@@ -197,7 +194,7 @@ def published_extras(
 
 @lru_cache(maxsize=4096)
 def _identity(identifier: str) -> bytes:
-    """Return our own identity that an identifier carries, or 32 bytes that stand for a foreign one."""
+    """Return the identity in an identifier that the router set, or 32 bytes for a foreign one."""
     return from_wire(identifier) or foreign_identity(identifier)
 
 
@@ -220,7 +217,7 @@ def _narrow(value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big")
 
 
-_wire: Wire[_WireEvent] = Wire(
+_decoder: BatchDecoder[_WireEvent] = BatchDecoder(
     msgspec.msgpack.Decoder(WireBatch[_Stored[list[int]] | _Removed | _Cleared]),
     msgspec.msgpack.Decoder(WireBatch[_Stored[bytes] | _Removed | _Cleared]),
     (_Stored[list[int]], _Removed, _Cleared),

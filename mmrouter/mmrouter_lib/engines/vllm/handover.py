@@ -1,17 +1,17 @@
-"""The routes of our vLLM plugin: an image that a renderer processed goes to an engine as it is (docs/transfer.md).
+"""The HTTP API of mmrouter's vLLM plugin, which transfers processed images from renderers to engines.
 
-A renderer with the plugin renders a chat and *offers* its processed images; an engine with the plugin takes offers and
-keeps each image until a chat names it. That chat is the ordinary one with ``image_url: null`` beside our ``uuid``, so
-everything that concerns the answer stays the engine's own. An offer is passed on untouched: what is in it concerns the
-two plugins only. Whatever fails has a reason, and the chat then carries the image itself.
+A renderer with the plugin renders a chat and *offers* its processed images; an engine with the plugin accepts offers
+and keeps each image until a chat names it. That chat is an ordinary one with ``image_url: null`` beside the ``uuid``.
+The router passes offers on unchanged: only the two plugins interpret them. Every failure has a reason, and the chat
+then carries the image itself (docs/transfer.md).
 
-1. ``POST RENDER_PATH`` to the renderer: ids and places as in its own answer, an offer for each image, and a lease.
+1. ``POST RENDER_PATH`` to the renderer: ids and positions as in its own answer, an offer for each image, and a lease.
 2. ``POST ITEMS_PATH`` to the engine: which of these images it holds now, and why it does not hold the others.
-3. The chat without the bytes of those that it holds. A cache miss (:func:`is_cache_miss`) is answered by the same chat
-   with bytes.
-4. ``POST RELEASE_PATH`` to the renderer as soon as 2 is answered or given up; what nobody releases ends by itself.
+3. The chat without the bytes of the held images. After a cache miss (:func:`is_cache_miss`) the router sends the same
+   chat with bytes.
+4. ``POST RELEASE_PATH`` to the renderer when 2 is answered or given up; leases also expire.
 
-All routes stand below ``/v1``, where vLLM asks for its API key. A server without the plugin answers 404.
+All routes are below ``/v1``, where vLLM checks its API key. A server without the plugin answers 404.
 """
 
 from array import array
@@ -32,7 +32,7 @@ WIRE_VERSION: Final = 1
 MAX_SECONDS: Final = 600.0
 
 Way = Literal["shm", "nixl", "inline"]
-"""How a processed image travels: a slot on the node's shared tmpfs, a NIXL read, or base64 in the requests."""
+"""Transfer of a processed image: a slot on the node's shared tmpfs, a NIXL read, or base64 in the requests."""
 WAYS: Final[tuple[Way, ...]] = get_args(Way)
 
 Reason = Literal[
@@ -52,18 +52,18 @@ Reason = Literal[
     "uncached",
     "unnamed",
 ]
-"""Why an image was not handed over.
+"""Why an image was not transferred.
 
-``absent``: this side has no such way (no shared folder, no NIXL). ``disabled``: the plugin does not know this vLLM.
-``failed``: a NIXL read. ``large``: above the limit of what travels inline. ``prompt``: the model's prompt depends on
+``absent``: no shared folder, or no NIXL, on this side. ``disabled``: the plugin does not support this vLLM.
+ ``failed``: a NIXL read. ``large``: above the limit of inline transfers. ``prompt``: the model's prompt depends on
 more than the processed image. ``settings``: the two sides process differently. ``uncached``: a server runs without its
-processor cache, or it did not keep the image. ``unnamed``: the renderer gave the image another name than ours.
-``other``: a word that this release does not know. The rest are reasons of ``mmrouter_handover.shm``.
+processor cache, or it did not keep the image. ``unnamed``: the renderer gave the image another identifier.
+``other``: a reason of a later release. The rest are reasons of ``mmrouter_handover.shm``.
 """
 _REASONS: Final[frozenset[str]] = frozenset(get_args(Reason))
 
 _MISS: Final = b"Cache miss for "
-"""How vLLM 0.32 says, in a 400, that it does not hold an image (docs/engine-facts/vllm.md#image-uuid)."""
+"""The text of a 400 when vLLM 0.32 does not hold an image (docs/engine-facts/vllm.md#image-uuid)."""
 
 T = TypeVar("T")
 
@@ -73,9 +73,9 @@ class HandoverError(ValueError):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What a server's plugin says of itself.
+    """The state of a server's plugin.
 
-    ``ways``: way -> why it is not offered, empty where it is. ``settings`` is equal where two servers process alike.
+    ``ways``: way -> why it is not offered, empty if it is. Two servers with equal ``settings`` process images alike.
     """
 
     version: int
@@ -88,12 +88,12 @@ class Status(msgspec.Struct, frozen=True):
     ways: dict[str, str] = {}
 
     def offers(self, way: Way) -> bool:
-        """Whether a hand-over may go this way as far as this server is concerned."""
+        """Whether this server supports a transfer this way."""
         return self.enabled and self.version == WIRE_VERSION and self.ways.get(way) == ""
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """One processed image of a renderer. ``raw`` is its JSON, to be passed on as it is; ``length`` is in bytes."""
+    """One processed image of a renderer. ``raw`` is its JSON, passed on unchanged; ``length`` is in bytes."""
 
     way: Way
     length: int
@@ -101,10 +101,10 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A renderer's answer: the prompt, and what it offers.
+    """A renderer's answer: the prompt, and its offers.
 
-    ``ids`` and ``spans`` as of ``read_rendered``; ``offers`` and ``withheld`` by the image's wire identity. ``fell``
-    names the ways that were asked for first and were not to be had, with the reason, one entry for each image.
+    ``ids`` and ``spans`` as in ``read_rendered``; ``offers`` and ``withheld`` by the image's wire identity. ``fell``
+    has the preferred ways that were not available, with the reason, one entry for each image.
     """
 
     ids: "array[int]"
@@ -116,7 +116,7 @@ class Rendered(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """An engine's answer: the images that it holds until a chat names them, and why it does not hold the others."""
+    """An engine's answer: the images that it holds for a chat, and why it does not hold the others."""
 
     held: frozenset[str]
     refused: dict[str, Reason]
@@ -140,7 +140,7 @@ class _Taken(msgspec.Struct):
 
 
 def read_status(raw: bytes) -> Status:
-    """Return what a plugin says of itself. Raises :class:`HandoverError`."""
+    """Return the state of a plugin. Raises :class:`HandoverError`."""
     return _decode(raw, Status)
 
 
@@ -152,9 +152,9 @@ def render_request(
     images: Iterable[str] | None = None,
     inline_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Return the request that has a renderer render ``body``, a chat of ``rewrite_chat``, and offer its images.
+    """Return the request to render ``body``, a chat of ``rewrite_chat``, and to offer its images.
 
-    ``ways``: in the order in which they are tried for each image. ``seconds``: how long an offer stands. ``images``:
+    ``ways``: in the order in which they are tried for each image. ``seconds``: lifetime of an offer. ``images``:
     identities to offer, by default all. ``inline_bytes``: the largest processed image that may travel inline.
     """
     wanted = None if images is None else sorted(set(images))
@@ -168,16 +168,16 @@ def read_render(raw: bytes) -> Rendered:
     ids, spans = read_rendered(raw)
     offers: dict[str, Offer] = {}
     for name, offered in answer.offers.items():
-        said = _decode(bytes(offered), _Offer)
-        offers[name] = Offer(said.way, said.length, bytes(offered))
-    withheld = {name: _known(reason) for name, reason in answer.withheld.items()}
+        offer = _decode(bytes(offered), _Offer)
+        offers[name] = Offer(offer.way, offer.length, bytes(offered))
+    withheld = {name: _reason(reason) for name, reason in answer.withheld.items()}
     return Rendered(
-        ids, spans, answer.lease, offers, withheld, tuple((way, _known(reason)) for way, reason in answer.fell)
+        ids, spans, answer.lease, offers, withheld, tuple((way, _reason(reason)) for way, reason in answer.fell)
     )
 
 
 def items_request(offers: Mapping[str, Offer], *, seconds: float) -> bytes:
-    """Return the body that tells an engine to take these offers and to keep each image for ``seconds`` at most."""
+    """Return the request that makes an engine fetch these offers and keep each image for at most ``seconds``."""
     items = {name: msgspec.Raw(offer.raw) for name, offer in offers.items()}
     return msgspec.json.encode({"items": items, "seconds": seconds})
 
@@ -185,21 +185,21 @@ def items_request(offers: Mapping[str, Offer], *, seconds: float) -> bytes:
 def read_items(raw: bytes) -> Taken:
     """Return which images an engine holds. Raises :class:`HandoverError`."""
     answer = _decode(raw, _Taken)
-    return Taken(frozenset(answer.held), {name: _known(reason) for name, reason in answer.refused.items()})
+    return Taken(frozenset(answer.held), {name: _reason(reason) for name, reason in answer.refused.items()})
 
 
 def release_request(lease: str) -> dict[str, Any]:
-    """Return the request that ends what a renderer's answer offered; again, or after its end, it does nothing."""
+    """Return the request that ends a lease; without effect when the lease has ended."""
     return {"lease": lease}
 
 
 def without_bytes(body: Mapping[str, Any], held: Collection[str]) -> dict[str, Any]:
-    """Return a chat of ``rewrite_chat`` in which images of these identities are named and not sent."""
+    """Return a chat of ``rewrite_chat`` without the bytes of the images of these identities."""
     return {**body, "messages": [_named(message, held) for message in body["messages"]]}
 
 
 def is_cache_miss(status: int, raw: bytes) -> bool:
-    """Whether an engine's answer says that it does not hold an image which a chat named without its bytes."""
+    """Whether an engine's answer reports that it does not hold an image that a chat named without bytes."""
     return status == 400 and _MISS in raw
 
 
@@ -216,7 +216,7 @@ def _named(message: Mapping[str, Any], held: Collection[str]) -> Mapping[str, An
     return {**message, "content": parts}
 
 
-def _known(reason: str) -> Reason:
+def _reason(reason: str) -> Reason:
     return reason if reason in _REASONS else "other"  # type: ignore[return-value] # one of the literals, as was looked up
 
 

@@ -1,8 +1,8 @@
-"""How vLLM names an image that comes without a ``uuid`` (docs/engine-facts/vllm.md#image-uuid).
+"""Recompute vLLM's identifier of an image without a ``uuid`` (docs/engine-facts/vllm.md#default-image-hash).
 
-The name hashes the encoded file, the ``--model`` text of that engine and the request's processor options, each framed
-by its length and tagged by its kind. The router never relies on it: it sends a ``uuid`` with every image. It is needed
-to explain requests that reached an engine past the router.
+It hashes the encoded file, the engine's ``--model`` text and the request's processor options, each with its length and
+kind. The router sends a ``uuid`` with every image and does not use this; ``mmrouter replay`` explains requests that
+bypassed the router with it.
 """
 
 import struct
@@ -22,12 +22,12 @@ def default_identifier(
     processor_options: Mapping[str, Any] | None = None,
     media_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the name of an image in block hashes and events.
+    """Return the identifier of an image in block hashes and events.
 
     ``image`` is the encoded file, ``model`` the engine's ``--model`` text; ``processor_options`` and ``media_options``
-    are the request's ``mm_processor_kwargs`` and ``media_io_kwargs``. A ``uuid`` stands for the file; without options
-    it is the name itself. Holds for images that decode to RGB without conversion. Raises ``ValueError`` where there is
-    neither a file nor a uuid, or an option of a type that JSON does not have.
+    are the request's ``mm_processor_kwargs`` and ``media_io_kwargs``. A ``uuid`` replaces the file; without options
+    it is the identifier itself. Valid for images that decode to RGB without conversion. Raises ``ValueError``
+    without a file and a uuid, and for an option of a type that JSON does not have.
     """
     only = {"image": media_options["image"]} if media_options and media_options.get("image") else None
     factors = {

@@ -1,9 +1,9 @@
 """The command line of vLLM: each flag that exactness, the wiring or a field of the resource depends on.
 
-Engines are ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs those that change
-a prompt, no others (docs/engine-facts/vllm.md#renderer). An encoder has no KV cache, so nothing about one is said to
-it (docs/engine-facts/vllm.md#encoder-disaggregation).
-How engines hand tensors to each other stands in :mod:`mmrouter_lib.engines.vllm.connectors`.
+Engines are ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs only those that
+change a prompt (docs/engine-facts/vllm.md#renderer). An encoder has no KV cache and no flags for one
+(docs/engine-facts/vllm.md#encoder-disaggregation). Flags for transfers between engines are in
+:mod:`mmrouter_lib.engines.vllm.connectors`.
 """
 
 from typing import Any, Final
@@ -19,7 +19,7 @@ from mmrouter_lib.engines.base.launch import (
     Launch,
     flag,
     plugin_command,
-    takes_plugin,
+    uses_plugin,
 )
 from mmrouter_lib.engines.vllm.connectors import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS, SIDE_CHANNEL, transfer_flags
 
@@ -27,7 +27,7 @@ API_KEY_ENV = "VLLM_API_KEY"
 """Variable from which the engine reads the key that requests must carry."""
 
 EVENTS_HWM = 10_000
-"""Messages that an engine keeps while its sidecar is away. They are the engine's memory: far below vLLM's 100,000."""
+"""Messages that an engine queues while its sidecar is away. They use the engine's memory: far below its own 100,000."""
 REPLAY_STEPS = 10_000
 
 KV_LAYOUT_FLAGS: Final = frozenset(
@@ -40,7 +40,7 @@ KV_LAYOUT_FLAGS: Final = frozenset(
 def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     """Return the command line of one pool's engines.
 
-    Raises ``LaunchError`` where engines of this role and accelerator have no way to hand over what they make.
+    Raises ``LaunchError`` where engines of this role and accelerator have no transfer for their output.
     """
     spec = dep.spec
     model, engine = spec.model, spec.engine
@@ -60,7 +60,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
             *flag("--kv-events-config", _events_config()),
             "--enable-prompt-tokens-details",
         ]
-    # An encoder gets images only, and at its start encodes the largest item of each kind that it may get.
+    # At its start an encoder encodes the largest item of each modality that it accepts.
     others = {"video": 0, "audio": 0} if pool.role == "encoder" else {}
     args += flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images, **others})
     if not renders:
@@ -88,7 +88,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         args += flag("--data-parallel-size", pool.parallelism.data)
     command = ["vllm", "launch", "render"] if renders else ["vllm", "serve"]
     return Launch(
-        command=plugin_command(command) if takes_plugin(dep) else command,
+        command=plugin_command(command) if uses_plugin(dep) else command,
         args=[*args, *engine.args, *pool.args],
         env=_environment() | transfer_env,
         health_path="/health",
@@ -97,10 +97,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
 
 
 def _events_config() -> dict[str, Any]:
-    """A concrete host makes the publisher connect, so the sidecar, which starts first, binds.
-
-    See docs/engine-facts/vllm.md#event-sockets.
-    """
+    """A concrete host makes the publisher connect, and the sidecar bind (docs/engine-facts/vllm.md#event-sockets)."""
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -114,8 +111,8 @@ def _events_config() -> dict[str, Any]:
 def _environment() -> dict[str, str]:
     return {
         "VLLM_HOST_IP": "$(POD_IP)",
-        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes on the wire for each hash instead of 34
-        "VLLM_NO_USAGE_STATS": "1",  # engines need no way out of the cluster
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes per hash on the wire instead of 34
+        "VLLM_NO_USAGE_STATS": "1",  # no connection leaves the cluster
     }
 
 

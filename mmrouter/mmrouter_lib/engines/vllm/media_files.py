@@ -1,8 +1,7 @@
-"""Images that vLLM reads from a folder instead of the request: what is sent, and how it says that it could not.
+"""Images that vLLM reads from a local folder instead of the request: their URLs, and how a refusal is recognized.
 
-``--allowed-local-media-path FOLDER`` lets a chat name files below it; identity and blocks are those of our ``uuid``, as
-with bytes (docs/engine-facts/vllm.md#image-uuid). Its answers leave out paths, so what it says is recognised by the
-words around them.
+``--allowed-local-media-path FOLDER`` lets a chat name files below it; identity and blocks follow from the ``uuid``, as
+with bytes (docs/engine-facts/vllm.md#image-uuid).
 """
 
 import re
@@ -17,7 +16,7 @@ MIME_SUFFIXES: Final = {
     "image/bmp": ".bmp",
     "image/tiff": ".tiff",
 }
-"""For people who look at the folder: the engine looks at the contents."""
+"""File suffixes, for people who list the folder: the engine detects the format from the content."""
 
 _REFUSED: Final = re.compile(rb"allowed-local-media-path|\[Errno \d+\]")
 _STATUSES: Final = frozenset({400, 500})
@@ -29,9 +28,9 @@ def file_url(path: PurePath) -> str:
 
 
 def is_file_refused(status: int, raw: bytes) -> bool:
-    """Whether an engine's error is about a file that it was to read: gone, not readable, or not in its folder.
+    """Whether an engine's error is about a local file: gone, not readable, or outside of its folder.
 
-    vLLM 0.32 answers 500 with the system's own words for a file that it cannot read, and to any file when it was
-    started without a folder, 400 for a file outside of it.
+    vLLM 0.32 answers 500 with the system's error text for a file that it cannot read, 500 for any file when started
+    without a folder, and 400 for a file outside of it.
     """
     return status in _STATUSES and _REFUSED.search(raw) is not None

@@ -1,7 +1,7 @@
-"""vLLM's renderer: what to ask it, and how to read its answer (docs/engine-facts/vllm.md#renderer).
+"""Requests to vLLM's renderer, and its answers (docs/engine-facts/vllm.md#renderer).
 
-``POST /v1/chat/completions/render`` does everything to a chat request but run the model. With our ``uuid`` beside every
-image the answer names images by it, verbatim, so ids and placeholders are all that block keys need.
+``POST /v1/chat/completions/render`` processes a chat request without running the model. The answer names images by the
+``uuid`` in the request, so its ids and placeholders are enough to compute block keys.
 """
 
 from array import array
@@ -37,7 +37,7 @@ class _Answer(msgspec.Struct):
 
 def render_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request for a chat body that ``rewrite_chat`` made; the answer then holds no processed tensors."""
-    dropped = ("stream", "stream_options", "cache_salt", "return_token_ids")  # none of them changes a prompt
+    dropped = ("stream", "stream_options", "cache_salt", "return_token_ids")  # without effect on the prompt
     return {**{key: value for key, value in body.items() if key not in dropped}, "mm_payload": "none"}
 
 
@@ -45,7 +45,7 @@ def read_rendered(raw: bytes) -> tuple["array[int]", tuple[Span, ...]]:
     """Return token ids (u32) and the images' spans, in prompt order.
 
     Raises :class:`RenderError` for an answer of another shape, for media other than images, and for an image that
-    carries no identity of ours or stands outside the prompt.
+    carries no identity of this project or lies outside the prompt.
     """
     try:
         answer = msgspec.json.decode(raw, type=_Answer)
@@ -57,13 +57,13 @@ def read_rendered(raw: bytes) -> tuple["array[int]", tuple[Span, ...]]:
         raise RenderError(f"the prompt holds {sorted(others)[0]}, which is not modelled")
     names, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
     if len(names) != len(places):
-        raise RenderError(f"{len(names)} images are named, {len(places)} have a place")
+        raise RenderError(f"{len(names)} images are named, {len(places)} have a position")
     spans: list[Span] = []
     for name, place in zip(names, places, strict=True):
         identity = from_wire(name)
         if identity is None:
-            raise RenderError(f"an image is named {name[:80]!r}, which is no identity of ours")
+            raise RenderError(f"an image is named {name[:80]!r}, which is no identity of mmrouter")
         if place.offset < 0 or place.length < 1 or place.offset + place.length > len(ids):
-            raise RenderError(f"an image stands at {place.offset}+{place.length} of {len(ids)} tokens")
+            raise RenderError(f"an image is at {place.offset}+{place.length} of {len(ids)} tokens")
         spans.append(Span(place.offset, place.length, identity))
     return ids, tuple(sorted(spans, key=lambda span: span.offset))

@@ -13,15 +13,13 @@ REFUSED_FIELDS = (
     "extra_key",
     "kv_transfer_params",
     "ec_transfer_params",
-    "request_id",  # chosen by a client it may be another tenant's
+    "request_id",  # a client could choose that of another tenant
 )
-"""Body fields that steer caches, transfers or other people's requests; the router alone may set them."""
+"""Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
 
 REFUSED_XARGS = ("kv_cache_report_mode", "kv_transfer_params", "ec_transfer_params")
-"""Keys of ``vllm_xargs``. A report of reused blocks looks like new copies of them.
-
-See docs/engine-facts/vllm.md#what-publishes-no-events.
-"""
+"""Keys of ``vllm_xargs``. A report of reused blocks looks like new copies
+(docs/engine-facts/vllm.md#what-publishes-no-events)."""
 
 
 def rewrite_chat(
@@ -61,23 +59,22 @@ _ABOUT_MESSAGES = re.compile(
     re.IGNORECASE,
 )
 _PARAM_NAMES = dict.fromkeys(("image", "video", "audio", "input_text", "input_tokens"), "messages")
-"""Parameters that vLLM names after its own arguments, and what a client calls them."""
+"""Parameters that vLLM names after its own arguments -> the client's field."""
 
 
 def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
-    """Return the request field that a vLLM error answer is about, ``None`` where that is not known.
+    """Return the request field that a vLLM error answer is about, ``None`` if unknown.
 
-    ``status`` is the HTTP status, ``body`` the decoded answer. vLLM leaves ``param`` null for most faults of images and
-    prompts, so the sentences that it uses for them are recognised (captures of 0.32;
-    docs/engine-facts/vllm.md#requests-that-end-the-engine).
+    ``status`` is the HTTP status, ``body`` the decoded answer. vLLM leaves ``param`` null for most errors of images and
+    prompts, so their sentences are recognized (docs/engine-facts/vllm.md#requests-that-end-the-engine).
     """
     if status < 400:
         return None
     error = error_of(body)
     message, param = error.get("message"), error.get("param")
     if not isinstance(param, str) or not param:
-        found = _PARAMETER.search(message) if isinstance(message, str) else None
-        param = found[1] if found else None
+        named = _PARAMETER.search(message) if isinstance(message, str) else None
+        param = named[1] if named else None
     if param is not None:
         param = param.removeprefix("body.")
         return _PARAM_NAMES.get(param, param)

@@ -4,7 +4,7 @@ from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
 from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR
-from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, takes_plugin
+from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, uses_plugin
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
@@ -26,7 +26,7 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
     mounts += [shared_memory.own_mount(), parts.mount("tmp", "/tmp")]  # noqa: S108 - a path in the pod
     if shared_memory.is_shared(pool):
         mounts.append(shared_memory.shared_mount())
-    if takes_plugin(dep):
+    if uses_plugin(dep):
         mounts.append(handover_plugin.mount())
     ports = {"http": HTTP_PORT} | launch.ports
     return {
@@ -80,7 +80,7 @@ def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorCo
         {"name": LAUNCHERS[dep.spec.engine.type].api_key_env, "valueFrom": key},
         *(parts.value_env(name, value) for name, value in launch.env.items()),
         *(parts.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
-        *(handover_plugin.env(dep, pool) if takes_plugin(dep) else []),
+        *(handover_plugin.env(dep, pool) if uses_plugin(dep) else []),
         *(shared_memory.shared_env(dep, pool.resources) if shared_memory.is_shared(pool) else []),
         # The root is read-only and the user has no entry in /etc/passwd.
         parts.value_env("HOME", "/tmp"),  # noqa: S108

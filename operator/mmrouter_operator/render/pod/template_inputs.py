@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, Role, block_size_of, quantity_bytes
-from mmrouter_lib.engines.base.launch import chosen_flags, takes_plugin
+from mmrouter_lib.engines.base.launch import chosen_flags, uses_plugin
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.render.pod.shared_memory import frontends_share, is_shared, limit_bytes
 
@@ -77,8 +77,8 @@ def _handover(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     transfer = dep.spec.routing.transfer
-    if transfer != "none" and (is_shared(pool) or takes_plugin(dep)):
-        found["transfer"] = [transfer, "plugin" if takes_plugin(dep) else ""]
+    if transfer != "none" and (is_shared(pool) or uses_plugin(dep)):
+        found["transfer"] = [transfer, "plugin" if uses_plugin(dep) else ""]
     if is_shared(pool) and (limit := limit_bytes(dep)) != quantity_bytes(pool.shared_memory.size):
         found["shared"] = limit
     return found
