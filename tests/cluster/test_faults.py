@@ -24,7 +24,7 @@ from mmrouter_operator.runtime.operator import EXIT
 
 SETTLE_SECONDS = 60
 """A deadline: pauses between tries grow, and of four writes one fails."""
-BAD_REQUEST, NOT_FOUND = Fault(400, "BadRequest"), Fault(404, "NotFound")
+BAD_REQUEST = Fault(400, "BadRequest")
 POLL = 0.2
 """Seconds between looks that cost the server some dozen requests."""
 
@@ -80,19 +80,29 @@ def test_watches_that_expire_lose_nothing(crd: ControlPlane, between: Proxy, nam
             wait_for(lambda: settled(crd, namespace, body), SETTLE_SECONDS, "the deleted child is back")
 
 
-@pytest.mark.parametrize("fault", [BAD_REQUEST, NOT_FOUND], ids=["400", "404"])
-def test_an_operator_that_is_not_told_what_it_can_watch_ends(crd: ControlPlane, between: Proxy, fault: Fault) -> None:
-    between.faults = lambda method, path: fault if path == "/apis/apps/v1" else None
-    with operator(crd, f"untold-{fault.status}", server=between.url, wait=False) as replica:
+def test_an_operator_that_cannot_discover_its_kind_ends(crd: ControlPlane, between: Proxy) -> None:
+    answered = itertools.count()
+
+    def refuse_kopf(method: str, path: str) -> Fault | None:
+        # The operator itself reads it first, kopf after it.
+        return BAD_REQUEST if path == "/apis/mmrouter.io/v1alpha1" and next(answered) else None
+
+    between.faults = refuse_kopf
+    with operator(crd, "undiscovered", server=between.url, wait=False) as replica:
         wait_for(lambda: replica.process.poll() is not None, EXIT - 10, "it ends")
         assert replica.process.returncode == 1
 
 
-def test_an_operator_whose_watch_ends_gives_the_lease_back_and_ends(crd: ControlPlane, between: Proxy) -> None:
+@pytest.mark.parametrize(
+    "path", ["/api/v1/services", "/apis/mmrouter.io/v1alpha1/mmrouterdeployments"], ids=["a child", "the resource"]
+)
+def test_an_operator_whose_watch_is_refused_for_good_releases_the_lease_and_ends(
+    crd: ControlPlane, between: Proxy, path: str
+) -> None:
     between.watch_seconds = 0.5
-    with operator(crd, "deaf", server=between.url) as replica:
-        # What a watch begins anew with: kopf takes such an answer for final.
-        between.faults = lambda method, path: BAD_REQUEST if path == "/api/v1/services" else None
+    with operator(crd, f"refused-{path.rpartition('/')[2]}", server=between.url) as replica:
+        # The next watch and the list after it are refused.
+        between.faults = lambda method, requested: BAD_REQUEST if requested == path else None
         wait_for(lambda: replica.process.poll() is not None, EXIT - 10, "it ends")
         assert replica.process.returncode == 1
         assert holder(crd) == ""
