@@ -7,6 +7,7 @@ Names, by default all of them:
 - ``crd``: ``crds/``, from the models of ``mmrouter_lib.api``; the chart links to it.
 - ``metrics``: the tables of docs/observability.md, from the registries of router, sidecar and operator.
 - ``values``: the table of the chart's README, from the comments of its values.yaml.
+- ``rights``: the operator's ClusterRole in the chart, from the child kinds of ``mmrouter_operator.render``.
 - ``conformance``: docs/conformance.md, from the figures of docs/conformance.json that ``make conformance`` measures.
 - ``golden``: the rendered objects that ``tests/unit/render`` compares with. Review their diff: a difference restarts
   engines on upgrade. ``--check`` leaves them to those tests.
@@ -25,6 +26,7 @@ from hack.build_once import ROOT
 from hack.cluster import programs
 from hack.generators import chart_values, metrics_tables
 from mmrouter_cli import crd
+from mmrouter_operator.render import cluster_role
 
 CHART = ROOT / "charts" / "mmrouter"
 DOCS = ROOT / "docs"
@@ -50,6 +52,7 @@ GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "crd": (ROOT / "crds" / "mmrouter.io_mmrouterdeployments.yaml", crd.text),
     "metrics": (DOCS / "observability.md", metrics_page),
     "values": (CHART / "README.md", chart_readme),
+    "rights": (CHART / "files" / "clusterrole.yaml", cluster_role.text),
     "conformance": (DOCS / "conformance.md", conformance_page),
 }
 """Name -> the file and its content as it should be now."""
