@@ -124,7 +124,7 @@ class PlainFiles(WriterFolder):
         return PlainFile(self, file)
 
     def _reserve(self, wanted: int) -> None:
-        if self.bytes + wanted > self._mark:
+        if self.bytes + wanted > self.mark_bytes:
             raise HandOverError("full", f"{self.bytes} of {self.limit_bytes} bytes are in use, {wanted} are wanted")
         self._budget.take(wanted)
         self.bytes += wanted

@@ -209,9 +209,9 @@ class Pool(WriterFolder):
         class_bytes, collected = wanted - PAGE_BYTES, None
         if not self._idle.get(class_bytes):
             collected = self._collect(now, class_bytes)
-        if self.lent_bytes + wanted > self._mark:
+        if self.lent_bytes + wanted > self.mark_bytes:
             self._collect(now, None)
-        if self.lent_bytes + wanted > self._mark:
+        if self.lent_bytes + wanted > self.mark_bytes:
             raise HandOverError("full", f"{self.lent_bytes} of {self.limit_bytes} bytes are lent, {wanted} are wanted")
         while idle := self._idle.get(class_bytes):
             slot = idle.pop()  # the last one used: its pages are the likeliest to be in a CPU cache

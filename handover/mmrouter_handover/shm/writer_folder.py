@@ -149,13 +149,18 @@ class WriterFolder:
         self.bytes = 0
         """Bytes of its files, in whole pages."""
         self._root, self._now = Path(root), now
-        self._mark = high_water * limit_bytes
+        self._high_water = high_water
         self._budget = SharedBudget(root, total_bytes, high_water, now)
         self._mutex = threading.RLock()
         self._closed = False
         with files.folder(root) as number:
             owner = Owner(writer, os.getpid(), now(), limit_bytes)
             self._folder, self._owner = create_folder(number, self.name, owner)
+
+    @property
+    def mark_bytes(self) -> float:
+        """Bytes above which nothing more is written."""
+        return self._high_water * self.limit_bytes
 
     def close(self) -> None:
         """Remove what is not leased. Leased files stay until their deadlines, and then belong to the janitor."""
