@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment, to_json
 
-BEYOND_CEL = ("is not a label name", "is not yours to set here")
+BEYOND_CEL = ("is not a label name", "cannot be set here")
 """Sentences of Python's for what the server takes all the same: the syntax of label names in `nodeSelector`, as keys of
 maps have no bound that a rule could be costed by, and shortened or upper-case spellings of owned flags."""
 

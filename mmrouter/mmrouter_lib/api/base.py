@@ -1,4 +1,4 @@
-"""What every model of the resource is made of: bounded types, and the small objects that several sections share.
+"""Bounded types and small objects that several sections of the resource share.
 
 Patterns mean the same to Python and to the API server's Go: no `\\s`, `\\d` or `\\w`, which differ outside ASCII.
 """
@@ -89,11 +89,11 @@ Argument = Annotated[str, Field(max_length=2048)]
 LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
 
 Opaque = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
-"""Part of a pod in Kubernetes' own words; it is passed on, not modelled."""
+"""Part of a pod in Kubernetes' format; passed on, not modelled."""
 
 
 def by_key(key: str) -> dict[str, Any]:
-    """Return the ``json_schema_extra`` of a list of objects that are told apart by one of their fields."""
+    """Return the ``json_schema_extra`` of a list of objects with one of their fields as the key."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
@@ -133,12 +133,12 @@ class SecretName(Resource):
 
 
 class Resources(Resource):
-    """Compute resources of one container. Accelerators are not named here but in `pools[].accelerator`."""
+    """Compute resources of one container, without accelerators (see `pools[].accelerator`)."""
 
     requests: dict[Annotated[str, Field(max_length=316)], Quantity] = Field(default={}, max_length=16)
-    """What the scheduler sets aside, by resource name."""
+    """Resources that the scheduler reserves, by resource name."""
     limits: dict[Annotated[str, Field(max_length=316)], Quantity] = Field(default={}, max_length=16)
-    """What the container may use at most, by resource name."""
+    """Maximum resources of the container, by resource name."""
 
 
 NodeLabels = Annotated[

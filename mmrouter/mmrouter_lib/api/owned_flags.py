@@ -61,13 +61,13 @@ def pool_validations() -> list[dict[str, str]]:
     ]
 
 
-_MESSAGE = "args must not set what a field of this resource, or the operator, sets"
+_MESSAGE = "args must not set flags that a field of this resource, or the operator, sets"
 _NAME = "a.replace('_', '-').replace('--no-', '--', 1).replace('.', '=').split('=', 2)[0]"
 """CEL for the name of the flag in argument ``a``. :func:`is_flag` matches all of these too."""
 
 
 def _sentence(owned: OwnedFlag) -> str:
-    return f"{owned.name}, which is not yours to set here" + (f"; use spec.{owned.field}" if owned.field else "")
+    return f"{owned.name}, which cannot be set here" + (f"; use spec.{owned.field}" if owned.field else "")
 
 
 def _exists(args: str, engine: EngineTraits) -> str:

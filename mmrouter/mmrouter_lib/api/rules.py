@@ -1,8 +1,7 @@
 """Rules over several fields: one declaration is the model's validator and the API server's CEL rule.
 
-A rule is a method of the model that says whether it holds, and beside it the same in CEL (Kubernetes' Common Expression
-Language), the sentence that both give, and the field to correct. What stands in two languages is proved equal by the
-tests that run both over random specs.
+A rule is a method of the model that returns whether it holds, with the same check in CEL (Kubernetes' Common Expression
+Language), the error sentence and the field to correct. Tests run both forms over random specs and compare the results.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 VALIDATIONS: Final = "x-kubernetes-validations"
 NO_DEFAULT: Final = "x-mmrouter-no-default"
-"""Marks a field whose default the API server does not fill in, because absence is told apart."""
+"""Marks a field whose default the API server does not fill in, because absence has a meaning of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def broken(path: str, sentence: str) -> PydanticCustomError:
 
 
 class Resource(BaseModel):
-    """Immutable values; camelCase in JSON and YAML, snake_case in Python; a field that is not known is an error.
+    """Immutable values; camelCase in JSON and YAML, snake_case in Python; an unknown field is an error.
 
     Strict, as the API server is: "2" is no number and "yes" no boolean.
     """

@@ -1,4 +1,4 @@
-"""`spec`: everything a user says, and the rules that hold between its sections."""
+"""`spec`: the desired state, and the rules between its sections."""
 
 from collections.abc import Callable
 
@@ -30,13 +30,13 @@ class Spec(Resource):
     """One model, one engine type, one frontend, any number of pools."""
 
     model: Model
-    """Which weights are served; the id cannot be changed."""
+    """The weights to serve; the id is immutable."""
     engine: Engine
-    """What runs the model."""
+    """The inference engine."""
     frontend: Frontend = Frontend()
     """The pods that run the router."""
     routing: Routing = Routing()
-    """How a request finds its engine."""
+    """How engines are chosen for requests."""
     pools: list[Pool] = Field(min_length=1, max_length=16, json_schema_extra=by_key("name"))
     """The engines, by role and accelerator; a map by `name`."""
     verification: Verification = Verification()
@@ -44,21 +44,21 @@ class Spec(Resource):
     sidecar: Sidecar = Sidecar()
     """The relay of KV events beside every engine."""
     observability: Observability = Observability()
-    """What is told to the outside."""
+    """Metrics, traces and debugging headers."""
     network_policy: NetworkPolicy = NetworkPolicy()
-    """Whether pods may be reached by their own kind only."""
+    """Network policies that isolate the deployment's pods."""
     paused: bool = False
-    """The operator leaves the children of a paused deployment as they are."""
+    """Stop all changes to the deployment's objects."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> "Spec":
-        # The API server tells by itself: the list is a map by name.
+        # The API server checks this by itself: the list is a map by name.
         first: dict[str, int] = {}
         for number, pool in enumerate(self.pools):
             if pool.name in first:
                 raise broken(
                     f"pools[{number}].name",
-                    f"pools[{first[pool.name]}] is called {pool.name!r} already; names must differ",
+                    f"pools[{first[pool.name]}] already has the name {pool.name!r}; names must differ",
                 )
             first[pool.name] = number
         return self
@@ -73,7 +73,7 @@ class Spec(Resource):
 
     @rule(
         "pools",
-        "worker pools do not stand beside prefill and decode pools: a request would have two ways to go",
+        "worker pools cannot be combined with prefill and decode pools: a request would have two ways to be served",
         f"!{_any('worker')} || !{_any('prefill')}",
     )
     def _one_way_to_go(self) -> bool | Broken:
@@ -81,12 +81,12 @@ class Spec(Resource):
             return True
         return Broken(
             f"pools[{self._first('worker')}].role",
-            "worker pools do not stand beside prefill and decode pools: a request would have two ways to go",
+            "worker pools cannot be combined with prefill and decode pools: a request would have two ways to be served",
         )
 
     @rule(
         "pools",
-        "nothing generates text: add a worker pool, or a prefill and a decode pool",
+        "no pool generates text: add a worker pool, or a prefill and a decode pool",
         f"{_any('worker')} || {_any('prefill')} || {_any('decode')}",
     )
     def _something_generates(self) -> bool:
@@ -123,7 +123,7 @@ class Spec(Resource):
 
     @rule(
         "routing.transfer",
-        "transfer: nixl carries what a renderer has processed: add a renderer pool, or set shm or none",
+        "transfer: nixl carries images that a renderer has processed: add a renderer pool, or set shm or none",
         f"self.routing.transfer != 'nixl' || {_any('renderer')}",
     )
     def _nixl_has_a_renderer(self) -> bool:

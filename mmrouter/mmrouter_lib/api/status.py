@@ -19,13 +19,13 @@ class Condition(Resource):
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """Generation of the spec that this speaks of."""
+    """Generation of the spec that the condition describes."""
     last_transition_time: Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
     """When status last changed."""
     reason: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
-    """Cause in one stable word, for programs."""
+    """Stable reason in one word, for programs."""
     message: Annotated[str, Field(max_length=32_768)]
-    """Cause in a sentence, for people."""
+    """Explanation for people."""
 
 
 class PoolStatus(Resource):
@@ -36,11 +36,11 @@ class PoolStatus(Resource):
     role: Role
     """Role of the pool."""
     desired: Count = 0
-    """Replicas wanted."""
+    """Desired replicas."""
     ready: Count = 0
     """Replicas that are Ready."""
     routable: Count = 0
-    """Replicas whose cache every frontend knows."""
+    """Replicas whose cache index every frontend holds."""
     verified: Count = 0
     """Replicas whose canary proved exact routing."""
     updated: Count = 0
@@ -51,7 +51,7 @@ class FrontendStatus(Resource):
     """Replicas of the frontend; the `scale` subresource reads them."""
 
     desired: Count = 0
-    """Replicas wanted."""
+    """Desired replicas."""
     ready: Count = 0
     """Replicas that are Ready."""
     updated: Count = 0
@@ -73,15 +73,15 @@ class Status(Resource):
     """What the operator observed."""
 
     observed_generation: Annotated[int, Field(ge=0)] | None = None
-    """Generation of the spec that this status speaks of."""
+    """Generation of the spec that this status describes."""
     phase: Annotated[str, Field(max_length=40)] | None = None
-    """Summary in a word, for people; programs read the conditions."""
+    """One-word summary for people; programs read the conditions."""
     endpoint: Annotated[str, Field(max_length=500)] | None = None
     """URL for clients in the cluster."""
     frontend: FrontendStatus | None = None
     """Replicas of the frontend."""
     pools_ready: Annotated[str, Field(max_length=20)] | None = None
-    """Pools with every wanted replica Ready, of all pools, like "2/3": a column of `kubectl get`."""
+    """Pools with all replicas Ready, of all pools, like "2/3": a column of `kubectl get`."""
     pools: list[PoolStatus] = Field(default=[], max_length=16, json_schema_extra=by_key("name"))
     """Replicas of each pool."""
     routing: RoutingStatus | None = None

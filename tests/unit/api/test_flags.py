@@ -28,7 +28,7 @@ from mmrouter_lib.api.owned_flags import is_flag
     ],
 )
 def test_an_owned_flag_is_refused_in_every_spelling(document: Any, arg: str) -> None:
-    with pytest.raises(SpecError, match=r"^spec\.engine\.args\[1\]: .*not yours to set"):
+    with pytest.raises(SpecError, match=r"^spec\.engine\.args\[1\]: .*cannot be set here"):
         parse_deployment(document(engine={"type": "vllm", "args": ["--enforce-eager", arg]}))
 
 
@@ -37,8 +37,7 @@ def test_the_message_names_the_field_that_replaces_the_flag(document: Any) -> No
     with pytest.raises(SpecError) as caught:
         parse_deployment(document(pools=[pool]))
     assert str(caught.value) == (
-        "spec.pools[0].args[0]: --block-size sets --block-size, which is not yours to set here; "
-        "use spec.engine.blockSize"
+        "spec.pools[0].args[0]: --block-size sets --block-size, which cannot be set here; use spec.engine.blockSize"
     )
 
 

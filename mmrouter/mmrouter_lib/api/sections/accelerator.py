@@ -1,4 +1,4 @@
-"""`spec.pools[].accelerator`: what a pool's engines run on."""
+"""`spec.pools[].accelerator`: the devices of a pool."""
 
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ class Claim(Resource):
     resource_claim_name: ObjectName | None = None
     """An existing ResourceClaim, shared by all pods of the pool."""
     resource_claim_template_name: ObjectName | None = None
-    """A ResourceClaimTemplate, of which every pod gets its own claim."""
+    """A ResourceClaimTemplate, from which every pod gets its own claim."""
 
     @rule(
         "resourceClaimName",
@@ -33,10 +33,10 @@ _CLAIMS = "(has(self.claims) && size(self.claims) > 0)"
 
 
 class Accelerator(Resource):
-    """What the pool's engines run on; becomes resource limits, node selector, toleration and engine flags."""
+    """The pool's devices; rendered as resource limits, node selector, toleration and engine flags."""
 
     kind: AcceleratorKind
-    """Kind of device. `cpu` needs none."""
+    """Kind of device; `cpu` for none."""
     count: Annotated[int, Field(ge=0, le=64)] | None = None
     """Devices per pod. Default: 1; 0 for cpu and with claims."""
     resource_name: (
@@ -48,7 +48,7 @@ class Accelerator(Resource):
 
     @property
     def devices(self) -> int:
-        """Devices asked for by extended resource: `count` with its default."""
+        """Return the number of extended resources to request: `count` with its default."""
         if self.count is not None:
             return self.count
         return 0 if self.kind == "cpu" or self.claims else 1
@@ -79,7 +79,7 @@ class Accelerator(Resource):
 
     @rule(
         "count",
-        "use either claims or count, not both: a claim says itself how many devices it is",
+        "use either claims or count, not both: a claim defines its number of devices",
         f"!{_CLAIMS} || !has(self.count) || self.count == 0",
     )
     def _claims_or_a_count(self) -> bool:

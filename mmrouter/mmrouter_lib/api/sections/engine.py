@@ -1,4 +1,4 @@
-"""`spec.engine`: what runs the model. What changes prompts is typed, because the router must do the same."""
+"""`spec.engine`: the inference engine. Options that change prompts are typed, because the router applies them too."""
 
 from typing import Annotated
 
@@ -14,21 +14,21 @@ Pixels = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 
 class ChatTemplate(Resource):
-    """Where the chat template comes from."""
+    """Source of the chat template."""
 
     config_map: ConfigMapKey
-    """ConfigMap key that holds the Jinja text."""
+    """ConfigMap key with the Jinja text."""
 
 
 class ProcessorOptions(Resource):
-    """Options of the image processor: they decide an image's token count and are part of its identity."""
+    """Options of the image processor; they determine an image's token count and are part of its identity."""
 
     min_pixels: Pixels | None = None
     """Images with fewer pixels are scaled up to this many. Default: the model's own."""
     max_pixels: Pixels | None = None
     """Images with more pixels are scaled down to this many. Default: the model's own."""
     num_crops: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Phi-3-vision: most tiles that an image is cut into. Default: the model's own."""
+    """Phi-3-vision: maximum number of tiles per image. Default: the model's own."""
 
     @rule(
         "minPixels",
@@ -56,13 +56,13 @@ class Engine(Resource):
     processor: ProcessorOptions = ProcessorOptions()
     """Image processor options for engines and router."""
     kv_connector: Opaque = Field(default={})
-    """Engine configuration of the prefill -> decode transfer. Default: by engine and accelerator. vllm: the JSON of
-    `--kv-transfer-config`; sglang: `transferBackend` and `ibDevice`."""
+    """Engine configuration of the transfer from prefill to decode. Default: by engine and accelerator. vllm: the JSON
+    of `--kv-transfer-config`; sglang: `transferBackend` and `ibDevice`."""
     ec_connector: Opaque = Field(default={})
-    """Engine configuration of the encoder -> language model transfer. Default: by engine and accelerator. vllm: the
-    JSON of `--ec-transfer-config`; sglang: `transferBackend`."""
+    """Engine configuration of the transfer from encoder to language model. Default: by engine and accelerator. vllm:
+    the JSON of `--ec-transfer-config`; sglang: `transferBackend`."""
     args: list[Argument] = Field(default=[], max_length=64)
-    """More engine arguments, for every pool. Arguments that belong to another field of this resource are refused."""
+    """Additional engine arguments, for every pool. Arguments that have a field of their own are refused."""
 
     @model_validator(mode="after")
     def _own_flags(self) -> "Engine":

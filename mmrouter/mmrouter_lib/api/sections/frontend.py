@@ -9,7 +9,7 @@ from mmrouter_lib.api.rules import Resource
 
 
 class Service(Resource):
-    """The Service that clients talk to."""
+    """The Service that clients connect to."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     """Kubernetes Service type."""
@@ -18,25 +18,26 @@ class Service(Resource):
 
 
 class ApiKeys(Resource):
-    """Who may call. Each key belongs to a tenant; tenants share no KV blocks."""
+    """API keys of clients. Each key belongs to a tenant; tenants share no KV blocks."""
 
     secret: SecretName
-    """Secret with one entry per tenant: its name is the tenant's, its text the tenant's API keys, one per line."""
+    """Secret with one entry per tenant: its name is the tenant's, its value the tenant's API keys, one per line."""
 
 
 class Frontend(Resource):
-    """The routers: HTTP in, engine out. Any number of equal replicas."""
+    """The routers, as equal replicas."""
 
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
     """Number of frontend pods."""
     resources: Resources = Resources()
     """Compute resources of the router container."""
     max_held_bytes: Size = "1Gi"
-    """Request bodies that one router holds at a time, each until its answer is out; a router needs about four times as
-    much memory. A request that would be more is answered 429 with Retry-After."""
+    """Limit of request bodies in one router, each held until its answer is out; a router needs about four times as much
+    memory. Requests above the limit are answered 429 with Retry-After."""
     service: Service = Service()
     """The Service in front of the routers."""
     api_keys: ApiKeys | None = None
-    """API keys and their tenants. Absent: no authentication and one tenant, and a condition says so."""
+    """API keys and their tenants. Absent: no authentication and a single tenant; the condition Authenticated is
+    False."""
     pod_template: Opaque = Field(default={})
     """Strategic merge patch over the rendered pod template (`metadata` and `spec` of a pod)."""

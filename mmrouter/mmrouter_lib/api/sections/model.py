@@ -1,4 +1,4 @@
-"""`spec.model`: which weights are served."""
+"""`spec.model`: the weights to serve."""
 
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ Volume = Annotated[
     ),
     AfterValidator(_one_source),
 ]
-"""A pod's volume source by its name, as Kubernetes spells it."""
+"""A pod's volume source, in Kubernetes' format."""
 
 
 class Model(Resource):
@@ -42,15 +42,15 @@ class Model(Resource):
             json_schema_extra=immutable("model.id is immutable: create a second deployment and shift traffic"),
         ),
     ]
-    """Hub repository of the weights, `Qwen/Qwen2.5-VL-7B-Instruct` for one. Immutable: new weights, new deployment."""
+    """Hub repository of the weights, such as `Qwen/Qwen2.5-VL-7B-Instruct`. Immutable: new weights, new deployment."""
     revision: Annotated[str, Field(min_length=1, max_length=200, pattern=WORD)] = "main"
-    """Branch, tag or commit. Pin a commit: pods that start at different times must see the same model."""
+    """Branch, tag or commit. Pin a commit, so that pods that start at different times load the same model."""
     served_name: Annotated[str, Field(max_length=300, pattern=WORD_OR_EMPTY)] = ""
-    """Name that clients write into `model`. Default: the object's name."""
+    """Value of `model` in requests. Default: the object's name."""
     volume: Volume | None = None
     """Pod volume source with the model's files, such as `persistentVolumeClaim: {claimName: weights}`; mounted
     read-only. Absent: the engine downloads from the hub."""
     token_secret: SecretKey | None = None
     """Hub access token, for repositories that are not public."""
     trust_remote_code: bool = False
-    """Let the engine run Python code that comes with the model's files."""
+    """Allow the engine to run Python code from the model's files."""

@@ -9,14 +9,14 @@ from mmrouter_lib.api.rules import Resource, rule
 
 
 class Verification(Resource):
-    """How the exactness of routing is measured, and what happens where it does not hold."""
+    """How the exactness of routing is measured, and the reaction to a failure."""
 
     on_failure: Literal["Degrade", "Refuse"] = "Degrade"
-    """A worker that is not verified in time: Degrade routes to it without overlap, Refuse does not route to it."""
+    """For a worker that is not verified in time: Degrade routes to it without overlap, Refuse does not route to it."""
     sample_ratio: Decimal = "0.01"
     """Share of requests whose predicted blocks are compared with the engine's own events, 0 to 1."""
     timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 300
-    """How long a new worker may take to be verified."""
+    """Time within which a new worker must be verified."""
 
     @rule("sampleRatio", "sampleRatio is a share between 0 and 1", "double(self.sampleRatio) <= 1.0")
     def _ratio(self) -> bool:
@@ -33,19 +33,19 @@ class Sidecar(Resource):
 
 
 class Observability(Resource):
-    """What is told to the outside."""
+    """Metrics, traces and debugging headers."""
 
     pod_monitor: Literal["Auto", "Enabled", "Disabled"] = "Auto"
-    """PodMonitor objects for Prometheus; Auto where the cluster has that API."""
+    """PodMonitor objects for Prometheus; Auto creates them if the cluster serves that API."""
     otlp_endpoint: Annotated[str, Field(max_length=500, pattern=r"^(https?://[^\x00-\x20\x7f]+)?$")] = ""
-    """Base URL of a collector that takes OTLP over HTTP, for traces (`http://HOST:4318`); empty for none."""
+    """Base URL of a collector for traces by OTLP over HTTP (`http://HOST:4318`); empty for none."""
     debug_headers: bool = False
-    """Add worker, exactness and overlap headers to every response. They tell a tenant what others asked: for test
+    """Add worker, exactness and overlap headers to every response. They reveal other tenants' prompts: use them in test
     installations only."""
 
 
 class NetworkPolicy(Resource):
-    """Whether pods may be reached by their own kind only."""
+    """Network policies that isolate the deployment's pods."""
 
     enabled: bool = True
     """Create NetworkPolicies."""

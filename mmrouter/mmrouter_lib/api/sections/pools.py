@@ -26,36 +26,36 @@ _DEVICES = "(has(self.accelerator.count) ? self.accelerator.count : 1)"
 
 
 class Parallelism(Resource):
-    """How one engine is spread over its devices."""
+    """Distribution of one engine over its devices."""
 
     tensor: Annotated[int, Field(ge=1, le=64)] = 1
     """Tensor parallel size."""
     data: Annotated[int, Field(ge=1, le=64)] = 1
-    """Data parallel ranks; each holds KV blocks of its own and is a candidate of its own."""
+    """Data parallel ranks; each has its own KV cache and is a separate candidate for requests."""
 
 
 class SharedMemory(Resource):
     """Memory-backed files for the engine."""
 
     size: Size = "8Gi"
-    """Upper limit; what is written counts against the memory of the container that writes it. The largest one of the
-    pools of scope node is also what the directory of a node may hold."""
+    """Upper limit; bytes count against the memory limit of the container that writes them. The largest size of the
+    pools of scope node also bounds the directory of a node."""
     scope: Literal["pod", "node"] = "pod"
-    """pod: the pod's own /dev/shm. node: besides, one tmpfs directory for all pods of this deployment on the node. node
-    uses a hostPath, so the namespace must allow it."""
+    """pod: the pod's own /dev/shm. node: in addition, one tmpfs directory for all pods of this deployment on the node,
+    by a hostPath that the namespace must allow."""
 
 
 class Autoscaling(Resource):
-    """Let the number of replicas follow the load."""
+    """Scale the number of replicas with the load."""
 
     min_replicas: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Fewest replicas."""
+    """Minimum number of replicas."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)]
-    """Most replicas."""
+    """Maximum number of replicas."""
     metric: Literal["kvUsage", "queueDepth", "encoderUtilization"] = "kvUsage"
-    """What is measured, as a mean over the pool's replicas."""
+    """Metric to scale by, as the mean over the pool's replicas."""
     target: Decimal = "0.7"
-    """Value of the metric to hold."""
+    """Target value of the metric."""
 
     @rule("minReplicas", "minReplicas must not exceed maxReplicas", "self.minReplicas <= self.maxReplicas")
     def _ordered(self) -> bool:
@@ -78,15 +78,15 @@ class Updates(Resource):
     """How a new version replaces the old one."""
 
     max_surge: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Replicas above the wanted number while updating; they need free accelerators."""
+    """Additional replicas during an update; they need free accelerators."""
     max_unavailable: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Replicas that may be missing while updating."""
+    """Replicas that may be missing during an update."""
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
-    """How long an old replica may finish its requests."""
+    """Time for an old replica to finish its requests."""
 
     @rule(
         "maxSurge",
-        "maxSurge and maxUnavailable cannot both be 0: nothing could ever be updated",
+        "maxSurge and maxUnavailable cannot both be 0: no update would ever proceed",
         "self.maxSurge > 0 || self.maxUnavailable > 0",
     )
     def _moves(self) -> bool:
@@ -132,18 +132,18 @@ class Pool(Resource):
     """Replicas with the same role, image, flags and accelerator."""
 
     name: Annotated[str, Field(min_length=1, max_length=20, pattern=DNS_LABEL)]
-    """Name, unique in the deployment. Children are called `<deployment>-<pool>`."""
+    """Name, unique in the deployment. Children are named `<deployment>-<pool>`."""
     role: Annotated[Role, Field(json_schema_extra=immutable("role is immutable: add another pool"))]
     """encoder, prefill, decode, worker (prefill and decode in one) or renderer (without accelerator). Immutable: add
     another pool."""
     replicas: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Number of engine pods; the starting point where autoscaling is set."""
+    """Number of engine pods; the initial number with autoscaling."""
     weight: Annotated[int, Field(ge=0, le=1000, json_schema_extra={NO_DEFAULT: True})] = DEFAULT_WEIGHT
     """Share of encoder work by the weighted scheduling modes; role encoder only. Default: 100."""
     parallelism: Parallelism = Parallelism()
-    """How one engine is spread over its devices."""
+    """Distribution of one engine over its devices."""
     accelerator: Accelerator
-    """What the engines run on."""
+    """Devices of the engines."""
     block_size: BlockSize | None = None
     """Tokens per KV block in this pool. Default: `engine.blockSize`, else by accelerator."""
     node_selector: NodeLabels = Field(default={})
@@ -151,7 +151,7 @@ class Pool(Resource):
     tolerations: list[Toleration] = Field(default=[], max_length=32)
     """Tolerations, added to the accelerator's own."""
     args: list[Argument] = Field(default=[], max_length=64)
-    """More engine arguments, after those of `engine.args`."""
+    """Additional engine arguments, after those of `engine.args`."""
     image: Image = ""
     """Container image of this pool. Default: `engine.image`."""
     shared_memory: SharedMemory = SharedMemory()
@@ -159,7 +159,7 @@ class Pool(Resource):
     resources: Resources = Resources()
     """Compute resources of the engine container, besides its accelerators."""
     autoscaling: Autoscaling | None = None
-    """Let the number of replicas follow the load."""
+    """Scale the number of replicas with the load."""
     updates: Updates = Updates()
     """How a new version replaces the old one."""
     pod_template: Opaque = Field(default={})
@@ -167,7 +167,7 @@ class Pool(Resource):
 
     @rule(
         "name",
-        "`frontend` is the name of the routers' own pods; call the pool something else",
+        "`frontend` is the name of the routers' own pods; choose another name for the pool",
         "self.name != 'frontend'",
     )
     def _name_is_free(self) -> bool:

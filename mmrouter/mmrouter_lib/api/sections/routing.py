@@ -1,4 +1,4 @@
-"""`spec.routing`: how a request finds its engine, and which media the routers take."""
+"""`spec.routing`: how engines are chosen, and which media the routers accept."""
 
 import ipaddress
 import re
@@ -33,7 +33,7 @@ def _is_address(value: str) -> bool:
 
 
 def _mapped(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether this is an IPv4 address in IPv6 clothes; the API server's checks take none."""
+    """Whether this is an IPv4-mapped IPv6 address, which the API server's checks refuse."""
     return isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
 
 
@@ -84,16 +84,16 @@ def _some(field: str) -> str:
 
 
 class Media(Resource):
-    """Which images are taken, and from where. Only routers fetch; engines always get the bytes."""
+    """Accepted images and their sources. Only routers fetch; engines always get the bytes."""
 
     fetch: Literal["dataOnly", "allowList", "public"] = "dataOnly"
     """dataOnly: only `data:` URIs. allowList: also http(s) URLs of a host in allowedHosts. public: any public host."""
     allowed_hosts: list[Host] = Field(default=[], max_length=64)
     """Hosts that allowList fetches from, on any port: names, addresses, or `*.example.com` for names below a domain.
-    They never unlock private addresses."""
+    They do not unlock private addresses."""
     allowed_cidrs: list[Cidr] = Field(default=[], max_length=64, alias="allowedCIDRs")
-    """Private address ranges that may be fetched from all the same, on any port. With allowList the host must be in
-    allowedHosts besides. Link-local addresses are never fetched from."""
+    """Private address ranges that may be fetched from, on any port. With allowList the host must also be in
+    allowedHosts. Link-local addresses are never fetched from."""
     max_bytes: Size = "20Mi"
     """Largest encoded image."""
     max_request_bytes: Size = "64Mi"
@@ -101,7 +101,7 @@ class Media(Resource):
     max_pixels: Annotated[int, Field(ge=1, le=10_000_000_000)] = 64_000_000
     """Largest image, width times height."""
     max_images: Annotated[int, Field(ge=0, le=1000)] = 32
-    """Most images in one request."""
+    """Maximum number of images in one request."""
 
     @rule(
         "allowedHosts",
@@ -129,25 +129,24 @@ class Media(Resource):
 
 
 class Routing(Resource):
-    """How a request finds its engine."""
+    """How engines are chosen for requests."""
 
     policy: Literal["kv", "leastLoaded", "roundRobin", "consistentHash"] = "kv"
-    """kv: cached blocks against load. leastLoaded, roundRobin: no cache. consistentHash: by the prompt's beginning."""
+    """kv: cached blocks weighed against load. leastLoaded, roundRobin: ignore caches. consistentHash: by the prompt's
+    beginning."""
     overlap_weight: Decimal = "1.0"
-    """Weight of cached blocks against load in policy kv; "0" ignores the cache."""
+    """Weight of cached blocks relative to load in policy kv; "0" ignores caches."""
     encoder_scheduling: Literal["auto", "perImage", "perRequest"] = "auto"
-    """auto: earliest estimated finish by measured rates. perImage, perRequest: by the pools' weights."""
+    """auto: earliest estimated finish, by measured rates. perImage, perRequest: by the pools' weights."""
     min_prefill_tokens: int = Field(default=512, ge=0, le=1 << 20)
-    """Tokens that must remain to be computed for a prompt to go through a prefill pool; a shorter or well cached one is
-    computed where it is decoded, and above it what both ways are measured to take decides. 0: all of them go."""
+    """Tokens that must remain to be computed for a prompt to use a prefill pool. Below it the decode engine computes
+    the prompt; above it the measured times of both ways decide. 0: every prompt uses one."""
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    """Requests that one router lets wait for the first byte of their answers at one engine (each rank of it); an answer
-    that is no stream comes when it is whole. When all engines that could serve a request have so many, it is answered
-    429 with Retry-After."""
+    """Requests of one router that may wait for a first answer byte at one engine, per rank; an unstreamed answer counts
+    until it is complete. If all engines that could serve a request are full, it is answered 429 with Retry-After."""
     transfer: Literal["none", "shm", "nixl"] = "none"
-    """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share, for
-    which every pool needs sharedMemory.scope node: encoded images by a file, and with a renderer pool what that has
-    processed. nixl: what a renderer pool has processed over the network, and by shm where pods of scope node share a
-    node. What cannot be handed over travels inside the request."""
+    """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share (every
+    pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool directly. nixl:
+    processed images over the network, and shm between pods of scope node on one node. The fallback is the request."""
     media: Media = Media()
-    """Which images are taken, and from where."""
+    """Accepted images and their sources."""
