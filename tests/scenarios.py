@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 
 import httpx
 import openai
-from local.rig import Deployment, wait_for
+from local.rig import Deployment
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from chart.cases import MINIMAL
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.resources import apply, get, resource
+from waiting import wait_for
 
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
 from mmrouter_operator.model.kinds import RESOURCE

@@ -10,9 +10,10 @@ from types import ModuleType
 import httpx
 import pytest
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
-from cluster.controlplane import ControlPlane, end, wait_for
+from cluster.controlplane import ControlPlane, end
 from cluster.operators import PORT, holder
 from cluster.resources import apply, complete, resource
+from waiting import wait_for
 
 from mmrouter_cli.local.network import can_bind
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from artefacts import go_programs, name_needs
-from cluster.controlplane import ControlPlane, control_plane, wait_for
+from cluster.controlplane import ControlPlane, control_plane
 from cluster.failure_report import describe
 from cluster.hollow_kubelet import Hollow, hollow
 from cluster.operators import Replica, operator
 from cluster.resources import apply, is_done, marked
 from cluster.runner import LocalRunner
+from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"

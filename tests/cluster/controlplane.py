@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ import yaml
 from cluster.access import Access
 from cluster.audit import POLICY, AuditLog, AuditRow
 from cluster.pki import make_keys
+from waiting import wait_for
 
 from mmrouter_cli.local.network import take_block
 from mmrouter_cli.local.process import MARK, Guard
@@ -52,17 +53,6 @@ class Place:
 
 class StartError(Exception):
     """A component did not come up; the text has the end of its log."""
-
-
-def wait_for(condition: Callable[[], Any], seconds: float, what: str, *, every: float = 0.02) -> Any:
-    """Poll until ``condition`` returns something true and return it. Raises ``TimeoutError`` that says ``what``."""
-    deadline = time.monotonic() + seconds
-    while True:
-        if value := condition():
-            return value
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
-        time.sleep(every)
 
 
 class ControlPlane(Access):

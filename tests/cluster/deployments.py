@@ -4,7 +4,8 @@ import copy
 from typing import Any
 
 import yaml
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
+from waiting import wait_for
 
 CHILDREN = (
     *("serviceaccounts", "roles", "rolebindings", "configmaps", "secrets", "networkpolicies", "poddisruptionbudgets"),

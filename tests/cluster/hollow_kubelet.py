@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import httpx
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.kubelet_status import HOLD, ContainerState, failing, running, status_patch
+from waiting import wait_for
 
 STRATEGIC = "application/strategic-merge-patch+json"
 RECONNECT_SECONDS = 0.2

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import httpx
 import yaml
-from cluster.controlplane import APPLY, ControlPlane, end, wait_for
+from cluster.controlplane import APPLY, ControlPlane, end
+from waiting import wait_for
 
 from mmrouter_cli.local.network import can_bind
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
+from waiting import wait_for
 
 METRICS: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",

@@ -2,7 +2,8 @@
 
 import time
 
-from cluster.controlplane import APPLY, ControlPlane, wait_for
+from cluster.controlplane import APPLY, ControlPlane
+from waiting import wait_for
 
 
 def test_the_server_is_the_version_that_was_asked_for(cluster: ControlPlane) -> None:

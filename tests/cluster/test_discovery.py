@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from cluster.controlplane import API_PORT, ControlPlane, wait_for
+from cluster.controlplane import API_PORT, ControlPlane
+from waiting import wait_for
 
 from mmrouter_router.core.settings import ApiServer
 from mmrouter_router.fleet.discovery import Roster

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import yaml
 from cluster.commands import diagnosed, mmrouter
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import BRIEF, Replica, holder, operator
 from cluster.resources import apply, condition, resource
 from cluster.test_pod_security import refused
 from unit.render.test_children import load
 from unit.render.test_pods_security import CASES, broken_by
+from waiting import wait_for
 
 from mmrouter_cli.doctor.check_resource import violated
 from mmrouter_cli.status.frontend_state import Unread, open_frontends

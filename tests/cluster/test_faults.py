@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.hollow_kubelet import Hollow
 from cluster.killable_operators import Zygote, alike, unlike
 from cluster.operators import holder, operator
 from cluster.proxy import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Proxy, proxy
 from cluster.resources import Object, apply, complete, condition, delete, get, resource, status
 from cluster.serving import pod_metrics
+from waiting import wait_for
 
 from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.runtime.operator import EXIT

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from cluster.controlplane import APPLY, ControlPlane, wait_for
+from cluster.controlplane import APPLY, ControlPlane
 from cluster.hollow_kubelet import STRATEGIC, Hollow, hollow
 from cluster.kubelet_status import running, status_patch
 from cluster.slow_clients import Lost, Overtaken
+from waiting import wait_for
 
 GATE = "example.com/open"
 LABELS = {"app": "one"}

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import yaml
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.deployments import MERGE, SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
+from waiting import wait_for
 
 from mmrouter_lib.api.crd import NAME, definition
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.deployments import CHILDREN, LABEL, MERGE, MINIMAL, SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import Replica, operator
+from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 

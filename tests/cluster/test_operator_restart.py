@@ -1,9 +1,10 @@
 """The operator comes and goes: what stays, and what happens without it."""
 
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.deployments import SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import USER, idle, operator
+from waiting import wait_for
 
 
 def test_deleting_collects_everything_with_the_operator_down(

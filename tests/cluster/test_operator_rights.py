@@ -3,10 +3,11 @@
 import time
 
 import yaml
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.deployments import SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import CLUSTER_ROLE, USER, operator
+from waiting import wait_for
 
 Right = tuple[str, str, str]
 """Verb, API group and resource."""

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.deployments import MERGE, SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 from cluster.serving import pod_metrics
+from waiting import wait_for
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster.controlplane import APPLY, ControlPlane, wait_for
+from cluster.controlplane import APPLY, ControlPlane
 from cluster.deployments import LABEL, SECONDS, Deployed, named
 from cluster.operators import operator
+from waiting import wait_for
 
 from mmrouter_operator.status.conditions import AUTOSCALING, MONITORING
 

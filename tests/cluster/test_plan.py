@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.deployments import Deployed
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import BRIEF, operator
+from waiting import wait_for
 
 SECONDS = 90.0
 

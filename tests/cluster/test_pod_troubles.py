@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 from cluster.resources import Object, apply, condition, resource
+from waiting import wait_for
 
 SECONDS = 20
 ENGINES = {"mmrouter.io/role": "worker"}

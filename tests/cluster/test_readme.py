@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import Replica, operator
 from doc_commands import CHART_PAGE, ROOT, commands, needs_a_cluster
+from waiting import wait_for
 
 FOUND = [(page, command) for page, command in commands() if page != CHART_PAGE and needs_a_cluster(command)]
 STARTS_THE_OPERATOR = ".venv/bin/mmrouter operator"

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 import psutil
-from cluster.controlplane import wait_for
 from cluster.operators import USER, Replica, idle
 from cluster.resources import all_there, apply, complete, resource
+from waiting import wait_for
 
 Record = Callable[[str, Any], None]
 

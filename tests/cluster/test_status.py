@@ -8,10 +8,11 @@ from typing import IO
 
 import pytest
 from cluster.commands import mmrouter, views
-from cluster.controlplane import ControlPlane, end, wait_for
+from cluster.controlplane import ControlPlane, end
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 from cluster.resources import apply, condition, resource
+from waiting import wait_for
 
 SECONDS = 30
 

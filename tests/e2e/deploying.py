@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import apply, is_done
 from e2e.processes import statuses
 from e2e.report import dump
+from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"

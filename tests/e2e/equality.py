@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx
-from cluster.controlplane import wait_for
 from e2e.deploying import Deployed
 from e2e.endpoints import CONTROL_PORT, at_pod
+from waiting import wait_for
 
 from mmrouter_lib.block_keys import Key, chain, namespace_seed, span_extra
 from mmrouter_lib.media_identity import foreign_identity, from_wire

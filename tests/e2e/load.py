@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import openai
-from cluster.controlplane import wait_for
 from e2e.deploying import Deployed
 from e2e.endpoints import at_service
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 

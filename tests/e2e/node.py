@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cluster.controlplane import ControlPlane, Place, end, wait_for
+from cluster.controlplane import ControlPlane, Place, end
 from cluster.pki import make_certificate, make_keys
 from e2e.groups import make_group
 from e2e.network import Network, network
+from waiting import wait_for
 
 from mmrouter_cli.local.process import Guard
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import apply, delete, get
 from e2e.processes import process_here
 from e2e.staged_deployments import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
 from e2e.test_placement import RACK, device, equip, label
 from scenarios import SCENARIOS, Chat, Scenario, title
+from waiting import wait_for
 
 from mmrouter_lib.api.paths import SHARED_DIR
 from mmrouter_operator.model.kinds import RESOURCE

@@ -14,12 +14,12 @@ from typing import Any
 import openai
 import pytest
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import apply, condition, is_done, status
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
 from e2e.endpoints import address, at_service
 from e2e.report import LOOK
 from e2e.web import manifest
+from waiting import wait_for
 
 KEY = "a-key-of-the-tenant"
 INTRUDER = Path(__file__).with_name("intruder.py")

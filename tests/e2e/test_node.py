@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.controlplane import wait_for
 from e2e.groups import hierarchies
 from e2e.network import Network
 from e2e.node import Node, Programs
 from e2e.pause import write_pause
 from e2e.report import Dumps, Place
+from waiting import wait_for
 
 TESTS = Path(__file__).resolve().parents[1]
 RUN = """\

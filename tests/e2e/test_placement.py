@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import apply, condition
 from e2e.deploying import Deployed, deploy, example, make_model
+from waiting import wait_for
 
 from mmrouter_operator.model.accelerators import ACCELERATORS
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from artefacts import go_programs
 from chart.helm import NAMESPACE, RELEASE, Helm
 from cluster.access import Access
-from cluster.controlplane import wait_for
+from waiting import wait_for
 
 TEST = "mmrouter-operator-test"
 """The pod of `helm test`."""

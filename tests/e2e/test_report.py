@@ -9,18 +9,17 @@ from pathlib import Path
 
 import yaml
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import get
 from e2e.deploying import ROOT, Deployed
 from e2e.endpoints import reached
 from e2e.node import Programs
 from e2e.pod_boots import Boots
 from e2e.report import OPERATOR, Dumps, Place, waited, write_namespace
+from waiting import wait_for
 
 from mmrouter_operator.model.kinds import RESOURCE
 
 FAILING = """\
-from cluster.controlplane import wait_for
 
 POD = {{
     "apiVersion": "v1",

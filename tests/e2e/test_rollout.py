@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import apply, condition, is_done
 from e2e.conftest import Record
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
 from e2e.load import MEASURED, ROUNDS, Sent, Traffic, hit_ratio, load, router
+from waiting import wait_for
 
 GATES = ("mmrouter.io/routable", "mmrouter.io/verified")
 NOTICE_SECONDS = 5.0

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import apply, delete, is_done
 from e2e.conftest import Record
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
 from e2e.load import MEASURED, Traffic, load
+from waiting import wait_for
 
 from mmrouter_operator.model.kinds import RESOURCE
 

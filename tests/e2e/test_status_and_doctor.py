@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import apply
 from cluster.resources import status as resource_status
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, example, make_model
+from waiting import wait_for
 
 from mmrouter_cli.status.pod_boot import waits_for
 

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cluster.controlplane import wait_for
 from doc_commands import tour
 from e2e.conftest import ROOT, Record
 from e2e.external_cluster import Existing
 from e2e.node import Programs
 from e2e.one_node_cluster import kept
 from e2e.report import OPERATOR, Dumps, Place
+from waiting import wait_for
 
 from mmrouter_cli.local.process import Guard
 

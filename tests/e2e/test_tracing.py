@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from chart.helm import NAMESPACE
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from e2e.deploying import RESTRICTED, Deployed, deploy, example, make_model
 from e2e.endpoints import reached
 from e2e.web import manifest
+from waiting import wait_for
 
 COLLECTOR, PORT = "collector", 4318
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -10,12 +10,12 @@ import pytest
 from artefacts import go_programs
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from cluster.resources import condition, delete, get
 from e2e.conftest import Record
 from e2e.deploying import Deployed, wait_or_dump
 from e2e.load import load
 from e2e.node import Node
+from waiting import wait_for
 
 IMAGE = "docker.io/mmrouter/mmrouter"
 NOW = "0.1.0"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.access import Access
-from cluster.controlplane import wait_for
 from e2e.report import dump
+from waiting import wait_for
 
 PORT = 8080
 NAME = "pictures"

@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +16,10 @@ import httpx
 import openai
 import psutil
 import pytest
+from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 90
-
-
-def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Poll until ``condition`` returns something true; fail with ``what`` otherwise."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    pytest.fail(f"not within {seconds:g} s: {what}")
 
 
 @dataclass

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import msgspec
-from local.rig import ROOT, Deployment, wait_for
+from local.rig import ROOT, Deployment
+from waiting import wait_for
 
 from mmrouter_cli.bench.types import Result
 

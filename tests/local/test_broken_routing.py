@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from local.rig import wait_for
+from waiting import wait_for
 
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.verify import Gate

@@ -8,11 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from local.rig import Deployment, wait_for
+from local.rig import Deployment
 from local.staged_deployments import decided, started
 from local.test_scenarios import Folder, web
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import SCENARIOS, Chat, Scenario, title
+from waiting import wait_for
 
 __all__ = ["web"]
 

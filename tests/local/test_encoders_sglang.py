@@ -8,9 +8,10 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from local.rig import Deployment, wait_for
+from local.rig import Deployment
 from local.staged_deployments import decided, started
 from scenarios import Chat
+from waiting import wait_for
 
 LEARN_SECONDS = 60
 

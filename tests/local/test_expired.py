@@ -7,10 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from local.rig import ROOT, Deployment, running, wait_for
+from local.rig import ROOT, Deployment, running
 from local.staged_deployments import MEDIA, decided
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import Chat
+from waiting import wait_for
 
 CONNECTOR = {
     "kv_connector": "NixlConnector",

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-from local.rig import ROOT, running, wait_for
+from local.rig import ROOT, running
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 

@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from local.rig import ROOT, Deployment, running, wait_for
+from local.rig import ROOT, Deployment, running
 from local.test_broken_routing import Second
 from local.test_failures import load
 from local.test_scenarios import Folder, web
 from scenarios import SCENARIOS, Chat, Scenario, title
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_handover.shm import ledger

@@ -9,26 +9,21 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import zmq
-from local.rig import wait_for
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_for
 
 from handover.tests.shm.soak import FELL_BACK, READ, soak
 from handover.tests.support import bytes_below, shared_root
-from mmrouter_handover.shm import ledger
-from mmrouter_handover.shm.files import clock
 
 HAND_OVERS, KILLS = 1000, 100
 JANITOR_KILLS = (200, 500, 800)
-LEFT_SECONDS = 5.0
+HANG_SECONDS = 20.0
 STARTED_SECONDS = 30
 ADDRESS = "127.87.{}.{}"
 
@@ -130,13 +125,6 @@ def sidecars(tmp_path: Path, shared: Path) -> Iterator[Callable[[int], Sidecar]]
             one.process.wait()
 
 
-@contextmanager
-def timed(seconds: float, what: Callable[[], Any]) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < seconds, what()
-
-
 def test_a_thousand_hand_overs_with_a_hundred_kills_leave_no_byte_and_fail_nothing(
     shared: Path, sidecars: Callable[[int], Sidecar]
 ) -> None:
@@ -152,8 +140,7 @@ def test_a_thousand_hand_overs_with_a_hundred_kills_leave_no_byte_and_fail_nothi
         hand_overs.run(HAND_OVERS, KILLS, after_each)
         assert hand_overs.outcomes[READ] > HAND_OVERS // 2, hand_overs.outcomes
         assert hand_overs.outcomes[FELL_BACK] >= HAND_OVERS // 7, hand_overs.outcomes
-    with timed(LEFT_SECONDS, lambda: ledger(shared, clock())):
-        wait_for(lambda: not bytes_below(shared), 4 * LEFT_SECONDS, "the janitors have cleared what the dead left")
+    wait_for(lambda: not bytes_below(shared), HANG_SECONDS, "the janitors have cleared what dead processes left")
     wait_for(two.answers, STARTED_SECONDS, "the janitor that was killed is back")
     assert one.metric("shm_reclaimed_total", reason="dead_writer") > 0
     assert one.metric("shm_errors_total") + two.metric("shm_errors_total") == 0

@@ -3,7 +3,8 @@
 from typing import Any
 
 import httpx
-from local.rig import Deployment, wait_for
+from local.rig import Deployment
+from waiting import wait_for
 
 TOKENS = 12_000
 """24 seconds of them: more than come while anybody looks."""

@@ -6,8 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from local.rig import ROOT, running, wait_for
+from local.rig import ROOT, running
 from local.test_broken_routing import Second, first_failure
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from local.rig import ROOT, Deployment, running, wait_for
+from local.rig import ROOT, Deployment, running
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from local.rig import ROOT, Deployment, wait_for
+from local.rig import ROOT, Deployment
+from waiting import wait_for
 
 
 def doctor(demo: Deployment) -> tuple[int, list[dict[str, str]]]:

@@ -16,8 +16,9 @@ import httpx
 import psutil
 import pytest
 import yaml
-from local.rig import ROOT, Deployment, running, wait_for
+from local.rig import ROOT, Deployment, running
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 
@@ -271,7 +272,6 @@ def test_without_an_endpoint_the_engine_gets_the_clients_own_trace_and_with_a_de
             for _ in range(5):
                 answer = ask(deployment, image, traceparent=link, tracestate="vendor=1")
                 assert answer.status_code == 200
-                assert answer.elapsed.total_seconds() < 5
             headers = seen(notes, answer.headers["x-mmrouter-request-id"])
             assert headers["tracestate"] == "vendor=1"
             assert (headers["traceparent"] == link) == (name == "off")

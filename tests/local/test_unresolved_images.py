@@ -5,9 +5,9 @@ import re
 import secrets
 
 import httpx
-from local.rig import wait_for
 from PIL import Image
 from unit.router.unresolved_images import play
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 

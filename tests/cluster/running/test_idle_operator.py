@@ -4,10 +4,11 @@ import time
 from itertools import pairwise
 
 from cluster.audit import AuditRow
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.load import load
 from cluster.operators import USER, idle
 from cluster.resources import apply, is_done, resource
+from waiting import wait_for
 
 WINDOW_SECONDS = 60.0
 STATUS_SECONDS = 30.0

@@ -6,10 +6,11 @@ Engines are simulated, and the local substrate plays the kubelet and the images.
 import time
 
 import pytest
-from cluster.controlplane import ControlPlane, wait_for
+from cluster.controlplane import ControlPlane
 from cluster.failure_report import describe
 from cluster.load import is_ready, load, pods
 from cluster.resources import MARK, apply, condition, is_done, marked, status
+from waiting import wait_for
 
 REPLICAS = 2
 ROLLOUT_SECONDS = 150

@@ -11,9 +11,10 @@ import httpx
 import pytest
 import yaml
 from conformance.engine_process import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
-from local.rig import Deployment, running, wait_for
+from local.rig import Deployment, running
 from local.staged_deployments import decided
 from scenarios import Chat
+from waiting import wait_for
 
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 IMAGE = "example.invalid/sglang:0.5.23"

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from conformance.engine_process import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
-from local.rig import Deployment, running, wait_for
+from local.rig import Deployment, running
 from local.staged_deployments import MEDIA, decided
 from local.test_scenarios import Folder, web
 from scenarios import SCENARIOS, Chat, Scenario, title
+from waiting import wait_for
 
 __all__ = ["web"]
 

@@ -38,7 +38,8 @@ from conformance.predict import image_places
 from conformance.report import Cell, Cells
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, said, user
-from local.rig import Deployment, running, wait_for
+from local.rig import Deployment, running
+from waiting import wait_for
 
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines.base.events import Cleared, Removed, Stored

@@ -19,9 +19,10 @@ from conformance.engine_process import require_memory
 from conformance.engines import pods
 from conformance.history import History
 from conformance.resources import BLOCK, REPOSITORY, pool, resource
-from local.rig import Deployment, running, wait_for
+from local.rig import Deployment, running
 from openai.types.chat import ChatCompletion
 from scenarios import Chat, open_chat
+from waiting import wait_for
 
 Messages = list[dict[str, Any]]
 

@@ -21,8 +21,9 @@ from conformance.engines import Pod, pods
 from conformance.history import History
 from conformance.resources import ENVIRONMENT, REPOSITORY, environment, pool, resource
 from conformance.vllm.test_handover import WEIGHTS, weighted
-from local.rig import Deployment, running, wait_for
+from local.rig import Deployment, running
 from scenarios import Chat, assert_only_text, assert_whole, open_chat
+from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.engines.vllm.handover import is_cache_miss, without_bytes

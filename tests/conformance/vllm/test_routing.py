@@ -22,7 +22,8 @@ from conformance.pictures import image_part, picture
 from conformance.resources import BLOCK, ENVIRONMENT, environment
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
-from local.rig import Deployment, running, wait_for
+from local.rig import Deployment, running
+from waiting import wait_for
 
 from mmrouter_cli.bench import endpoint
 from mmrouter_cli.bench.types import Result

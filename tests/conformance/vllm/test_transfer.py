@@ -17,10 +17,11 @@ import pytest
 import yaml
 from conformance.engine_process import require_memory
 from conformance.resources import REPOSITORY, pool, resource
-from local.rig import Deployment, running, wait_for
+from local.rig import Deployment, running
 from local.test_scenarios import Folder, web
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
+from waiting import wait_for
 
 __all__ = ["web"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster.controlplane import wait_for
+from waiting import wait_for
 
 UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")
 
