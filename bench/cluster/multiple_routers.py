@@ -59,7 +59,7 @@ class Routers:
         others = [loads for other, loads in zip(self.routers, self._received, strict=True) if other is not router]
         added = [tuple(map(sum, zip(*engine, strict=True))) for engine in zip(*others, strict=True)] if others else []
         for worker, (queue, active) in zip(router.workers, added, strict=False):
-            router.fleet.usage(worker, 0).add(queue, active)
+            router.fleet.usage(worker, 0).set_peers(queue, active)
         return router.choose(number, request, now)
 
     def watch(self, now: float, _: object) -> None:

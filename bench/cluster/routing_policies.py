@@ -213,7 +213,7 @@ class Ours:
         frame = feed.Delta(
             router_objects.EPOCH, self._seqs[engine], 0.0, 0, 0, "GPU", b"".join(stored), b"".join(removed)
         )
-        self.fleet.published(self.workers[engine], frame)
+        self.fleet.on_published(self.workers[engine], frame)
 
     def holds(self, engine: int) -> set[int]:
         """Return the indexed keys of an engine."""

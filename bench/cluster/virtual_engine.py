@@ -68,7 +68,7 @@ class VirtualEngine:
     """One engine. Call :meth:`add`, and :meth:`advance` at each time :attr:`due`."""
 
     def __init__(self, machine: Machine, block_size: int) -> None:
-        self.machine, self._size = machine, block_size
+        self.scheduler, self._size = machine, block_size
         self.pool = BlockPool(machine.kv_tokens // block_size + 1, self._evicted)
         self._encoder = EncoderCache(max(machine.max_batched_tokens, machine.largest_image))
         self.waiting: deque[EngineRequest] = deque()
@@ -178,7 +178,7 @@ class VirtualEngine:
 
     def _schedule(self, now: float) -> None:
         self._grow()
-        budget = self.machine.max_batched_tokens - self._decoding
+        budget = self.scheduler.max_batched_tokens - self._decoding
         visual = 0
         planned = self._planned
         for sequence in list(self._prefilling):
@@ -194,7 +194,7 @@ class VirtualEngine:
             visual += self._encoded(sequence, fresh)
             planned[sequence] = wanted
             budget -= wanted
-        while self.waiting and budget > 0 and len(self.running) < self.machine.max_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self.scheduler.max_seqs:
             sequence = self.waiting[0]
             admitted = self._admit(sequence, budget, visual)
             if admitted is None:
@@ -218,7 +218,7 @@ class VirtualEngine:
 
     def _mixed(self, planned: dict[EngineRequest, int], visual: int) -> float:
         """Return the time of a step that computes prompts; recomputing an answer costs a decode step."""
-        machine = self.machine
+        machine = self.scheduler
         prefill = sum(count for sequence, count in planned.items() if sequence.computed < sequence.tokens)
         seconds = prefill / machine.prefill_rate + visual * machine.encode_seconds
         if self._decoding or any(sequence.computed >= sequence.tokens for sequence in planned):
@@ -227,7 +227,7 @@ class VirtualEngine:
 
     def _seconds(self, steps: int) -> float:
         """Return the time of consecutive decode steps; each reads one more token per request."""
-        machine = self.machine
+        machine = self.scheduler
         first = machine.decode_seconds + machine.read_seconds * self._context
         return steps * first + machine.read_seconds * self._decoding * (steps * (steps - 1) / 2)
 

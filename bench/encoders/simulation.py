@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from bench.encoders.image_requests import Arrival, Device, shared
 from mmrouter_router.core.linear_cost import Line
-from mmrouter_router.encoding import Encoder, Encoders, Image, Mode, Outcome
+from mmrouter_router.encoding import Encoder, EncoderScheduler, Image, Mode, Outcome
 
 UNBOUNDED: Final = 10**9
 
@@ -48,7 +48,7 @@ def scheduled(
     first: Callable[[str], Line] = lambda kind: Line(0.005, 0.001)  # noqa: E731
     if known:
         first = lambda kind: Line(devices[kind].overhead, 1 / devices[kind].rate)  # noqa: E731
-    machine = Encoders(mode, first)
+    machine = EncoderScheduler(mode, first)
     for number, name in enumerate(names):
         weight = weights[number] if weights else 100
         machine.join(Encoder(name, kind=name, weight=weight, queue=UNBOUNDED), 0.0)
@@ -61,8 +61,8 @@ def scheduled(
 
     def do(outcome: Outcome, now: float) -> None:
         nonlocal encodes
-        if outcome.lost or outcome.full:
-            raise LostError(f"at {now:.3f} s: {outcome.lost or outcome.full}")
+        if outcome.failed or outcome.full:
+            raise LostError(f"at {now:.3f} s: {outcome.failed or outcome.full}")
         aborted.update(abort.run for abort in outcome.aborts)
         for start in outcome.starts:
             encodes += 1

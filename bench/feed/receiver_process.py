@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from bench.command_child import serve
 from mmrouter_router.core.settings import CurveKeys
-from mmrouter_router.fleet.feed_client import Feed
+from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -38,7 +38,7 @@ class Receiver:
         for number, ip in enumerate(ips):
             worker = self._fleet.join(Member(f"uid-{number}", f"worker-{number}", ip, "worker", "worker"))
             self._workers.append(worker)
-            feed = Feed(worker, self._fleet, keys, context, self._metrics)
+            feed = FeedClient(worker, self._fleet, keys, context, self._metrics)
             self._feeds.append(asyncio.create_task(feed.run()))
         await _poll(lambda: all(worker.routable for worker in self._workers), "not every worker is routable")
         gc.collect()
@@ -52,7 +52,7 @@ class Receiver:
     async def settle(self, seqs: list[int]) -> dict[str, Any]:
         """Wait until worker n has applied delta ``seqs[n]``; answer CPU seconds and the number of indexed keys."""
         pairs = list(zip(self._workers, seqs, strict=True))
-        await _poll(lambda: all(worker.follower.seq >= seq for worker, seq in pairs), "not every delta arrived")
+        await _poll(lambda: all(worker.sync.seq >= seq for worker, seq in pairs), "not every delta arrived")
         return {"cpu": time.process_time(), "held": [self._fleet.index.held(w.slots[0]) for w in self._workers]}
 
 

@@ -103,7 +103,7 @@ def apply(case: IngestCase, deltas: Sequence[Frame]) -> float:
     fleet, members = router_objects.synced(case.load.workers)
     began = time.process_time()
     for worker, payload in deltas:
-        fleet.published(members[worker], feed.decode_published(payload))
+        fleet.on_published(members[worker], feed.decode_published(payload))
     seconds = time.process_time() - began
     _require_held(case, [fleet.index.held(worker.slots[0]) for worker in members])
     return seconds

@@ -24,8 +24,8 @@ from bench.rows import Row, not_run, row
 from hack.engines import vllm_env
 from mmrouter_lib.api import parse_deployment
 from mmrouter_router.fleet.workers import Fleet, Member
-from mmrouter_router.handover import ByBytes, Delivery, HandOver, Parcel, Said
-from mmrouter_router.handover.files import Folder
+from mmrouter_router.handover import AddressedRequest, BufferedAnswer, BytesDelivery, Delivery, Handover
+from mmrouter_router.handover.files import SharedFolder
 from mmrouter_router.http.upstream import Body, Upstream, UpstreamError
 from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
@@ -88,10 +88,10 @@ class _DeliveryRig:
         metrics = Metrics()
         fleet = Fleet(metrics)
         self._worker = fleet.join(Member("u", "w-0", ip, "w", "worker", "n"))
-        self._folder = Folder(root, "bench", LIMIT, LIMIT)
+        self._folder = SharedFolder(root, "bench", LIMIT, LIMIT)
         self._ways: dict[str, Delivery] = {
-            "base64": ByBytes(),
-            "file": HandOver(
+            "base64": BytesDelivery(),
+            "file": Handover(
                 parse_deployment({**resource, "spec": spec}),
                 fleet,
                 self._upstream,
@@ -144,17 +144,17 @@ class _DeliveryRig:
         fields = {"model": "m", "messages": messages, "mm_payload": "none"}
         outgoing = Outgoing(PATH, fields, (OutgoingImage(0, 0, name, media),))
 
-        async def post(body: Body) -> Said:
+        async def post(body: Body) -> BufferedAnswer:
             headers = {"content-type": "application/json"}
             answer = await self._upstream.request(self._ip, PORT, "POST", PATH, headers, body)
             try:
-                return Said(answer.status, await answer.read(1 << 24))
+                return BufferedAnswer(answer.status, await answer.read(1 << 24))
             finally:
                 answer.close()
 
         told: list[dict[str, object]] = []
         began, used = time.perf_counter(), _cpu()
-        said = await delivery.send(Parcel(self._worker, outgoing, outgoing.fields), post, told)
+        said = await delivery.send(AddressedRequest(self._worker, outgoing, outgoing.fields), post, told)
         took, spent = time.perf_counter() - began, _cpu() - used
         if said.status != 200 or not orjson.loads(said.raw)["features"]:
             raise MediaError(f"answered {said.status}: {said.raw[:300]!r}")

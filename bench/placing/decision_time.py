@@ -20,8 +20,8 @@ from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, BlockW
 from bench.rows import Row, not_run, percentile, row
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_router.fleet.index import mask_of
-from mmrouter_router.scheduling.candidates import taking
-from mmrouter_router.scheduling.scoring import Table, choose
+from mmrouter_router.scheduling.candidates import column_getter
+from mmrouter_router.scheduling.scoring import CandidateTable, choose
 
 SIZES = (64, 256)
 QUERIES = 1000
@@ -53,11 +53,15 @@ class Ours:
         seqs = [0] * load.workers
         for event in load.events:
             seqs[event.worker] += 1
-            fleet.published(members[event.worker], router_objects.delta(seqs[event.worker], pack_keys(event.keys)))
+            fleet.on_published(members[event.worker], router_objects.delta(seqs[event.worker], pack_keys(event.keys)))
         count = load.workers
         self.index = fleet.index
         self.slots = [worker.slots[0] for worker in members]
-        self._asked, self._mask, self._held = dict.fromkeys(self.slots, 0), mask_of(self.slots), taking(self.slots)
+        self._asked, self._mask, self._held = (
+            dict.fromkeys(self.slots, 0),
+            mask_of(self.slots),
+            column_getter(self.slots),
+        )
         self._who = [f"{worker.id}#0" for worker in members], [w.member.name for w in members], ["worker"] * count
         self._idle, self._scored = (0.0,) * count, (True,) * count
         self._placer = router_objects.placer(fleet, count)
@@ -66,7 +70,7 @@ class Ours:
         """Return the winner's overlap in blocks."""
         keys, idle = block_keys(ids, BLOCK_SIZE, (), SEED), self._idle
         found = self.index.match(keys, self._asked, self._mask)
-        candidates = Table(
+        candidates = CandidateTable(
             *self._who,
             overlap=list(found.values()),
             blocks=(len(keys),) * len(self.slots),

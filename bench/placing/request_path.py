@@ -157,7 +157,7 @@ class Ours:
         keys = prepared.keys(BLOCK_SIZE)
         for number, worker in enumerate(self.workers):
             packed = pack_keys(keys[: held_count(number, len(keys))])
-            self.router.fleet.published(worker, router_objects.delta(1, packed))
+            self.router.fleet.on_published(worker, router_objects.delta(1, packed))
 
     async def close(self) -> None:
         self.router.upstream.close()

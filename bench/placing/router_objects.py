@@ -70,9 +70,9 @@ def synced(workers: int, *, block_size: int = BLOCK_SIZE, fleet: Fleet | None = 
     for number in range(workers):
         uid = f"uid-{number}"
         worker = fleet.join(Member(uid, f"worker-{number}", f"127.77.0.{number}", "worker", "worker"))
-        for step in fleet.connect(worker):
-            fleet.replied(worker, snapshot(getattr(step, "id", 0), uid))
-        fleet.published(worker, heartbeat(uid, 0, block_size=block_size))
+        for step in fleet.feed_connected(worker):
+            fleet.on_reply(worker, snapshot(getattr(step, "id", 0), uid))
+        fleet.on_published(worker, heartbeat(uid, 0, block_size=block_size))
         if not worker.routable or worker.canary != "True":
             raise RuntimeError(f"worker {number} is not routable")
         members.append(worker)

@@ -214,7 +214,7 @@ def _feed(frames: list[tuple[int, bytes]]) -> tuple[Any, list[tuple[int, bytes]]
 def _apply(state: tuple[Any, list[tuple[int, bytes]]]) -> None:
     (fleet, members), deltas = state
     for worker, payload in deltas:
-        fleet.published(members[worker], feed.decode_published(payload))
+        fleet.on_published(members[worker], feed.decode_published(payload))
 
 
 def _store(keys: list[tuple[int, "array[int]"]], _: object) -> dict[int, int]:

@@ -20,20 +20,20 @@ from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.routes import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.core.probe_images import small_pictures
 from mmrouter_router.core.settings import Settings
-from mmrouter_router.dispatch.exchange import Exchange
+from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.encoding import Encoders
-from mmrouter_router.encoding.encoder_announcements import EncoderList
+from mmrouter_router.encoding import EncoderScheduler
+from mmrouter_router.encoding.encoder_announcements import EncoderAnnouncer
 from mmrouter_router.encoding.encoder_pods import EncoderPods
-from mmrouter_router.encoding.encoder_probes import Probes
-from mmrouter_router.encoding.sender import Encoding
-from mmrouter_router.explain.decisions import Decisions, Trace
+from mmrouter_router.encoding.encoder_probes import EncoderProbes
+from mmrouter_router.encoding.image_sender import ImageSender
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
 from mmrouter_router.fleet import discovery
-from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
-from mmrouter_router.fleet.load_gossip import Sharing
+from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
+from mmrouter_router.fleet.load_gossip import LoadGossip
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.handover import ByBytes, Delivery, handover_of
+from mmrouter_router.handover import BytesDelivery, Delivery, build_handover
 from mmrouter_router.http.body_budget import BodyBudget
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, serve
 from mmrouter_router.http.upstream import Upstream
@@ -44,16 +44,16 @@ from mmrouter_router.request.engine_request import Outgoing
 from mmrouter_router.request.prepare import Prepared, Preparer
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer
-from mmrouter_router.scheduling.pipeline_form import Worth, proves
-from mmrouter_router.scheduling.placer import Decision, Placer, Standing
-from mmrouter_router.scheduling.scoring import BLIND
-from mmrouter_router.sentinels import Sentinels
+from mmrouter_router.scheduling.pipeline_form import OffloadPolicy, canary_applies
+from mmrouter_router.scheduling.placer import Decision, Eligibility, Placer
+from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
+from mmrouter_router.sentinels import SentinelStore
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing
 from mmrouter_router.verify.canary import Canary
-from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests
-from mmrouter_router.verify.sampling import RenderSampler, Sampler
-from mmrouter_router.verify.sentinel_learning import Learning
+from mmrouter_router.verify.probe_requests import ProbeRequestError, ProbeRequests
+from mmrouter_router.verify.sampling import ParitySampler, RenderSampler
+from mmrouter_router.verify.sentinel_learning import SentinelLearning
 
 log = logging.getLogger("mmrouter.router")
 
@@ -74,18 +74,18 @@ class Router:
         self.metrics = Metrics()
         self.fleet = Fleet(self.metrics)
         self.upstream = Upstream()
-        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
-        self.sharing = Sharing(
+        self._feeds: dict[str, tuple[FeedClient, asyncio.Task[None]]] = {}
+        self.gossip = LoadGossip(
             settings.router_id, self.fleet, self._feeder, lambda: bool(self.peers), self.metrics.work.inc
         )
-        self.fleet.on_work(self.sharing.heard)
-        self.placer = Placer(settings.deployment, self.fleet, changed=self.sharing.changed)
+        self.fleet.on_work(self.gossip.on_work)
+        self.placer = Placer(settings.deployment, self.fleet, changed=self.gossip.changed)
         self.media = MediaResolver(spec.routing.media, metrics=self.metrics)
         self.preparer = Preparer(settings, self.media)
         family = self.preparer.family.name if self.preparer.family is not None else self.preparer.unknown_family
         self.metrics.parity.describe(spec.engine.type, family)
-        self.decisions = Decisions()
-        self.sampler = Sampler(float(spec.verification.sample_ratio), self.fleet, self._feeder, self.metrics)
+        self.decisions = DecisionLog()
+        self.sampler = ParitySampler(float(spec.verification.sample_ratio), self.fleet, self._feeder, self.metrics)
         self.tenants = Tenants(
             settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
         )
@@ -94,7 +94,7 @@ class Router:
         if any(pool.role == RENDERER_ROLE for pool in spec.pools):
             self.preparer.renderer = self.renderer
             self.render_sampler = RenderSampler(self.sampler.wants, self.renderer, self.metrics)
-        self.own = OwnRequests(
+        self.own = ProbeRequests(
             spec.engine.type,
             self.preparer,
             self.upstream,
@@ -103,22 +103,24 @@ class Router:
             settings.identity_key,
             self.placer.partner,
         )
-        self.learning: Learning | None = None
+        self.learning: SentinelLearning | None = None
         if engine.learns_image_identity:
             self.preparer.sentinels = self._sentinels()
         self.canary = Canary(
             settings.router_id, self.fleet, self.own, self.preparer.sentinels, self.preparer.seed(None), self.metrics
         )
         if self.preparer.sentinels is not None:
-            self.learning = Learning(self.preparer.sentinels, self.fleet, self.canary, self._feeder, self.metrics)
-        self.probes = Probes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
+            self.learning = SentinelLearning(
+                self.preparer.sentinels, self.fleet, self.canary, self._feeder, self.metrics
+            )
+        self.probes = EncoderProbes(self.fleet, self.upstream, spec.engine.type, settings.engine_key, self.served_model)
         roles = {pool.role for pool in spec.pools}
-        self.handover = handover_of(settings, self.fleet, self.upstream, self.metrics, lambda: self.renderer.usable)
-        delivery: Delivery = self.handover or ByBytes()
-        self.encoding: Encoding | None = None
-        self.encoder_list: EncoderList | None = None
+        self.handover = build_handover(settings, self.fleet, self.upstream, self.metrics, lambda: self.renderer.usable)
+        delivery: Delivery = self.handover or BytesDelivery()
+        self.encoding: ImageSender | None = None
+        self.encoder_list: EncoderAnnouncer | None = None
         if "encoder" in roles and engine.asks_encoders_itself:
-            self.encoder_list = EncoderList(
+            self.encoder_list = EncoderAnnouncer(
                 settings.router_id, self.fleet, self._feeder, settings.deployment.spec.verification.timeout_seconds
             )
         if "encoder" in roles and not engine.asks_encoders_itself:
@@ -131,9 +133,9 @@ class Router:
                 self.served_model,
                 delivery,
             )
-            self.encoding = encoding = Encoding(Encoders(spec.routing.encoder_scheduling), pods.post)
+            self.encoding = encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post)
             self.fleet.on_change(lambda: encoding.update(pods.encoders()))
-        self.exchange = Exchange(self.upstream, spec.engine.type, settings.engine_key)
+        self.exchange = EngineClient(self.upstream, spec.engine.type, settings.engine_key)
         self.stages = Stages(
             spec.engine.type,
             roles,
@@ -142,7 +144,7 @@ class Router:
             self.metrics,
             self.exchange.ask,
             encoding=self.encoding,
-            worth=Worth(spec.routing.min_prefill_tokens),
+            offload=OffloadPolicy(spec.routing.min_prefill_tokens),
             delivery=delivery,
         )
         self.forwarder = Forwarder(
@@ -151,7 +153,7 @@ class Router:
             self.metrics,
             stages=self.stages,
             delivery=delivery,
-            sent=self.learning.sent if self.learning is not None else _not_learned,
+            on_send=self.learning.on_send if self.learning is not None else _not_learned,
         )
         self.tracing = tracing_to(spec.observability.otlp_endpoint, self.metrics.spans)
         self.chat = Chat(
@@ -194,11 +196,11 @@ class Router:
         self._changed = asyncio.Event()
         self.fleet.on_change(self._changed.set)
 
-    def _sentinels(self) -> Sentinels:
-        pictures = [self.own.picture(data) for data in small_pictures()] if self.preparer.family is not None else []
-        return Sentinels(
+    def _sentinels(self) -> SentinelStore:
+        pictures = [self.own.image(data) for data in small_pictures()] if self.preparer.family is not None else []
+        return SentinelStore(
             count=lambda event: self.metrics.sentinels.labels(event).inc(),
-            pictures=[(picture.identity, picture.data) for picture in pictures],
+            probe_images=[(picture.identity, picture.data) for picture in pictures],
         )
 
     def _looks(self) -> Callable[[str], bool]:
@@ -209,9 +211,9 @@ class Router:
         """
         spec = self.settings.deployment.spec
         plain = {pool.role for pool in spec.pools} <= {"worker", RENDERER_ROLE} and self.preparer.sentinels is None
-        return self.sampler.wants if plain and spec.routing.policy in BLIND else lambda request_id: True
+        return self.sampler.wants if plain and spec.routing.policy in PROMPT_BLIND_POLICIES else lambda request_id: True
 
-    def _feeder(self, uid: str) -> Feed | None:
+    def _feeder(self, uid: str) -> FeedClient | None:
         known = self._feeds.get(uid)
         return known[0] if known is not None else None
 
@@ -220,14 +222,14 @@ class Router:
         """True once every known sidecar's snapshot is in or the deadline has passed; then until this router leaves."""
         if not self._ready:
             known = all(
-                worker.follower.synced and worker.beat is not None
+                worker.sync.synced and worker.heartbeat is not None
                 for worker in self.fleet
                 if worker.member.ready and not worker.member.draining
             )
             self._ready = (self._rostered and known) or time.monotonic() - self._started > READY_SECONDS
         return self._ready and not self.shutdown.draining
 
-    def roster(self, roster: discovery.Roster) -> None:
+    def roster(self, roster: discovery.Membership) -> None:
         """Take over who is there."""
         self.peers = tuple(p for p in roster.peers if p.ip != self.settings.pod_ip)
         if roster.leaving:
@@ -243,7 +245,7 @@ class Router:
         for member in members:
             worker = self.fleet.join(member)
             if member.uid not in self._feeds:
-                feeder = Feed(worker, self.fleet, self.settings.curve, self._context, self.metrics)
+                feeder = FeedClient(worker, self.fleet, self.settings.curve, self._context, self.metrics)
                 self._feeds[member.uid] = (feeder, self._tasks.create_task(feeder.run(), name=f"feed {member.name}"))
         self._rostered = True
 
@@ -277,7 +279,7 @@ class Router:
                     tasks.create_task(self.sampler.run(), name="parity"),
                     tasks.create_task(self.renderer.run(), name="renderers"),
                     tasks.create_task(self.probes.run(), name="probes"),
-                    tasks.create_task(self.sharing.run(), name="sharing"),
+                    tasks.create_task(self.gossip.run(), name="gossip"),
                     tasks.create_task(self._recall(self.learning), name="sightings"),
                 ]
                 some = (self.render_sampler, self.encoding, self.encoder_list, self.handover, self.learning)
@@ -316,14 +318,14 @@ class Router:
             )
         while True:
             self._changed.clear()
-            provable = [worker for worker in self.fleet if proves(worker.member.role)]
+            provable = [worker for worker in self.fleet if canary_applies(worker.member.role)]
             for worker in provable if self.own.possible and not self.shutdown.draining else ():
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))
             self.metrics.index_keys.set(len(self.fleet.index))
-            for standing in get_args(Standing):
-                count = sum(self.placer.standing(worker) == standing for worker in provable)
+            for standing in get_args(Eligibility):
+                count = sum(self.placer.eligibility(worker) == standing for worker in provable)
                 self.metrics.workers.labels(standing).set(count)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CANARY_RETRY_SECONDS):
@@ -335,20 +337,20 @@ class Router:
             return  # it left before we came to it
         try:
             await self.canary.verify(worker, feeder, self.placer.block_size(worker))
-        except (OwnRequestError, FeedSilentError) as error:
+        except (ProbeRequestError, FeedRequestError) as error:
             log.warning("%s: canary not carried out: %s", worker.member.name, error)
             self.metrics.parity.labels("Unknown", "not_run").inc()
         await asyncio.sleep(CANARY_RETRY_SECONDS)  # the next round looks again; a result is in the heartbeat by then
 
-    def _answered(self, trace: Trace, prepared: Prepared, outgoing: Outgoing) -> None:
+    def _answered(self, trace: DecisionTrace, prepared: Prepared, outgoing: Outgoing) -> None:
         self.sampler.offer(trace)
         if self.render_sampler is not None:
             self.render_sampler.offer(trace, prepared, lambda: outgoing.plain)
 
-    async def _recall(self, learning: Learning | None) -> None:
+    async def _recall(self, learning: SentinelLearning | None) -> None:
         while learning is not None:
             if self.peers and self.preparer.sentinels is not None:
-                self.preparer.sentinels.unsettle()  # other frontends send images to the same engines
+                self.preparer.sentinels.suspend_alignment()  # other frontends send images to the same engines
             await learning.recall()
             await asyncio.sleep(CANARY_RETRY_SECONDS)
 

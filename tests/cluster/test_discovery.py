@@ -10,7 +10,7 @@ from cluster.controlplane import API_PORT, ControlPlane
 from waiting import wait_for
 
 from mmrouter_router.core.settings import ApiServer
-from mmrouter_router.fleet.discovery import Roster
+from mmrouter_router.fleet.discovery import Membership
 from mmrouter_router.fleet.pod_watch import watch_pods
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -78,12 +78,12 @@ class Watch:
     """A running discovery; ``told`` has every roster."""
 
     def __init__(self, world: World, own_uid: str = "") -> None:
-        self.told: list[Roster] = []
+        self.told: list[Membership] = []
         self.metrics = Metrics()
         self._run = watch_pods(world.server, "demo", own_uid, self.told.append, self.metrics)
 
     @property
-    def now(self) -> Roster:
+    def now(self) -> Membership:
         return self.told[-1]
 
     def names(self) -> list[str]:

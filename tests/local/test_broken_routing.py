@@ -236,7 +236,7 @@ def test_a_lost_delta_is_noticed_and_replayed(second):
     lost = []
 
     def break_it(router):
-        published = router.fleet.published
+        published = router.fleet.on_published
 
         def lossy(worker, frame):
             if type(frame).__name__ == "Delta" and len(lost) < 5:
@@ -244,7 +244,7 @@ def test_a_lost_delta_is_noticed_and_replayed(second):
                 return []
             return published(worker, frame)
 
-        router.fleet.published = lossy
+        router.fleet.on_published = lossy
 
     with second.running(break_it):
         assert first_failure(second.gate()) is None
@@ -305,7 +305,7 @@ def test_cached_tokens_that_are_absent_fail_the_gate(second, monkeypatch):
 def test_a_stale_feed_fails_the_gate(second):
     with second.running():
         # Whatever a sidecar says is lost from here on; that it is silent, the router has to notice by itself.
-        second.router.fleet.published = second.router.fleet.replied = lambda worker, frame: []
+        second.router.fleet.on_published = second.router.fleet.on_reply = lambda worker, frame: []
         wait_for(lambda: second.standings() == ["unsynced"] * second.workers, 20, "the feeds are taken for lost")
         failed = first_failure(second.gate())
         assert failed is not None

@@ -203,7 +203,7 @@ class _Stream:
         return replace(prompt, spans=tuple(spans))
 
     def _difference(self, prompt: Prompt | None, stored: Sequence[Stored], size: int) -> str:
-        from mmrouter_router.explain.parity import Prediction, first_difference
+        from mmrouter_router.explain.block_diff import Prediction, first_difference
 
         for event in stored:
             parent = event.parent

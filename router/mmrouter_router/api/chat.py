@@ -19,9 +19,9 @@ from mmrouter_lib.engines import adapter
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import RequestIds
-from mmrouter_router.dispatch.exchange import ERROR_LIMIT, Reply
+from mmrouter_router.dispatch.engine_client import ERROR_LIMIT, EngineReply
 from mmrouter_router.dispatch.forwarder import Forwarder
-from mmrouter_router.explain.decisions import Counts, Decisions, Trace, seen_afterwards
+from mmrouter_router.explain.decisions import DecisionCounts, DecisionLog, DecisionTrace, predicted_afterwards
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
 from mmrouter_router.http.upstream import UpstreamError
@@ -57,11 +57,11 @@ class Chat:
         tenants: Tenants,
         preparer: Preparer,
         forwarder: Forwarder,
-        decisions: Decisions,
+        decisions: DecisionLog,
         metrics: Metrics,
         control_token: str,
         debug_headers: bool,
-        answered: Callable[[Trace, Prepared, Outgoing], None],
+        answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
         tracing: Tracing = NO_TRACING,
         body_budget: BodyBudget | None = None,
         looks: Callable[[str], bool] = lambda request_id: True,
@@ -84,7 +84,7 @@ class Chat:
         self._answers: dict[tuple[str, str], Counter] = {}
         self._decided: dict[tuple[str, str], Counter] = {}
         self._control_token, self._debug_headers = control_token.encode(), debug_headers
-        self.counts = Counts()
+        self.counts = DecisionCounts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that came by ASGI."""
@@ -155,16 +155,16 @@ class Chat:
         finally:
             self._prepare_seconds.observe(time.perf_counter() - parsed)
 
-    async def seen(self, trace: Trace) -> dict[str, Any]:
+    async def seen(self, trace: DecisionTrace) -> dict[str, Any]:
         """Return a kept decision as plain values, its prompt predicted now if that was not done."""
-        unseen = trace.unseen
+        unseen = trace.unpredicted
         if unseen is None or not unseen.raw:
             return trace.as_json()
         try:
             prepared = await self._preparer.foresee(self._parse(CHAT, unseen.raw), unseen.images, unseen.salt)
         except RequestError:  # the engine has said so, too
             return trace.as_json()
-        return seen_afterwards(trace, prepared)
+        return predicted_afterwards(trace, prepared)
 
     def _parse(self, path: str, raw: Raw) -> ChatRequest:
         if path == CHAT:
@@ -218,7 +218,7 @@ class Chat:
             self._metrics.stripped.labels(name).inc()
         return Outgoing(path, rewritten.body, images)
 
-    def _count(self, prepared: Prepared, reply: Reply) -> None:
+    def _count(self, prepared: Prepared, reply: EngineReply) -> None:
         decision = reply.decision
         # The cause is one of few, the field behind it is not; two images of one cause are one decision of it.
         for cause in {reason.split(":")[0] for reason in decision.reasons} or {""}:
@@ -250,7 +250,7 @@ class Chat:
         return trusted
 
     @staticmethod
-    def _headers(request_id: str, reply: Reply, *, debug: bool) -> list[tuple[bytes, bytes]]:
+    def _headers(request_id: str, reply: EngineReply, *, debug: bool) -> list[tuple[bytes, bytes]]:
         ours = [(REQUEST_ID.encode(), request_id.encode())]
         # Overlap tells a tenant what others asked, so it needs the control token (docs/architecture.md).
         if debug:
@@ -294,7 +294,7 @@ def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:
 
 async def _pass_error(
     client: Client,
-    reply: Reply,
+    reply: EngineReply,
     extra: list[tuple[bytes, bytes]],
     field_of: Callable[[int, Mapping[str, Any]], str | None],
 ) -> None:

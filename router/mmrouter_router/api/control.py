@@ -15,18 +15,18 @@ from mmrouter_lib.prompt import Prompter
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.control_stream import events
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.sglang_pair import choose
+from mmrouter_router.dispatch.sglang_pair import choose_pair
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.explain.decisions import Decisions, Trace, trace_of
-from mmrouter_router.explain.evidence import verdict_json
-from mmrouter_router.explain.rendering import rendering_json
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, trace_of
+from mmrouter_router.explain.parity_check import verdict_json
+from mmrouter_router.explain.render_diff import rendering_json
 from mmrouter_router.fleet.discovery import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.intake.tenants import DEFAULT
 from mmrouter_router.request.engine_request import CHAT
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer
-from mmrouter_router.verify.sampling import Sampler
+from mmrouter_router.verify.sampling import ParitySampler
 
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
@@ -42,8 +42,8 @@ def create(
     placer: Placer,
     stages: Stages,
     chat: Chat,
-    decisions: Decisions,
-    sampler: Sampler,
+    decisions: DecisionLog,
+    sampler: ParitySampler,
     renderer: Renderer,
     prompter: Prompter | None,
     peers: Callable[[], tuple[Peer, ...]],
@@ -82,9 +82,9 @@ def create(
             raise HTTPException(404, f"no worker {uid}")
         return {
             "worker": worker.id,
-            "epoch": worker.follower.epoch,
-            "seq": worker.follower.seq,
-            "synced": worker.follower.synced,
+            "epoch": worker.sync.epoch,
+            "seq": worker.sync.seq,
+            "synced": worker.sync.synced,
             "keys": {rank: sorted(f"{k:016x}" for k in fleet.index.keys(slot)) for rank, slot in worker.slots.items()},
         }
 
@@ -98,7 +98,7 @@ def create(
         trace = decisions.get(request_id)
         if trace is not None:
             if parity:
-                trace.parity = await sampler.judge(trace, seconds=LOOK_SECONDS) or trace.parity
+                trace.parity = await sampler.check(trace, seconds=LOOK_SECONDS) or trace.parity
             found = {"parity": _parity(trace, prompter), "rendering": _rendering(trace, prompter)}
             return JSONResponse({**_with_holders(await chat.seen(trace), fleet), **found})
         if ask and not request_id.startswith(f"{router_id}-"):
@@ -115,7 +115,7 @@ def create(
         try:
             form = stages.form()
             if form.paired:
-                answers, computes = choose(placer, prepared, form.answers, dry_run=True)
+                answers, computes = choose_pair(placer, prepared, form.answers, dry_run=True)
                 chosen = computes or answers
             else:
                 chosen = placer.place(prepared, dry_run=True, roles=form.answers)
@@ -151,7 +151,7 @@ def _verdict(worker: Worker, row: dict[str, Any]) -> dict[str, Any]:
 
 def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
     """One worker's standing, for people, tests and the operator."""
-    beat = worker.beat
+    beat = worker.heartbeat
     return {
         "uid": worker.member.uid,
         "name": worker.member.name,
@@ -159,12 +159,12 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "pool": worker.member.pool,
         "role": worker.member.role,
         "id": worker.id,
-        "standing": placer.standing(worker),
+        "standing": placer.eligibility(worker),
         "routable": worker.routable,
         "admitted": worker.member.admitted,
-        "synced": worker.follower.synced,
-        "epoch": worker.follower.epoch,
-        "seq": worker.follower.seq,
+        "synced": worker.sync.synced,
+        "epoch": worker.sync.epoch,
+        "seq": worker.sync.seq,
         "engine": beat.engine if beat else "",
         "engine_state": beat.engine_state if beat else "",
         "engine_version": beat.engine_version if beat else "",
@@ -176,10 +176,10 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "canary_message": beat.canary.message if beat and beat.canary else "",
         "shared": msgspec.structs.asdict(beat.shared) if beat and beat.shared else None,
         "held": {rank: fleet.index.held(slot) for rank, slot in worker.slots.items()},
-        "heard_seconds_ago": round(fleet.now() - worker.beat_at, 3) if worker.beat_at else None,
+        "heard_seconds_ago": round(fleet.now() - worker.heartbeat_at, 3) if worker.heartbeat_at else None,
         "waiting": sum(usage.others for usage in worker.usage.values()),
         "in_flight": sum(usage.requests for usage in worker.usage.values()),
-        "in_flight_elsewhere": sum(usage.their_requests for usage in worker.usage.values()),
+        "in_flight_elsewhere": sum(usage.peer_requests for usage in worker.usage.values()),
     }
 
 
@@ -192,14 +192,14 @@ def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
     return {**trace, "holders_now": holders}
 
 
-def _parity(trace: Trace, prompter: Prompter | None) -> dict[str, Any] | None:
+def _parity(trace: DecisionTrace, prompter: Prompter | None) -> dict[str, Any] | None:
     """What a comparison found, where there was one."""
     if trace.parity is None or trace.expected is None:
         return None
     return verdict_json(trace.parity, trace.expected, prompter)
 
 
-def _rendering(trace: Trace, prompter: Prompter | None) -> dict[str, Any] | None:
+def _rendering(trace: DecisionTrace, prompter: Prompter | None) -> dict[str, Any] | None:
     """What a renderer made of the request, where it was a sample."""
     return rendering_json(trace.rendering, prompter) if trace.rendering is not None else None
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_router.encoding.encoder_probes import Probes, Standing
-from mmrouter_router.explain.decisions import Counts
+from mmrouter_router.encoding.encoder_probes import EncoderProbes, ProbeState
+from mmrouter_router.explain.decisions import DecisionCounts
 from mmrouter_router.fleet.feed_client import STALE_SECONDS
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer
-from mmrouter_router.scheduling.pipeline_form import proves
+from mmrouter_router.scheduling.pipeline_form import canary_applies
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Reporter:
     engine: str
     fleet: Fleet
     renderer: Renderer
-    probes: Probes
-    counts: Counts
+    probes: EncoderProbes
+    counts: DecisionCounts
     ready: Callable[[], bool]
     possible: Callable[[], bool]
     degraded: Callable[[], tuple[str, ...]]
@@ -39,9 +39,9 @@ class Reporter:
         workers: dict[str, dict[str, Any]] = {}
         for worker in self.fleet:
             member = worker.member
-            draining = member.draining or (worker.beat is not None and worker.beat.draining)
+            draining = member.draining or (worker.heartbeat is not None and worker.heartbeat.draining)
             row = _row(member.uid, member.pool, member.role, self.standing(worker), draining=draining)
-            shared = worker.beat.shared if worker.beat is not None else None
+            shared = worker.heartbeat.shared if worker.heartbeat is not None else None
             if shared is not None:  # its node's shared directory; how full it is changes with every request
                 row["shared"] = {"above": shared.above, "limit": shared.limit}
             workers[member.uid] = row
@@ -59,22 +59,22 @@ class Reporter:
             "hit_blocks": self.counts.hit_blocks,
         }
 
-    def standing(self, worker: Worker) -> Standing:
+    def standing(self, worker: Worker) -> ProbeState:
         """One engine pod with a sidecar, by its role."""
         if worker.member.role == "encoder":
             return self.probes.encoder(worker)
         unheard = self._unheard(worker)
-        if not unheard and not worker.follower.synced:
+        if not unheard and not worker.sync.synced:
             unheard = "no_snapshot", "the snapshot of its cache has not come yet"
         verified = worker.canary
         if unheard:
-            return Standing(False, verified, *unheard)
-        return Standing(True, verified, *self._unproved(worker))
+            return ProbeState(False, verified, *unheard)
+        return ProbeState(True, verified, *self._unproved(worker))
 
     def _unheard(self, worker: Worker) -> tuple[str, str] | tuple[()]:
         """Why nothing can be sent there, as cause and message; empty where something can."""
-        beat = worker.beat
-        if beat is None or self.fleet.now() - worker.beat_at > STALE_SECONDS:
+        beat = worker.heartbeat
+        if beat is None or self.fleet.now() - worker.heartbeat_at > STALE_SECONDS:
             return "not_heard", "its sidecar is not heard"
         if beat.draining or worker.member.draining:
             return "draining", "it lets its last requests finish"
@@ -83,25 +83,25 @@ class Reporter:
         return ()
 
     def _unproved(self, worker: Worker) -> tuple[str, str]:
-        canary = worker.beat.canary if worker.beat is not None else None
+        canary = worker.heartbeat.canary if worker.heartbeat is not None else None
         if worker.canary != "Unknown" and canary is not None:
             return canary.cause, canary.message
-        if not proves(worker.member.role):
+        if not canary_applies(worker.member.role):
             return "not_probed", f"no canary is defined for a {worker.member.role} of {self.engine}"
         if not self.possible():
             return "not_modelled", "nobody can predict this model's prompts: requests are placed by affinity"
         return "pending", "its canary has not been answered yet"
 
 
-def _rendering(one: dict[str, Any]) -> Standing:
+def _rendering(one: dict[str, Any]) -> ProbeState:
     if not one["answered"]:
-        return Standing(False, "Unknown", "not_answered", one["message"] or "it has not answered yet")
+        return ProbeState(False, "Unknown", "not_answered", one["message"] or "it has not answered yet")
     if one["verified"]:
-        return Standing(True, "True")
+        return ProbeState(True, "True")
     if one["message"]:
-        return Standing(True, "False", "rendering", one["message"])
-    return Standing(True, "Unknown", "pending", "no image has been rendered yet")
+        return ProbeState(True, "False", "rendering", one["message"])
+    return ProbeState(True, "Unknown", "pending", "no image has been rendered yet")
 
 
-def _row(uid: str, pool: str, role: str, standing: Standing, *, draining: bool) -> dict[str, Any]:
+def _row(uid: str, pool: str, role: str, standing: ProbeState, *, draining: bool) -> dict[str, Any]:
     return {"uid": uid, "pool": pool, "role": role, **standing._asdict(), "draining": draining}

@@ -1,32 +1,53 @@
-"""Send a placed request to its engine; only before the first answer byte try another (docs/architecture.md)."""
+"""Send a request to its engine, and to another one only before the first byte of the answer (docs/architecture.md)."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from mmrouter_lib.engines.sglang.disaggregation import failure_of as failure_of_sglang
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.exchange import Exchange, Reply
-from mmrouter_router.dispatch.quarantine import DEATHS, Quarantine
-from mmrouter_router.dispatch.sglang_pair import Prefill, PrefillError, choose
-from mmrouter_router.dispatch.stages import PREFILL_SECONDS, Note, Staged, Stages
-from mmrouter_router.explain.decisions import Trace, trace_of
+from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply
+from mmrouter_router.dispatch.sglang_pair import PrefillError, PrefillHalf, choose_pair
+from mmrouter_router.dispatch.stages import PREFILL_SECONDS, StageReport, StageResult, Stages
+from mmrouter_router.explain.decisions import DecisionTrace, trace_of
 from mmrouter_router.fleet.workers import Target
-from mmrouter_router.handover import ByBytes, Delivery, Parcel
+from mmrouter_router.handover import AddressedRequest, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Answer, Body, UpstreamError
 from mmrouter_router.request.engine_request import CHAT, Outgoing
 from mmrouter_router.request.prepare import Prepared
-from mmrouter_router.scheduling.pipeline_form import WHOLE, Form
-from mmrouter_router.scheduling.placer import Booking, Decision, FullError, NoWorkerError, Placer
+from mmrouter_router.scheduling.pipeline_form import WHOLE, PipelineForm
+from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer, QueueFullError
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, failure_of, stage
 
+DEATHS: Final = 2
+"""Engines that may end under one request before it is quarantined."""
+REMEMBERED: Final = 1024
+
+
+class Quarantine:
+    """Fingerprints of requests under which engines ended; bounded, oldest out first."""
+
+    def __init__(self, size: int = REMEMBERED) -> None:
+        self._size = size
+        self._fingerprints: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, fingerprint: bytes) -> bool:
+        return fingerprint in self._fingerprints
+
+    def add(self, fingerprint: bytes) -> None:
+        """Refuse this request from now on."""
+        self._fingerprints[fingerprint] = None
+        if len(self._fingerprints) > self._size:
+            self._fingerprints.popitem(last=False)
+
 
 @dataclass(slots=True)
-class Call:
-    """One request that is to be answered, whoever does it."""
+class ForwardCall:
+    """One request to forward."""
 
     request_id: str
     prepared: Prepared
@@ -36,58 +57,63 @@ class Call:
 
 
 @dataclass(slots=True)
-class Placed:
-    """Who serves one attempt. ``computes``: the engine that prefills beside the one that answers, of a pair."""
+class PlacedAttempt:
+    """Decisions of one attempt. ``computes``: the prefill engine of a pair."""
 
-    form: Form
+    form: PipelineForm
     decision: Decision
     computes: Decision | None = None
 
+    @property
+    def answers(self) -> str:
+        """Name of the pod that answers."""
+        return self.decision.target.worker.member.name
+
 
 @dataclass(slots=True)
-class Past:
-    """What the attempts of one request came to so far."""
+class AttemptHistory:
+    """State that the attempts of one request share.
+
+    ``tried``: pods that are not asked for an answer again. ``failed``: prefill engines that failed their half of a
+    pair. ``alone``: the answering engine computes the prompt, because it could not fetch it. ``moved``: a pair failed
+    without a visible death, which is retried once.
+    """
 
     tried: set[str] = field(default_factory=set)
-    """Pods that are not asked for an answer again."""
     failed: set[str] = field(default_factory=set)
-    """Prefill engines that failed their half of a pair."""
     deaths: int = 0
     alone: bool = False
-    """The answering engine computes the prompt itself, because it could not fetch it."""
     moved: bool = False
-    """A pair failed, and neither engine was seen to be gone: done once."""
     attempts: list[dict[str, Any]] = field(default_factory=list)
-    chain: list[dict[str, Any]] = field(default_factory=list)
-    travelled: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    transfers: list[dict[str, Any]] = field(default_factory=list)
 
-    def again(self, decision: Decision) -> None:
-        """Let an engine be asked once more: what failed was not it."""
+    def allow(self, decision: Decision) -> None:
+        """Let an engine be asked once more, because it was not at fault."""
         self.tried.discard(decision.target.worker.member.uid)
 
 
 class Forwarder:
-    """Places and sends requests until one engine answers."""
+    """Places and sends requests until an engine answers."""
 
     def __init__(
         self,
         placer: Placer,
-        exchange: Exchange,
+        engines: EngineClient,
         metrics: Metrics,
         *,
         stages: Stages | None = None,
         delivery: Delivery | None = None,
         prefill_seconds: float = PREFILL_SECONDS,
-        sent: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
+        on_send: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
     ) -> None:
-        """``sent`` is called with every request right before it goes to an engine.
+        """``on_send`` is called with every request right before it goes to an engine.
 
-        ``stages``: what is done before an engine answers; ``None``: nothing. ``prefill_seconds``: after so long a pair
-        of which nothing came is given up.
+        ``stages``: run before an engine answers, if any. ``prefill_seconds``: timeout for a first result of a pair.
         """
-        self._placer, self._exchange, self._metrics, self._sent = placer, exchange, metrics, sent
+        self._placer, self._engines, self._metrics, self._on_send = placer, engines, metrics, on_send
         self._stages, self._prefill_seconds = stages, prefill_seconds
-        self._delivery = delivery or ByBytes()
+        self._delivery = delivery or BytesDelivery()
         self.quarantine = Quarantine()
 
     async def send(
@@ -98,189 +124,186 @@ class Forwarder:
         fingerprint: bytes,
         headers: Mapping[str, str],
         policy: Policy | None = None,
-    ) -> Reply:
+    ) -> EngineReply:
         """Return the first answer that is not a retryable refusal.
 
-        Raises :class:`RequestError` (503 with ``Retry-After``) when nobody can take the request, and a 400 when two
-        engines ended under it.
+        Raises :class:`RequestError`: 503 with ``Retry-After`` without a worker for the request, and 400 when
+        :data:`DEATHS` engines ended under it.
         """
-        call, past = Call(request_id, prepared, outgoing, headers, policy), Past()
+        call, past = ForwardCall(request_id, prepared, outgoing, headers, policy), AttemptHistory()
         while past.deaths < DEATHS and fingerprint not in self.quarantine:
             placed = self._place(call, past)
             past.tried.add(placed.decision.target.worker.member.uid)
             if placed.computes is not None:
-                done = await self._by_pair(call, past, placed, placed.computes)
+                result = await self._by_pair(call, past, placed, placed.computes)
             else:
-                done = await self._by_one(call, past, placed)
-            if isinstance(done, Reply):
-                self._gone_without(placed.form)
-                return done
-            self._metrics.retries.labels(done).inc()
+                result = await self._by_one(call, past, placed)
+            if isinstance(result, EngineReply):
+                self._count_degraded(placed.form)
+                return result
+            self._metrics.retries.labels(result).inc()
         self.quarantine.add(fingerprint)
         self._metrics.quarantined.inc()
         raise RequestError.quarantined()
 
-    # -- one attempt: a reply, or why there has to be another one ----------------------------------------------------
+    # -- one attempt: returns a reply, or the reason for another attempt
 
-    def _place(self, call: Call, past: Past) -> Placed:
-        shape = self._stages.form(past.tried) if self._stages is not None else WHOLE
-        with stage("schedule") as told:
+    def _place(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
+        form = self._stages.form(past.tried) if self._stages is not None else WHOLE
+        prepared, policy = call.prepared, call.policy
+        with stage("schedule") as span:
             computes: Decision | None = None
             try:
-                if shape.paired:
-                    decision, computes = choose(
-                        self._placer,
-                        call.prepared,
-                        shape.answers,
-                        tried=past.tried,
-                        failed=past.failed,
-                        policy=call.policy,
+                if form.paired:
+                    decision, computes = choose_pair(
+                        self._placer, prepared, form.answers, tried=past.tried, failed=past.failed, policy=policy
                     )
                 else:
-                    decision = self._placer.place(
-                        call.prepared, exclude=past.tried, policy=call.policy, roles=shape.answers
-                    )
+                    decision = self._placer.place(prepared, exclude=past.tried, policy=policy, roles=form.answers)
             except NoWorkerError as error:
-                self._gone_without(shape)
-                if isinstance(error, FullError):
+                self._count_degraded(form)
+                if isinstance(error, QueueFullError):
                     raise RequestError.queue_full(str(error)) from error
                 raise RequestError.no_worker(str(error)) from error
-            if told:
-                told.tell(decision.span_attributes())
-        return Placed(shape, decision, computes)
+            if span:
+                span.tell(decision.span_attributes())
+        return PlacedAttempt(form, decision, computes)
 
-    async def _by_one(self, call: Call, past: Past, placed: Placed) -> Reply | str:
-        """Ask one engine for the answer, after what others do before it."""
+    async def _by_one(self, call: ForwardCall, past: AttemptHistory, placed: PlacedAttempt) -> EngineReply | str:
+        """Run the stages, then ask one engine for the answer."""
         decision, outgoing = placed.decision, call.outgoing
         booking = self._placer.begin(decision)
-        staged: Staged | None = None
+        result: StageResult | None = None
         if self._stages is not None and placed.form.staged and outgoing.path == CHAT:
             try:
-                staged = await self._stages.before(
+                result = await self._stages.before(
                     call.request_id, call.prepared, outgoing, placed.form, decision, call.headers, alone=past.alone
                 )
-            except BaseException:  # a client that leaves, too: nobody else would end the booking
+            except BaseException:  # cancelled by a client that disconnects, too
                 booking.end()
                 raise
-            past.chain += [note.as_json() for note in staged.notes]
-            past.travelled += staged.travelled
-            past.deaths += staged.lost
+            past.stages += [report.as_json() for report in result.reports]
+            past.transfers += result.transfers
+            past.deaths += result.lost
             if past.deaths >= DEATHS:
                 booking.end()
                 return "engine_lost"
-            if staged.prefilled is not None:
+            if result.prefilled is not None:
                 booking.answered()
-        computed = (staged.prefilled if staged is not None else None) or decision
-        trace = self._traced(call, past, placed, computed, chained=staged is not None)
+        computed = (result.prefilled if result is not None else None) or decision
+        trace = self._trace(call, past, placed, computed, staged=result is not None)
         span = _span(decision, past)
-        fields = staged.fields if staged is not None else outgoing.fields
+        fields = result.fields if result is not None else outgoing.fields
 
-        async def post(body: Body) -> Reply:
-            return await self._exchange.reply(decision, trace, booking, outgoing.path, body, call.headers, span)
+        async def post(body: Body) -> EngineReply:
+            return await self._engines.reply(decision, trace, booking, outgoing.path, body, call.headers, span)
 
         try:
-            reply = await self._delivery.send(Parcel(decision.target.worker, outgoing, fields), post, past.travelled)
+            addressed = AddressedRequest(decision.target.worker, outgoing, fields)
+            reply = await self._delivery.send(addressed, post, past.transfers)
             retry = await reply.refusal()
         except BaseException as error:
-            return _lost(error, past, trace, decision, booking, span)
-        if retry is None and staged is not None and staged.prefilled is not None and reply.answer.status >= 500:
-            # What the prefill held may be gone: the same engine computes the prompt, or another does.
+            return _fail(error, past, trace, decision, booking, span)
+        if retry is None and result is not None and result.prefilled is not None and reply.status >= 500:
+            # The prefilled blocks may be gone: the same engine computes the prompt, or another one does.
             retry, past.alone = "transfer", True
-            past.again(decision)
+            past.allow(decision)
         if retry is not None:
-            return _given_up(retry, reply, decision)
-        trace.tried(decision, f"answered {reply.answer.status}")
-        if self._stages is not None and staged is not None and reply.answer.status < 400:
-            trace.chain.append(self._stages.answered(staged, decision.target.worker.member.name).as_json())
+            return _give_up(retry, reply, decision)
+        trace.add_attempt(decision, f"answered {reply.status}")
+        if self._stages is not None and result is not None and reply.status < 400:
+            trace.stages.append(self._stages.answered(result, placed.answers).as_json())
         return reply if computed is decision else replace(reply, decision=computed)
 
-    async def _by_pair(self, call: Call, past: Past, placed: Placed, computes: Decision) -> Reply | str:
-        """Ask two engines for the answer at once: one computes the prompt, the other one answers."""
+    async def _by_pair(
+        self, call: ForwardCall, past: AttemptHistory, placed: PlacedAttempt, computes: Decision
+    ) -> EngineReply | str:
+        """Ask two engines at once: one computes the prompt, the other one answers."""
         decision, outgoing = placed.decision, call.outgoing
         booking = self._placer.begin(decision)
         booking.answered()
-        trace = self._traced(call, past, placed, computes, chained=True)
+        trace = self._trace(call, past, placed, computes, staged=True)
         span = _span(decision, past)
-        half = self._half(computes, call)
+        half = self._prefill_half(computes, call)
         sent = time.monotonic()
         try:
             reply = await half.beside(
-                self._exchange.reply(decision, trace, booking, outgoing.path, outgoing.plain, call.headers, span, half),
-                Reply.drop,
+                self._engines.reply(decision, trace, booking, outgoing.path, outgoing.plain, call.headers, span, half),
+                EngineReply.drop,
             )
             retry = await reply.refusal()
         except PrefillError as error:
-            self._noted(trace, half.note(error.cause))
-            trace.tried(computes, f"{error.cause}: {error}")
+            self._report(trace, half.report(error.cause))
+            trace.add_attempt(computes, f"{error.cause}: {error}")
             span.fail(error.cause)
             if (refusal := error.refusal) is not None:
-                return Reply(computes, trace, booking, refusal, refusal.body, span)
+                return EngineReply(computes, trace, booking, refusal, refusal.body, span)
             booking.end()
             span.end()
             past.deaths += error.died
             past.failed.add(computes.target.worker.member.uid)
             if error.cause != "timeout" or not past.moved:
-                past.again(decision)  # it did nothing wrong, and waits for nobody now
-            past.moved |= error.cause == "timeout"  # which of the two hangs is not seen: next time it counts as both
+                past.allow(decision)
+            past.moved |= error.cause == "timeout"  # either engine may hang: a second timeout excludes both
             return error.cause
         except BaseException as error:
             half.end()
-            return _lost(error, past, trace, decision, booking, span)
-        if (failure := failure_of_sglang(reply.answer.status, reply.first)) is not None:
+            return _fail(error, past, trace, decision, booking, span)
+        if (failure := failure_of_sglang(reply.status, reply.first)) is not None:
             half.end()
             if retry is None and failure.status >= 500 and not past.moved:
-                # Its partner may have failed it, and be seen to be gone a moment later.
+                # The prefill engine may have caused it, and its end becomes visible a moment later.
                 retry, past.moved = "transfer", True
-                past.again(decision)
+                past.allow(decision)
         if retry is not None:
-            return _given_up(retry, reply, decision)
-        trace.tried(decision, f"answered {reply.answer.status}")
-        if reply.answer.status < 400:
-            self._noted(trace, half.note("done"))
-            answers = (decision.target.worker.member.name,)
-            trace.chain.append(Note("answer", "first_byte", answers, time.monotonic() - sent).as_json())
+            return _give_up(retry, reply, decision)
+        trace.add_attempt(decision, f"answered {reply.status}")
+        if reply.status < 400:
+            self._report(trace, half.report("done"))
+            answer = StageReport("answer", "first_byte", (placed.answers,), time.monotonic() - sent)
+            trace.stages.append(answer.as_json())
         return replace(reply, decision=computes)
 
-    # -- their parts -------------------------------------------------------------------------------------------------
-
-    def _traced(self, call: Call, past: Past, placed: Placed, computed: Decision, *, chained: bool) -> Trace:
-        """Return what is kept of an attempt that is about to be sent. ``chained``: more than one engine is in it."""
+    def _trace(
+        self, call: ForwardCall, past: AttemptHistory, placed: PlacedAttempt, computed: Decision, *, staged: bool
+    ) -> DecisionTrace:
+        """Return the trace of an attempt that is about to be sent. ``staged``: it involves several engines."""
         trace = trace_of(call.request_id, call.prepared, computed)
-        trace.attempts, trace.chain, trace.travelled = past.attempts, past.chain, past.travelled
+        trace.attempts, trace.stages, trace.transfers = past.attempts, past.stages, past.transfers
         trace.form, trace.degraded = placed.form.name, placed.form.degraded
-        if chained:
-            trace.answers = placed.decision.target.worker.member.name
-        self._sent(computed, call.prepared)
+        if staged:
+            trace.answers = placed.answers
+        self._on_send(computed, call.prepared)
         return trace
 
-    def _half(self, computes: Decision, call: Call) -> Prefill:
-        """Send a request to the engine that computes its prompt, while another one answers it."""
+    def _prefill_half(self, computes: Decision, call: ForwardCall) -> PrefillHalf:
+        async def send(target: Target, headers: Mapping[str, str]) -> Answer:
+            return await self._engines.post(target, call.request_id, call.outgoing.path, call.outgoing.plain, headers)
 
-        async def send(target: Target, told: Mapping[str, str]) -> Answer:
-            return await self._exchange.post(target, call.request_id, call.outgoing.path, call.outgoing.plain, told)
+        return PrefillHalf(computes, self._placer.begin(computes), send, call.headers, self._prefill_seconds)
 
-        return Prefill(computes, self._placer.begin(computes), send, call.headers, self._prefill_seconds)
-
-    def _gone_without(self, shape: Form) -> None:
-        """Count a request once, when it is clear which pools it had to do without."""
-        for missing in shape.degraded:
+    def _count_degraded(self, form: PipelineForm) -> None:
+        """Count the pools that a request is served without; called once per request."""
+        for missing in form.degraded:
             self._metrics.degraded.labels(missing).inc()
 
-    def _noted(self, trace: Trace, note: Note) -> None:
-        trace.chain.append(note.as_json())
+    def _report(self, trace: DecisionTrace, report: StageReport) -> None:
+        trace.stages.append(report.as_json())
         if self._stages is not None:
-            self._stages.count(note)
+            self._stages.count(report)
 
 
-def _span(decision: Decision, past: Past) -> Span:
+def _span(decision: Decision, past: AttemptHistory) -> Span:
     span = stage("engine", client=True)
     if span:
         span.tell({"mmrouter.worker": decision.target.worker.member.name, "mmrouter.attempt": len(past.tried)})
     return span
 
 
-def _lost(error: BaseException, past: Past, trace: Trace, decision: Decision, booking: Booking, span: Span) -> str:
-    """End an attempt whose engine gave no answer; return why there is another one. Raises what is not its fault."""
+def _fail(
+    error: BaseException, past: AttemptHistory, trace: DecisionTrace, decision: Decision, booking: Booking, span: Span
+) -> str:
+    """End an attempt without an answer and return why to retry. Raises errors that are not the engine's."""
     booking.end()
     try:
         if not isinstance(error, UpstreamError):
@@ -290,14 +313,14 @@ def _lost(error: BaseException, past: Past, trace: Trace, decision: Decision, bo
         span.fail(cause)
     finally:
         span.end()
-    trace.tried(decision, f"{cause}: {error}")
+    trace.add_attempt(decision, f"{cause}: {error}")
     past.deaths += error.sent
     return cause
 
 
-def _given_up(why: str, reply: Reply, decision: Decision) -> str:
-    """End an attempt whose engine sent a refusal that is not for the client."""
+def _give_up(why: str, reply: EngineReply, decision: Decision) -> str:
+    """End an attempt whose engine refused in a way that the client does not get."""
     reply.span.fail(why)
     reply.close()
-    reply.trace.tried(decision, why)
+    reply.trace.add_attempt(decision, why)
     return why

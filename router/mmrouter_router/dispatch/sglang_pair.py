@@ -2,8 +2,8 @@
 
 See docs/engine-facts/sglang.md#prefill-decode.
 
-The decode engine answers the client. The prefill engine's answer is read to its end and dropped. Each waits for the
-other, so when one fails, the other one's request is ended at once: its partner never comes.
+The decode engine answers the client. The prefill engine's answer is read to its end and dropped. Each engine waits for
+the other, so when one fails, the request at the other one is aborted.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from mmrouter_lib.engines.sglang.disaggregation import decode_headers, failure_of, new_meeting, prefill_headers
-from mmrouter_router.dispatch.stages import PREFILL_SECONDS, Note
+from mmrouter_router.dispatch.stages import PREFILL_SECONDS, StageReport
 from mmrouter_router.fleet.workers import Target
 from mmrouter_router.http.upstream import Answer, Sink, UpstreamError
 from mmrouter_router.request.prepare import Prepared
@@ -22,20 +22,20 @@ from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.tracing import stage
 
 KEPT_BYTES: Final = 256 * 1024
-"""Of a prefill engine's answer: enough for any error, and for the one token of an answer that nobody gets."""
+"""Bytes of a prefill engine's answer that are kept: enough for any error."""
 DRAIN_SECONDS: Final = 10.0
-"""For how long a prefill engine's answer may end after the client's has."""
-THEIRS: Final = frozenset({408, 429})
+"""Time for a prefill engine's answer to end after the client's."""
+ENGINE_BUSY: Final = frozenset({408, 429})
 """Statuses below 500 that are about the engine and not about the request."""
 
 T = TypeVar("T")
-Send = Callable[[Target, Mapping[str, str]], Awaitable[Answer]]
+SendRequest = Callable[[Target, Mapping[str, str]], Awaitable[Answer]]
 """Target and headers -> answer, of one and the same request. Raises :class:`UpstreamError`."""
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """A prefill engine's error that the client is told: the request is at fault."""
+class PrefillRefusal:
+    """A prefill engine's error that the client gets: the request is at fault. Stands in for an ``Answer``."""
 
     status: int
     body: bytes
@@ -43,48 +43,48 @@ class Refusal:
     complete: bool = True
 
     async def piece(self) -> bytes:
-        """Return what follows: nothing, all of it is in ``body``."""
+        """Return nothing: the whole text is in ``body``."""
         return b""
 
     def remaining(self) -> bytes:
-        """Return what follows: nothing."""
+        """Return nothing."""
         return b""
 
     async def pour(self, sink: Sink) -> None:
-        """Write what follows: nothing."""
+        """Write nothing."""
 
     def close(self) -> None:
-        """Its connection was given back when it had been read."""
+        """Nothing to release: the connection was returned when the answer had been read."""
 
 
 class PrefillError(Exception):
-    """A prefill engine failed before the answer began. ``cause`` is one of few words, ``died``: the engine ended.
+    """A prefill engine failed before the answer began. ``cause`` is a metric label; ``died``: the engine ended.
 
-    ``code``: what its span is told.
+    ``code``: its span's error code.
     """
 
     def __init__(
-        self, cause: str, message: str, *, died: bool = False, refusal: Refusal | None = None, code: str = ""
+        self, cause: str, message: str, *, died: bool = False, refusal: PrefillRefusal | None = None, code: str = ""
     ) -> None:
         super().__init__(message)
         self.cause, self.died, self.refusal, self.code = cause, died, refusal, code or cause
 
 
-class Prefill:
-    """A prefill engine's half of one request, under way from the start. Call ``end`` in every case.
+class PrefillHalf:
+    """A prefill engine's half of one request, sent on construction. Call ``end`` in every case.
 
-    ``seconds``: when neither half has come to anything by then, this one is given up.
+    ``seconds``: timeout for a first result of either half.
     """
 
     def __init__(
         self,
         decision: Decision,
         booking: Booking,
-        send: Send,
+        send: SendRequest,
         headers: Mapping[str, str],
         seconds: float = PREFILL_SECONDS,
     ) -> None:
-        self.decision, self._booking, self._patience = decision, booking, seconds
+        self.decision, self._booking, self._timeout = decision, booking, seconds
         target = decision.target
         self._meeting = new_meeting(target.worker.member.ip, target.rank, target.worker.ranks)
         self._began = time.monotonic()
@@ -92,42 +92,42 @@ class Prefill:
         self._task = asyncio.create_task(self._compute(send, headers), name=f"prefill {target.worker.member.name}")
         self._task.add_done_callback(self._done)
 
-    def told(self, target: Target) -> dict[str, str]:
-        """Headers by which the decode engine finds this half."""
+    def decode_headers(self, target: Target) -> dict[str, str]:
+        """Return the headers by which the decode engine finds this half."""
         return decode_headers(self._meeting, target.rank, target.worker.ranks)
 
     async def beside(self, answering: Coroutine[Any, Any, T], drop: Callable[[T], None]) -> T:
-        """Return what the decode engine's half brings; ends it and raises :class:`PrefillError` when this one fails.
+        """Await the decode engine's half; abort it and raise :class:`PrefillError` when this one fails.
 
-        ``drop`` is called with what nobody gets any more.
+        ``drop`` is called with a result that is not returned.
         """
         work = asyncio.create_task(answering)
         try:
             halves = (work, self._task)
-            done, _ = await asyncio.wait(halves, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(halves, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 self.end()
-                raise PrefillError("timeout", f"nothing came of it within {self._patience:g} s")
+                raise PrefillError("timeout", f"no answer within {self._timeout:g} s")
             if not work.done():
                 self._task.result()
                 await asyncio.wait((work,))
             return work.result()
-        except BaseException:  # cancelled or failed: the other half's answer has nobody who takes it
+        except BaseException:  # cancelled or failed: the other half's answer is unused
             work.cancel()
-            (left,) = await asyncio.gather(work, return_exceptions=True)
-            if not isinstance(left, BaseException):
-                drop(left)
+            (unused,) = await asyncio.gather(work, return_exceptions=True)
+            if not isinstance(unused, BaseException):
+                drop(unused)
             raise
 
-    def note(self, outcome: str) -> Note:
-        """What is told of this half. It is done at the latest when the decode engine has what it computed."""
+    def report(self, outcome: str) -> StageReport:
+        """Return the report of this half. It is done at the latest when the decode engine has its blocks."""
         winner = self.decision.choice.winner
         seconds = self._seconds if self._seconds is not None else time.monotonic() - self._began
         detail = {"overlap": winner.overlap, "blocks": winner.blocks, "why": self.decision.choice.reason}
-        return Note("prefill", outcome, (winner.name,), seconds, detail)
+        return StageReport("prefill", outcome, (winner.name,), seconds, detail)
 
     def end(self, *, whole: bool = False) -> None:
-        """Nobody waits any more. ``whole``: the client has its answer, so this one ends by itself, or is made to."""
+        """Release this half. ``whole``: the client has its answer, so this one may end within :data:`DRAIN_SECONDS`."""
         if self._task.done():
             return
         if whole:
@@ -140,26 +140,26 @@ class Prefill:
         self._seconds = time.monotonic() - self._began
         self._booking.end()
         if not task.cancelled():
-            task.exception()  # whoever waits gets it; nobody may be left
+            task.exception()  # mark as retrieved: the caller may have gone
 
-    async def _compute(self, send: Send, headers: Mapping[str, str]) -> None:
+    async def _compute(self, send: SendRequest, headers: Mapping[str, str]) -> None:
         target = self.decision.target
         with stage("prefill", client=True) as span:
             span.tell({"mmrouter.worker": target.worker.member.name})
             try:
                 answer = await send(target, {**span.passed_on(headers), **prefill_headers(self._meeting)})
                 try:
-                    said = await _drained(answer)
+                    text = await _drained(answer)
                 finally:
                     answer.close()
             except UpstreamError as error:
                 cause = "engine_lost" if error.sent else "connect"
                 raise PrefillError(cause, str(error), died=error.sent) from error
-            if (failure := failure_of(answer.status, said)) is not None:
+            if (failure := failure_of(answer.status, text)) is not None:
                 raise _refused(failure.status, failure.body)
 
 
-def choose(
+def choose_pair(
     placer: Placer,
     prepared: Prepared,
     roles: Collection[str],
@@ -169,18 +169,18 @@ def choose(
     policy: Policy | None = None,
     dry_run: bool = False,
 ) -> tuple[Decision, Decision | None]:
-    """Return who answers, and who computes the prompt where that takes a pair.
+    """Return the decision for the answer, and for the prefill where that takes a pair.
 
-    ``tried``: pods that are not to answer, ``failed``: that are not to prefill. A decode engine to which no prefill
-    engine is left is passed over. Raises :class:`NoWorkerError`.
+    ``tried``: pods that may not answer, ``failed``: that may not prefill. A decode engine without a prefill engine left
+    is skipped. Raises :class:`NoWorkerError`.
     """
-    lonely: set[str] = set()
-    why: NoWorkerError | None = None
+    unpaired: set[str] = set()
+    cause: NoWorkerError | None = None
     while True:
         try:
-            decision = placer.place(prepared, exclude={*tried, *lonely}, policy=policy, roles=roles, dry_run=dry_run)
+            decision = placer.place(prepared, exclude={*tried, *unpaired}, policy=policy, roles=roles, dry_run=dry_run)
         except NoWorkerError as error:
-            raise why or error from None
+            raise cause or error from None
         worker = decision.target.worker
         if worker.member.role != "decode":
             return decision, None
@@ -189,23 +189,23 @@ def choose(
                 prepared, exclude=failed, policy=policy, roles=("prefill",), partner=worker, dry_run=dry_run
             )
         except NoWorkerError as error:
-            why = error
-            lonely.add(worker.member.uid)
+            cause = error
+            unpaired.add(worker.member.uid)
         else:
             return decision, computes
 
 
 async def _drained(answer: Answer) -> bytes:
-    """Read an answer to its end; return its beginning."""
-    kept = b""
+    """Read an answer to its end; return its first bytes."""
+    head = b""
     async for piece in answer.body():
-        if len(kept) < KEPT_BYTES:
-            kept += piece
-    return kept
+        if len(head) < KEPT_BYTES:
+            head += piece
+    return head
 
 
 def _refused(status: int, body: bytes) -> PrefillError:
     message, code = f"answered {status}", f"answered_{status}"
-    if status < 500 and status not in THEIRS:
-        return PrefillError(code, message, refusal=Refusal(status, body))
+    if status < 500 and status not in ENGINE_BUSY:
+        return PrefillError(code, message, refusal=PrefillRefusal(status, body))
     return PrefillError("busy" if status == 503 else "prefill", message, code=code)

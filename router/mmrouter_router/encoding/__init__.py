@@ -1,37 +1,37 @@
-"""Which encoder encodes which image, and when: pure, the time comes with every call.
+"""Encoding of images by the encoder pods: which encoder encodes which image, and when.
 
-:class:`Encoders` is the machine. Whoever does the sending calls it when something happened and does what its
-:class:`Outcome` says. Units are seconds and visual tokens.
+:class:`EncoderScheduler` decides, without I/O: every call takes the time and returns an :class:`Outcome` to carry out.
+Units are seconds and visual tokens.
 """
 
-from mmrouter_router.encoding.scheduler import Encoders
+from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.encoding.types import (
     Abort,
     Answer,
     Encoder,
-    Full,
+    EncoderStatus,
+    EncodingFailed,
     Image,
-    Lost,
+    ImagePlacement,
     Mode,
     Outcome,
-    Placed,
+    QueuesFull,
     Ready,
     Start,
-    View,
 )
 
 __all__ = [
     "Abort",
     "Answer",
     "Encoder",
-    "Encoders",
-    "Full",
+    "EncoderScheduler",
+    "EncoderStatus",
+    "EncodingFailed",
     "Image",
-    "Lost",
+    "ImagePlacement",
     "Mode",
     "Outcome",
-    "Placed",
+    "QueuesFull",
     "Ready",
     "Start",
-    "View",
 ]

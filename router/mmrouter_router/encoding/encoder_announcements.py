@@ -1,6 +1,6 @@
-"""Tells the sidecars of SGLang's engines which encoders there are: those engines ask encoders themselves, through them.
+"""Announce the encoders to the sidecars of SGLang's engines, which send images to encoders themselves.
 
-So no engine pod needs a way to the API server, and local processes need none at all: who encodes is known here.
+The router knows the encoders already, so engine pods need no access to the API server, and local processes need none.
 """
 
 import asyncio
@@ -10,68 +10,67 @@ from collections.abc import Callable
 
 from mmrouter_lib import feed
 from mmrouter_lib.engines.sglang.launch import ASKS_ENCODERS
-from mmrouter_router.fleet.admission import preferred
-from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
-from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
+from mmrouter_router.fleet.workers import Fleet, Worker, prefer_admitted
 
 log = logging.getLogger("mmrouter.encoders")
 
 STEP_SECONDS = 0.5
-"""How soon a change is told."""
-AGAIN_SECONDS = 5.0
-"""A sidecar that began anew has forgotten."""
+"""Interval at which changes are announced."""
+REPEAT_SECONDS = 5.0
+"""Interval at which an unchanged list is repeated, for sidecars that restarted."""
 
 Listed = tuple[tuple[str, str], ...]
 
 
-class EncoderList:
-    """One per router; ``run`` tells."""
+class EncoderAnnouncer:
+    """Sends the list of encoders to every engine that needs it."""
 
     def __init__(
         self,
         router_id: str,
         fleet: Fleet,
-        feeder_of: Callable[[str], Feed | None],
-        patience: float,
+        feeder_of: Callable[[str], FeedClient | None],
+        admission_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``patience``: seconds for which an encoder's closed readiness gates count."""
+        """``admission_seconds``: how long closed readiness gates keep an encoder off the list."""
         self._router_id, self._fleet, self._feeder_of = router_id, fleet, feeder_of
-        self._patience, self._clock = patience, clock
-        self._told: dict[str, tuple[float, Listed]] = {}
+        self._admission_seconds, self._clock = admission_seconds, clock
+        self._announced: dict[str, tuple[float, Listed]] = {}
 
     @property
     def listed(self) -> Listed:
-        """Name and address of every encoder whose engine is up, that was let in and that does not leave."""
+        """Name and address of every admitted encoder whose engine is up and not draining."""
         up = (worker for worker in self._fleet if worker.member.role == "encoder" and worker.serving)
-        encoders = preferred(up, self._fleet.now(), self._patience)
+        encoders = prefer_admitted(up, self._fleet.now(), self._admission_seconds)
         return tuple(sorted((worker.member.name, worker.member.ip) for worker in encoders))
 
     async def run(self) -> None:
-        """Tell, until cancelled."""
+        """Announce until cancelled."""
         while True:
-            await self.tell()
+            await self.announce()
             await asyncio.sleep(STEP_SECONDS)
 
-    async def tell(self) -> None:
-        """Tell everybody who does not know yet, or was told a while ago."""
+    async def announce(self) -> None:
+        """Send the list to every engine that has another one, or got it :data:`REPEAT_SECONDS` ago."""
         listed, now = self.listed, self._clock()
-        asking = [worker for worker in self._fleet if worker.member.role in ASKS_ENCODERS]
-        self._told = {w.member.uid: self._told[w.member.uid] for w in asking if w.member.uid in self._told}
-        due = [w for w in asking if not self._knows(w.member.uid, listed, now)]
-        await asyncio.gather(*(self._tell(worker, listed, now) for worker in due))
+        engines = {w.member.uid: w for w in self._fleet if w.member.role in ASKS_ENCODERS}
+        self._announced = {uid: sent for uid, sent in self._announced.items() if uid in engines}
+        due = [worker for uid, worker in engines.items() if not self._up_to_date(uid, listed, now)]
+        await asyncio.gather(*(self._announce(worker, listed, now) for worker in due))
 
-    def _knows(self, uid: str, listed: Listed, now: float) -> bool:
-        told = self._told.get(uid)
-        return told is not None and told[1] == listed and now - told[0] < AGAIN_SECONDS
+    def _up_to_date(self, uid: str, listed: Listed, now: float) -> bool:
+        sent = self._announced.get(uid)
+        return sent is not None and sent[1] == listed and now - sent[0] < REPEAT_SECONDS
 
-    async def _tell(self, worker: Worker, listed: Listed, now: float) -> None:
+    async def _announce(self, worker: Worker, listed: Listed, now: float) -> None:
         feeder = self._feeder_of(worker.member.uid)
         if feeder is None:
             return
         try:
-            await feeder.question(lambda number: feed.EncoderAddresses(number, self._router_id, listed))
-        except FeedSilentError as error:
-            log.debug("%s: it does not know the encoders: %s", worker.member.name, error)
+            await feeder.request(lambda number: feed.EncoderAddresses(number, self._router_id, listed))
+        except FeedRequestError as error:
+            log.debug("%s: announcing the encoders failed: %s", worker.member.name, error)
         else:
-            self._told[worker.member.uid] = (now, listed)
+            self._announced[worker.member.uid] = (now, listed)

@@ -1,4 +1,4 @@
-"""What goes into the encoder scheduler and what comes out of it."""
+"""Inputs and outputs of the encoder scheduler."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,16 +12,16 @@ class Image:
     """One image of a request. ``key``: equal exactly where one embedding serves (identity, tenant's salt included)."""
 
     key: bytes
-    tokens: int  # visual tokens, what encoding costs
-    size: int = 0  # bytes of its embedding, what holding it costs
+    tokens: int  # visual tokens, the cost of encoding
+    size: int = 0  # bytes of its embedding, the cost of holding it
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """One encoder, as the fleet knows it. ``id`` changes when it restarts, because its cache is empty then."""
+    """One encoder of the fleet. ``id`` changes when it restarts, because its cache is empty then."""
 
     id: str
-    kind: str  # accelerator kind: the first guess at its rate
+    kind: str  # accelerator kind, for the first guess at its rate
     weight: int = 100  # share of the work in the weighted modes
     queue: int = 64  # images that may wait for it in this router
     slots: int = 1  # images that it is sent at once
@@ -35,17 +35,17 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Where an image's embedding is, and what that encoder answered: opaque here, passed through untouched."""
+    """The encoder that holds an image's embedding, and its answer, which is opaque here."""
 
     encoder: str
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """What was decided for one image of a request, in the request's order. Times are on the caller's clock.
+class ImagePlacement:
+    """Decision for one image of a request, in the request's order. Times are on the caller's clock.
 
-    ``weighed``: (encoder, estimated finish) of all that could have been chosen, empty where nothing was weighed.
+    ``weighed``: (encoder, estimated finish) of all candidates, empty where nothing was compared.
     """
 
     how: How
@@ -56,7 +56,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Send this image to this encoder now; answer with ``finished`` or ``failed`` for this ``run``.
+    """Send this image to this encoder now; report ``finished`` or ``failed`` for this ``run``.
 
     An image that is sent again, elsewhere, is another run.
     """
@@ -68,7 +68,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Close what was started: nobody waits for it there any more. Needs no answer; a late one is ignored."""
+    """Cancel a started run: no request needs it there. A late result is ignored."""
 
     run: int
     encoder: str
@@ -76,25 +76,25 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Every image of a request is encoded: its answers, in the order of its images."""
+    """All images of a request are encoded: its answers, in the order of its images."""
 
     request: str
     answers: tuple[Answer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """A request cannot be encoded here; the caller degrades or says so."""
+class EncodingFailed:
+    """The images of a request cannot be encoded by the encoders."""
 
     request: str
     reason: Literal["no_encoder", "image_refused", "attempts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
-    """Nothing was booked: there is no room for all images of the request.
+class QueuesFull:
+    """The queues lack space for all images of the request, and nothing was queued.
 
-    ``retry_after``: estimated seconds until there may be; ``None``: never, for so many images or without an encoder.
+    ``retry_after``: estimated seconds until there may be space; ``None``: never (too many images, or no encoder).
     """
 
     retry_after: float | None
@@ -102,31 +102,29 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is to be done after a call, in this order: close, send, tell."""
+    """Actions to carry out after a call, in this order. ``placed`` and ``full`` are set by ``place`` only."""
 
     aborts: tuple[Abort, ...] = ()
     starts: tuple[Start, ...] = ()
     ready: tuple[Ready, ...] = ()
-    lost: tuple[Lost, ...] = ()
-    placed: tuple[Placed, ...] = ()
-    """Of ``place`` only."""
+    failed: tuple[EncodingFailed, ...] = ()
+    placed: tuple[ImagePlacement, ...] = ()
     moved: int = 0
     """Images that wait or run elsewhere than before."""
-    full: Full | None = None
-    """Of ``place`` only: it was refused."""
+    full: QueuesFull | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """One encoder's state, for metrics and explanations."""
+class EncoderStatus:
+    """One encoder's state."""
 
     id: str
     waiting: int
     running: int
-    backlog: float  # seconds until it has done all that it has
+    backlog: float  # seconds until all its work is done
     rate: float  # visual tokens per second
     overhead: float  # seconds per image, whatever its size
-    measured: int  # images that the two figures come from; 0: a guess
+    measured: int  # images behind the two figures; 0: a guess
     held: int
     held_bytes: int
-    resting_until: float | None  # it stalled or failed, and gets nothing until then
+    backoff_until: float | None  # gets no work until then, after a stall or failure

@@ -1,4 +1,4 @@
-"""Decision traces: a bounded ring of what was decided and why, by request id (docs/cli.md, `mmrouter explain`)."""
+"""Log of recent routing decisions with their reasons, by request id (docs/cli.md, `mmrouter explain`)."""
 
 import time
 from array import array
@@ -8,69 +8,68 @@ from itertools import repeat
 from typing import Any
 
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.explain.evidence import Expected, Verdict, expected_of
-from mmrouter_router.explain.rendering import Rendering
+from mmrouter_router.explain.parity_check import ExpectedBlocks, Verdict, expected_blocks
+from mmrouter_router.explain.render_diff import RenderVerdict
 from mmrouter_router.media import Media
 from mmrouter_router.request.prepare import Prepared, ResolvedImage
 from mmrouter_router.scheduling.placer import Decision
 
-RING = 1000
-RING_TOKENS = 16_000_000
-"""Prompt tokens of all kept traces, up to about 10 bytes each: a ring of the longest prompts is a shorter one."""
+MAX_TRACES = 1000
+MAX_TOKENS = 16_000_000
+"""Prompt tokens of all traces, at about 10 bytes each."""
 TOKEN_BYTES = 10
 KEYS_SHOWN = 4096
-KEPT_BYTES = 256 * 1024
-"""A body that nobody looked at is kept, for whoever asks for its decision, where it is no longer than this."""
+BODY_BYTES = 256 * 1024
+"""The largest body of an unpredicted request that is kept to predict it on demand."""
 
 
 @dataclass(slots=True)
-class Unseen:
-    """What a request is kept as whose prompt nobody has predicted; its images' bytes are not kept."""
+class UnpredictedRequest:
+    """A request that was routed without a predicted prompt, from which the prompt can be predicted on demand."""
 
-    raw: bytes  # its body, empty where that is too long
+    raw: bytes  # its body, empty above BODY_BYTES
     images: tuple[ResolvedImage, ...]
     salt: str | None
 
 
 @dataclass(slots=True)
-class Trace:
-    """One decision and what came of it. Rendered when somebody asks: few are looked at, and a request must not pay."""
+class DecisionTrace:
+    """One decision and the outcome of its request. Rendered on demand, because few traces are read.
+
+    ``identity``: provider of the images' identities for the chosen worker, and the reason. ``stages``: one entry per
+    stage and attempt before the answer. ``transfers``: one entry per handed over image, engine and attempt.
+    ``answers``: the engine that answers, where stages came before it. ``form``: the pipeline form, ``degraded``: the
+    pools that it omits. ``unpredicted``: set where the decision was made without a predicted prompt.
+    """
 
     request_id: str
     decision: Decision
     prompt_tokens: int
     keys: "array[int]"
-    images: list[dict[str, Any]]  # their bytes are not kept
-    expected: Expected | None = None  # what the engine should hold after it
-    parity: Verdict | None = None  # and whether it did, where somebody looked
-    rendering: Rendering | None = None  # what a renderer made of the same request, where one was asked
-    identity: tuple[str, str] = ("uuid", "the engine names images as we do")
-    """Where the images' identities come from for the chosen worker, and why."""
+    images: list[dict[str, Any]]  # without their bytes
+    expected: ExpectedBlocks | None = None  # blocks that the engine should hold after it
+    parity: Verdict | None = None  # of a sampled request
+    rendering: RenderVerdict | None = None  # of a request that a renderer was asked about
+    identity: tuple[str, str] = ("uuid", "the engine uses the router's image identities")
     attempts: list[dict[str, Any]] = field(default_factory=list)
-    chain: list[dict[str, Any]] = field(default_factory=list)
-    """What was done before the answer, or gone without: one entry per stage and attempt."""
-    travelled: list[dict[str, Any]] = field(default_factory=list)
-    """How images reached engines, where they are handed over: one entry per image, engine and attempt."""
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    transfers: list[dict[str, Any]] = field(default_factory=list)
     answers: str = ""
-    """The engine that answers, where stages came before it."""
     form: str = "whole"
-    """The stages that the pods could serve when it was placed (``mmrouter_router.scheduling.pipeline_form``)."""
     degraded: tuple[str, ...] = ()
-    """Pools that it was served without, because none of their pods could take work."""
-    unseen: "Unseen | None" = None
-    """The decision was made without its prompt: what it can be predicted from."""
+    unpredicted: UnpredictedRequest | None = None
 
     @property
     def weight(self) -> int:
-        """How much it keeps, in prompt tokens."""
-        return self.prompt_tokens + (len(self.unseen.raw) // TOKEN_BYTES if self.unseen is not None else 0)
+        """Memory that it holds, in prompt tokens."""
+        return self.prompt_tokens + (len(self.unpredicted.raw) // TOKEN_BYTES if self.unpredicted is not None else 0)
 
-    def tried(self, decision: Decision, outcome: str) -> None:
-        """Note where the request was sent and what came of it."""
+    def add_attempt(self, decision: Decision, outcome: str) -> None:
+        """Add where the request was sent, and the outcome."""
         self.attempts.append({"worker": decision.target.worker.member.name, "outcome": outcome, "at": time.time()})
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values."""
+        """Return plain JSON values."""
         decision = self.decision
         target, winner = decision.target, decision.choice.winner
         return {
@@ -85,7 +84,7 @@ class Trace:
             "rank": target.rank,
             "block_size": target.block_size,
             "prompt_tokens": self.prompt_tokens,
-            "predicted": "before" if self.unseen is None else "no",
+            "predicted": "before" if self.unpredicted is None else "no",
             "blocks": winner.blocks,
             "overlap": winner.overlap,
             "why": decision.choice.reason,
@@ -107,16 +106,16 @@ class Trace:
             "keys": [f"{key:016x}" for key in self.keys[:KEYS_SHOWN]],
             "attempts": self.attempts,
             "form": self.form,
-            "chain": self.chain,
-            "travelled": self.travelled,
+            "chain": self.stages,
+            "travelled": self.transfers,
             "answers": self.answers or winner.name,
             "degraded": list(self.degraded),
         }
 
 
 @dataclass(slots=True)
-class Counts:
-    """Of this process's decisions; they begin at 0 with it and only grow."""
+class DecisionCounts:
+    """Counts of this process's decisions since its start."""
 
     decisions: int = 0
     exact: int = 0
@@ -124,39 +123,39 @@ class Counts:
     hit_blocks: int = 0
 
     def add(self, *, exact: bool, prompt_blocks: int, hit_blocks: int) -> None:
-        """Count one decision: whether it was exact, its prompt's complete blocks, and those that the worker held."""
+        """Count one decision with its prompt's complete blocks, and those that the worker held."""
         self.decisions += 1
         self.exact += exact
         self.prompt_blocks += prompt_blocks
         self.hit_blocks += hit_blocks
 
 
-class Decisions:
-    """The last :data:`RING` traces, fewer where their prompts are longer than :data:`RING_TOKENS` together."""
+class DecisionLog:
+    """The last :data:`MAX_TRACES` traces, fewer where their prompts exceed :data:`MAX_TOKENS` together."""
 
-    def __init__(self, size: int = RING, tokens: int = RING_TOKENS) -> None:
-        self._size, self._room = size, tokens
-        self._traces: OrderedDict[str, Trace] = OrderedDict()
+    def __init__(self, size: int = MAX_TRACES, tokens: int = MAX_TOKENS) -> None:
+        self._size, self._free_tokens = size, tokens
+        self._traces: OrderedDict[str, DecisionTrace] = OrderedDict()
 
-    def add(self, request_id: str, trace: Trace) -> None:
-        """Keep a trace, at least this one; the oldest ones leave."""
+    def add(self, request_id: str, trace: DecisionTrace) -> None:
+        """Add a trace and evict the oldest ones."""
         self._traces[request_id] = trace
-        self._room -= trace.weight
-        while len(self._traces) > self._size or (self._room < 0 and len(self._traces) > 1):
-            _, gone = self._traces.popitem(last=False)
-            self._room += gone.weight
+        self._free_tokens -= trace.weight
+        while len(self._traces) > self._size or (self._free_tokens < 0 and len(self._traces) > 1):
+            _, evicted = self._traces.popitem(last=False)
+            self._free_tokens += evicted.weight
 
-    def get(self, request_id: str) -> Trace | None:
-        """The trace of a request that this router answered, while it is kept."""
+    def get(self, request_id: str) -> DecisionTrace | None:
+        """Return the trace of a request, while it is kept."""
         return self._traces.get(request_id)
 
-    def latest(self, count: int) -> list[Trace]:
-        """The newest traces, newest first."""
+    def latest(self, count: int) -> list[DecisionTrace]:
+        """Return the newest traces, newest first."""
         return [trace for _, trace in zip(range(count), reversed(self._traces.values()), strict=False)]
 
 
-def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
-    """Keep what explains a decision."""
+def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> DecisionTrace:
+    """Build the trace of a decision."""
     spans = repeat(None, len(prepared.images)) if prepared.unseen else prepared.spans
     images = [
         {
@@ -172,20 +171,22 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Trace:
         for image, span in zip(prepared.images, spans, strict=False)
     ]
     keys = prepared.keys(decision.target.block_size, decision.target.worker.scope)
-    expected = expected_of(prepared, decision.target.worker, decision.target.rank, decision.target.block_size)
-    trace = Trace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
+    expected = expected_blocks(prepared, decision.target.worker, decision.target.rank, decision.target.block_size)
+    trace = DecisionTrace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
     scope = decision.target.worker.scope
     if prepared.unseen:
         source = prepared.request.source
-        kept = bytes(source) if len(source) <= KEPT_BYTES else b""
-        trace.unseen = Unseen(kept, tuple(_without_bytes(image) for image in prepared.images), prepared.salt)
+        raw = bytes(source) if len(source) <= BODY_BYTES else b""
+        trace.unpredicted = UnpredictedRequest(
+            raw, tuple(_without_bytes(image) for image in prepared.images), prepared.salt
+        )
     if scope is not None and prepared.sentinels is not None:
         trace.identity = prepared.sentinels.provider(scope)
     return trace
 
 
-def seen_afterwards(trace: Trace, prepared: Prepared) -> dict[str, Any]:
-    """Return an unseen decision with its prompt, which is predicted now; what was held then is not known any more."""
+def predicted_afterwards(trace: DecisionTrace, prepared: Prepared) -> dict[str, Any]:
+    """Return the JSON of an unpredicted decision with the prompt predicted now; past cache contents are unknown."""
     target = trace.decision.target
     keys = prepared.keys(target.block_size, target.worker.scope)
     offsets: list[int | None] = [span.offset for span in prepared.spans] or [None] * len(trace.images)

@@ -1,8 +1,7 @@
-"""Who the workers and the other frontends are. A small port: anything that calls ``Roster`` with the present members.
+"""Membership of a deployment (engine pods and other frontends), read from the file ``workers.json``.
 
-Here: the file ``workers.json`` (docs/architecture.md), re-read on change. Its text is the truth, so a member that is no
-longer in it has left.
-In a cluster: :mod:`mmrouter_router.fleet.pod_watch`.
+Any source calls back with a :class:`Membership`. The file (docs/architecture.md) serves a router outside of a cluster
+and is re-read on change; in a cluster :mod:`mmrouter_router.fleet.pod_watch` is the source.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ from mmrouter_router.fleet.workers import Member
 log = logging.getLogger("mmrouter.discovery")
 
 POLL_SECONDS = 0.1
-"""How often the file's status is looked at (one ``stat``): a dead worker must not be offered requests for long."""
+"""Interval of the file's ``stat``; it bounds how long a dead worker is still a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,67 +30,42 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
-    """Everybody, at one moment."""
+class Membership:
+    """All engine pods and other frontends at one moment. ``leaving``: this router's own pod is being deleted."""
 
     members: tuple[Member, ...]
     peers: tuple[Peer, ...] = ()
     leaving: bool = False
-    """This router's own pod is being deleted."""
-
-
-class _Worker(msgspec.Struct):
-    uid: str
-    name: str
-    ip: str
-    pool: str
-    role: str
-    node: str = ""
-    ready: bool = True
-    draining: bool = False
-    compatibility: str = ""
-
-
-class _Frontend(msgspec.Struct):
-    uid: str
-    name: str
-    ip: str
 
 
 class _File(msgspec.Struct):
-    workers: list[_Worker]
-    frontends: list[_Frontend] = []
+    workers: tuple[Member, ...]
+    frontends: tuple[Peer, ...] = ()
 
 
-def parse(raw: bytes) -> Roster:
-    """Read the file's text. Raises ``ValueError`` that names the field."""
+def parse(raw: bytes) -> Membership:
+    """Parse the file's text. Raises ``ValueError`` that names the field."""
     try:
         file = msgspec.json.decode(raw, type=_File)
     except msgspec.DecodeError as error:
         raise ValueError(f"workers.json: {error}") from error
-    return Roster(
-        tuple(
-            Member(w.uid, w.name, w.ip, w.pool, w.role, w.node, w.ready, w.draining, w.compatibility)
-            for w in file.workers
-        ),
-        tuple(Peer(f.uid, f.name, f.ip) for f in file.frontends),
-    )
+    return Membership(file.workers, file.frontends)
 
 
-async def watch_file(path: Path, update: Callable[[Roster], None]) -> None:
+async def watch_file(path: Path, update: Callable[[Membership], None]) -> None:
     """Call ``update`` with the file's content now and after every change; ends only by cancellation.
 
-    A file that is missing or malformed for a moment keeps the last good roster: nobody is dropped by accident.
+    A missing or malformed file keeps the last good membership, so a half-written file drops no worker.
     """
-    seen: tuple[int, int] | None = None
+    last: tuple[int, int] | None = None
     while True:
         try:
             status = path.stat()
             stamp = (status.st_mtime_ns, status.st_ino)
-            if stamp != seen:
-                roster = parse(path.read_bytes())
-                seen = stamp
-                update(roster)
+            if stamp != last:
+                membership = parse(path.read_bytes())
+                last = stamp
+                update(membership)
         except FileNotFoundError:
             pass
         except ValueError as error:

@@ -1,8 +1,8 @@
-"""Pure ordering of one sidecar's feed: what to apply, what to ask for, when the index equals the engine's cache.
+"""Order one sidecar's feed: which deltas to apply, what to request, when the index equals the engine's cache. Pure.
 
-The follower sees frames in whatever order two sockets deliver them. Deltas before the snapshot wait; a snapshot at
-(epoch, seq) absorbs those up to ``seq``; a hole asks for a replay, a replay that is gone asks for a snapshot; a new
-epoch or a new worker id empties everything and starts over. It returns :data:`Step` values and does no I/O.
+Frames of two sockets arrive in any order. Deltas before the snapshot wait; a snapshot at (epoch, seq) absorbs those up
+to ``seq``; a gap requests a replay, and a replay that is gone requests a snapshot; a new epoch or worker id empties
+everything. Methods return :data:`Step` values for the caller to carry out.
 """
 
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
-    """Forget every rank of this worker."""
+class ResetWorker:
+    """Drop the index slots of every rank of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
-    """Apply one delta."""
+class ApplyDelta:
+    """Apply one delta to the index."""
 
     delta: Delta
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Add the keys of one snapshot part."""
+class LoadPart:
+    """Add the keys of one snapshot part to the index."""
 
     part: SnapshotPart
 
@@ -38,7 +38,7 @@ class AskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class AskReplay:
-    """Send a ``Replay`` request for this epoch from number ``first`` on."""
+    """Send a ``Replay`` request for this epoch, beginning at sequence number ``first``."""
 
     id: int
     epoch: int
@@ -53,52 +53,52 @@ class Synced:
     seq: int
 
 
-Step = Reset | Apply | Load | AskSnapshot | AskReplay | Synced
+Step = ResetWorker | ApplyDelta | LoadPart | AskSnapshot | AskReplay | Synced
 
 MAX_WAITING = 10_000
 """Deltas kept while a snapshot or replay is under way; beyond it a fresh snapshot is cheaper than the backlog."""
 
 
 @dataclass
-class Follower:
-    """State of one worker's feed. ``synced`` is true while the index equals the sidecar's stream without a hole."""
+class FeedSync:
+    """State of one worker's feed. ``synced`` is true while the index equals the sidecar's stream without a gap."""
 
     worker: str = ""
     epoch: int = 0
     seq: int = 0
     synced: bool = False
-    _asked: int = 0  # id of the request that is under way, 0 for none
+    request_id: int = 0  # of the request under way, 0 for none
     _next_id: int = 1
     _waiting: dict[int, Delta] = field(default_factory=dict)
     _parts: list[SnapshotPart] = field(default_factory=list)
 
     def start(self) -> list[Step]:
-        """(Re)connect: everything known is stale until a snapshot says otherwise."""
+        """(Re)connect: the index counts as stale until a snapshot arrives."""
         self.synced = False
         self._waiting.clear()
         return [self._ask_snapshot()]
 
     def on_heartbeat(self, beat: Heartbeat) -> list[Step]:
-        """Note who speaks; a newer ``seq`` than ours shows that the newest delta was lost.
+        """Detect a new worker or epoch, and by a newer ``seq`` that the latest delta was lost.
 
-        A sidecar that was silent for too long is asked for a snapshot as soon as it is heard again.
+        A feed that went stale requests a snapshot with its first heartbeat.
         """
         if (beat.worker, beat.epoch) != (self.worker, self.epoch):
             if beat.epoch < self.epoch:
                 return []  # a late frame of an epoch that has ended
             return self._begin(beat.worker, beat.epoch)
-        if self._asked:
+        if self.request_id:
             return []
         if not self.synced:
             return [self._ask_snapshot()]
         return [self._ask_replay()] if beat.seq > self.seq else []
 
     def advance(self, delta: Delta) -> bool:
-        """Whether the delta simply goes on with the stream, as nearly all do: it is to be applied, and that is all.
+        """Take the next delta of a synced stream, the common case: the caller only has to apply it.
 
-        Where it does not, nothing has changed and :meth:`on_delta` knows what to do.
+        False leaves the state unchanged, and the delta goes to :meth:`on_delta`.
         """
-        if self.synced and delta.seq == self.seq + 1 and delta.epoch == self.epoch and not self._asked:
+        if self.synced and delta.seq == self.seq + 1 and delta.epoch == self.epoch and not self.request_id:
             self.seq = delta.seq
             return True
         return False
@@ -108,42 +108,39 @@ class Follower:
         if delta.epoch < self.epoch:
             return []
         if delta.epoch > self.epoch:
-            # The heartbeat that names the new worker id follows; empty now rather than match a dead cache until then.
+            # The heartbeat with the new worker id follows; empty now rather than match a dead cache until then.
             steps = self._begin(self.worker, delta.epoch)
             self._waiting[delta.seq] = delta
             return steps
         if delta.seq <= self.seq and self.synced:
             return []
         if self.advance(delta):
-            return [Apply(delta)]
+            return [ApplyDelta(delta)]
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.clear()
             return [self._ask_snapshot()]
         self._waiting[delta.seq] = delta
-        if self.synced and not self._asked:
+        if self.synced and not self.request_id:
             return [self._ask_replay()]
         return []
 
     def on_snapshot(self, part: SnapshotPart) -> list[Step]:
-        """Collect parts; with the last one, replace everything and go on with the deltas that waited."""
-        if part.id != self._asked or part.epoch < self.epoch:
+        """Collect parts; the last one replaces the worker's keys and continues with the waiting deltas."""
+        if part.id != self.request_id or part.epoch < self.epoch:
             return []
         self._parts.append(part)
         if not part.last:
             return []
-        parts, self._parts, self._asked = self._parts, [], 0
+        parts, self._parts, self.request_id = self._parts, [], 0
         if any((p.epoch, p.seq) != (part.epoch, part.seq) for p in parts):
             return [self._ask_snapshot()]
         self.worker, self.epoch, self.seq, self.synced = part.worker, part.epoch, part.seq, True
         self._waiting = {seq: delta for seq, delta in self._waiting.items() if delta.epoch == part.epoch}
-        steps: list[Step] = [Reset(), *(Load(p) for p in parts if p.keys)]
-        steps += self._drain()
-        steps.append(Synced(self.epoch, self.seq))
-        return steps
+        return [ResetWorker(), *(LoadPart(p) for p in parts if p.keys), *self._drain(), Synced(self.epoch, self.seq)]
 
     def on_replay(self, part: ReplayPart) -> list[Step]:
-        """Apply what the ring still had; ask for a snapshot where it had not enough."""
-        if part.id != self._asked:
+        """Apply the replayed deltas; request a snapshot where the sidecar's ring no longer has them."""
+        if part.id != self.request_id:
             return []
         if part.gone:
             self.synced = False
@@ -153,44 +150,46 @@ class Follower:
                 self._waiting[delta.seq] = delta
         if not part.last:
             return []
-        self._asked = 0
-        return [*self._drain(), *([] if self._asked else [Synced(self.epoch, self.seq)])]
+        self.request_id = 0
+        return [*self._drain(), *([] if self.request_id else [Synced(self.epoch, self.seq)])]
 
-    def on_refused(self, request_id: int) -> list[Step]:
-        """A request that cannot be answered any more (its epoch ended) is replaced by a snapshot."""
-        if request_id != self._asked:
+    def on_refused(self, answered_id: int) -> list[Step]:
+        """Replace a request that the sidecar cannot answer any more (its epoch ended) by a snapshot."""
+        if answered_id != self.request_id:
             return []
         self.synced = False
         return [self._ask_snapshot()]
 
     def on_silence(self) -> list[Step]:
-        """No answer came in time: ask again, with a new id."""
-        return [self._ask_snapshot()] if self._asked else []
+        """Repeat a request without an answer, under a new id."""
+        return [self._ask_snapshot()] if self.request_id else []
 
     def _begin(self, worker: str, epoch: int) -> list[Step]:
         self.worker, self.epoch, self.seq, self.synced = worker, epoch, 0, False
         self._waiting = {}
-        return [Reset(), self._ask_snapshot()]
+        return [ResetWorker(), self._ask_snapshot()]
 
     def _drain(self) -> list[Step]:
-        """Apply waiting deltas that continue the stream; a hole that is left asks for a replay."""
+        """Apply waiting deltas that continue the stream; a remaining gap requests a replay."""
         steps: list[Step] = []
         for seq in sorted(self._waiting):
             if seq <= self.seq:
                 del self._waiting[seq]
             elif seq == self.seq + 1:
                 self.seq = seq
-                steps.append(Apply(self._waiting.pop(seq)))
+                steps.append(ApplyDelta(self._waiting.pop(seq)))
             else:
                 steps.append(self._ask_replay())
                 break
         return steps
 
     def _ask_snapshot(self) -> AskSnapshot:
-        self._asked, self._next_id = self._next_id, self._next_id + 1
         self._parts = []
-        return AskSnapshot(self._asked)
+        return AskSnapshot(self._new_request())
 
     def _ask_replay(self) -> AskReplay:
-        self._asked, self._next_id = self._next_id, self._next_id + 1
-        return AskReplay(self._asked, self.epoch, self.seq + 1)
+        return AskReplay(self._new_request(), self.epoch, self.seq + 1)
+
+    def _new_request(self) -> int:
+        self.request_id, self._next_id = self._next_id, self._next_id + 1
+        return self.request_id

@@ -26,7 +26,7 @@ NOWHERE: Slot = -1
 """The slot of what is not in the index."""
 
 MAX_SETS = 65_536
-"""Distinct holder sets that are shared; beyond it sharing starts anew, which costs memory and time but no answer."""
+"""Distinct holder sets that are shared; beyond it gossip starts anew, which costs memory and time but no answer."""
 SPARSE = 16
 """Where at most one bit in so many is set, they are looked for one by one."""
 _DIGITS = bytes.maketrans(b"01", b"\0\1")

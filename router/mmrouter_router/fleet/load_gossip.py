@@ -1,8 +1,8 @@
-"""What this router has under way at each engine, told to the other routers, and what they have, counted beside it.
+"""Exchange of in-flight load between the routers of a deployment, through the engines' sidecars.
 
-Every router knows its own requests exactly and would take an engine that another one has just filled for an idle one.
-So each change is told to the engine's sidecar, all changes of a few milliseconds at once, and the sidecar publishes it
-to all routers (docs/feed.md). A router without peers tells nobody.
+A router knows its own requests exactly, and without gossip it would take an engine that another router has just filled
+for idle. Each change goes to the engine's sidecar, batched over a few milliseconds, and the sidecar publishes it to all
+routers (docs/feed.md). A router without peers sends nothing.
 """
 
 import asyncio
@@ -12,100 +12,100 @@ from contextlib import suppress
 from typing import Protocol
 
 from mmrouter_lib import feed
-from mmrouter_router.fleet.rank_load import Theirs
+from mmrouter_router.fleet.rank_load import PeerUsage
 from mmrouter_router.fleet.workers import Fleet, Worker
 
-TELL_SECONDS = 0.01
-"""Changes of so long are told together."""
-AGAIN_SECONDS = 1.0
-"""What did not change is told again: a router or a sidecar that began anew knows nothing of it."""
-FORGET_SECONDS = 3.0
-"""A router that has said nothing for so long is gone, and its requests with it."""
+BATCH_SECONDS = 0.01
+"""Changes within this time are sent together."""
+REPEAT_SECONDS = 1.0
+"""Interval at which unchanged load is repeated, for routers and sidecars that restarted."""
+EXPIRY_SECONDS = 3.0
+"""After this time without a frame a router's load is dropped."""
 
 
-class Teller(Protocol):
-    """A worker's feed, as far as it is needed here."""
+class WorkSender(Protocol):
+    """The part of a feed client that gossip uses."""
 
-    async def tell(self, work: feed.Work) -> None:
-        """Hand it to the sidecar; what cannot be sent now is dropped."""
+    async def send_work(self, work: feed.Work) -> None:
+        """Send a frame to the sidecar, or drop it if the socket is full."""
         ...
 
 
-class Sharing:
-    """One per router; ``run`` tells."""
+class LoadGossip:
+    """Publishes this router's load and applies that of its peers."""
 
     def __init__(
         self,
         router_id: str,
         fleet: Fleet,
-        feeder_of: Callable[[str], Teller | None],
-        peers: Callable[[], bool],
-        told: Callable[[], None],
+        feeder_of: Callable[[str], WorkSender | None],
+        has_peers: Callable[[], bool],
+        on_sent: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``peers``: whether there are other routers. ``told`` is called for every frame that is sent."""
+        """``feeder_of``: pod uid -> its feed client. ``on_sent`` is called for every frame that is sent."""
         self._router_id, self._fleet, self._feeder_of = router_id, fleet, feeder_of
-        self._peers, self._told, self._clock = peers, told, clock
+        self._has_peers, self._on_sent, self._clock = has_peers, on_sent, clock
         self._changed: set[tuple[str, int]] = set()
-        self._news = asyncio.Event()
+        self.wake = asyncio.Event()
 
     def changed(self, worker: Worker, rank: int) -> None:
-        """Note that this router's requests on a rank are not what they were."""
-        if not self._peers():  # who joins later is told of what there is by then
+        """Schedule a frame for a rank whose load by this router changed."""
+        if not self._has_peers():  # a router that joins later gets the next repetition
             return
         self._changed.add((worker.member.uid, rank))
-        self._news.set()
+        self.wake.set()
 
-    def heard(self, worker: Worker, work: feed.Work) -> None:
-        """Count what another router has there; our own word comes back, too."""
+    def on_work(self, worker: Worker, work: feed.Work) -> None:
+        """Apply a router's load on a rank; frames of this router itself are ignored."""
         if work.router == self._router_id or work.rank not in range(worker.ranks):
             return
         usage = self._fleet.usage(worker, work.rank)
         if work.requests > 0:
-            usage.theirs[work.router] = Theirs(work.requests, work.prefill, work.active, self._clock())
+            usage.peers[work.router] = PeerUsage(work.requests, work.prefill, work.active, self._clock())
         else:
-            usage.theirs.pop(work.router, None)
-        usage.add_up()
+            usage.peers.pop(work.router, None)
+        usage.sum_peers()
 
     async def run(self) -> None:
-        """Tell, until cancelled."""
+        """Publish changes and repetitions until cancelled."""
         due = self._clock()
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(due - self._clock()):
-                    await self._news.wait()
-                    await asyncio.sleep(TELL_SECONDS)
+                    await self.wake.wait()
+                    await asyncio.sleep(BATCH_SECONDS)
             if self._clock() >= due:
-                due = self._clock() + AGAIN_SECONDS
-                self.forget()
+                due = self._clock() + REPEAT_SECONDS
+                self.expire()
                 self._changed.update(
                     (worker.member.uid, rank)
                     for worker in self._fleet
                     for rank, usage in worker.usage.items()
                     if usage.requests
                 )
-            await self.tell()
+            await self.publish()
 
-    async def tell(self) -> None:
-        """Tell everything that changed since the last time."""
-        self._news.clear()
+    async def publish(self) -> None:
+        """Send the load of every rank that changed since the last call."""
+        self.wake.clear()
         changed, self._changed = self._changed, set()
-        if not self._peers():
+        if not self._has_peers():
             return
         for uid, rank in changed:
             worker, feeder = self._fleet.workers.get(uid), self._feeder_of(uid)
             if worker is not None and feeder is not None and (usage := worker.usage.get(rank)) is not None:
                 work = feed.Work(self._router_id, rank, usage.requests, usage.prefill, usage.active)
-                await feeder.tell(work)
-                self._told()
+                await feeder.send_work(work)
+                self._on_sent()
 
-    def forget(self) -> None:
-        """Drop what routers had that are silent."""
-        since = self._clock() - FORGET_SECONDS
+    def expire(self) -> None:
+        """Drop the load of routers without a frame for :data:`EXPIRY_SECONDS`."""
+        since = self._clock() - EXPIRY_SECONDS
         for worker in self._fleet:
             for usage in worker.usage.values():
-                gone = [router for router, theirs in usage.theirs.items() if theirs.at < since]
-                for router in gone:
-                    del usage.theirs[router]
-                if gone:
-                    usage.add_up()
+                expired = [router for router, peer in usage.peers.items() if peer.at < since]
+                for router in expired:
+                    del usage.peers[router]
+                if expired:
+                    usage.sum_peers()

@@ -13,8 +13,8 @@ from kubernetes.aio.client.api_client import ApiClient
 from mmrouter_kube.connection import in_cluster
 from mmrouter_kube.list_watch import ListWatch
 from mmrouter_router.core.settings import ApiServer
-from mmrouter_router.fleet.discovery import Peer, Roster
-from mmrouter_router.fleet.pods import DEPLOYMENT_LABEL, is_leaving, roster, who
+from mmrouter_router.fleet.discovery import Membership, Peer
+from mmrouter_router.fleet.pods import DEPLOYMENT_LABEL, is_leaving, membership_of, parse_pod
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -22,7 +22,7 @@ log = logging.getLogger("mmrouter.discovery")
 
 
 async def watch_pods(
-    server: ApiServer, deployment: str, own_uid: str, update: Callable[[Roster], None], metrics: Metrics
+    server: ApiServer, deployment: str, own_uid: str, update: Callable[[Membership], None], metrics: Metrics
 ) -> None:
     """Call ``update`` with the roster of a deployment in the pod's own namespace, now and after every change.
 
@@ -42,11 +42,11 @@ async def watch_pods(
 class _PodListener:
     """Keeps the members and peers among the watched pods; see ``mmrouter_kube.list_watch.Listener``."""
 
-    def __init__(self, own_uid: str, update: Callable[[Roster], None], metrics: Metrics) -> None:
+    def __init__(self, own_uid: str, update: Callable[[Membership], None], metrics: Metrics) -> None:
         self._own_uid, self._update, self._metrics = own_uid, update, metrics
         self._by_uid: dict[str, Member | Peer] = {}
         self._leaving = False
-        self._published: Roster | None = None
+        self._published: Membership | None = None
         self._disconnected = False
 
     def list_started(self) -> None:
@@ -85,7 +85,7 @@ class _PodListener:
 
     def _take(self, pod: Mapping[str, Any]) -> None:
         uid = pod["metadata"]["uid"]
-        member = who(pod)
+        member = parse_pod(pod)
         if member is None:
             self._by_uid.pop(uid, None)
         else:
@@ -94,7 +94,7 @@ class _PodListener:
             self._leaving = self._leaving or is_leaving(pod)
 
     def _publish(self) -> None:
-        now = roster(self._by_uid.values(), self._own_uid, leaving=self._leaving)
+        now = membership_of(self._by_uid.values(), self._own_uid, leaving=self._leaving)
         if now != self._published:
             self._published = now
             self._update(now)

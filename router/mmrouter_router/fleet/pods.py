@@ -1,9 +1,9 @@
-"""Pods as the cluster's API describes them -> who is there. Pure."""
+"""Translate pods of the cluster's API into members and peers. Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mmrouter_router.fleet.discovery import Peer, Roster
+from mmrouter_router.fleet.discovery import Membership, Peer
 from mmrouter_router.fleet.workers import Member
 
 DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL = "mmrouter.io/deployment", "mmrouter.io/pool", "mmrouter.io/role"
@@ -12,17 +12,17 @@ LAYOUT_LABEL = "mmrouter.io/kv-layout"
 FRONTEND, RENDERER = "frontend", "renderer"
 ENGINE_ROLES = frozenset({"worker", "prefill", "decode", "encoder", RENDERER})
 GATES = frozenset({"mmrouter.io/routable", "mmrouter.io/verified"})
-"""Conditions that the operator opens once (docs/architecture.md, "Readiness gates")."""
+"""Readiness gates that the operator opens once (docs/architecture.md, "Readiness gates")."""
 SIDECAR = "sidecar"
 """Name of the init container that relays an engine's events."""
 
 OVER = frozenset({"Failed", "Succeeded"})
 
 
-def who(pod: Mapping[str, Any]) -> Member | Peer | None:
-    """Return the engine pod or frontend that an object describes; ``None``: it is neither, has no address or is over.
+def parse_pod(pod: Mapping[str, Any]) -> Member | Peer | None:
+    """Return the engine pod or frontend that an object describes; ``None``: neither, without an address, or ended.
 
-    ``ready`` does not look at the condition Ready: its gates wait for this router. A pod that is being deleted stays,
+    ``ready`` ignores the condition Ready: its gates wait for this router. A pod that is being deleted stays a member,
     draining, because its last answers are still under way.
     """
     metadata, status = pod.get("metadata") or {}, pod.get("status") or {}
@@ -43,9 +43,9 @@ def who(pod: Mapping[str, Any]) -> Member | Peer | None:
         pool=pool,
         role=role,
         node=(pod.get("spec") or {}).get("nodeName") or "",
-        ready=_containers_ready(status) if role == RENDERER else _sidecar_started(status),
-        draining=bool(metadata.get("deletionTimestamp")),
-        # One text: whoever differs in either is no partner.
+        ready=_is_true(status, "ContainersReady") if role == RENDERER else _sidecar_started(status),
+        draining=is_leaving(pod),
+        # Joined, so that engines which differ in either label are incompatible.
         compatibility="-".join(filter(None, (labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL)))),
         admitted=_gates_open(pod),
     )
@@ -56,29 +56,27 @@ def is_leaving(pod: Mapping[str, Any]) -> bool:
     return bool((pod.get("metadata") or {}).get("deletionTimestamp"))
 
 
-def roster(known: Iterable[Member | Peer], own_uid: str, *, leaving: bool) -> Roster:
-    """Sort them into engine pods and the other frontends, each in the order of their names."""
-    everybody = sorted(known, key=lambda one: (one.name, one.uid))
-    return Roster(
-        tuple(one for one in everybody if isinstance(one, Member)),
-        tuple(one for one in everybody if isinstance(one, Peer) and one.uid != own_uid),
+def membership_of(pods: Iterable[Member | Peer], own_uid: str, *, leaving: bool) -> Membership:
+    """Split into engine pods and other frontends, each in the order of their names."""
+    ordered = sorted(pods, key=lambda pod: (pod.name, pod.uid))
+    return Membership(
+        tuple(pod for pod in ordered if isinstance(pod, Member)),
+        tuple(pod for pod in ordered if isinstance(pod, Peer) and pod.uid != own_uid),
         leaving,
     )
 
 
 def _sidecar_started(status: Mapping[str, Any]) -> bool:
     """A native sidecar is started once its startup probe has passed: its sockets are bound."""
-    return any(one.get("name") == SIDECAR and one.get("started") for one in status.get("initContainerStatuses") or ())
+    statuses = status.get("initContainerStatuses") or ()
+    return any(container.get("name") == SIDECAR and container.get("started") for container in statuses)
 
 
 def _gates_open(pod: Mapping[str, Any]) -> bool:
-    named = {one.get("conditionType") for one in (pod.get("spec") or {}).get("readinessGates") or ()}
-    return all(_is_true(pod["status"], gate) for gate in named & GATES)
+    gates = {gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()}
+    return all(_is_true(pod["status"], gate) for gate in gates & GATES)
 
 
-def _containers_ready(status: Mapping[str, Any]) -> bool:
-    return _is_true(status, "ContainersReady")
-
-
-def _is_true(status: Mapping[str, Any], condition: str) -> bool:
-    return any(one.get("type") == condition and one.get("status") == "True" for one in status.get("conditions") or ())
+def _is_true(status: Mapping[str, Any], kind: str) -> bool:
+    conditions = status.get("conditions") or ()
+    return any(condition.get("type") == kind and condition.get("status") == "True" for condition in conditions)

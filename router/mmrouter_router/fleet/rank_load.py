@@ -1,12 +1,12 @@
-"""What requests occupy on one rank of an engine, as far as this router knows."""
+"""Load of one engine rank: requests of this router and its peers, in blocks."""
 
 from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Theirs(NamedTuple):
-    """What another router has on a rank, in blocks, and when it said so."""
+class PeerUsage(NamedTuple):
+    """Load of another router on a rank, in blocks, and when its frame arrived."""
 
     requests: int
     prefill: float
@@ -14,14 +14,14 @@ class Theirs(NamedTuple):
     at: float
 
 
-class Loads:
-    """What a decision asks of every rank, as columns with a row for each; a rank's :class:`Usage` keeps its row right.
+class LoadColumns:
+    """Loads of all ranks as columns with one row each, kept up to date by the ranks' :class:`RankUsage`.
 
-    A decision looks at all ranks and a request changes one, so sums are made where something changes.
+    A decision reads every rank while a request changes one, so sums are made on change.
     """
 
     def __init__(self) -> None:
-        # Not lists: neighbours lie beside each other in memory, and a copy of them is one of bytes.
+        # Arrays keep the values contiguous, so a slice is one copy of bytes.
         self.unanswered = array("l")
         self.prefill = array("d")  # of all routers, blocks
         self.active = array("d")
@@ -29,7 +29,7 @@ class Loads:
         self._free: list[int] = []
 
     def join(self) -> int:
-        """Return the number of a row of zeros."""
+        """Allocate a row of zeros and return its number."""
         if self._free:
             return self._free.pop()
         for column in (self.unanswered, self.prefill, self.active, self.others):
@@ -37,19 +37,19 @@ class Loads:
         return len(self.unanswered) - 1
 
     def leave(self, row: int) -> None:
-        """Give a row back."""
+        """Free a row."""
         for column in (self.unanswered, self.prefill, self.active, self.others):
             column[row] = 0
         self._free.append(row)
 
 
-class Usage:
-    """What requests occupy on one rank, this router's own in blocks. It changes by its methods only.
+class RankUsage:
+    """Load of one rank, in blocks. Change it only by its methods: they keep the columns in step.
 
-    A key is ``promised`` by the request that was the first to be sent there with it, until the engine tells that it
-    holds the block, the request has its first byte or is over. It is one set for as long as the usage lives.
+    A key is ``promised`` by the first request that was sent there with it, until the engine reports the block stored
+    or the request has its first byte or ends. The set object stays the same for the life of the usage.
 
-    ``theirs``: router -> what that one says it has there; the sums of it stand beside our own.
+    ``peers``: router id -> load of that router, summed in the ``peer_`` attributes.
     """
 
     __slots__ = (
@@ -57,18 +57,18 @@ class Usage:
         "active",
         "encode",
         "others",
+        "peer_active",
+        "peer_prefill",
+        "peer_requests",
+        "peers",
         "promised",
         "requests",
         "row",
-        "their_active",
-        "their_prefill",
-        "their_requests",
-        "theirs",
         "unanswered",
     )
 
-    def __init__(self, loads: Loads) -> None:
-        """Take a row of the columns, until :meth:`leave`."""
+    def __init__(self, loads: LoadColumns) -> None:
+        """Allocate a row of the columns, until :meth:`leave`."""
         self._loads = loads
         self.row = loads.join()
         self.requests = 0
@@ -76,11 +76,11 @@ class Usage:
         self.promised: set[int] = set()  # keys that requests have yet to compute
         self.encode = 0.0  # of images that are not encoded yet
         self.active = 0.0
-        self.others = 0.0  # requests that queue in the engine and that no router has told of
-        self.theirs: dict[str, Theirs] = {}
-        self.their_requests = 0
-        self.their_prefill = 0.0
-        self.their_active = 0.0
+        self.others = 0.0  # requests in the engine's queue that no router accounts for
+        self.peers: dict[str, PeerUsage] = {}
+        self.peer_requests = 0
+        self.peer_prefill = 0.0
+        self.peer_active = 0.0
 
     @property
     def prefill(self) -> float:
@@ -88,69 +88,69 @@ class Usage:
         return len(self.promised) + self.encode
 
     def begin(self, fresh: Iterable[int], encode: float, active: float) -> None:
-        """Count a request: keys of the blocks that it has computed, blocks that its images are worth, its prompt's."""
+        """Count a request: keys of the blocks to compute, cost of its images in blocks, and blocks of its prompt."""
         self.requests += 1
         self.unanswered += 1
         self.promised.update(fresh)
         self.encode += encode
         self.active += active
-        self._note()
+        self._update_row()
 
     def answered(self) -> None:
-        """A request has its first byte."""
+        """Count the first byte of a request."""
         self.unanswered -= 1
-        self._note()
+        self._update_row()
 
     def computed(self, fresh: Iterable[int], encode: float) -> None:
-        """What a request began with is not awaited any more."""
+        """Remove the blocks and image cost that a request began with."""
         self.promised.difference_update(fresh)
         self.encode -= encode
-        self._note()
+        self._update_row()
 
     def end(self, active: float) -> None:
-        """A request that was answered and computed is over."""
+        """Remove a request that was answered and computed."""
         self.requests -= 1
         self.active -= active
         if not self.requests:
-            self.encode = 0.0  # sums of fractions do not end at 0 by themselves
-        self._note()
+            self.encode = 0.0  # sums of fractions do not return to 0 exactly
+        self._update_row()
 
     def stored(self, keys: Iterable[int]) -> None:
-        """The engine holds these blocks now."""
+        """Remove blocks that the engine reported as stored."""
         self.promised.difference_update(keys)
-        self._note()
+        self._update_row()
 
-    def forget(self) -> None:
-        """Whatever was to be computed there ended with what was."""
+    def clear_pending(self) -> None:
+        """Drop all promised blocks: the engine restarted."""
         self.promised.clear()
-        self._note()
+        self._update_row()
 
     def queue(self, waiting: float) -> None:
-        """Take the engine's word for how many requests wait there: only a queue that somebody else made is news."""
-        self.others = max(0.0, waiting - self.requests - self.their_requests)
-        self._note()
+        """Take the engine's queue length; only requests that no router accounts for are added load."""
+        self.others = max(0.0, waiting - self.requests - self.peer_requests)
+        self._update_row()
 
-    def add_up(self) -> None:
-        """Sum up what the other routers have."""
-        rows = self.theirs.values()
-        self.their_requests = sum(row.requests for row in rows)
-        self.add(sum(row.prefill for row in rows), sum(row.active for row in rows))
+    def sum_peers(self) -> None:
+        """Recompute the sums over ``peers``."""
+        rows = self.peers.values()
+        self.peer_requests = sum(row.requests for row in rows)
+        self.set_peers(sum(row.prefill for row in rows), sum(row.active for row in rows))
 
-    def add(self, prefill: float, active: float) -> None:
-        """Take these for what the other routers have."""
-        self.their_prefill, self.their_active = prefill, active
-        self._note()
+    def set_peers(self, prefill: float, active: float) -> None:
+        """Set the load of all other routers."""
+        self.peer_prefill, self.peer_active = prefill, active
+        self._update_row()
 
     def leave(self) -> None:
-        """The rank is gone: its row is somebody else's, and requests that end later change nothing there."""
+        """Free the row of a rank that is gone; requests that end later write to a detached one."""
         self._loads.leave(self.row)
-        self._loads = Loads()
+        self._loads = LoadColumns()
         self.row = self._loads.join()
-        self._note()
+        self._update_row()
 
-    def _note(self) -> None:
+    def _update_row(self) -> None:
         loads, row = self._loads, self.row
         loads.unanswered[row] = self.unanswered
-        loads.prefill[row] = self.prefill + self.their_prefill
-        loads.active[row] = self.active + self.their_active
+        loads.prefill[row] = self.prefill + self.peer_prefill
+        loads.active[row] = self.active + self.peer_active
         loads.others[row] = self.others

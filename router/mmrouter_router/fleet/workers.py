@@ -1,4 +1,4 @@
-"""What the router knows of its workers: feeds, slots in the index, load and standing. State only; no I/O."""
+"""State of the engine pods: feed, index slots, load and verification of each worker. No I/O."""
 
 import asyncio
 import time
@@ -25,13 +25,13 @@ from mmrouter_lib.feed import (
     deciding,
 )
 from mmrouter_router.core.types import Scope
-from mmrouter_router.fleet import feed_sync as follow
+from mmrouter_router.fleet import feed_sync
 from mmrouter_router.fleet.index import Index, Slot, mask_of, window_blocks
-from mmrouter_router.fleet.rank_load import Loads, Usage
+from mmrouter_router.fleet.rank_load import LoadColumns, RankUsage
 from mmrouter_router.telemetry.metrics import Metrics
 
 INDEXED_MEDIUM = "GPU"
-"""Only blocks in the engine's own device memory count as overlap; vLLM says GPU on every device.
+"""Only blocks in the engine's device memory count as overlap; vLLM says GPU on every device.
 
 See docs/engine-facts/vllm.md#devices.
 """
@@ -41,10 +41,9 @@ See docs/engine-facts/vllm.md#devices.
 class Member:
     """One engine pod as discovery reports it (docs/architecture.md).
 
-    ``ready``: what the router asks of it can answer: its sidecar, or the engine where there is none. A sidecar answers
-    while its engine still loads weights.
-    ``admitted``: the operator has opened its readiness gates, or it has none.
-    ``compatibility``: engines that hand KV blocks to each other have equal ones (docs/children.md); empty: not told.
+    ``ready``: the sidecar has started, or the containers are ready where there is no sidecar. The engine may still load
+    weights. ``compatibility``: engines that exchange KV blocks have equal values (docs/children.md); empty: unknown.
+    ``admitted``: the operator has opened the pod's readiness gates, or it has none.
     """
 
     uid: str
@@ -61,70 +60,81 @@ class Member:
 
 @dataclass
 class Worker:
-    """Everything about one engine pod. ``slots`` has one index slot per rank of the present epoch."""
+    """State of one engine pod. ``slots`` has one index slot per rank of the current epoch."""
 
     member: Member
     since: float
-    follower: follow.Follower = field(default_factory=follow.Follower)
-    beat: Heartbeat | None = None
-    beat_at: float = 0.0
+    sync: feed_sync.FeedSync = field(default_factory=feed_sync.FeedSync)
+    heartbeat: Heartbeat | None = None
+    heartbeat_at: float = 0.0
     slots: dict[int, Slot] = field(default_factory=dict)
-    usage: dict[int, Usage] = field(default_factory=dict)
-    loads: dict[int, LoadReport] = field(default_factory=dict)
-    group: CacheGroup = field(default_factory=lambda: deciding(()))  # the one that is in the index
-    moved: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; whoever waits clears it
+    usage: dict[int, RankUsage] = field(default_factory=dict)
+    group: CacheGroup = field(default_factory=lambda: deciding(()))  # the KV cache group in the index
+    delta_event: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; waiters clear it
     scope: Scope | None = None
-    """Engines with equal scopes make the same of an image: release with flags, and pool, for SGLang; ``None`` where all
-    do. Worked out once per change, because every decision asks."""
+    """Engines with equal scopes assign equal sentinels: SGLang's release with flags, and the pool; else ``None``."""
 
     @property
     def id(self) -> str:
-        """``<pod uid>/<boot id>``; only the uid while the sidecar has not spoken."""
-        return self.beat.worker if self.beat else self.member.uid
+        """``<pod uid>/<boot id>``; only the uid before the first heartbeat."""
+        return self.heartbeat.worker if self.heartbeat else self.member.uid
 
     @property
     def ranks(self) -> int:
-        return self.beat.ranks if self.beat else 1
+        return self.heartbeat.ranks if self.heartbeat else 1
 
     @property
     def serving(self) -> bool:
-        """The engine was up and not draining when the sidecar last spoke."""
-        beat = self.beat
+        """Whether the engine was up and not draining at the last heartbeat."""
+        beat = self.heartbeat
         return beat is not None and beat.engine_state == "up" and not beat.draining and not self.member.draining
 
     @property
     def routable(self) -> bool:
-        """The engine is up and the index equals its cache."""
-        return self.serving and self.follower.synced
+        """Whether the engine is up and the index equals its cache."""
+        return self.serving and self.sync.synced
 
     @property
     def canary(self) -> str:
-        """True, False or Unknown, for the present epoch."""
-        beat = self.beat
-        if beat is None or beat.canary is None or beat.canary.epoch != self.follower.epoch:
+        """Canary result of the current epoch: True, False or Unknown."""
+        beat = self.heartbeat
+        if beat is None or beat.canary is None or beat.canary.epoch != self.sync.epoch:
             return "Unknown"
         return beat.canary.result
 
+    def is_admitted(self, now: float, timeout: float) -> bool:
+        """Whether the readiness gates are open (docs/architecture.md), or ``timeout`` seconds have passed without.
+
+        An operator that is away does not keep a new pod out for longer than ``verification.timeoutSeconds``.
+        """
+        return self.member.admitted or now - self.since >= timeout
+
+
+def prefer_admitted(workers: Iterable[Worker], now: float, timeout: float) -> list[Worker]:
+    """Return the admitted workers; all of them where none is admitted."""
+    workers = list(workers)
+    return [worker for worker in workers if worker.is_admitted(now, timeout)] or workers
+
 
 class Target(NamedTuple):
-    """Where a request may go."""
+    """A rank that a request can be sent to."""
 
     worker: Worker
     rank: int
     block_size: int
 
 
-class Caches(NamedTuple):
-    """What the index has of targets with one block size. ``windows``: blocks before its end that a hit needs there."""
+class CacheQuery(NamedTuple):
+    """Index slots of targets with one block size. ``windows``: blocks that a hit needs before its end."""
 
     slots: dict[Slot, int]  # zeros, in the order of the targets
-    mask: int  # of them
+    mask: int  # of the slots
     windows: dict[Slot, int]
     block_size: int
 
 
-def caches(targets: Iterable[Target]) -> Caches:
-    """Return the caches of targets that have one; good until their fleet changes."""
+def cache_query(targets: Iterable[Target]) -> CacheQuery:
+    """Build the query for targets; valid until their fleet changes."""
     slots: list[Slot] = []
     windows: dict[Slot, int] = {}
     size = 0
@@ -136,7 +146,7 @@ def caches(targets: Iterable[Target]) -> Caches:
             windows[slot] = window_blocks(worker.group.window, size)
         else:
             slots.append(slot)
-    return Caches(dict.fromkeys(slots, 0), mask_of(slots), windows, size)
+    return CacheQuery(dict.fromkeys(slots, 0), mask_of(slots), windows, size)
 
 
 class Fleet:
@@ -144,64 +154,60 @@ class Fleet:
 
     def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.index = Index()
-        self.loads = Loads()
+        self.loads = LoadColumns()
         self.workers: dict[str, Worker] = {}
         self.version = 0
-        """Rises with every change of who may be chosen and how: what was worked out under one is good until the next.
-        Not with caches and loads, which every request looks at anew."""
+        """Increases with every change of the candidates, so that values derived from them can be cached per version.
+        Cache contents and loads change without it."""
         self._metrics = metrics
         self._clock = clock
-        self._listeners: list[Callable[[], None]] = []
-        self._watchers: list[Callable[[Worker, ImageObservation], None]] = []
-        self._hearers: list[Callable[[Worker, Work], None]] = []
+        self.change_listeners: list[Callable[[], None]] = []
+        self._on_sighting: list[Callable[[Worker, ImageObservation], None]] = []
+        self._on_work: list[Callable[[Worker, Work], None]] = []
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
 
     def now(self) -> float:
-        """Seconds on the clock that ``since`` and ``beat_at`` are on."""
+        """Seconds on the clock of ``since`` and ``heartbeat_at``."""
         return self._clock()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` after every change of membership, sync, verification or engine state."""
-        self._listeners.append(listener)
+        self.change_listeners.append(listener)
 
     def off_change(self, listener: Callable[[], None]) -> None:
         """Stop calling ``listener``."""
-        self._listeners.remove(listener)
+        self.change_listeners.remove(listener)
 
-    def on_sighting(self, watcher: Callable[[Worker, ImageObservation], None]) -> None:
-        """Call ``watcher`` with every sighting."""
-        self._watchers.append(watcher)
+    def on_sighting(self, listener: Callable[[Worker, ImageObservation], None]) -> None:
+        """Call ``listener`` with every sighting."""
+        self._on_sighting.append(listener)
 
-    def on_work(self, hear: Callable[[Worker, Work], None]) -> None:
-        """Call ``hear`` with what any router, this one among them, says that it has under way at a worker."""
-        self._hearers.append(hear)
+    def on_work(self, listener: Callable[[Worker, Work], None]) -> None:
+        """Call ``listener`` with every load frame of any router, this one included."""
+        self._on_work.append(listener)
 
-    def overlap(self, keys: Sequence[int], tokens: int, targets: Iterable[Target]) -> dict[Slot, int]:
-        """Return slot -> blocks of a prompt of ``tokens`` that its cache would hit, for targets that have one.
+    def lookup(self, keys: Sequence[int], tokens: int, query: CacheQuery) -> dict[Slot, int]:
+        """Return slot -> blocks of a prompt of ``tokens`` that its cache would hit, for targets with a slot.
 
-        ``keys`` are the prompt's at the targets' one block size.
+        ``keys`` are the prompt's at the query's block size.
         """
-        return self.lookup(keys, tokens, caches(targets))
-
-    def lookup(self, keys: Sequence[int], tokens: int, asked: Caches) -> dict[Slot, int]:
-        """The same for caches that were looked up before."""
-        found = self.index.match(keys, asked.slots, asked.mask) if asked.slots else {}
-        if asked.windows:
-            # A window keeps what a hit can use, and a prompt's last token is computed anew.
-            hittable = max(0, tokens - 1) // asked.block_size
-            found |= self.index.match_windows(keys[:hittable], asked.windows)
-        return found
+        hits = self.index.match(keys, query.slots, query.mask) if query.slots else {}
+        if query.windows:
+            # The engine computes a prompt's last token anew, so its block cannot be hit.
+            hittable = max(0, tokens - 1) // query.block_size
+            hits |= self.index.match_windows(keys[:hittable], query.windows)
+        return hits
 
     def changed(self) -> None:
-        """Tell the listeners, and that what was worked out of the fleet is good no more."""
+        """Invalidate values derived from the fleet and call the listeners."""
         self.version += 1
-        for listener in tuple(self._listeners):
+        for listener in tuple(self.change_listeners):
             listener()
 
     def join(self, member: Member) -> Worker:
-        """Add a pod, or update what discovery says of it."""
+        """Add a pod, or update its membership data."""
         worker = self.workers.get(member.uid)
         if worker is None:
             worker = self.workers[member.uid] = Worker(member, self._clock())
@@ -212,7 +218,7 @@ class Fleet:
         return worker
 
     def leave(self, uid: str) -> None:
-        """Drop a pod and everything that it held."""
+        """Remove a pod with its index slots and loads."""
         worker = self.workers.pop(uid, None)
         if worker is not None:
             self._reset(worker)
@@ -220,116 +226,114 @@ class Fleet:
                 usage.leave()
             self.changed()
 
-    def usage(self, worker: Worker, rank: int) -> Usage:
-        """Return what requests occupy on a rank of a worker of this fleet."""
+    def usage(self, worker: Worker, rank: int) -> RankUsage:
+        """Return the load of a rank of a worker of this fleet."""
         usage = worker.usage.get(rank)
         if usage is None:
-            usage = worker.usage[rank] = Usage(self.loads)
+            usage = worker.usage[rank] = RankUsage(self.loads)
         return usage
 
-    def published(self, worker: Worker, frame: Published) -> list[follow.Step]:
-        """Take a frame of a worker's stream; returns the steps that need I/O (questions to the sidecar)."""
-        if worker.beat_at:
-            worker.beat_at = self._clock()  # whatever comes shows that the sidecar lives
-        if type(frame) is Delta and worker.follower.advance(frame):  # nearly every frame is one, and the next
+    def on_published(self, worker: Worker, frame: Published) -> list[feed_sync.Step]:
+        """Take a frame of a worker's stream; returns the requests to send to the sidecar."""
+        if worker.heartbeat_at:
+            worker.heartbeat_at = self._clock()  # any frame shows that the sidecar lives
+        if type(frame) is Delta and worker.sync.advance(frame):  # the common case
             self._apply(worker, frame)
             return []
         match frame:
             case Delta():
-                return self._carry_out(worker, worker.follower.on_delta(frame))
+                return self._carry_out(worker, worker.sync.on_delta(frame))
             case Heartbeat():
                 return self._heartbeat(worker, frame)
             case LoadReport():
-                worker.loads[frame.rank] = frame
                 self.usage(worker, frame.rank).queue(frame.waiting)
-                return []
             case ImageObservation():
                 self._metrics.sightings.inc()
-                for watcher in self._watchers:
-                    watcher(worker, frame)
-                return []
+                for on_sighting in self._on_sighting:
+                    on_sighting(worker, frame)
             case Work():
-                for hear in self._hearers:
-                    hear(worker, frame)
-                return []
+                for on_work in self._on_work:
+                    on_work(worker, frame)
+        return []
 
-    def replied(self, worker: Worker, frame: Reply) -> list[follow.Step]:
+    def on_reply(self, worker: Worker, frame: Reply) -> list[feed_sync.Step]:
         """Take an answer that belongs to the stream (snapshot or replay)."""
         match frame:
             case SnapshotPart():
-                return self._carry_out(worker, worker.follower.on_snapshot(frame))
+                return self._carry_out(worker, worker.sync.on_snapshot(frame))
             case ReplayPart():
-                return self._carry_out(worker, worker.follower.on_replay(frame))
+                return self._carry_out(worker, worker.sync.on_replay(frame))
             case _:
-                return self._carry_out(worker, worker.follower.on_refused(frame.id))
+                return self._carry_out(worker, worker.sync.on_refused(frame.id))
 
-    def silence(self, worker: Worker) -> list[follow.Step]:
-        """A question stayed unanswered."""
-        return self._carry_out(worker, worker.follower.on_silence())
+    def request_timed_out(self, worker: Worker) -> list[feed_sync.Step]:
+        """Repeat a request that stayed unanswered."""
+        return self._carry_out(worker, worker.sync.on_silence())
 
-    def connect(self, worker: Worker) -> list[follow.Step]:
-        """The feed's sockets are (again) open."""
-        return self._carry_out(worker, worker.follower.start())
+    def feed_connected(self, worker: Worker) -> list[feed_sync.Step]:
+        """Start to sync after the feed's sockets were opened."""
+        return self._carry_out(worker, worker.sync.start())
 
-    def lost(self, worker: Worker) -> None:
-        """The feed fell silent: what the index says of this worker is not proved any more."""
-        if worker.follower.synced:
-            worker.follower.synced = False
+    def mark_stale(self, worker: Worker) -> None:
+        """Stop trusting the worker's index content after the feed fell silent."""
+        if worker.sync.synced:
+            worker.sync.synced = False
             self._metrics.feed_events.labels("stale").inc()
             self.changed()
 
-    def _heartbeat(self, worker: Worker, beat: Heartbeat) -> list[follow.Step]:
-        before, worker.beat, worker.beat_at = worker.beat, beat, self._clock()
+    def _heartbeat(self, worker: Worker, beat: Heartbeat) -> list[feed_sync.Step]:
+        before, worker.heartbeat, worker.heartbeat_at = worker.heartbeat, beat, self._clock()
         if before is None or (before.engine_version, before.facts) != (beat.engine_version, beat.facts):
             worker.scope = _scope(beat, worker.member.pool)
         if before is None or before.epoch != beat.epoch:
-            worker.since = self._clock()  # verification has its time anew: this cache has proved nothing yet
-        steps = self._carry_out(worker, worker.follower.on_heartbeat(beat))
-        if beat.epoch == worker.follower.epoch:
+            worker.since = self._clock()  # the verification timeout restarts: this cache has proved nothing yet
+        steps = self._carry_out(worker, worker.sync.on_heartbeat(beat))
+        if beat.epoch == worker.sync.epoch:
             steps += self._regroup(worker, deciding(beat.groups))
         quiet = ("seq", "shared")
         if (
             before is None
             or any(getattr(before, name) != getattr(beat, name) for name in beat.__struct_fields__ if name not in quiet)
-            or _told(before.shared) != _told(beat.shared)
+            or _shared_state(before.shared) != _shared_state(beat.shared)
         ):
             self.changed()
         return steps
 
-    def _regroup(self, worker: Worker, group: CacheGroup) -> list[follow.Step]:
-        """Another group decides what a hit is: what the index holds of the worker is that of the group before."""
+    def _regroup(self, worker: Worker, group: CacheGroup) -> list[feed_sync.Step]:
+        """Resync when another cache group decides what a hit is: the index holds the keys of the previous one."""
         before, worker.group = worker.group, group
-        if group.group == before.group or not worker.follower.synced:
-            return []  # what is under way is filtered when it comes
+        if group.group == before.group or not worker.sync.synced:
+            return []  # a snapshot under way is filtered when it arrives
         self._metrics.feed_events.labels("regroup").inc()
-        return self._carry_out(worker, worker.follower.start())
+        return self._carry_out(worker, worker.sync.start())
 
-    def _carry_out(self, worker: Worker, steps: list[follow.Step]) -> list[follow.Step]:
-        questions: list[follow.Step] = []
+    def _carry_out(self, worker: Worker, steps: list[feed_sync.Step]) -> list[feed_sync.Step]:
+        """Apply steps to the index; return those that send a request."""
+        requests: list[feed_sync.Step] = []
         for step in steps:
             match step:
-                case follow.Reset():
+                case feed_sync.ResetWorker():
                     self._reset(worker)
-                case follow.Apply(delta):
+                case feed_sync.ApplyDelta(delta):
                     self._apply(worker, delta)
-                case follow.Load(part):
+                case feed_sync.LoadPart(part):
                     if self._indexed(worker, part.group, part.medium):
                         self.index.store(self._slot(worker, part.rank), unpack_keys(part.keys))
-                case follow.Synced():
+                case feed_sync.Synced():
                     for rank in range(worker.ranks):
                         self._slot(worker, rank)
-                    worker.moved.set()
+                    worker.delta_event.set()
                     self._metrics.feed_events.labels("synced").inc()
                     self.changed()
-                case follow.AskSnapshot() | follow.AskReplay():
-                    self.version += 1  # the index may equal the engine's cache no more
+                case feed_sync.AskSnapshot() | feed_sync.AskReplay():
+                    self.version += 1  # the worker may be synced no more
                     self._metrics.feed_events.labels(type(step).__name__).inc()
-                    questions.append(step)
-        return questions
+                    requests.append(step)
+        return requests
 
     def _apply(self, worker: Worker, delta: Delta) -> None:
         self._metrics.deltas += 1
-        worker.moved.set()
+        worker.delta_event.set()
         if delta.cleared and delta.rank in worker.slots:
             self.index.retire(worker.slots.pop(delta.rank))
             self.version += 1
@@ -369,16 +373,16 @@ class Fleet:
         worker.slots.clear()
         self.version += 1
         for usage in worker.usage.values():
-            usage.forget()
+            usage.clear_pending()
 
 
-def _told(shared: SharedDirectory | None) -> tuple[bool, int] | None:
-    """What of a node's shared directory is news to anybody: not each byte."""
+def _shared_state(shared: SharedDirectory | None) -> tuple[bool, int] | None:
+    """The part of a shared directory's state whose change listeners need, without its fill level."""
     return None if shared is None else (shared.above, shared.limit)
 
 
 def _scope(beat: Heartbeat, pool: str) -> Scope | None:
-    """Engine version and pool; two engines of one release with other flags, as in a rollout, are two scopes."""
+    """Engine version with flags, and pool: engines with other flags, as in a rollout, are another scope."""
     engine = ADAPTERS.get(beat.engine)
     if engine is None or not engine.learns_image_identity:
         return None

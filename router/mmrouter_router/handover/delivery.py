@@ -1,7 +1,7 @@
-"""Send a request to one engine, its images by the cheapest way that leads there (docs/transfer.md).
+"""Deliver a request to one engine, with its images by the cheapest way that leads there (docs/transfer.md).
 
-The image's bytes stay with the router until the answer begins: they are the re-fetch handle of every hand-over. An
-engine that does not find what was handed over is sent the same request with bytes, so no hand-over fails a request.
+The router keeps the images' bytes until the answer begins. An engine that does not find a handed over image is sent the
+same request with bytes, so no hand-over fails a request.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,45 +13,45 @@ from mmrouter_router.http.upstream import Body
 from mmrouter_router.request.engine_request import Outgoing
 
 
-class Answered(Protocol):
-    """An engine's answer, whoever gets it."""
+class EngineAnswer(Protocol):
+    """An engine's answer, for a client or for the router."""
 
     @property
     def status(self) -> int:
         """Its HTTP status."""
         ...
 
-    async def said(self) -> bytes:
-        """Return the text of an error; empty of any other answer."""
+    async def error_text(self) -> bytes:
+        """Return the text of an error; empty for any other answer."""
         ...
 
     def drop(self) -> None:
-        """Nobody gets this answer."""
+        """Release an answer that is not used."""
 
 
-T = TypeVar("T", bound=Answered)
+T = TypeVar("T", bound=EngineAnswer)
 Post = Callable[[Body], Awaitable[T]]
 """Body -> answer, of one and the same engine. Raises ``UpstreamError``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """An engine's whole answer, for the router and not for a client."""
+class BufferedAnswer:
+    """An engine's complete answer to a request of the router's own."""
 
     status: int
     raw: bytes
 
-    async def said(self) -> bytes:
-        """Return the text of an error; empty of any other answer."""
+    async def error_text(self) -> bytes:
+        """Return the text of an error; empty for any other answer."""
         return self.raw if self.status >= 400 else b""
 
     def drop(self) -> None:
-        """Its connection was given back when it had been read."""
+        """Nothing to release: the connection was returned when the answer had been read."""
 
 
 @dataclass(slots=True)
-class Parcel:
-    """What one engine is to be sent: a request, and its fields with what other engines said of it."""
+class AddressedRequest:
+    """A request for one engine. ``fields``: the body's, with other engines' parameters."""
 
     worker: Worker
     outgoing: Outgoing
@@ -64,19 +64,19 @@ class Parcel:
 
 
 class Delivery(Protocol):
-    """A way to send parcels."""
+    """A way to deliver requests."""
 
-    async def send(self, parcel: Parcel, post: Post[T], told: list[dict[str, Any]]) -> T:
-        """Send it and return the answer, its first byte there. ``told`` gets how each image travelled.
+    async def send(self, request: AddressedRequest, post: Post[T], transfers: list[dict[str, Any]]) -> T:
+        """Return the answer once its first byte is there. Appends each image's transfer to ``transfers``.
 
         Raises what ``post`` raises.
         """
         ...
 
 
-class ByBytes:
-    """Every image in the body."""
+class BytesDelivery:
+    """Sends every image in the body."""
 
-    async def send(self, parcel: Parcel, post: Post[T], told: list[dict[str, Any]]) -> T:
-        """Send it."""
-        return await post(parcel.plain)
+    async def send(self, request: AddressedRequest, post: Post[T], transfers: list[dict[str, Any]]) -> T:
+        """Send the request; ``transfers`` stays as it is."""
+        return await post(request.plain)

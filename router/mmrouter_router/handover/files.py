@@ -15,49 +15,46 @@ from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
 
 IN_THREAD: Final = 256 * 1024
-"""Bytes from which a file is written by a thread: the pages of a tmpfs take their time."""
+"""Bytes from which a file is written by a thread: allocating the pages of a tmpfs takes time."""
 SIZES: Final = (64 << 10, 2 << 20)
 ROUNDS: Final = 5
 ORPHAN_SECONDS: Final = 1.0
-"""How long a file is left alone when this process was killed: the requests that name it ended with it."""
+"""How long a file outlives a killed router: the requests that name it ended with the router."""
 
 
-class Folder:
+class SharedFolder:
     """This router's files below the root."""
 
     def __init__(self, root: Path, writer: str, limit_bytes: int, total_bytes: int) -> None:
-        """``limit_bytes``: of this router's files, ``total_bytes``: of everybody's. Raises ``OSError``."""
+        """``limit_bytes``: of this router's files, ``total_bytes``: of all writers' files. Raises ``OSError``."""
         self._plains = PlainFiles(root, writer, limit_bytes, total_bytes=total_bytes)
 
     async def put(self, name: str, media: Media) -> PlainFile:
-        """Write an image; those who name the same one share its file. Raises :class:`HandOverError`."""
+        """Write an image, or share the file that already has its name. Raises :class:`HandOverError`."""
         if len(media.data) < IN_THREAD:
             return self._put(name, media)
         writing = asyncio.get_running_loop().run_in_executor(None, self._put, name, media)
         try:
             return await asyncio.shield(writing)
         except asyncio.CancelledError:
-            writing.add_done_callback(_dropped)  # the thread goes on, and nobody else knows of its file
+            writing.add_done_callback(_release)  # the thread still completes, and its file needs an owner
             raise
 
     def measured(self) -> Mapping[Raw, Line]:
-        """Return what writing a file takes here, and what writing a body does: 30 ms at the router's start.
-
-        Nothing where the folder is full.
-        """
+        """Measure the writing of files and bodies, 30 ms at the router's start; empty where the folder is full."""
         try:
-            points = {size: self._measure(bytes(size)) for size in SIZES}
+            (small, fast), (large, slow) = [(size, self._measure(bytes(size))) for size in SIZES]
         except HandOverError:
             return {}
-        (small, fast), (large, slow) = points.items()
         lines: dict[Raw, Line] = {}
-        for number, way in enumerate(("file", "bytes")):
+        ways: tuple[Raw, Raw] = ("file", "bytes")
+        for number, way in enumerate(ways):
             per_byte = max(0.0, slow[number] - fast[number]) / (large - small)
-            lines[way] = Line(max(0.0, fast[number] - small * per_byte), per_byte)  # type: ignore[index] # the two of Raw
+            lines[way] = Line(max(0.0, fast[number] - small * per_byte), per_byte)
         return lines
 
     def close(self) -> None:
-        """End; files that are still out stay until their deadlines."""
+        """Stop writing; files in use stay until their deadlines."""
         self._plains.close()
 
     def _put(self, name: str, media: Media) -> PlainFile:
@@ -65,7 +62,7 @@ class Folder:
         return self._plains.put(media.data, suffix, key=name, seconds=ORPHAN_SECONDS)
 
     def _measure(self, data: bytes) -> tuple[float, float]:
-        """Return the seconds of a file and of a body."""
+        """Return the median seconds of a file and of a body."""
         media = Media(data, "image/png", "data")
         files, bodies = [], []
         for _ in range(ROUNDS):
@@ -80,6 +77,6 @@ class Folder:
         return median(files), median(bodies)
 
 
-def _dropped(writing: "asyncio.Future[PlainFile]") -> None:
+def _release(writing: "asyncio.Future[PlainFile]") -> None:
     if not writing.cancelled() and writing.exception() is None:
         writing.result().release()

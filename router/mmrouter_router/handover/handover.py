@@ -1,56 +1,59 @@
-"""Hand-overs from this router: what is tried for each image, in which order, and what is done when it does not work."""
+"""Hand a request's images over to an engine: the ways that are tried for each image, and the fallback to bytes."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mmrouter_handover.shm import HandOverError, PlainFile
-from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_lib.api import MMRouterDeployment, quantity_bytes
 from mmrouter_lib.engines.vllm.handover import is_cache_miss
 from mmrouter_lib.engines.vllm.media_files import file_url, is_file_refused
+from mmrouter_router.core.settings import Settings
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
-from mmrouter_router.handover.cost import FIRST, Costs
-from mmrouter_router.handover.delivery import Parcel, Post, T
-from mmrouter_router.handover.eligibility import End, why_no_file, why_not_processed
-from mmrouter_router.handover.files import Folder
-from mmrouter_router.handover.plugin_registry import Plugins, Server
-from mmrouter_router.handover.processed_images import Processing
-from mmrouter_router.handover.selection import plan
-from mmrouter_router.handover.types import Fall, Load, Plan, Reach, Travelled, Way
-from mmrouter_router.handover.way_backoff import Resting
+from mmrouter_router.handover.cost import FIRST, WayCosts
+from mmrouter_router.handover.delivery import AddressedRequest, Post, T
+from mmrouter_router.handover.files import SharedFolder
+from mmrouter_router.handover.plugin_registry import PluginRegistry, PluginServer
+from mmrouter_router.handover.processed_images import ProcessedImages
+from mmrouter_router.handover.way_selection import Endpoint, WayBackoff, plan_handover, why_no_file, why_not_processed
+from mmrouter_router.handover.ways import Fallback, HandoverPlan, ImageLoad, ImageTransfer, Way, WayEligibility
 from mmrouter_router.http.upstream import Body, Upstream
 from mmrouter_router.request.engine_request import OutgoingImage, Place
 from mmrouter_router.telemetry.metrics import Metrics
 
-RESTING: Final = "resting"
-"""A way that failed several times in a row is not tried for a while."""
+log = logging.getLogger("mmrouter.handover")
+
+BACKOFF: Final = "resting"
+"""Reason of a way that failed several times in a row."""
 REFUSED, MISSED, TOGETHER = "refused", "missed", "together"
-"""An engine could not read a file, did not hold a processed image, or was sent another image anew and so this one."""
+"""The engine could not read a file, did not hold a processed image, or got this image anew with a failed one."""
 
 
 @dataclass(slots=True)
-class _Leg:
-    """One parcel on its way to one engine. Images by identity, each once."""
+class _Attempt:
+    """One request on its way to one engine. Images by identity, each once.
+
+    ``engine``: its id, which changes with a restart. ``weighed``: a renderer is available, so both ways are measured.
+    """
 
     engine: str
-    """Its id: another one after a restart."""
-    costs: Costs
+    costs: WayCosts
     images: Mapping[str, OutgoingImage]
-    travelled: Mapping[str, Travelled]
+    transfers: Mapping[str, ImageTransfer]
     files: dict[str, PlainFile] = field(default_factory=dict)
     weighed: bool = False
-    """A renderer could do it, so both ways are measured."""
 
     @property
-    def handed(self) -> bool:
-        """Whether any image travels outside of the body."""
-        return any(one.how != "bytes" for one in self.travelled.values())
+    def hands_over(self) -> bool:
+        """Whether any image goes outside of the body."""
+        return any(transfer.how != "bytes" for transfer in self.transfers.values())
 
 
-class HandOver:
-    """Hands images over to the engines of one deployment: the delivery of its requests."""
+class Handover:
+    """Delivery that hands images over to the engines of one deployment."""
 
     def __init__(
         self,
@@ -62,210 +65,243 @@ class HandOver:
         renderers: Callable[[], Sequence[Member]],
         *,
         node: str,
-        folder: Folder | None = None,
+        folder: SharedFolder | None = None,
         always: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``renderers``: those that can be asked now. ``node``: this pod's. ``folder``: this pod's in the shared one.
-        ``always``: whatever is possible is done, whatever it costs.
+        """``renderers``: those that are available now. ``node``, ``folder``: this pod's.
+        ``always``: hand over whenever possible, regardless of cost.
         """
         spec = deployment.spec
         self._mode = spec.routing.transfer
         self._shares = {pool.name: pool.shared_memory.scope == "node" for pool in spec.pools}
         first = {**FIRST, **(folder.measured() if folder is not None else {})}
-        self._costs = {pool.name: Costs(first, always=always) for pool in spec.pools}
+        self._costs = {pool.name: WayCosts(first, always=always) for pool in spec.pools}
         self._renders = any(pool.role == "renderer" for pool in spec.pools)
         self._fleet, self._metrics, self._renderers = fleet, metrics, renderers
-        self._here, self._folder, self._clock = End(node, shares=folder is not None), folder, clock
+        self._here, self._folder, self._clock = Endpoint(node, shares=folder is not None), folder, clock
         self._turn = itertools.count()
-        self._resting = Resting(clock)
-        self._processing = Processing(upstream, engine_key)
-        self.plugins = Plugins(upstream, engine_key, self._servers, clock)
+        self.backoff = WayBackoff(clock)
+        self._processed = ProcessedImages(upstream, engine_key)
+        self.plugins = PluginRegistry(upstream, engine_key, self._servers, clock)
         fleet.on_change(self._forget)
 
     async def run(self) -> None:
-        """Follow the plugins of engines and renderers, where there is anything to process; ends by cancellation."""
+        """Poll the plugins where the deployment has renderers; ends by cancellation."""
         if self._renders:
             await self.plugins.run()
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Stop writing files."""
         if self._folder is not None:
             self._folder.close()
 
-    async def send(self, parcel: Parcel, post: Post[T], told: list[dict[str, Any]]) -> T:
-        """Send a request to an engine and return its answer, whose first byte is there; then nothing is kept for it.
+    async def send(self, request: AddressedRequest, post: Post[T], transfers: list[dict[str, Any]]) -> T:
+        """Send a request to an engine and return its answer once the first byte is there; then all files are released.
 
         Raises what ``post`` raises.
         """
-        images = {image.uuid: image for image in parcel.outgoing.images}
+        images = {image.uuid: image for image in request.outgoing.images}
         if not images:
-            return await post(parcel.plain)
-        worker = parcel.worker.member
-        travelled = {name: Travelled(name, worker.name, len(image.media.data)) for name, image in images.items()}
-        leg = _Leg(parcel.worker.id, self._costs[worker.pool], images, travelled)
+            return await post(request.plain)
+        worker = request.worker.member
+        each = {name: ImageTransfer(name, worker.name, len(image.media.data)) for name, image in images.items()}
+        attempt = _Attempt(request.worker.id, self._costs[worker.pool], images, each)
         began = self._clock()
         try:
-            answer = await post(await self._packed(leg, parcel))
+            answer = await post(await self._prepare(attempt, request))
             status = answer.status
-            why = _refusal(status, await answer.said()) if leg.handed and status >= 400 else None
-            if why is not None:
+            error = await answer.error_text() if attempt.hands_over and status >= 400 else b""
+            if error and (refusal := _refusal(status, error)) is not None:
                 answer.drop()
-                blamed = _returned(leg, why)
-                answer = await post(parcel.plain)
+                failed = _fall_back(attempt, *refusal)
+                answer = await post(request.plain)
                 if answer.status < 400:
-                    for way in blamed:
-                        self._resting.failed(leg.engine, way)
+                    for way in failed:
+                        self.backoff.failed(attempt.engine, way)
             elif status < 400:
-                self._arrived(leg, self._clock() - began)
-            self._count_arrivals(travelled.values())
+                self._succeeded(attempt, self._clock() - began)
+            self._count_transfers(each.values())
             return answer
         finally:
-            for file in leg.files.values():
+            for file in attempt.files.values():
                 file.release()
-            told += [one.as_json() for one in travelled.values()]
-            self._count_falls(fall for one in travelled.values() for fall in one.falls)
+            transfers += [transfer.as_json() for transfer in each.values()]
+            self._count_fallbacks(fallback for transfer in each.values() for fallback in transfer.fallbacks)
 
-    # -- before it is sent -------------------------------------------------------------------------------------------
+    # -- before the request is sent
 
-    async def _packed(self, leg: _Leg, parcel: Parcel) -> Body:
-        """Put every image where the engine finds it, and return the body that says where."""
-        loads = [Load(name, len(image.media.data), image.tokens) for name, image in leg.images.items()]
-        renderer = self._renderer(parcel.worker.member.node) if self._renders else None
-        reach = self._reach(parcel.worker, renderer)
-        found = plan(loads, reach, leg.costs)
-        for name, falls in found.falls.items():
-            leg.travelled[name].falls += falls
-        leg.weighed = not all(reach.processed.values())
-        if found.processed and renderer is not None:
-            await self._process(leg, parcel, renderer, found)
-        await self._write(leg, [name for name in found.files if leg.travelled[name].how == "bytes"])
-        shown: dict[Place, str | None] = {}
-        for image in parcel.outgoing.images:
-            one = leg.travelled[image.uuid]
-            if one.how == "bytes" and image.uuid in found.files and image.uuid in leg.files:
-                one.how = "file"
-            if one.how != "bytes":
-                shown[image.place] = file_url(leg.files[image.uuid].path) if one.how == "file" else None
+    async def _prepare(self, attempt: _Attempt, request: AddressedRequest) -> Body:
+        """Put every image where the engine finds it, and return the body that refers to it."""
+        loads = [ImageLoad(name, len(image.media.data), image.tokens) for name, image in attempt.images.items()]
+        renderer = self._renderer(request.worker.member.node) if self._renders else None
+        eligibility = self._eligibility(request.worker, renderer)
+        plan = plan_handover(loads, eligibility, attempt.costs)
+        for name, fallbacks in plan.fallbacks.items():
+            attempt.transfers[name].fallbacks += fallbacks
+        attempt.weighed = not all(eligibility.processed.values())
+        if plan.processed and renderer is not None:
+            await self._process(attempt, request, renderer, plan)
+        await self._write(attempt, [name for name in plan.files if attempt.transfers[name].how == "bytes"])
+        urls: dict[Place, str | None] = {}
+        for image in request.outgoing.images:
+            transfer = attempt.transfers[image.uuid]
+            if transfer.how == "bytes" and image.uuid in plan.files and image.uuid in attempt.files:
+                transfer.how = "file"
+            if transfer.how != "bytes":
+                urls[image.place] = file_url(attempt.files[image.uuid].path) if transfer.how == "file" else None
         began = self._clock()
-        body = parcel.outgoing.pieces(parcel.fields, shown)
-        if left := [one for one in leg.travelled.values() if one.how == "bytes"]:
-            seconds, size = self._clock() - began, sum(one.size for one in left)
-            leg.costs.observe("bytes", size, seconds)
-            for one in left:
-                one.seconds = seconds * one.size / max(size, 1)
+        body = request.outgoing.pieces(request.fields, urls)
+        if inline := [transfer for transfer in attempt.transfers.values() if transfer.how == "bytes"]:
+            seconds, size = self._clock() - began, sum(transfer.size for transfer in inline)
+            attempt.costs.observe("bytes", size, seconds)
+            for transfer in inline:
+                transfer.seconds = seconds * transfer.size / max(size, 1)
         return body
 
-    async def _process(self, leg: _Leg, parcel: Parcel, renderer: Member, found: Plan) -> None:
-        """Have a renderer process the images, and the engine take them."""
+    async def _process(
+        self, attempt: _Attempt, request: AddressedRequest, renderer: Member, plan: HandoverPlan
+    ) -> None:
+        """Let a renderer process the images and the engine take them."""
         began = self._clock()
-        request = parcel.outgoing
-        if not why_no_file(self._here, self._end(renderer, renderer.uid)):
-            await self._write(leg, [n for n, one in leg.travelled.items() if not leg.costs.why_no_file(one.size)])
-        shown = {i.place: file_url(leg.files[i.uuid].path) for i in request.images if i.uuid in leg.files}
-        chat = request.with_images(request.fields, shown)
-        outcome = await self._processing.hand_over(
-            renderer.ip, parcel.worker.member.ip, chat, found.processed, list(leg.images)
+        outgoing, transfers, costs = request.outgoing, attempt.transfers, attempt.costs
+        if not why_no_file(self._here, self._endpoint(renderer, renderer.uid)):
+            await self._write(attempt, [name for name, one in transfers.items() if not costs.why_no_file(one.size)])
+        urls = {i.place: file_url(attempt.files[i.uuid].path) for i in outgoing.images if i.uuid in attempt.files}
+        chat = outgoing.with_images(outgoing.fields, urls)
+        outcome = await self._processed.hand_over(
+            renderer.ip, request.worker.member.ip, chat, plan.processed, list(attempt.images)
         )
         seconds = self._clock() - began
-        self._count_falls(outcome.others)
-        blamed = renderer.uid if outcome.blamed == "renderer" else leg.engine
-        for name, falls in outcome.falls.items():
-            leg.travelled[name].falls += falls
-        for way in {fall.how for falls in outcome.falls.values() for fall in falls}:
-            self._resting.failed(blamed, way)
+        self._count_fallbacks(outcome.others)
+        failed = renderer.uid if outcome.failed == "renderer" else attempt.engine
+        for name, fallbacks in outcome.fallbacks.items():
+            transfers[name].fallbacks += fallbacks
+        for way in {fallback.how for fallbacks in outcome.fallbacks.values() for fallback in fallbacks}:
+            self.backoff.failed(failed, way)
         for name, way in outcome.held.items():
-            leg.travelled[name].how, leg.travelled[name].seconds = way, seconds
+            transfers[name].how, transfers[name].seconds = way, seconds
 
-    async def _write(self, leg: _Leg, names: Collection[str]) -> None:
+    async def _write(self, attempt: _Attempt, names: Collection[str]) -> None:
         """Write images into files that have none yet."""
         for name in names:
-            if name in leg.files or self._folder is None:
+            if name in attempt.files or self._folder is None:
                 continue
-            one = leg.travelled[name]
+            transfer = attempt.transfers[name]
             began = self._clock()
             try:
-                leg.files[name] = await self._folder.put(name, leg.images[name].media)
+                attempt.files[name] = await self._folder.put(name, attempt.images[name].media)
             except HandOverError as error:
-                one.falls.append(Fall("file", error.reason))
+                transfer.fallbacks.append(Fallback("file", error.reason))
                 continue
-            one.seconds = self._clock() - began
-            leg.costs.observe("file", one.size, one.seconds)
+            transfer.seconds = self._clock() - began
+            attempt.costs.observe("file", transfer.size, transfer.seconds)
 
-    # -- after it was sent -------------------------------------------------------------------------------------------
+    # -- after the answer
 
-    def _arrived(self, leg: _Leg, seconds: float) -> None:
-        """Learn from an answer that came."""
-        ways = {one.how for one in leg.travelled.values()}
+    def _succeeded(self, attempt: _Attempt, seconds: float) -> None:
+        """Measure an answer, ``seconds`` to its first byte."""
+        ways = {transfer.how for transfer in attempt.transfers.values()}
         for way in ways - {"bytes"}:
-            self._resting.worked(leg.engine, way)
+            self.backoff.succeeded(attempt.engine, way)
         processed = ways.isdisjoint({"bytes", "file"})
-        if leg.weighed and (processed or ways <= {"bytes", "file"}):
-            tokens = sum(image.tokens for image in leg.images.values())
-            leg.costs.observe_answer(tokens, seconds, processed=processed)
+        if attempt.weighed and (processed or ways <= {"bytes", "file"}):
+            tokens = sum(image.tokens for image in attempt.images.values())
+            attempt.costs.observe_answer(tokens, seconds, processed=processed)
 
-    def _count_arrivals(self, travelled: Iterable[Travelled]) -> None:
-        for one in travelled:
-            self._metrics.handovers.labels(one.how, "").inc()
-            self._metrics.handover_bytes.labels(one.how).inc(one.size)
-            self._metrics.handover_seconds.labels(one.how).observe(one.seconds)
+    def _count_transfers(self, transfers: Iterable[ImageTransfer]) -> None:
+        for transfer in transfers:
+            self._metrics.handovers.labels(transfer.how, "").inc()
+            self._metrics.handover_bytes.labels(transfer.how).inc(transfer.size)
+            self._metrics.handover_seconds.labels(transfer.how).observe(transfer.seconds)
 
-    def _count_falls(self, falls: Iterable[Fall]) -> None:
-        for fall in falls:
-            self._metrics.handovers.labels(fall.how, fall.reason).inc()
+    def _count_fallbacks(self, fallbacks: Iterable[Fallback]) -> None:
+        for fallback in fallbacks:
+            self._metrics.handovers.labels(fallback.how, fallback.reason).inc()
 
-    # -- what leads where --------------------------------------------------------------------------------------------
+    # -- eligible ways
 
-    def _reach(self, worker: Worker, renderer: Member | None) -> Reach:
-        shared = worker.beat.shared if worker.beat is not None else None
-        engine = replace(self._end(worker.member, worker.id), above=shared is not None and shared.above)
-        file = why_no_file(self._here, engine) or (RESTING if self._resting.rests(worker.id, "file") else "")
+    def _eligibility(self, worker: Worker, renderer: Member | None) -> WayEligibility:
+        shared = worker.heartbeat.shared if worker.heartbeat is not None else None
+        engine = replace(self._endpoint(worker.member, worker.id), above=shared is not None and shared.above)
+        file = why_no_file(self._here, engine) or (BACKOFF if self.backoff.skips(worker.id, "file") else "")
         if not self._renders:
-            return Reach(file)
-        other = self._end(renderer, renderer.uid) if renderer is not None else None
+            return WayEligibility(file)
+        other = self._endpoint(renderer, renderer.uid) if renderer is not None else None
         servers = [worker.id, *([renderer.uid] if renderer is not None else [])]
-        return Reach(
+        return WayEligibility(
             file,
             {
-                way: why or (RESTING if any(self._resting.rests(server, way) for server in servers) else "")
+                way: why or (BACKOFF if any(self.backoff.skips(server, way) for server in servers) else "")
                 for way, why in why_not_processed(self._mode, other, engine).items()
             },
         )
 
-    def _end(self, member: Member, server: str) -> End:
-        return End(member.node, self._shares.get(member.pool, False), self.plugins.status(server))
+    def _endpoint(self, member: Member, server: str) -> Endpoint:
+        return Endpoint(member.node, self._shares.get(member.pool, False), self.plugins.status(server))
 
     def _renderer(self, node: str) -> Member | None:
-        """Return the renderer to ask for an engine on this node: one beside it if there is one, in turn."""
+        """Return a renderer for an engine on this node, preferably on the same node, round robin."""
         usable = self._renderers()
-        near = [one for one in usable if one.node == node] or usable
+        near = [renderer for renderer in usable if renderer.node == node] or usable
         return near[next(self._turn) % len(near)] if near else None
 
-    def _servers(self) -> list[Server]:
-        engines = [Server(w.id, w.member.name, w.member.ip) for w in self._fleet if w.serving]
-        return engines + [Server(m.uid, m.name, m.ip) for m in self._renderers()]
+    def _servers(self) -> list[PluginServer]:
+        engines = [PluginServer(w.id, w.member.name, w.member.ip) for w in self._fleet if w.serving]
+        return engines + [PluginServer(m.uid, m.name, m.ip) for m in self._renderers()]
 
     def _forget(self) -> None:
-        self._resting.keep({*(worker.id for worker in self._fleet), *(one.uid for one in self._renderers())})
+        self.backoff.retain({*(worker.id for worker in self._fleet), *(r.uid for r in self._renderers())})
 
 
 def _refusal(status: int, raw: bytes) -> tuple[str, bool] | None:
-    """Return why an engine's error is the hand-over's fault, and whether a file's; ``None`` where it is not."""
+    """Return the reason of an engine's error that a hand-over caused, and whether a file did; else ``None``."""
     if is_cache_miss(status, raw):
         return MISSED, False
     return (REFUSED, True) if is_file_refused(status, raw) else None
 
 
-def _returned(leg: _Leg, why: tuple[str, bool]) -> set[Way]:
-    """Everything goes by bytes now; return the ways that did not work."""
-    reason, files = why
-    blamed: set[Way] = set()
-    for one in leg.travelled.values():
-        if one.how == "bytes":
+def _fall_back(attempt: _Attempt, reason: str, files: bool) -> set[Way]:
+    """Send every image as bytes; return the ways that failed."""
+    failed: set[Way] = set()
+    for transfer in attempt.transfers.values():
+        if transfer.how == "bytes":
             continue
-        guilty = (one.how == "file") is files
-        one.falls.append(Fall(one.how, reason if guilty else TOGETHER))
-        if guilty:
-            blamed.add(one.how)
-        one.how = "bytes"
-    return blamed
+        at_fault = (transfer.how == "file") is files
+        transfer.fallbacks.append(Fallback(transfer.how, reason if at_fault else TOGETHER))
+        if at_fault:
+            failed.add(transfer.how)
+        transfer.how = "bytes"
+    return failed
+
+
+def build_handover(
+    settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics, renderers: Callable[[], Sequence[Member]]
+) -> Handover | None:
+    """Build the hand-over of a deployment; ``None`` without ``routing.transfer``."""
+    spec = settings.deployment.spec
+    if spec.routing.transfer == "none":
+        return None
+    return Handover(
+        settings.deployment,
+        fleet,
+        upstream,
+        settings.engine_key,
+        metrics,
+        renderers,
+        node=settings.node,
+        folder=_shared_folder(settings),
+        always=settings.always_hand_over,
+    )
+
+
+def _shared_folder(settings: Settings) -> SharedFolder | None:
+    if settings.shared_dir is None:
+        return None
+    pools = (pool for pool in settings.deployment.spec.pools if pool.shared_memory.scope == "node")
+    total = max((quantity_bytes(pool.shared_memory.size) for pool in pools), default=0)
+    try:
+        return SharedFolder(settings.shared_dir, settings.router_id, settings.shared_limit_bytes or total, total)
+    except OSError as error:
+        log.warning("images are not handed over as files: %s: %s", settings.shared_dir, error.strerror)
+        return None

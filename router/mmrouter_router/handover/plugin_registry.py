@@ -1,4 +1,4 @@
-"""What the plugins of engines and renderers say of themselves: each is asked when it is new, and again now and then."""
+"""Status of the hand-over plugins of engines and renderers, polled when a server is new and at intervals."""
 
 import asyncio
 import logging
@@ -12,60 +12,58 @@ from mmrouter_router.http.upstream import Upstream, UpstreamError
 log = logging.getLogger("mmrouter.handover")
 
 STEP_SECONDS = 1.0
-AGAIN_SECONDS = 15.0
+REPEAT_SECONDS = 15.0
 ANSWER_SECONDS = 2.0
 MAX_ANSWER = 64 << 10
-NOBODY = Status(0, "engine", enabled=False, reason="absent")
-"""What a server without the plugin would say."""
+NO_PLUGIN = Status(0, "engine", enabled=False, reason="absent")
+"""Status of a server without the plugin."""
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """One engine or renderer. ``id`` is another one after a restart, where that can be seen."""
+class PluginServer:
+    """One engine or renderer. ``id`` changes with a restart, where a restart is visible."""
 
     id: str
     name: str
     ip: str
 
 
-class Plugins:
-    """Asks who is there, and knows what they said."""
+class PluginRegistry:
+    """Polls the plugins and keeps their last status."""
 
     def __init__(
-        self, upstream: Upstream, engine_key: str, servers: Callable[[], Iterable[Server]], clock: Callable[[], float]
+        self,
+        upstream: Upstream,
+        engine_key: str,
+        servers: Callable[[], Iterable[PluginServer]],
+        clock: Callable[[], float],
     ) -> None:
         self._upstream, self._servers, self._clock = upstream, servers, clock
         self._headers = {"authorization": f"Bearer {engine_key}", "accept-encoding": "identity"}
-        self._said: dict[str, tuple[float, Status]] = {}
+        self._polled: dict[str, tuple[float, Status]] = {}
 
     def status(self, server: str) -> Status | None:
-        """Return what the plugin of a server said last, ``None`` where it has not answered."""
-        said = self._said.get(server)
-        return said[1] if said is not None else None
-
-    def forget(self, server: str) -> None:
-        """Ask a server anew: what it does is not what it said."""
-        self._said.pop(server, None)
+        """Return the last status of a server's plugin, ``None`` before its first answer."""
+        polled = self._polled.get(server)
+        return polled[1] if polled is not None else None
 
     async def run(self) -> None:
-        """Ask whoever is due; ends only by cancellation."""
+        """Poll servers that are due; ends only by cancellation."""
         while True:
-            await self.ask_all()
+            await self.poll()
             await asyncio.sleep(STEP_SECONDS)
 
-    async def ask_all(self) -> None:
-        """Ask everybody who is due, at once."""
-        servers = list(self._servers())
-        here = {server.id for server in servers}
-        self._said = {server: said for server, said in self._said.items() if server in here}
-        due = [server for server in servers if self._due(server)]
-        await asyncio.gather(*(self._ask(server) for server in due))
+    async def poll(self) -> None:
+        """Poll all servers that are due, in parallel."""
+        servers = {server.id: server for server in self._servers()}
+        self._polled = {server: polled for server, polled in self._polled.items() if server in servers}
+        await asyncio.gather(*(self._poll(server) for server in servers.values() if self._due(server)))
 
-    def _due(self, server: Server) -> bool:
-        said = self._said.get(server.id)
-        return said is None or self._clock() - said[0] >= AGAIN_SECONDS
+    def _due(self, server: PluginServer) -> bool:
+        polled = self._polled.get(server.id)
+        return polled is None or self._clock() - polled[0] >= REPEAT_SECONDS
 
-    async def _ask(self, server: Server) -> None:
+    async def _poll(self, server: PluginServer) -> None:
         before = self.status(server.id)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -74,13 +72,13 @@ class Plugins:
                     raw = await answer.read(MAX_ANSWER)
                 finally:
                     answer.close()
-            said = read_status(raw) if answer.status == 200 else NOBODY
+            status = read_status(raw) if answer.status == 200 else NO_PLUGIN
         except (UpstreamError, TimeoutError):
-            return  # it is not up, or busy: what it said stands
+            return  # down or busy: the last status stays
         except HandoverError as error:
             log.warning("%s: %s", server.name, error)
-            said = NOBODY
-        self._said[server.id] = (self._clock(), said)
-        if before != said:
-            open_ways = [way for way, why in said.ways.items() if not why] if said.enabled else []
-            log.info("%s: plugin: %s", server.name, ", ".join(open_ways) or said.reason or "no way is open")
+            status = NO_PLUGIN
+        self._polled[server.id] = (self._clock(), status)
+        if before != status:
+            open_ways = [way for way, why in status.ways.items() if not why] if status.enabled else []
+            log.info("%s: plugin: %s", server.name, ", ".join(open_ways) or status.reason or "no way is open")

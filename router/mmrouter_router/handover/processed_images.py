@@ -1,4 +1,4 @@
-"""Have a renderer process a chat's images and an engine take them, before the chat names them (docs/transfer.md)."""
+"""Images that a renderer processes and an engine takes before the chat names them (docs/transfer.md)."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from mmrouter_lib.engines.vllm.handover import (
 )
 from mmrouter_lib.engines.vllm.handover import Way as Processed
 from mmrouter_lib.engines.vllm.renderer import RenderError
-from mmrouter_router.handover.types import Fall
+from mmrouter_router.handover.ways import Fallback
 from mmrouter_router.http.upstream import Upstream, UpstreamError
 
 log = logging.getLogger("mmrouter.handover")
@@ -33,16 +33,16 @@ RENDER_SECONDS: Final = 20.0
 ITEMS_SECONDS: Final = 4.0
 RELEASE_SECONDS: Final = 5.0
 OFFER_SECONDS: Final = 4.0
-"""How long an offer stands for the engine that is told of it at once; what a killed renderer leaves stands as long."""
+"""Lifetime of an offer, which the engine takes at once; it also bounds what a killed renderer leaves."""
 HELD_SECONDS: Final = 60.0
-"""How long an engine keeps an image for the chat that names it."""
+"""How long an engine keeps an image until the chat names it."""
 INLINE_BYTES: Final = 1 << 20
-"""The largest processed image that travels in the requests: it is there twice, and a third longer."""
+"""The largest processed image sent inline: it passes twice, and base64 adds a third."""
 MAX_ANSWER: Final = 64 << 20
 
 
-class _NotAnsweredError(Exception):
-    """``reason`` is one of few words."""
+class _PluginError(Exception):
+    """A plugin did not answer as needed; ``reason`` is a metric label."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -51,18 +51,20 @@ class _NotAnsweredError(Exception):
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it. ``held``: identity -> way of the images that the engine has; ``falls``: of the others."""
+    """Result of a hand-over. ``held``: identity -> way of the images that the engine has; ``fallbacks``: of the others.
+
+    ``others``: ways that the renderer skipped without naming an image. ``failed``: ``renderer`` or ``engine`` where one
+    of them did not answer.
+    """
 
     held: dict[str, Processed] = field(default_factory=dict)
-    falls: dict[str, list[Fall]] = field(default_factory=dict)
-    others: list[Fall] = field(default_factory=list)
-    """Ways that a renderer gave up for one image or another without saying which."""
-    blamed: str = ""
-    """``renderer`` or ``engine`` where one of them did not answer."""
+    fallbacks: dict[str, list[Fallback]] = field(default_factory=dict)
+    others: list[Fallback] = field(default_factory=list)
+    failed: str = ""
 
 
-class Processing:
-    """Speaks with the plugins of both sides."""
+class ProcessedImages:
+    """Client of the plugins of renderers and engines."""
 
     def __init__(self, upstream: Upstream, engine_key: str) -> None:
         self._upstream = upstream
@@ -76,20 +78,20 @@ class Processing:
     async def hand_over(
         self, renderer: str, engine: str, chat: Mapping[str, Any], ways: Sequence[Processed], images: Sequence[str]
     ) -> Outcome:
-        """Return which of these images of a chat an engine has now. Fails only by cancellation.
+        """Hand these images of a chat over; return which of them the engine has. Fails only by cancellation.
 
-        ``renderer`` and ``engine`` are addresses, ``chat`` shows its images so that the renderer can read them.
+        ``renderer`` and ``engine`` are addresses; ``chat`` contains the images so that the renderer can read them.
         """
         outcome = Outcome()
         try:
             request = render_request(chat, ways=ways, seconds=OFFER_SECONDS, images=images, inline_bytes=INLINE_BYTES)
             rendered = await self._render(renderer, orjson.dumps(request))
-        except _NotAnsweredError as error:
+        except _PluginError as error:
             log.info("renderer %s: %s", renderer, error)
-            outcome.blamed = "renderer"
-            outcome.falls = {name: [Fall(way, f"renderer_{error.reason}") for way in ways] for name in images}
+            outcome.failed = "renderer"
+            outcome.fallbacks = {name: [Fallback(way, f"renderer_{error.reason}") for way in ways] for name in images}
             return outcome
-        outcome.others = [Fall(way, reason) for way, reason in rendered.fell]
+        outcome.others = [Fallback(way, reason) for way, reason in rendered.fell]
         try:
             await self._offer(engine, rendered, ways, images, outcome)
         finally:
@@ -101,7 +103,7 @@ class Processing:
         try:
             return read_render(raw)
         except (HandoverError, RenderError) as error:
-            raise _NotAnsweredError("unusable", str(error)) from error
+            raise _PluginError("unusable", str(error)) from error
 
     async def _offer(
         self, engine: str, rendered: Rendered, ways: Sequence[Processed], images: Sequence[str], outcome: Outcome
@@ -112,23 +114,23 @@ class Processing:
             try:
                 body = items_request(rendered.offers, seconds=HELD_SECONDS)
                 taken = read_items(await self._ask(engine, ITEMS_PATH, body, ITEMS_SECONDS))
-            except _NotAnsweredError as error:
+            except _PluginError as error:
                 failed = f"engine_{error.reason}"
             except HandoverError as error:
                 failed = "engine_unusable"
                 log.info("engine %s: %s", engine, error)
-            outcome.blamed = "engine" if failed else ""
+            outcome.failed = "engine" if failed else ""
         for name in images:
             offer = rendered.offers.get(name)
             if offer is None:
-                outcome.falls[name] = [Fall(ways[-1], rendered.withheld.get(name, "other"))]
+                outcome.fallbacks[name] = [Fallback(ways[-1], rendered.withheld.get(name, "other"))]
             elif name in taken.held:
                 outcome.held[name] = offer.way
             else:
-                outcome.falls[name] = [Fall(offer.way, failed or taken.refused.get(name, "other"))]
+                outcome.fallbacks[name] = [Fallback(offer.way, failed or taken.refused.get(name, "other"))]
 
     def _release(self, renderer: str, lease: str) -> None:
-        """End an offer, beside the request: nobody waits for it, and what is not released ends by itself."""
+        """End an offer in the background; an offer that is not released expires."""
         task = asyncio.create_task(self._released(renderer, lease), name="release")
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -136,7 +138,7 @@ class Processing:
     async def _released(self, renderer: str, lease: str) -> None:
         try:
             await self._ask(renderer, RELEASE_PATH, orjson.dumps(release_request(lease)), RELEASE_SECONDS)
-        except _NotAnsweredError as error:
+        except _PluginError as error:
             log.info("renderer %s: not released: %s", renderer, error)
 
     async def _ask(self, host: str, path: str, body: bytes, seconds: float) -> bytes:
@@ -148,9 +150,9 @@ class Processing:
                 finally:
                     answer.close()
         except TimeoutError as error:
-            raise _NotAnsweredError("timeout", f"no answer within {seconds:g} s") from error
+            raise _PluginError("timeout", f"no answer within {seconds:g} s") from error
         except UpstreamError as error:
-            raise _NotAnsweredError("lost", str(error)) from error
+            raise _PluginError("lost", str(error)) from error
         if answer.status >= 300:
-            raise _NotAnsweredError("refused", f"answered {answer.status}: {raw[:200].decode(errors='replace')}")
+            raise _PluginError("refused", f"answered {answer.status}: {raw[:200].decode(errors='replace')}")
         return raw

@@ -28,7 +28,7 @@ from mmrouter_router.core.types import Exactness, Scope
 from mmrouter_router.intake import ChatRequest, Reason
 from mmrouter_router.media import Media, MediaResolver
 from mmrouter_router.request.renderer_client import Renderer, RendererError
-from mmrouter_router.sentinels import Filled, Sentinels, Values, fill, sha256_of
+from mmrouter_router.sentinels import FilledPrompt, SentinelStore, Values, fill_sentinels, sha256_of
 from mmrouter_router.telemetry.tracing import stage
 
 PROBE_CACHE = 4096
@@ -85,11 +85,11 @@ class Prepared:
     reasons: tuple[str, ...]
     seed: int
     fingerprint: int
-    sentinels: Sentinels | None = None  # where the engine puts identity into the ids
+    sentinels: SentinelStore | None = None  # where the engine puts identity into the ids
     rendered: bool = False  # ids and spans are a renderer's, not our own
     unseen: bool = False  # nobody has looked at the prompt: the policy does not depend on it
     _keys: dict[tuple[int, Scope | None], "array[int]"] = field(default_factory=dict)
-    _filled: dict[Scope, Filled] = field(default_factory=dict)
+    _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 
     def keys(self, block_size: int, scope: Scope | None = None) -> "array[int]":
         """Keys of the complete blocks at this block size, for engines of this scope; computed once for each.
@@ -107,7 +107,7 @@ class Prepared:
             self._keys[block_size, scope] = keys
         return keys
 
-    def filled(self, scope: Scope) -> Filled:
+    def filled(self, scope: Scope) -> FilledPrompt:
         """The prompt as engines of this scope have it, as far as we knew their sentinels when first asked."""
         filled = self._filled.get(scope)
         if filled is None:
@@ -117,7 +117,7 @@ class Prepared:
                 image = images.get(identity)  # an unresolved one stands in the prompt under another value
                 return known.values(scope, identity, image.media.data) if known is not None and image else None
 
-            filled = self._filled[scope] = fill(self.ids, self.spans, values)
+            filled = self._filled[scope] = fill_sentinels(self.ids, self.spans, values)
         return filled
 
     def exactness_for(self, scope: Scope | None) -> tuple[Exactness, tuple[str, ...]]:
@@ -135,7 +135,7 @@ class Preparer:
     """What is fixed for a deployment: family, template, tokenizer, identity key, limits."""
 
     def __init__(self, settings: Settings, media: MediaResolver) -> None:
-        self.sentinels: Sentinels | None = None
+        self.sentinels: SentinelStore | None = None
         """What is known of them, for engines that put identity into the ids."""
         self.renderer: Renderer | None = None
         """Where prompts of a family that is not modelled come from."""
@@ -292,7 +292,7 @@ class Preparer:
             if self.sentinels is not None and self.sentinels.wants_digest(image.identity):
                 data = image.media.data
                 hashed = sha256_of(data) if len(data) < IN_THREAD else await asyncio.to_thread(sha256_of, data)
-                self.sentinels.digested(image.identity, hashed)
+                self.sentinels.set_digest(image.identity, hashed)
 
     def _image(self, message: int, part: int, param: str, media: Media) -> ResolvedImage:
         family = self.family

@@ -1,7 +1,6 @@
-"""Which engines serve a request together: encode, prefill, decode, or fewer where that is enough or all there is.
+"""Pipeline form of a request: which of encode, prefill and decode run, by the pods that are available. Pure.
 
-Pure: pools and pods as values in, the form of one request out. A form that needs a pool which is empty or down becomes
-the next simpler one that still answers, and says so.
+A form that needs a pool without an available pod degrades to the next simpler form that still answers.
 """
 
 from collections.abc import Collection
@@ -13,26 +12,25 @@ from mmrouter_lib.engines import adapter
 from mmrouter_router.core.linear_cost import Line, Rate
 
 SHORT_TOKENS: Final = 512
-"""A prompt of which fewer tokens remain to be computed is computed where it is decoded.
+"""With fewer tokens left to compute, a prompt is computed where it is decoded.
 
-A transfer costs a round trip to two engines, and so few tokens are one step of any accelerator beside the answers that
-it makes (the field's own bound is 2048 tokens with at least 30 % cached; facts on routing 6). What is measured decides
-above it.
+A transfer costs a round trip to two engines, and so few tokens are one step of any accelerator. Above the bound the
+measured times decide.
 """
 EXPLORE: Final = 16
-"""Of so many requests that one way would win, one goes the other way: what is never done is never measured."""
+"""Explore: 1 in 16 requests takes the costlier path so that both stay measured."""
 ENOUGH: Final = 8
-"""Measurements of each way before they are compared."""
+"""Measurements of each path before they are compared."""
 
 Missing = Literal["no_encoder", "no_prefill", "no_decode", "no_pair"]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The stages of a request. ``answers``: the roles of which one engine answers the client; empty: nobody can.
+class PipelineForm:
+    """The stages of a request. ``answers``: the roles of which one engine answers the client; may be empty.
 
-    ``degraded``: pools of the resource that this form goes without, because no pod of theirs can take work.
-    ``paired``: who prefills and who answers get the request at once, and neither does anything alone.
+    ``degraded``: pools that this form omits, because none of their pods can take work.
+    ``paired``: the prefill and the answering engine get the request at once, and neither works alone.
     """
 
     answers: frozenset[str]
@@ -43,25 +41,25 @@ class Form:
 
     @property
     def staged(self) -> bool:
-        """Whether anything is done before an engine answers."""
+        """Whether a stage runs before an engine answers."""
         return self.prefills or self.encodes
 
     @property
     def name(self) -> str:
-        """The stages in their order, as in ``encode-prefill-decode``; ``whole`` for one engine that does all."""
+        """The stages in order, as in ``encode-prefill-decode``; ``whole`` for one engine that does all."""
         answer = "decode" if self.prefills else "whole"
         return "-".join([*(["encode"] if self.encodes else []), *(["prefill"] if self.prefills else []), answer])
 
 
-WHOLE: Final = Form(frozenset({"worker"}))
+WHOLE: Final = PipelineForm(frozenset({"worker"}))
 """One worker does everything."""
 
 
-def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> Form:
+def choose_form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> PipelineForm:
     """Return the fullest form that the pods can serve now.
 
-    ``pools``: roles that the resource has. ``able``: roles with a pod that can take work. A vLLM of either role serves
-    a request whole when its partner is away; one of SGLang answers only in pairs
+    ``pools``: roles of the deployment. ``able``: roles with a pod that can take work. A vLLM engine of either role
+    serves a request whole when its partner is away; SGLang answers only in pairs
     (docs/engine-facts/sglang.md#prefill-decode).
     """
     capabilities = adapter(engine)
@@ -87,53 +85,53 @@ def form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> F
     if "encoder" in pools and not capabilities.asks_encoders_itself:
         # A decode engine takes blocks and no embeddings.
         encodes = "encoder" in able and (prefills or bool(answers - {"decode"}))
-    return Form(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and not alone)
+    return PipelineForm(frozenset(answers), prefills, encodes, tuple(degraded), paired=prefills and not alone)
 
 
-def proves(role: str) -> bool:
-    """Whether a canary can prove pods of a role: their engines answer chats, of SGLang some of them in pairs."""
+def canary_applies(role: str) -> bool:
+    """Whether the canary verifies pods of a role: their engines answer chats, of SGLang some of them in pairs."""
     return role in ("worker", "prefill", "decode")
 
 
-def publishes(engine: str, role: str) -> bool:
-    """Whether engines of a role publish the blocks of what they computed. A decode engine of SGLang keeps no cache, so
-    there is nothing to predict of it: it is proved by its half of an answer.
+def publishes_blocks(engine: str, role: str) -> bool:
+    """Whether engines of a role publish the blocks that they computed.
+
+    A decode engine of SGLang keeps no cache, so the canary verifies only its half of an answer.
     """
     return role in adapter(engine).publishing_roles
 
 
-class Worth:
-    """Whether a prefill elsewhere is worth it: a bound in tokens, and what both ways were measured to take.
+class OffloadPolicy:
+    """Decides whether to compute elsewhere, by a bound in tokens and the measured time of both paths.
 
-    Seconds are from the decision to the answer's first byte, tokens those that remained to be computed.
+    Seconds are from the decision to the answer's first byte; tokens are those that remain to be computed.
     """
 
     def __init__(self, short_tokens: int = SHORT_TOKENS) -> None:
         self.short_tokens = short_tokens
         first = Line(0.0, 1e-4)
-        self.here, self.apart = Rate(first), Rate(first)
-        self._won = 0
+        self.local, self.remote = Rate(first), Rate(first)
+        self._compared = 0
 
-    def why_here(self, remaining: int) -> str:
-        """Return why a prompt is computed where it is decoded: ``short``, ``slower``, or empty when it is not.
+    def reason_local(self, remaining: int) -> str:
+        """Return why to compute locally: ``short``, ``slower``, or empty for remotely.
 
-        ``remaining``: tokens of the prompt that the decoder does not hold. With a bound of 0 nothing is short and
-        nothing is compared.
+        ``remaining``: tokens of the prompt that the answering engine does not hold. A bound of 0 disables comparisons.
         """
         if self.short_tokens == 0:
             return ""
         if remaining < self.short_tokens:
             return "short"
-        if min(self.here.measured, self.apart.measured) < ENOUGH:
-            # Both ways in turn until both are known, the one that the pools are made for first.
-            return "slower" if self.here.measured < self.apart.measured - 1 else ""
-        here = self.here.line.seconds(remaining) < self.apart.line.seconds(remaining)
-        self._won += 1
-        if self._won % EXPLORE == 0:
-            here = not here
-        return "slower" if here else ""
+        if min(self.local.measured, self.remote.measured) < ENOUGH:
+            # Alternate until both paths are measured, remote first: the pools exist for it.
+            return "slower" if self.local.measured < self.remote.measured - 1 else ""
+        local = self.local.line.seconds(remaining) < self.remote.line.seconds(remaining)
+        self._compared += 1
+        if self._compared % EXPLORE == 0:
+            local = not local
+        return "slower" if local else ""
 
-    def observe(self, remaining: int, seconds: float, *, apart: bool) -> None:
-        """Take in how long the first byte of an answer took. Short prompts say nothing of long ones."""
+    def observe(self, remaining: int, seconds: float, *, remote: bool) -> None:
+        """Record a time to first byte. Short prompts are ignored: they predict nothing about long ones."""
         if remaining >= self.short_tokens and seconds >= 0:
-            (self.apart if apart else self.here).observe(remaining, seconds)
+            (self.remote if remote else self.local).observe(remaining, seconds)

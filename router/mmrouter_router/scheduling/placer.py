@@ -1,4 +1,4 @@
-"""A prepared request and the fleet -> a decision (stages index and schedule of docs/architecture.md)."""
+"""Place a prepared request on a worker, and book what it occupies there (docs/architecture.md)."""
 
 import math
 import random
@@ -12,28 +12,27 @@ from typing import Final, Literal
 
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
 from mmrouter_router.core.types import Exactness, Scope
-from mmrouter_router.fleet.admission import is_let_in
-from mmrouter_router.fleet.rank_load import Usage
+from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.request.prepare import Prepared
-from mmrouter_router.scheduling.candidates import Group
-from mmrouter_router.scheduling.pipeline_form import proves
-from mmrouter_router.scheduling.scoring import WEIGHTS, Choice, Policy, Table, Weights, choose
+from mmrouter_router.scheduling.candidates import CandidateGroup
+from mmrouter_router.scheduling.pipeline_form import canary_applies
+from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose
 from mmrouter_router.telemetry.tracing import Value
 
-Standing = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
-"""What a worker may be used for: with its overlap, without it, only where nobody else is (``waiting`` for its gates,
-``pending`` its proof), or not at all."""
+Eligibility = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
+"""How a worker may be used: ``verified`` with its overlap, ``degraded`` without; ``waiting`` (for readiness gates) and
+``pending`` (for the canary) as a last resort; ``refused`` not at all, ``unsynced`` as a last resort while it serves."""
 
 WORKERS = frozenset({"worker"})
-"""The role of engines that serve a request whole; other roles are placed where a chain of engines asks for them."""
+"""Role of engines that serve a request whole; other roles are placed for pipeline forms with stages."""
 PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}
-"""Role -> the role of the engine without which it answers nobody (SGLang)."""
+"""Role -> the role of the other engine of a pair (SGLang)."""
 
 
 @dataclass
 class Decision:
-    """A choice, where it leads and how exactly it was made."""
+    """A choice with its target and exactness."""
 
     target: Target
     choice: Choice
@@ -44,7 +43,7 @@ class Decision:
     keys: "array[int]" = field(default_factory=lambda: array("Q"))  # of the prompt, at the target's block size
 
     def span_attributes(self) -> dict[str, Value]:
-        """Return the decision as attributes of a span. Reasons without their fields, which are the client's words."""
+        """Return the attributes of a span. Reasons are cut to their causes, because the rest is the client's text."""
         winner = self.choice.winner
         return {
             "mmrouter.worker": winner.name,
@@ -60,15 +59,15 @@ class Decision:
 
 
 class NoWorkerError(Exception):
-    """Nobody can take the request now; the message says what is missing."""
+    """No worker can take the request now; the message says why."""
 
 
-class FullError(NoWorkerError):
-    """Those who could take it have as many requests without a first byte as this router lets wait there."""
+class QueueFullError(NoWorkerError):
+    """All workers that could take it have the maximum of requests without a first byte."""
 
 
 class Placer:
-    """Chooses a worker for a request and keeps count of what this router has in flight."""
+    """Chooses a worker for a request and counts the requests in flight."""
 
     def __init__(
         self,
@@ -78,42 +77,42 @@ class Placer:
         *,
         changed: Callable[[Worker, int], None] = lambda worker, rank: None,
     ) -> None:
-        """``changed`` is told of every rank on which a request of this router begins, is answered or ends."""
+        """``changed`` is called for every rank on which a request of this router begins, is answered or ends."""
         self._changed = changed
         self._fleet = fleet
         self._weights = weights
         encoders = any(pool.role == "encoder" for pool in deployment.spec.pools)
-        self._visual = 0.0 if encoders else weights.visual  # where they are, engines encode nothing
+        self._visual = 0.0 if encoders else weights.visual  # with encoders, engines encode nothing
         self._policy: Policy = deployment.spec.routing.policy
         self._overlap_weight = float(deployment.spec.routing.overlap_weight)
         self._verification = deployment.spec.verification
         self._max_queued = deployment.spec.routing.max_queued_requests
         self._engine = deployment.spec.engine.type
         self._block_sizes = {pool.name: block_size_of(deployment, pool) for pool in deployment.spec.pools}
-        self._turns: Counter[frozenset[str]] = Counter()  # by roles: each choice of a request takes turns of its own
-        self._known: dict[tuple[frozenset[str], str | None], tuple[Sequence[Group], float | None]] = {}
-        self._version = -1  # of the fleet, when the groups were worked out
+        self._turns: Counter[frozenset[str]] = Counter()  # by roles: the choices of one request count separately
+        self._cached: dict[tuple[frozenset[str], str | None], tuple[Sequence[CandidateGroup], float | None]] = {}
+        self._version = -1  # fleet version of the cached groups
 
-    def standing(self, worker: Worker) -> Standing:
-        """The table of docs/architecture.md for roles ``worker`` and ``prefill``."""
+    def eligibility(self, worker: Worker) -> Eligibility:
+        """Return how a worker may be used: the table of docs/architecture.md for ``worker`` and ``prefill``."""
         if not worker.routable:
             return "unsynced"
         now, seconds = self._fleet.now(), self._verification.timeout_seconds
-        if worker.canary == "True" or not proves(worker.member.role):
-            if not is_let_in(worker, now, seconds):
+        if worker.canary == "True" or not canary_applies(worker.member.role):
+            if not worker.is_admitted(now, seconds):
                 return "waiting"
-            # Where nothing can be proved there is nothing to be wrong about, and nothing that it is chosen for.
+            # A role without a canary has no predicted overlap either.
             return "verified" if worker.canary == "True" else "degraded"
         if worker.canary == "Unknown" and now - worker.since < seconds:
             return "pending"
         if self._verification.on_failure == "Refuse":
             return "refused"
-        return "degraded" if is_let_in(worker, now, seconds) else "waiting"
+        return "degraded" if worker.is_admitted(now, seconds) else "waiting"
 
     def block_size(self, worker: Worker) -> int:
-        """What the engine says of itself, else what the resource says of its pool."""
-        said = worker.beat.block_size if worker.beat else 0
-        return said or self._block_sizes.get(worker.member.pool, 0)
+        """Return the block size that the engine reports, else that of its pool's spec, else 0."""
+        reported = worker.heartbeat.block_size if worker.heartbeat else 0
+        return reported or self._block_sizes.get(worker.member.pool, 0)
 
     def place(
         self,
@@ -125,26 +124,26 @@ class Placer:
         roles: Collection[str] = WORKERS,
         partner: Worker | None = None,
     ) -> Decision:
-        """Choose among the engines of these roles that may serve, pod uids in ``exclude`` left out.
+        """Choose among the eligible engines of these roles, without the pod uids in ``exclude``.
 
-        ``partner``: an engine that the chosen one has to exchange KV blocks with. ``dry_run``: nothing is sent, so the
-        queues of engines may be full. Raises :class:`NoWorkerError`.
+        ``partner``: an engine that the chosen one exchanges KV blocks with. ``dry_run``: nothing is sent, so queues
+        may be full. Raises :class:`NoWorkerError`.
         """
         kind = frozenset(roles)
         groups = self._groups(exclude, kind, partner)
         if not dry_run:
-            groups = [room for group in groups if (room := group.room(self._max_queued)) is not None]
+            groups = [free for group in groups if (free := group.with_free_queue(self._max_queued)) is not None]
             if not groups:
-                raise FullError(f"{self._max_queued} requests wait for a first byte at each engine that could take it")
+                raise QueueFullError(f"{self._max_queued} requests wait for a first byte at each eligible engine")
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
         keys = [prepared.keys(group.size, group.scope) for group in groups]
         choice = choose(
-            Table.joined(
+            CandidateTable.joined(
                 [
-                    group.table(known, len(prepared.ids), prepared.spans, self._visual)
-                    for group, known in zip(groups, keys, strict=True)
+                    group.table(group_keys, len(prepared.ids), prepared.spans, self._visual)
+                    for group, group_keys in zip(groups, keys, strict=True)
                 ]
             ),
             policy=policy,
@@ -155,36 +154,36 @@ class Placer:
         )
         if not dry_run:
             self._turns[kind] += 1
-        number, place = 0, choice.place
-        while place >= len(groups[number].targets):
-            place -= len(groups[number].targets)
+        number, row = 0, choice.row
+        while row >= len(groups[number].targets):
+            row -= len(groups[number].targets)
             number += 1
-        chosen = groups[number].targets[place]
+        chosen = groups[number].targets[row]
         exactness, reasons = prepared.exactness_for(chosen.worker.scope)
         if exactness != "affinity" and not choice.winner.scored:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
         return Decision(chosen, choice, policy, exactness, reasons, keys=keys[number])
 
     def begin(self, decision: Decision) -> "Booking":
-        """Count a request against the chosen worker until the booking ends."""
+        """Book a request on the chosen worker until the booking ends."""
         target, winner = decision.target, decision.choice.winner
         usage = self._fleet.usage(target.worker, target.rank)
         hit = winner.overlap + winner.coming if winner.scored else 0
-        told = partial(self._changed, target.worker, target.rank)
-        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks), told)
+        changed = partial(self._changed, target.worker, target.rank)
+        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks), changed)
 
     def able(self, worker: Worker) -> bool:
-        """Whether a request may go there at all."""
-        standing = self.standing(worker)
-        return standing not in ("refused", "unsynced") or (standing == "unsynced" and worker.serving)
+        """Whether a worker may get requests, if only as a last resort."""
+        eligibility = self.eligibility(worker)
+        return eligibility != "refused" and (eligibility != "unsynced" or worker.serving)
 
     def partner(self, worker: Worker) -> Target | None:
-        """Return an engine that can answer together with this prefill or decode engine, where there is one.
+        """Return an engine that can answer in a pair with this prefill or decode engine, or ``None``.
 
-        Any of the proved ones, else any: one that hangs must not keep all the others from being proved.
+        It is a random verified one, else any random one: a hung engine must not block the verification of all others.
         """
         role = PARTNERS[worker.member.role]
-        found = [
+        partners = [
             Target(other, rank, self.block_size(other))
             for other in self._fleet
             if other.member.role == role
@@ -192,67 +191,69 @@ class Placer:
             and other.routable
             for rank in range(other.ranks)
         ]
-        proved = [one for one in found if one.worker.canary == "True"]
-        return random.choice(proved or found) if found else None
+        verified = [target for target in partners if target.worker.canary == "True"]
+        return random.choice(verified or partners) if partners else None
 
-    def _groups(self, exclude: Collection[str], roles: frozenset[str], partner: Worker | None) -> Sequence[Group]:
-        """Return who may serve. Raises :class:`NoWorkerError`."""
+    def _groups(
+        self, exclude: Collection[str], roles: frozenset[str], partner: Worker | None
+    ) -> Sequence[CandidateGroup]:
+        """Return the candidates, cached per fleet version. Raises :class:`NoWorkerError`."""
         if exclude:
-            return self._grouped(exclude, roles, partner)[0]
-        fleet, who = self._fleet, (roles, None if partner is None else partner.member.compatibility)
+            return self._build_groups(exclude, roles, partner)[0]
+        fleet, key = self._fleet, (roles, None if partner is None else partner.member.compatibility)
         if self._version != fleet.version:
-            self._known.clear()
-        known = self._known.get(who)
-        if known is None or (known[1] is not None and fleet.now() >= known[1]):
-            known = self._known[who] = self._grouped((), roles, partner)
+            self._cached.clear()
+        cached = self._cached.get(key)
+        if cached is None or (cached[1] is not None and fleet.now() >= cached[1]):
+            cached = self._cached[key] = self._build_groups((), roles, partner)
             self._version = fleet.version
-        return known[0]
+        return cached[0]
 
-    def _grouped(
+    def _build_groups(
         self, exclude: Collection[str], roles: Collection[str], partner: Worker | None
-    ) -> tuple[Sequence[Group], float | None]:
-        """Return the groups of what may serve, and until when this is so if only the clock goes on."""
-        usable: list[tuple[Worker, Standing]] = []
-        pending: list[tuple[Worker, Standing]] = []
-        others: list[tuple[Worker, Standing]] = []
+    ) -> tuple[Sequence[CandidateGroup], float | None]:
+        """Return the groups of candidates, and the time at which an eligibility changes by timeout, if any."""
+        usable: list[tuple[Worker, Eligibility]] = []
+        last_resort: list[tuple[Worker, Eligibility]] = []
+        others: list[tuple[Worker, Eligibility]] = []
         until = math.inf
         for worker in self._fleet:
             if partner is not None and worker.member.compatibility != partner.member.compatibility:
                 continue
             if worker.member.role in roles and worker.member.uid not in exclude:
-                standing = self.standing(worker)
-                if standing in ("verified", "degraded"):
-                    usable.append((worker, standing))
-                elif standing in ("waiting", "pending") or (standing == "unsynced" and worker.serving):
-                    # An engine whose sidecar is away still answers: better without overlap than not at all.
-                    pending.append((worker, standing))
+                eligibility = self.eligibility(worker)
+                if eligibility in ("verified", "degraded"):
+                    usable.append((worker, eligibility))
+                elif eligibility in ("waiting", "pending") or (eligibility == "unsynced" and worker.serving):
+                    # An engine whose sidecar is away still answers, without overlap.
+                    last_resort.append((worker, eligibility))
                 else:
-                    others.append((worker, standing))
-                if standing in ("waiting", "pending"):
+                    others.append((worker, eligibility))
+                if eligibility in ("waiting", "pending"):
                     until = min(until, worker.since + self._verification.timeout_seconds)
         rows: dict[tuple[int, Scope | None], list[tuple[Target, bool]]] = {}
-        for worker, standing in usable or pending:
+        for worker, eligibility in usable or last_resort:
             size = self.block_size(worker)
             if size > 0:
                 group = rows.setdefault((size, worker.scope), [])
-                proved = standing != "unsynced" and worker.canary == "True"
-                group += [(Target(worker, rank, size), proved) for rank in range(worker.ranks)]
+                scored = eligibility != "unsynced" and worker.canary == "True"
+                group += [(Target(worker, rank, size), scored) for rank in range(worker.ranks)]
         if not rows:
-            found = ", ".join(f"{w.member.name} {s}" for w, s in (*usable, *pending, *others)) or "no worker is known"
-            raise NoWorkerError(f"no worker can take the request ({found})")
-        groups = [Group.of(self._fleet, *shared, group) for shared, group in rows.items()]
+            states = ", ".join(f"{w.member.name} {state}" for w, state in (*usable, *last_resort, *others))
+            raise NoWorkerError(f"no worker can take the request ({states or 'no worker is known'})")
+        groups = [CandidateGroup.of(self._fleet, *shared, group) for shared, group in rows.items()]
         return groups, None if math.isinf(until) else until
 
 
 class Booking:
-    """What one request occupies on its worker; ``answered`` and ``end`` may be called any number of times."""
+    """Load of one request on its worker; ``answered`` and ``end`` are idempotent."""
 
     def __init__(
-        self, usage: Usage, fresh: "array[int]", encode: float, active: float, changed: Callable[[], None]
+        self, usage: RankUsage, fresh: "array[int]", encode: float, active: float, changed: Callable[[], None]
     ) -> None:
-        """``fresh``: keys of the blocks that the worker has to compute for it; the others in blocks.
+        """``fresh``: keys of the blocks that the worker has to compute; ``encode`` and ``active`` are in blocks.
 
-        ``changed`` is called when the usage is not what it was.
+        ``changed`` is called after every change of the usage.
         """
         self._usage, self._fresh, self._encode, self._active = usage, fresh, encode, active
         self._changed = changed
@@ -261,7 +262,7 @@ class Booking:
         changed()
 
     def answered(self) -> None:
-        """The first byte came, or another engine has computed the prompt: nothing is left to prefill."""
+        """Release the prefill: the first byte came, or another engine has computed the prompt."""
         if self._waits:
             self._waits = False
             self._usage.answered()
@@ -271,7 +272,7 @@ class Booking:
             self._changed()
 
     def end(self) -> None:
-        """The request is over."""
+        """Release everything."""
         if self._open:
             self._open = False
             self.answered()

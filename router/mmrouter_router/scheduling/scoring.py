@@ -1,19 +1,18 @@
-"""Pure choice of a candidate: one score per candidate, term by term, and the decision that follows from it.
+"""Choose a candidate by a score per candidate. Pure.
 
 Policy ``kv`` minimises the work that a choice causes, counted in blocks that an engine computes (docs/architecture.md):
 
     cost = overlapWeight * compute * (prompt blocks - hit + encode) + queue + decode * active + waiting
 
-``hit`` is the overlap and what comes right behind it of requests that are being computed there; ``encode`` is what the
-images behind the hit cost; ``queue`` is what was sent there and is not computed yet. The weights are :class:`Weights`.
+``hit`` is the overlap plus the blocks right after it that are being computed there; ``encode`` is the cost of the
+images after the hit; ``queue`` is sent and not computed yet. The weights are :class:`Weights`.
 
-``leastLoaded`` drops the first term and takes everything else as it is, ``roundRobin`` takes turns, ``consistentHash``
-ranks by rendezvous hash. Every tie is broken the same way on every router: fewer blocks held, then rendezvous hash of
-the prompt's fingerprint.
+``leastLoaded`` omits the first term and weighs the others equally, ``roundRobin`` takes turns, ``consistentHash`` ranks
+by rendezvous hash. Ties are broken the same way on every router: fewer blocks held, then rendezvous hash of the
+prompt's fingerprint.
 
-A decision needs the winner only, and there is one per request while the candidates are as many as the fleet: so they
-stand in columns (:class:`Table`), and their rows, scores and reasons are worked out from the same values when somebody
-asks for them.
+A request needs only the winner, while the candidates are as many as the fleet: they are stored in columns
+(:class:`CandidateTable`), and rows, scores and reasons are computed from them on demand.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,17 +26,16 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 Policy = Literal["kv", "leastLoaded", "roundRobin", "consistentHash"]
-BLIND: Final[frozenset[Policy]] = frozenset({"roundRobin", "consistentHash"})
-"""Policies whose choice is the same whatever the prompt's blocks are."""
+PROMPT_BLIND_POLICIES: Final[frozenset[Policy]] = frozenset({"roundRobin", "consistentHash"})
+"""Policies that do not depend on the prompt's blocks."""
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """What the terms of policy ``kv`` weigh, in blocks of somebody else's prompt that wait to be computed.
+    """Weights of policy ``kv``'s terms, relative to one queued block of another prompt.
 
-    Found by ``python -m bench cluster --sweep``. Above 1, ``compute`` says that a block which has to be computed again
-    delays not only its own request but all that come after it, the more so the busier the engines are. ``decode`` is
-    above what the first token alone would have it: with less, one engine makes the tokens of a hundred answers while
-    the others, which lack a system prompt, make none.
+    Found by ``python -m bench cluster --sweep``. ``compute`` is above 1 because a block that is computed again delays
+    all later requests, too. ``decode`` is above the optimum for the first token alone: with less, one engine decodes a
+    hundred answers while the others, which lack a shared system prompt, are idle.
     """
 
     compute: float = 6.0  # per block of the prompt that the engine would have to compute
@@ -46,14 +44,14 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 WEIGHTS = Weights()
-NOTHING: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0}
-"""Columns that mostly are all the same, and what they are."""
-FEW = 32
-"""Candidates that are quicker looked at one by one than the whole fleet in columns."""
+COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0}
+"""Columns that are empty when all their values are this default."""
+FEW_CANDIDATES = 32
+"""Up to this number, single candidates are faster to score than whole columns."""
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """One rank of one worker, as the router knows it at the moment of the decision. Loads are in blocks."""
+    """One rank of one worker at the moment of the decision. Loads are in blocks."""
 
     id: str  # <worker id>#<rank>
     name: str  # pod name, for people
@@ -62,18 +60,18 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     blocks: int  # complete blocks of the prompt at this candidate's block size
     prefill: float = 0.0  # blocks of requests sent there that are not computed yet
     active: float = 0.0  # blocks of requests in flight there
-    waiting: float = 0.0  # blocks of requests of others that queue in the engine
+    waiting: float = 0.0  # blocks of queued requests that no router accounts for
     held: int = 0  # blocks in its cache
     scored: bool = True  # False: not verified, so its overlap does not count
-    coming: int = 0  # blocks right behind the overlap that requests in flight have it compute
-    encode: float = 0.0  # what encoding the prompt's images there costs, in blocks of its prompt
+    coming: int = 0  # blocks right after the overlap that it is computing for others
+    encode: float = 0.0  # cost of encoding the prompt's images there, in blocks of the prompt
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made per decision, and freezing costs more than the decision
-class Table(Sequence[Candidate]):
-    """Candidates as columns of equal length, named as in :class:`Candidate`. A row is made when it is looked at.
+class CandidateTable(Sequence[Candidate]):
+    """Candidates as columns of equal length, named as in :class:`Candidate`. Rows are created on access.
 
-    Those of :data:`NOTHING` may be empty instead: nobody has any.
+    Columns of :data:`COLUMN_DEFAULTS` may be empty instead.
     """
 
     id: Sequence[str]
@@ -91,12 +89,12 @@ class Table(Sequence[Candidate]):
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Self:
-        """Return rows as a table."""
+        """Build a table from rows."""
         return cls(*[list(map(attrgetter(column.name), candidates)) for column in fields(cls)])
 
     @classmethod
-    def joined(cls, tables: Sequence["Table"]) -> "Table":
-        """Return tables one after the other."""
+    def joined(cls, tables: Sequence["CandidateTable"]) -> "CandidateTable":
+        """Concatenate tables."""
         if len(tables) == 1:
             return tables[0]
         names = [column.name for column in fields(cls)]
@@ -113,7 +111,7 @@ class Table(Sequence[Candidate]):
         if isinstance(number, slice):
             return tuple(self)[number]
         columns: list[tuple[str, Sequence[Any]]] = [(name, getattr(self, name)) for name in Candidate.__struct_fields__]
-        values: list[Any] = [column[number] if column else NOTHING[name] for name, column in columns]
+        values: list[Any] = [column[number] if column else COLUMN_DEFAULTS[name] for name, column in columns]
         return Candidate(*values)
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -122,22 +120,22 @@ class Table(Sequence[Candidate]):
 
     def _full(self, name: str) -> Sequence[Any]:
         column: Sequence[Any] = getattr(self, name)
-        return column or (NOTHING[name],) * len(self)
+        return column or (COLUMN_DEFAULTS[name],) * len(self)
 
     def cheapest(self, policy: Policy, weight: float, weights: Weights) -> list[int]:
-        """Return the places of all that cost least: of equals there may be several."""
-        if policy == "kv" and (places := self._longest(weight, weights)):
-            return places
+        """Return the rows with the least cost."""
+        if policy == "kv" and (rows := self._cheapest_of_longest(weight, weights)):
+            return rows
         costs = self.costs(policy, weight, weights)
         least = min(costs)
         if costs.count(least) == 1:
             return [costs.index(least)]
-        return [place for place, cost in enumerate(costs) if cost == least]
+        return [row for row, cost in enumerate(costs) if cost == least]
 
-    def _longest(self, weight: float, weights: Weights) -> list[int]:
-        """The cheapest of the few with the longest hit, where every shorter one costs more for its length alone.
+    def _cheapest_of_longest(self, weight: float, weights: Weights) -> list[int]:
+        """Return the cheapest rows of the longest hit, if every shorter hit alone already costs more; else nothing.
 
-        Empty where that is not known: loads are never below 0, so this bound is all that the others are asked for.
+        Loads are never below 0, so the missing blocks of a shorter hit are a lower bound of its cost.
         """
         hits, blocks = self._hits(), self.blocks[0]
         lengths = sorted(set(hits))
@@ -145,25 +143,25 @@ class Table(Sequence[Candidate]):
             return []
         longest, next_ = lengths[-1], lengths[-2]
         count = hits.count(longest)
-        if count > FEW:
+        if count > FEW_CANDIDATES:
             return []
         compute, decode = weight * weights.compute, weights.decode
         costs: dict[int, float] = {}
-        place = -1
+        row = -1
         for _ in range(count):
-            place = hits.index(longest, place + 1)
-            cost = compute * (blocks - longest) + self.prefill[place] + decode * self.active[place]
-            costs[place] = cost + self.waiting[place] if self.waiting else cost
+            row = hits.index(longest, row + 1)
+            cost = compute * (blocks - longest) + self.prefill[row] + decode * self.active[row]
+            costs[row] = cost + self.waiting[row] if self.waiting else cost
         least = min(costs.values())
         if compute * (blocks - next_) <= least:
             return []
-        return [place for place, cost in costs.items() if cost == least]
+        return [row for row, cost in costs.items() if cost == least]
 
     def costs(self, policy: Policy, weight: float, weights: Weights) -> list[float]:
-        """Return what each candidate costs; 0 where the policy asks for no cost."""
+        """Return each candidate's cost; 0 for policies without one."""
         if policy not in ("kv", "leastLoaded"):
             return [0.0] * len(self)
-        # Nothing is made in between: each value goes through all of this before the next one does.
+        # Lazy maps: no intermediate lists are built.
         if policy == "kv":
             costs = map(add, self._computing(weight * weights.compute), self.prefill)
             costs = map(add, costs, map(mul, repeat(weights.decode), self.active))
@@ -172,7 +170,7 @@ class Table(Sequence[Candidate]):
         return list(map(add, costs, self.waiting) if self.waiting else costs)
 
     def _computing(self, compute: float) -> Iterable[float]:
-        """What each candidate would have to compute and to encode costs; hits are few different ones."""
+        """Return the cost of computing and encoding at each candidate; there are few distinct hits."""
         hits, blocks = self._hits(), self.blocks[0]
         if self.encode:
             return map(mul, repeat(compute), map(add, map(sub, self.blocks, hits), self.encode))
@@ -182,14 +180,14 @@ class Table(Sequence[Candidate]):
         return map(costs.__getitem__, hits)
 
     def _hits(self) -> Sequence[int]:
-        """Blocks of the prompt that each candidate need not compute."""
+        """Return the blocks of the prompt that each candidate need not compute."""
         hits = list(map(add, self.overlap, self.coming)) if self.coming else self.overlap
         return hits if all(self.scored) else list(map(mul, hits, self.scored))
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One candidate's cost and what it is made of; lower is better."""
+    """One candidate's cost and its terms; lower is better."""
 
     candidate: Candidate
     terms: dict[str, float]
@@ -199,11 +197,11 @@ class Score:
 
 @dataclass  # not frozen, as above
 class Choice:
-    """The winner, and everything that the choice was made from. Nobody changes it."""
+    """The winner, and the inputs of the choice. Treated as immutable."""
 
     winner: Candidate
-    place: int  # of the winner among the candidates
-    candidates: Table
+    row: int  # of the winner among the candidates
+    candidates: CandidateTable
     policy: Policy
     overlap_weight: float
     fingerprint: int
@@ -228,7 +226,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """Why the winner won, in words."""
+        """Explain the choice in words."""
         if self.policy == "roundRobin":
             return f"turn {self.turn % len(self.candidates)} of {len(self.candidates)} candidates"
         if self.policy == "consistentHash":
@@ -245,27 +243,24 @@ def choose(
     turn: int,
     weights: Weights = WEIGHTS,
 ) -> Choice:
-    """Return the best candidate. ``turn`` counts requests (only round robin looks at it).
-
-    Raises ``ValueError`` without candidates: the caller answers 503 before it asks.
-    """
+    """Return the best candidate. ``turn`` counts requests, for round robin. Raises ``ValueError`` without any."""
     if not candidates:
         raise ValueError("no candidate to choose from")
-    table = candidates if isinstance(candidates, Table) else Table.of(candidates)
+    table = candidates if isinstance(candidates, CandidateTable) else CandidateTable.of(candidates)
     everyone = range(len(table))
     if policy == "roundRobin":
-        place = sorted(everyone, key=table.id.__getitem__)[turn % len(table)]
+        row = sorted(everyone, key=table.id.__getitem__)[turn % len(table)]
     elif policy == "consistentHash":
-        place = _lowest_tie(table, everyone, fingerprint)
+        row = _lowest_tie(table, everyone, fingerprint)
     else:
         best = table.cheapest(policy, overlap_weight, weights)
         emptiest = min([table.held[number] for number in best])
-        place = _lowest_tie(table, [number for number in best if table.held[number] == emptiest], fingerprint)
-    return Choice(table[place], place, table, policy, overlap_weight, fingerprint, turn, weights)
+        row = _lowest_tie(table, [number for number in best if table.held[number] == emptiest], fingerprint)
+    return Choice(table[row], row, table, policy, overlap_weight, fingerprint, turn, weights)
 
 
 def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dict[str, float]:
-    """What a candidate's cost is the sum of."""
+    """Return the terms of a candidate's cost."""
     if policy == "kv":
         compute = weight * weights.compute
         return {
@@ -280,11 +275,11 @@ def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dic
     return {}
 
 
-def _lowest_tie(table: Table, places: Sequence[int], fingerprint: int) -> int:
-    if len(places) == 1:
-        return places[0]
+def _lowest_tie(table: CandidateTable, rows: Sequence[int], fingerprint: int) -> int:
+    if len(rows) == 1:
+        return rows[0]
     ids = table.id
-    return min(places, key=lambda place: (_tie(ids[place], fingerprint), ids[place]))
+    return min(rows, key=lambda row: (_tie(ids[row], fingerprint), ids[row]))
 
 
 def _tie(id_: str, fingerprint: int) -> int:

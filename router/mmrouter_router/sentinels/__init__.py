@@ -1,16 +1,25 @@
-"""What SGLang's sentinels are for an image: predicted from its bytes where that is exact, learned where it is not.
+"""SGLang's sentinels of images: predicted from the encoded bytes where that is exact, else learned.
 
-SGLang overwrites an image's placeholder tokens by values of its own (docs/engine-facts/sglang.md#sentinels). A
-router that knows them
-puts them into its own copy of the prompt, and its keys are the engine's blocks. Everything here is kept per *scope*,
-engine version and pool, because that is what the values depend on.
+SGLang overwrites an image's placeholder tokens by values of its own (docs/engine-facts/sglang.md#sentinels). The router
+writes them into its copy of the prompt, so that its keys equal the engine's blocks. All state is kept per *scope*,
+engine version and pool, because the values depend on both.
 """
 
-from mmrouter_router.sentinels.align import Asked
-from mmrouter_router.sentinels.fill import Filled, fill
-from mmrouter_router.sentinels.observe import observe
-from mmrouter_router.sentinels.provider import Plan, plan
-from mmrouter_router.sentinels.store import Line, Sentinels, sha256_of
+from mmrouter_router.sentinels.align import SentRequest
+from mmrouter_router.sentinels.fingerprints import FingerprintPlan, plan_fingerprints
+from mmrouter_router.sentinels.store import RankEpoch, SentinelStore, sha256_of
 from mmrouter_router.sentinels.table import Values
+from mmrouter_router.sentinels.token_ids import FilledPrompt, fill_sentinels, observe_sentinels
 
-__all__ = ["Asked", "Filled", "Line", "Plan", "Sentinels", "Values", "fill", "observe", "plan", "sha256_of"]
+__all__ = [
+    "FilledPrompt",
+    "FingerprintPlan",
+    "RankEpoch",
+    "SentRequest",
+    "SentinelStore",
+    "Values",
+    "fill_sentinels",
+    "observe_sentinels",
+    "plan_fingerprints",
+    "sha256_of",
+]

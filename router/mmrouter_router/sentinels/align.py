@@ -1,11 +1,11 @@
-"""Which image is it that an engine was just seen to store? Alignment of sightings with requests. Pure.
+"""Align sightings of an engine's stored images with the requests that were sent to it. Pure.
 
-A *place* is where an image's run starts: the key of the block before, and the offset in its own block. Of a request the
-places of all images are known before the engine answers, up to the first block that holds an unknown image; when that
-one is learned, the next ones follow. A sighting names a place and the sentinels there. Only where exactly one image can
-be meant is anything learned; whatever else could have been stored at the place makes it ambiguous, and that teaches
-nothing. That holds as long as this router knows of every request with images that the engine got, so its owner says
-when it does not (``trusted`` in :meth:`Aligner.sight`).
+A *place* is where an image's run starts: the key of the block before, and the offset in its own block. The places of a
+request's images are known before the engine answers, up to the first block that holds an unknown image; once that one
+is learned, the next ones follow. A sighting names a place and the sentinels there. An image is learned only where it is
+the only candidate for a place; every other possibility makes the place ambiguous. This requires that the router knows
+of every request with images that the engine got, so the caller says when that does not hold (``trusted`` in
+:meth:`Aligner.add_sighting`).
 """
 
 from array import array
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmrouter_lib.block_keys import Key, Span, block_keys
-from mmrouter_router.sentinels.fill import fill
-from mmrouter_router.sentinels.table import Table, Values
+from mmrouter_router.sentinels.table import SentinelTable, Values
+from mmrouter_router.sentinels.token_ids import fill_sentinels
 
 MAX_PLACES = 8_192
 MAX_OPEN = 256
-"""Requests kept because an image of theirs has no place yet."""
+"""Requests kept because one of their images has no place yet."""
 ENOUGH = 4
 """Tokens of a run that show its whole cycle."""
 
@@ -28,8 +28,8 @@ Place = tuple[Key | None, int]
 """Where a run starts: key of the block before its own (``None``: its own is the first), and the offset in its own."""
 
 
-class Asked(NamedTuple):
-    """A request as it was sent: its prompt with plain placeholders, and where its images stand."""
+class SentRequest(NamedTuple):
+    """A request as it was sent: its prompt with plain placeholders, and the spans of its images."""
 
     ids: "array[int]"
     spans: tuple[Span, ...]
@@ -37,141 +37,139 @@ class Asked(NamedTuple):
     seed: Key
 
 
-class Lesson(NamedTuple):
-    """An image of which an engine's sentinels are now known."""
+class LearnedImage(NamedTuple):
+    """An image whose sentinels a sighting or a request of the router's own has shown."""
 
     identity: bytes
     values: Values
 
 
 @dataclass(slots=True)
-class _Here:
-    """What was asked for and seen at one place: (tokens, when) by image, (tokens seen, when) by sentinels."""
+class _PlaceRecord:
+    """Requested images and sightings of one place: (tokens, when) by image, (tokens seen, when) by sentinels."""
 
-    asked: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    requested: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     seen: dict[Values, tuple[int, int]] = field(default_factory=dict)
 
 
 class Aligner:
-    """One rank of one engine in one epoch. ``lost`` is true once something was forgotten that could matter."""
+    """One rank of one engine in one epoch. ``lost`` is true once evicted state makes conclusions unsafe."""
 
-    def __init__(self, table: Table, *, max_places: int = MAX_PLACES, max_open: int = MAX_OPEN) -> None:
+    def __init__(self, table: SentinelTable, *, max_places: int = MAX_PLACES, max_open: int = MAX_OPEN) -> None:
         self._table = table
         self._max_places, self._max_open = max_places, max_open
-        self._here: OrderedDict[Place, _Here] = OrderedDict()
-        self._open: deque[tuple[Asked, int, int]] = deque()  # with the number of its first span without a place, when
+        self._records: OrderedDict[Place, _PlaceRecord] = OrderedDict()
+        # Requests with an image without a place: the number of that image's span, and when the request was sent.
+        self._open: deque[tuple[SentRequest, int, int]] = deque()
         self._now = 0
         self._version = table.version
         self.lost = False
 
-    def ask(self, request: Asked) -> list[Lesson]:
-        """Note a request before it is sent."""
-        lessons = self.follow()
+    def add_request(self, request: SentRequest) -> list[LearnedImage]:
+        """Record a request before it is sent; returns images learned meanwhile."""
+        learned = self.resolve()
         self._now += 1
         self._place(request, 0, self._now)
-        return lessons
+        return learned
 
-    def sight(self, place: Place, values: Values, length: int, *, trusted: bool) -> list[Lesson]:
-        """Take what was seen at a place; ``trusted``: nobody else has sent images there."""
-        lessons = self.follow()
+    def add_sighting(self, place: Place, values: Values, length: int, *, trusted: bool) -> list[LearnedImage]:
+        """Record a sighting. ``trusted``: only this router has sent images to the engine."""
+        learned = self.resolve()
         if not trusted:
-            return lessons
-        here = self._at(place)
+            return learned
+        record = self._at(place)
         self._now += 1
-        here.seen.setdefault(values, (length, self._now))
-        return lessons + self._settle(here)
+        record.seen.setdefault(values, (length, self._now))
+        return learned + self._settle(record)
 
-    def follow(self) -> list[Lesson]:
-        """Go on after something was learned: images that have a place now may have been seen there already."""
-        return [lesson for here in self._reopen() for lesson in self._settle(here)]
+    def resolve(self) -> list[LearnedImage]:
+        """Place images that newly learned ones precede, and settle them by earlier sightings."""
+        return [image for record in self._reopen() for image in self._settle(record)]
 
     def ambiguous(self, place: Place) -> bool:
-        """Whether several images that are not known yet were asked for at a place."""
-        here = self._here.get(place)
-        return here is not None and sum(1 for _ in self._unproven(here)) > 1
+        """Whether several unproven images were requested at a place."""
+        record = self._records.get(place)
+        return record is not None and len(self._unproven(record)) > 1
 
-    def _reopen(self) -> list[_Here]:
-        """Give places to the images of earlier requests that follow what was learned since; return these places."""
+    def _reopen(self) -> list[_PlaceRecord]:
+        """Place images of open requests that follow newly learned ones; return the records of these places."""
         if self._version == self._table.version:
             return []
         self._version = self._table.version
         waiting, self._open = self._open, deque()
-        # All of them first: what was seen at a place can only be told apart when everything asked for there is known.
-        placed: list[_Here] = []
+        # Place all of them before any is settled: a sighting is unambiguous only among all requested images.
+        placed: list[_PlaceRecord] = []
         for request, number, at in waiting:
             if any(self._table.get(span.identity) is None for span in request.spans[:number]):
-                self._open.append((request, number, at))  # what it waits for is still not known: nothing to compute
+                self._open.append((request, number, at))
             else:
                 placed += self._place(request, number, at)
         return placed
 
-    def _place(self, request: Asked, first: int, asked_at: int) -> list[_Here]:
-        placed: list[_Here] = []
+    def _place(self, request: SentRequest, first: int, at: int) -> list[_PlaceRecord]:
+        placed: list[_PlaceRecord] = []
         for number, (span, place) in enumerate(places(request, self._table)):
             if number < first:
                 continue
             if place is None:
-                self._open.append((request, number, asked_at))
+                self._open.append((request, number, at))
                 if len(self._open) > self._max_open:
                     self._open.popleft()
                     self.lost = True
                 break
-            known = self._table.get(span.identity)
-            if known is None or not known.proven:
-                here = self._at(place)
-                here.asked.setdefault(span.identity, (span.length, asked_at))
-                placed.append(here)
+            if not self._table.is_proven(span.identity):
+                record = self._at(place)
+                record.requested.setdefault(span.identity, (span.length, at))
+                placed.append(record)
         return placed
 
-    def _settle(self, here: _Here) -> list[Lesson]:
-        unproven = list(self._unproven(here))
-        found: list[Lesson] = []
+    def _settle(self, record: _PlaceRecord) -> list[LearnedImage]:
+        unproven = self._unproven(record)
+        learned: list[LearnedImage] = []
         for identity in unproven:
-            known = self._table.get(identity)
-            if known is not None and known.values in here.seen:
-                found.append(Lesson(identity, known.values))  # as predicted: the values themselves are the proof
-        if found:
-            return found
-        strange = [values for values in here.seen if not self._table.owned(values)]
-        if len(unproven) != 1 or len(strange) != 1:
+            predicted = self._table.get(identity)
+            if predicted is not None and predicted.values in record.seen:
+                learned.append(LearnedImage(identity, predicted.values))  # a sighted prediction is a proof
+        if learned:
+            return learned
+        unowned = [values for values in record.seen if not self._table.owned(values)]
+        if len(unproven) != 1 or len(unowned) != 1:
             return []
-        (tokens, asked_at), (length, seen_at) = here.asked[unproven[0]], here.seen[strange[0]]
-        if seen_at < asked_at:
-            return []  # whatever it was, it was not this image
-        # Too short to show the whole cycle, or longer than the image: another count than ours, so another image to us.
+        (tokens, requested_at), (length, seen_at) = record.requested[unproven[0]], record.seen[unowned[0]]
+        if seen_at < requested_at:
+            return []  # seen before the request was sent, so it is another image
+        # Too short to show the whole cycle, or longer than the image, which then is another image to the router.
         if length < min(ENOUGH, tokens) or length > tokens:
             return []
-        return [Lesson(unproven[0], strange[0])]
+        return [LearnedImage(unproven[0], unowned[0])]
 
-    def _unproven(self, here: _Here) -> Iterator[bytes]:
-        for identity in here.asked:
-            known = self._table.get(identity)
-            if known is None or not known.proven:
-                yield identity
+    def _unproven(self, record: _PlaceRecord) -> list[bytes]:
+        return [identity for identity in record.requested if not self._table.is_proven(identity)]
 
-    def _at(self, place: Place) -> _Here:
-        here = self._here.get(place)
-        if here is None:
-            here = self._here[place] = _Here()
-            if len(self._here) > self._max_places:
-                _, gone = self._here.popitem(last=False)
-                self.lost = self.lost or any(True for _ in self._unproven(gone))
+    def _at(self, place: Place) -> _PlaceRecord:
+        record = self._records.get(place)
+        if record is None:
+            record = self._records[place] = _PlaceRecord()
+            if len(self._records) > self._max_places:
+                _, evicted = self._records.popitem(last=False)
+                self.lost = self.lost or bool(self._unproven(evicted))
         else:
-            self._here.move_to_end(place)
-        return here
+            self._records.move_to_end(place)
+        return record
 
 
-def places(request: Asked, table: Table) -> Iterator[tuple[Span, Place | None]]:
-    """Yield every image's span and place; ``None`` from the first that starts behind a block that is not known."""
+def places(request: SentRequest, table: SentinelTable) -> Iterator[tuple[Span, Place | None]]:
+    """Yield each image's span and place; ``None`` from the first that starts after an unknown block."""
 
     def values_of(identity: bytes) -> Values | None:
-        known = table.get(identity)
-        return known.values if known is not None else None
+        entry = table.get(identity)
+        return entry.values if entry is not None else None
 
     size = request.block_size
-    filled = fill(request.ids, request.spans, values_of)
+    filled = fill_sentinels(request.ids, request.spans, values_of)
     limit = len(request.ids) if filled.unknown is None else request.spans[filled.unknown].offset
-    last = _blocks_before(request.spans, size, limit)
+    # Complete known blocks that any span's place needs.
+    last = max((s.offset // size for s in request.spans if s.offset // size * size <= limit), default=0)
     keys: Sequence[Key] = block_keys(filled.ids[: last * size], size, (), request.seed)
     for span in request.spans:
         before = span.offset // size
@@ -179,8 +177,3 @@ def places(request: Asked, table: Table) -> Iterator[tuple[Span, Place | None]]:
             yield span, None
         else:
             yield span, (keys[before - 1] if before else None, span.offset % size)
-
-
-def _blocks_before(spans: Sequence[Span], size: int, limit: int) -> int:
-    """Number of complete known blocks that any span's place needs."""
-    return max((span.offset // size for span in spans if span.offset // size * size <= limit), default=0)

@@ -1,62 +1,76 @@
-"""The canary: once per worker and epoch, two tiny images under one text, predicted and compared (docs/exactness.md).
+"""Canary: verify each worker once per epoch by two small images whose blocks are predicted (docs/exactness.md).
 
-Where the engine puts identity into the token ids, an image that is not known yet is first asked about under another
-text; then the canary predicts and compares as everywhere.
+Where the engine writes sentinels, an unknown image is first learned by a probe request of its own.
 """
 
 import asyncio
 import contextlib
 import logging
 from array import array
+from collections.abc import Sequence
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys
+from mmrouter_lib.engines.base.events import Stored
 from mmrouter_router.core.probe_images import new_nonce, small_pictures
 from mmrouter_router.core.types import Scope
-from mmrouter_router.explain.parity import Difference, Prediction, first_difference
-from mmrouter_router.fleet.feed_client import Feed
-from mmrouter_router.fleet.workers import Fleet, Target, Worker
-from mmrouter_router.scheduling.pipeline_form import publishes
-from mmrouter_router.sentinels import Sentinels, Values, fill, observe
+from mmrouter_router.explain.block_diff import Difference, Prediction, first_difference
+from mmrouter_router.explain.parity_check import published_blocks
+from mmrouter_router.fleet.feed_client import FeedClient
+from mmrouter_router.fleet.workers import Fleet, Target, Worker, cache_query
+from mmrouter_router.scheduling.pipeline_form import publishes_blocks
+from mmrouter_router.sentinels import SentinelStore, Values, fill_sentinels, observe_sentinels
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests, Picture, Question, prompt_tokens
+from mmrouter_router.verify.probe_requests import (
+    ProbeImage,
+    ProbeRequest,
+    ProbeRequestError,
+    ProbeRequests,
+    prompt_tokens,
+)
 
 log = logging.getLogger("mmrouter.canary")
 
 LEASE_SECONDS = 30.0
 EVENTS_SECONDS = 5.0
 LATE_SECONDS = 15.0
-"""For engines that publish a request's blocks when they find the time.
+"""For engines that publish a request's blocks late.
 
 See docs/engine-facts/sglang.md#block-size-and-timing.
 """
-LOOK_SECONDS = 0.25
-NOTHING_CAME = ("no_events", "unknown")
-"""Causes of a difference that may be only that of the time that was waited."""
+POLL_SECONDS = 0.25
+INCONCLUSIVE = ("no_events", "unknown")
+"""Causes of a difference that may vanish after a longer wait."""
 
 
 class Canary:
-    """Runs canaries against workers and hands the results to their sidecars."""
+    """Runs canaries against workers and reports the results to their sidecars."""
 
     def __init__(
-        self, router_id: str, fleet: Fleet, own: OwnRequests, sentinels: Sentinels | None, seed: int, metrics: Metrics
+        self,
+        router_id: str,
+        fleet: Fleet,
+        probes: ProbeRequests,
+        sentinels: SentinelStore | None,
+        seed: int,
+        metrics: Metrics,
     ) -> None:
-        """``seed``: the seed of chains without a tenant's salt."""
-        self._router_id, self._fleet, self._own, self._sentinels = router_id, fleet, own, sentinels
+        """``seed``: the seed of block keys without a tenant's salt."""
+        self._router_id, self._fleet, self._probes, self._sentinels = router_id, fleet, probes, sentinels
         self._seed, self._metrics = seed, metrics
 
-    async def verify(self, worker: Worker, feeder: Feed, block_size: int) -> feed.CanaryReport | None:
+    async def verify(self, worker: Worker, feeder: FeedClient, block_size: int) -> feed.CanaryReport | None:
         """Claim the canary of the worker's epoch and run it. ``None``: another router holds the claim, or it moved on.
 
-        Raises :class:`OwnRequestError` or ``FeedSilentError`` when it could not be carried out.
+        Raises :class:`ProbeRequestError` or ``FeedSilentError`` when it could not be carried out.
         """
-        epoch = worker.follower.epoch
-        claim = (await feeder.question(lambda n: feed.CanaryClaim(n, epoch, self._router_id, LEASE_SECONDS)))[-1]
+        epoch = worker.sync.epoch
+        claim = (await feeder.request(lambda n: feed.CanaryClaim(n, epoch, self._router_id, LEASE_SECONDS)))[-1]
         if not isinstance(claim, feed.ClaimAnswer) or not claim.granted:
             return None
         difference: Difference | None = None
         compared = 0
-        compare = self._compare if publishes(self._own.engine, worker.member.role) else self._answers
+        compare = self._compare if publishes_blocks(self._probes.engine, worker.member.role) else self._answers
         for rank in range(worker.ranks):
             difference, blocks = await compare(worker, rank, feeder, block_size)
             compared += blocks
@@ -71,124 +85,132 @@ class Canary:
             router=self._router_id,
         )
         self._metrics.parity.labels(result.result, result.cause).inc()
-        await feeder.question(lambda n: feed.CanaryResult(n, result))
-        said = f": {result.message}" if result.message else ""
-        log.info("%s: canary %s, %d blocks%s", worker.member.name, result.result, compared, said)
+        await feeder.request(lambda n: feed.CanaryResult(n, result))
+        detail = f": {result.message}" if result.message else ""
+        log.info("%s: canary %s, %d blocks%s", worker.member.name, result.result, compared, detail)
         return result
 
-    async def learn(self, worker: Worker, rank: int, feeder: Feed, block_size: int, picture: Picture) -> bool:
-        """Ask what the worker's engine makes of a picture. Returns whether it is known then.
+    async def learn(self, worker: Worker, rank: int, feeder: FeedClient, block_size: int, image: ProbeImage) -> bool:
+        """Ask what the worker's engine makes of a image. Returns whether it is known then.
 
-        Raises :class:`OwnRequestError` or ``FeedSilentError``.
+        Raises :class:`ProbeRequestError` or ``FeedSilentError``.
         """
-        question = await self._own.question(new_nonce(), picture, block_size)
-        before = worker.follower.seq
-        await self._own.send(worker, rank, question)
+        request = await self._probes.build(new_nonce(), image, block_size)
+        before = worker.sync.seq
+        await self._probes.send(worker, rank, request)
         try:
             async with asyncio.timeout(LATE_SECONDS):
                 seen = before
                 while True:
-                    worker.moved.clear()
-                    if worker.follower.seq != seen:
-                        seen = worker.follower.seq
-                        published = await self._own.published(worker, rank, feeder, before)
-                        values = observe(question.ids, question.span, block_size, published)
+                    worker.delta_event.clear()
+                    if worker.sync.seq != seen:
+                        seen = worker.sync.seq
+                        stored = await _published_since(worker, rank, feeder, before)
+                        values = observe_sentinels(request.ids, request.span, block_size, stored)
                         if values is not None:
-                            self._observed(worker, picture, values)
+                            self._observed(worker, image, values)
                             return True
-                    await _moved(worker)
+                    await _next_delta(worker)
         except TimeoutError:
             return False
 
-    async def _compare(self, worker: Worker, rank: int, feeder: Feed, block_size: int) -> tuple[Difference | None, int]:
+    async def _compare(
+        self, worker: Worker, rank: int, feeder: FeedClient, block_size: int
+    ) -> tuple[Difference | None, int]:
         nonce = new_nonce()
         compared = 0
-        for picture in map(self._own.picture, small_pictures()):
-            if worker.scope is not None and self._values(worker.scope, picture) is None:
-                await self.learn(worker, rank, feeder, block_size, picture)
-            difference, blocks = await self._ask(worker, rank, feeder, block_size, nonce, picture)
+        for image in map(self._probes.image, small_pictures()):
+            if worker.scope is not None and self._values(worker.scope, image) is None:
+                await self.learn(worker, rank, feeder, block_size, image)
+            difference, blocks = await self._ask(worker, rank, feeder, block_size, nonce, image)
             if difference is not None and difference.cause == "identity" and worker.scope is not None:
-                # Its values are known better now; if they were the only difference, nothing differs any more.
-                difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), picture)
-            elif difference is not None and difference.cause in NOTHING_CAME and worker.scope is None:
-                # A result stands as long as the engine runs: what stood still for a moment publishes the next one.
-                difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), picture)
-            if difference is not None and worker.scope is not None and difference.cause in NOTHING_CAME:
-                raise OwnRequestError(f"its blocks were not published in time: {difference.message}")
+                # The comparison learned the image's values; if only they differed, this one succeeds.
+                difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), image)
+            elif difference is not None and difference.cause in INCONCLUSIVE and worker.scope is None:
+                # A result is final for the epoch, so an engine that only stalled gets a second chance.
+                difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), image)
+            if difference is not None and worker.scope is not None and difference.cause in INCONCLUSIVE:
+                raise ProbeRequestError(f"its blocks were not published in time: {difference.message}")
             if difference is not None:
                 return difference, compared
             compared += blocks
         return None, compared
 
-    async def _answers(self, worker: Worker, rank: int, feeder: Feed, block_size: int) -> tuple[Difference | None, int]:
-        """Let an engine that publishes nothing answer: its prompt is as long as predicted. No block is compared."""
-        picture = self._own.picture(small_pictures()[0])
-        question = await self._own.question(new_nonce(), picture, block_size)
-        tokens = prompt_tokens(await self._own.send(worker, rank, question))
-        predicted = len(question.ids)
+    async def _answers(
+        self, worker: Worker, rank: int, feeder: FeedClient, block_size: int
+    ) -> tuple[Difference | None, int]:
+        """Verify an engine that publishes no blocks by the length of its prompt."""
+        image = self._probes.image(small_pictures()[0])
+        request = await self._probes.build(new_nonce(), image, block_size)
+        tokens = prompt_tokens(await self._probes.send(worker, rank, request))
+        predicted = len(request.ids)
         if tokens != predicted:
-            return Difference("count", f"its prompt has {tokens} tokens, and {predicted} were predicted"), 0
+            return Difference("count", f"the prompt has {tokens} tokens, predicted were {predicted}"), 0
         return None, 0
 
     async def _ask(
-        self, worker: Worker, rank: int, feeder: Feed, block_size: int, nonce: str, picture: Picture
+        self, worker: Worker, rank: int, feeder: FeedClient, block_size: int, nonce: str, image: ProbeImage
     ) -> tuple[Difference | None, int]:
-        """Send a picture and wait for the predicted blocks; return the first difference and how many were compared."""
-        question = await self._own.question(nonce, picture, block_size)
-        prediction, keys = self._predict(worker.scope, question, picture, block_size)
-        before = worker.follower.seq
-        await self._own.send(worker, rank, question)
-        missing = await self._missing(worker, rank, keys, len(question.ids), block_size)
+        """Send an image and wait for the predicted blocks; return the first difference and the number compared."""
+        request = await self._probes.build(nonce, image, block_size)
+        prediction, keys = self._predict(worker.scope, request, image, block_size)
+        before = worker.sync.seq
+        await self._probes.send(worker, rank, request)
+        missing = await self._missing(worker, rank, keys, len(request.ids), block_size)
         if not missing:
             return None, len(keys)
-        stored = await self._own.published(worker, rank, feeder, before)
-        if worker.scope is not None and (values := observe(question.ids, question.span, block_size, stored)):
-            self._observed(worker, picture, values)
-        # What came so late that another request's blocks stand there alone says nothing about this one.
-        found = first_difference(prediction, stored, alone=worker.scope is None)
-        return found or Difference("unknown", f"{missing} of {len(keys)} predicted keys never came"), 0
+        stored = await _published_since(worker, rank, feeder, before)
+        if worker.scope is not None and (values := observe_sentinels(request.ids, request.span, block_size, stored)):
+            self._observed(worker, image, values)
+        # Blocks that are published late may be missing among those of other requests.
+        difference = first_difference(prediction, stored, alone=worker.scope is None)
+        return difference or Difference("unknown", f"{missing} of {len(keys)} predicted keys were not published"), 0
 
     def _predict(
-        self, scope: Scope | None, question: Question, picture: Picture, block_size: int
+        self, scope: Scope | None, request: ProbeRequest, image: ProbeImage, block_size: int
     ) -> tuple[Prediction, "array[int]"]:
-        placeholder = question.ids[question.span.offset]
+        placeholder = request.ids[request.span.offset]
         if scope is None:
-            keys = block_keys(question.ids, block_size, (question.span,), self._seed)
-            return Prediction(question.ids, (question.span,), block_size, None, placeholder), keys
-        ids = fill(question.ids, (question.span,), lambda identity: self._values(scope, picture)).ids
+            keys = block_keys(request.ids, block_size, (request.span,), self._seed)
+            return Prediction(request.ids, (request.span,), block_size, None, placeholder), keys
+        ids = fill_sentinels(request.ids, (request.span,), lambda identity: self._values(scope, image)).ids
         return Prediction(ids, (), block_size, None, placeholder), block_keys(ids, block_size, (), self._seed)
 
-    def _values(self, scope: Scope, picture: Picture) -> Values | None:
-        return self._sentinels.values(scope, picture.identity, picture.data) if self._sentinels is not None else None
+    def _values(self, scope: Scope, image: ProbeImage) -> Values | None:
+        return self._sentinels.values(scope, image.identity, image.data) if self._sentinels is not None else None
 
-    def _observed(self, worker: Worker, picture: Picture, values: Values) -> None:
+    def _observed(self, worker: Worker, image: ProbeImage, values: Values) -> None:
         if self._sentinels is not None and worker.scope is not None:
-            self._sentinels.observed(worker.scope, picture.identity, picture.data, values)
+            self._sentinels.on_observed(worker.scope, image.identity, image.data, values)
 
     async def _missing(self, worker: Worker, rank: int, keys: "array[int]", tokens: int, block_size: int) -> int:
-        """Wait until every predicted key that the engine keeps is in the index; return how many never came."""
+        """Wait until the index has every predicted key that the engine keeps; return the number of missing ones."""
         missing = len(keys)
         try:
             async with asyncio.timeout(EVENTS_SECONDS if worker.scope is None else LATE_SECONDS):
                 while True:
-                    worker.moved.clear()
+                    worker.delta_event.clear()
                     slot = worker.slots.get(rank)
-                    found = self._fleet.overlap(keys, tokens, [Target(worker, rank, block_size)])
-                    # A block that ends with the prompt's last token is none that a window keeps.
+                    query = cache_query([Target(worker, rank, block_size)])
+                    hits = self._fleet.lookup(keys, tokens, query)
+                    # A window does not keep a block that ends with the prompt's last token.
                     expected = (tokens - 1) // block_size if worker.group.window else len(keys)
-                    missing = expected - found.get(slot, 0) if slot is not None else len(keys)
+                    missing = expected - hits.get(slot, 0) if slot is not None else len(keys)
                     if not missing:
                         return 0
-                    await _moved(worker)
+                    await _next_delta(worker)
         except TimeoutError:
             return missing
 
 
-async def _moved(worker: Worker) -> None:
-    """Wait for a delta; no longer than a moment, because somebody else may have cleared the event."""
+async def _published_since(worker: Worker, rank: int, feeder: FeedClient, seq: int) -> Sequence[Stored]:
+    """Return the blocks that a rank stored after delta ``seq``."""
+    stored, _ = await published_blocks(worker, feeder, rank, worker.sync.epoch, seq + 1, worker.sync.seq)
+    return stored
+
+
+async def _next_delta(worker: Worker) -> None:
+    """Wait for a delta, at most :data:`POLL_SECONDS`, because another waiter may have cleared the event."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LOOK_SECONDS):
-            await worker.moved.wait()
-
-
-__all__ = ["Canary", "OwnRequestError"]
+        async with asyncio.timeout(POLL_SECONDS):
+            await worker.delta_event.wait()

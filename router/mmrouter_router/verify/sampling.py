@@ -1,10 +1,10 @@
-"""Live parity: for a share of the requests, what was predicted against what the engine then holds (docs/exactness.md).
+"""Sample live parity: predicted blocks of a share of requests against those that the engine holds (docs/exactness.md).
 
-Where there is a renderer, a sample is also compared with what that makes of the same request.
+With a renderer, a sample is also compared with the renderer's prompt.
 
-A sample is taken after the answer went out, so no client waits for it. Which requests are sampled follows from their id
-alone: the same request is sampled or not, whoever asks. Work is bounded, and so are the bytes that wait for it: samples
-that find no room are dropped and counted.
+A sample is checked after the answer went out, so no client waits. A hash of the request id decides which requests are
+sampled, so the result is the same on every router. Work and held bytes are bounded; excess samples are dropped and
+counted.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import orjson
 from xxhash import xxh3_64_intdigest
 
-from mmrouter_router.explain.decisions import Trace
-from mmrouter_router.explain.evidence import Verdict, judge
-from mmrouter_router.explain.rendering import Prompt, Rendering, compare, predicted_prompt
-from mmrouter_router.fleet.feed_client import Feed
+from mmrouter_router.explain.decisions import DecisionTrace
+from mmrouter_router.explain.parity_check import Verdict, check_parity
+from mmrouter_router.explain.render_diff import PredictedPrompt, RenderVerdict, compare_rendering, predicted_prompt
+from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.workers import Fleet
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.request.renderer_client import Renderer, RendererError
@@ -31,36 +31,38 @@ COMPARERS = 4
 RENDERINGS = 64
 RENDERERS_ASKED = 2
 HELD_BYTES = 64 << 20
-"""Bodies with their images, and prompts, that are held for renderers at most."""
+"""Bound of the bodies and prompts that wait for renderers."""
 EVENTS_SECONDS = 10.0
-"""How long after its answer a request's blocks may take to arrive: a busy SGLang publishes only every 40 decode steps
-(docs/engine-facts/sglang.md#block-size-and-timing)."""
+"""Time for a request's blocks to arrive after its answer: a busy SGLang publishes only every 40 decode steps.
+
+See docs/engine-facts/sglang.md#block-size-and-timing.
+"""
 
 
-class Sampler:
-    """Takes samples and compares them in the background."""
+class ParitySampler:
+    """Samples requests and checks their blocks in the background."""
 
     def __init__(
         self,
         ratio: float,
         fleet: Fleet,
-        feed_of: Callable[[str], Feed | None],
+        feed_of: Callable[[str], FeedClient | None],
         metrics: Metrics,
         *,
         seconds: float = EVENTS_SECONDS,
         queue: int = QUEUE,
     ) -> None:
-        """``ratio`` is ``spec.verification.sampleRatio``, 0 to 1; ``feed_of`` finds a worker's feed by its pod uid."""
+        """``ratio``: ``spec.verification.sampleRatio``, 0 to 1. ``feed_of``: pod uid -> its feed client."""
         self._threshold = int(ratio * 2**64)
         self._fleet, self._feed_of, self._metrics, self._seconds = fleet, feed_of, metrics, seconds
-        self._queue: asyncio.Queue[Trace] = asyncio.Queue(queue)
+        self._queue: asyncio.Queue[DecisionTrace] = asyncio.Queue(queue)
 
     def wants(self, request_id: str) -> bool:
-        """Whether this request is one of the share."""
+        """Whether this request is sampled."""
         return xxh3_64_intdigest(request_id.encode()) < self._threshold
 
-    def offer(self, trace: Trace) -> None:
-        """Take an answered request, where it is of the share and something was predicted. Never waits."""
+    def offer(self, trace: DecisionTrace) -> None:
+        """Queue an answered request if it is sampled and was predicted. Never waits."""
         if trace.expected is None or not self.wants(trace.request_id):
             return
         try:
@@ -69,7 +71,7 @@ class Sampler:
             self._metrics.parity_dropped.inc()
 
     async def run(self) -> None:
-        """Compare until cancelled."""
+        """Check samples until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(COMPARERS):
                 tasks.create_task(self._compare_all())
@@ -79,31 +81,31 @@ class Sampler:
             trace = await self._queue.get()
             trace.parity = await self.compare(trace)
 
-    async def judge(self, trace: Trace, *, seconds: float) -> Verdict | None:
-        """Compare one request without counting it; ``None`` where nothing was predicted."""
+    async def check(self, trace: DecisionTrace, *, seconds: float) -> Verdict | None:
+        """Check one request without counting it; ``None`` where nothing was predicted."""
         expected = trace.expected
         if expected is None:
             return None
-        return await judge(expected, self._fleet, self._feed_of(expected.worker), seconds=seconds)
+        return await check_parity(expected, self._fleet, self._feed_of(expected.worker), seconds=seconds)
 
-    async def compare(self, trace: Trace) -> Verdict | None:
-        """Judge one request and count the result."""
-        verdict = await self.judge(trace, seconds=self._seconds)
+    async def compare(self, trace: DecisionTrace) -> Verdict | None:
+        """Check one request and count the result."""
+        verdict = await self.check(trace, seconds=self._seconds)
         if verdict is None:
             return None
         self._metrics.parity.labels(verdict.result, verdict.cause).inc()
         if verdict.result == "False":
-            said = verdict.difference.message if verdict.difference else ""
-            log.warning("%s: not what was predicted: %s: %s", trace.request_id, verdict.cause, said)
+            message = verdict.difference.message if verdict.difference else ""
+            log.warning("%s: blocks differ from the prediction: %s: %s", trace.request_id, verdict.cause, message)
         return verdict
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A sample that waits for a renderer: the body that the engine got, and what was predicted of it."""
+class _RenderSample:
+    """A sample that waits for a renderer: the body that the engine got, and its predicted prompt."""
 
-    trace: Trace
-    prompt: Prompt
+    trace: DecisionTrace
+    prompt: PredictedPrompt
     body: bytes
 
     @property
@@ -113,7 +115,7 @@ class _Asked:
 
 
 class RenderSampler:
-    """Asks renderers for sampled requests whose prompts we predicted ourselves, in the background."""
+    """Compares sampled predictions with a renderer's prompts in the background."""
 
     def __init__(
         self,
@@ -124,40 +126,40 @@ class RenderSampler:
         queue: int = RENDERINGS,
         held: int = HELD_BYTES,
     ) -> None:
-        """``wants`` says by its id whether a request is sampled; ``held`` bounds the bytes of all that wait."""
-        self._wants, self._renderer, self._metrics, self._room = wants, renderer, metrics, held
-        self._queue: asyncio.Queue[_Asked] = asyncio.Queue(queue)
+        """``wants``: whether a request id is sampled. ``held``: bound of the waiting bytes."""
+        self._wants, self._renderer, self._metrics, self._free_bytes = wants, renderer, metrics, held
+        self._queue: asyncio.Queue[_RenderSample] = asyncio.Queue(queue)
 
-    def offer(self, trace: Trace, prepared: Prepared, body: Callable[[], bytes]) -> None:
-        """Take an answered request, where it is of the share, with the body that has its images in it. Never waits."""
+    def offer(self, trace: DecisionTrace, prepared: Prepared, body: Callable[[], bytes]) -> None:
+        """Queue an answered request if it is sampled. ``body`` returns it with its images. Never waits."""
         if not self._wants(trace.request_id) or (prompt := predicted_prompt(prepared)) is None:
             return
-        asked = _Asked(trace, prompt, body())
-        if self._queue.full() or asked.size > self._room:
+        sample = _RenderSample(trace, prompt, body())
+        if self._queue.full() or sample.size > self._free_bytes:
             self._metrics.parity_dropped.inc()
             return
-        self._room -= asked.size
-        self._queue.put_nowait(asked)
+        self._free_bytes -= sample.size
+        self._queue.put_nowait(sample)
 
     async def run(self) -> None:
-        """Ask and compare until cancelled."""
+        """Compare samples until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(RENDERERS_ASKED):
                 tasks.create_task(self._compare_all())
 
     async def _compare_all(self) -> None:
         while True:
-            asked = await self._queue.get()
-            found = asked.trace.rendering = await self._compare(asked)
-            self._metrics.parity.labels(found.result, found.cause).inc()
-            if found.result == "False":
-                log.warning("%s: not what a renderer makes of it: %s", asked.trace.request_id, found.message)
-            self._room += asked.size
-            del asked  # while this waits for the next one, nothing is held
+            sample = await self._queue.get()
+            verdict = sample.trace.rendering = await self._compare(sample)
+            self._metrics.parity.labels(verdict.result, verdict.cause).inc()
+            if verdict.result == "False":
+                log.warning("%s: prediction differs from rendering: %s", sample.trace.request_id, verdict.message)
+            self._free_bytes += sample.size
+            del sample  # release its bytes while waiting for the next one
 
-    async def _compare(self, asked: _Asked) -> Rendering:
+    async def _compare(self, sample: _RenderSample) -> RenderVerdict:
         try:
-            ids, spans = await self._renderer.render(orjson.loads(asked.body))
+            ids, spans = await self._renderer.render(orjson.loads(sample.body))
         except RendererError as error:
-            return Rendering("Unknown", 0, f"renderer_{error.cause}", str(error))
-        return compare(asked.prompt, ids, spans)
+            return RenderVerdict("Unknown", 0, f"renderer_{error.cause}", str(error))
+        return compare_rendering(sample.prompt, ids, spans)

@@ -1,8 +1,7 @@
-"""Where what is known of sentinels meets the fleet: requests and sightings in, questions of our own out.
+"""Learn images' sentinels from requests and sightings of the fleet, and from probe requests where those are ambiguous.
 
-What the feed alone cannot teach (several frontends send to the same engines, or two images stood at one place) is
-asked once it is worth it: an image that is requested again and still not known is shown to the engine under a text of
-our own.
+The feed alone cannot teach an image when several frontends send to one engine, or two images were at one place. Such an
+image is sent in a probe request once it is requested again.
 """
 
 import asyncio
@@ -13,132 +12,132 @@ from typing import NamedTuple
 
 from mmrouter_lib import feed
 from mmrouter_router.core.types import Scope
-from mmrouter_router.fleet.feed_client import Feed, FeedSilentError
+from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import Decision
-from mmrouter_router.sentinels import Asked, Line, Sentinels
+from mmrouter_router.sentinels import RankEpoch, SentinelStore, SentRequest
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.canary import Canary
-from mmrouter_router.verify.probe_requests import OwnRequestError, Picture
+from mmrouter_router.verify.probe_requests import ProbeImage, ProbeRequestError
 
 log = logging.getLogger("mmrouter.learning")
 
-MAX_ASKED = 65_536
-"""Images that are not known yet and whose requests are counted."""
-MAX_QUESTIONS = 64
-MAX_QUESTION_BYTES = 128 << 20
-"""Encoded images that wait to be asked about; one that is larger is asked about when nothing else waits."""
-WORTH_IT = 2
-"""Requests for an image before we ask for it ourselves."""
+MAX_COUNTED = 65_536
+"""Unknown images whose requests are counted."""
+MAX_PROBES = 64
+MAX_PROBE_BYTES = 128 << 20
+"""Bound of the encoded images that wait for a probe; a larger image is queued only alone."""
+ENOUGH_REQUESTS = 2
+"""Requests for an image before it is probed."""
 
 
-class _Question(NamedTuple):
+class _Probe(NamedTuple):
     uid: str
     rank: int
     block_size: int
     scope: Scope
-    picture: Picture
+    image: ProbeImage
 
 
-class Learning:
-    """One per router. ``run`` asks the questions, one at a time."""
+class SentinelLearning:
+    """Feeds the sentinel store; ``run`` sends the probes, one at a time."""
 
     def __init__(
         self,
-        sentinels: Sentinels,
+        sentinels: SentinelStore,
         fleet: Fleet,
         canary: Canary,
-        feeder_of: Callable[[str], Feed | None],
+        feeder_of: Callable[[str], FeedClient | None],
         metrics: Metrics,
     ) -> None:
         self._sentinels, self._fleet, self._canary = sentinels, fleet, canary
         self._feeder_of, self._metrics = feeder_of, metrics
         self._times: OrderedDict[tuple[Scope, bytes], int] = OrderedDict()
-        self._questions: asyncio.Queue[_Question] = asyncio.Queue(MAX_QUESTIONS)
+        self.probes: asyncio.Queue[_Probe] = asyncio.Queue(MAX_PROBES)
         self._waiting_bytes = 0
-        self._recalled: dict[str, tuple[int, Scope]] = {}  # pod uid -> epoch and scope whose sightings we have
+        self._recalled: dict[str, tuple[int, Scope]] = {}  # pod uid -> epoch and scope of recalled sightings
         fleet.on_change(self._describe)
         fleet.on_sighting(lambda worker, sighting: self._sighted(worker, sighting, live=True))
 
-    def sent(self, decision: Decision, prepared: Prepared) -> None:
-        """Note a request that is about to be sent."""
+    def on_send(self, decision: Decision, prepared: Prepared) -> None:
+        """Record a request that is about to be sent."""
         target = decision.target
         worker, scope = target.worker, target.worker.scope
         if scope is None:
             return
         if len(prepared.spans) != len(prepared.images) or prepared.request.media:
-            self._sentinels.unsettle()
+            self._sentinels.suspend_alignment()
         if not prepared.spans:
             return
-        asked = Asked(prepared.ids, prepared.spans, target.block_size, prepared.seed)
-        self._sentinels.asked(scope, _line(worker, target.rank), asked)
+        request = SentRequest(prepared.ids, prepared.spans, target.block_size, prepared.seed)
+        self._sentinels.on_request(scope, _source(worker, target.rank), request)
         for image in prepared.images:
             if image.resolved and self._sentinels.values(scope, image.identity, image.media.data) is None:
-                picture = Picture(image.identity, image.media.data, image.media.mime, image.tokens)
-                self._want(_Question(worker.member.uid, target.rank, target.block_size, scope, picture))
+                shown = ProbeImage(image.identity, image.media.data, image.media.mime, image.tokens)
+                self._count(_Probe(worker.member.uid, target.rank, target.block_size, scope, shown))
 
     async def run(self) -> None:
-        """Ask, until cancelled."""
+        """Send probes until cancelled."""
         while True:
-            question = await self._questions.get()
-            self._waiting_bytes -= len(question.picture.data)
-            worker, feeder = self._fleet.workers.get(question.uid), self._feeder_of(question.uid)
-            if worker is None or feeder is None or not worker.routable or worker.scope != question.scope:
+            probe = await self.probes.get()
+            self._waiting_bytes -= len(probe.image.data)
+            worker, feeder = self._fleet.workers.get(probe.uid), self._feeder_of(probe.uid)
+            if worker is None or feeder is None or not worker.routable or worker.scope != probe.scope:
                 continue
-            if self._sentinels.values(question.scope, question.picture.identity, question.picture.data) is not None:
+            if self._sentinels.values(probe.scope, probe.image.identity, probe.image.data) is not None:
                 continue
             try:
-                known = await self._canary.learn(worker, question.rank, feeder, question.block_size, question.picture)
-                self._metrics.sentinels.labels("asked" if known else "unanswered").inc()
-            except (OwnRequestError, FeedSilentError) as error:
+                learned = await self._canary.learn(worker, probe.rank, feeder, probe.block_size, probe.image)
+                self._metrics.sentinels.labels("asked" if learned else "unanswered").inc()
+            except (ProbeRequestError, FeedRequestError) as error:
                 self._metrics.sentinels.labels("unanswered").inc()
-                log.warning("%s: asking about an image failed: %s", worker.member.name, error)
+                log.warning("%s: probing an image failed: %s", worker.member.name, error)
 
     async def recall(self) -> None:
-        """Ask every sidecar that is new to us for the sightings that it remembers."""
+        """Request the remembered sightings of every new sidecar."""
         for worker in list(self._fleet):
             scope, feeder = worker.scope, self._feeder_of(worker.member.uid)
             if scope is None or feeder is None or not worker.routable:
                 continue
-            now = (worker.follower.epoch, scope)
+            now = (worker.sync.epoch, scope)
             if self._recalled.get(worker.member.uid) == now:
                 continue
             try:
-                parts = await feeder.question(feed.ObservationsRequest)
-            except FeedSilentError as error:
-                log.warning("%s: its sightings are not known: %s", worker.member.name, error)
+                parts = await feeder.request(feed.ObservationsRequest)
+            except FeedRequestError as error:
+                log.warning("%s: recalling sightings failed: %s", worker.member.name, error)
                 continue
             self._recalled[worker.member.uid] = now
             for part in parts:
                 if isinstance(part, feed.ObservationsPart):
                     for sighting in part.sightings:
                         self._sighted(worker, sighting, live=False)
-        self._recalled = {uid: known for uid, known in self._recalled.items() if uid in self._fleet.workers}
+        self._recalled = {uid: state for uid, state in self._recalled.items() if uid in self._fleet.workers}
 
-    def _want(self, question: _Question) -> None:
-        key = (question.scope, question.picture.identity)
+    def _count(self, probe: _Probe) -> None:
+        key = (probe.scope, probe.image.identity)
         times = self._times.pop(key, 0) + 1
-        size = self._waiting_bytes + len(question.picture.data)
-        if times >= WORTH_IT and not self._questions.full() and (size <= MAX_QUESTION_BYTES or not self._waiting_bytes):
-            self._questions.put_nowait(question)
+        size = self._waiting_bytes + len(probe.image.data)
+        if times >= ENOUGH_REQUESTS and not self.probes.full() and (size <= MAX_PROBE_BYTES or not self._waiting_bytes):
+            self.probes.put_nowait(probe)
             self._waiting_bytes = size
-            times = 0  # asked; should it stay unknown, the next requests count anew
+            times = 0  # the count restarts, in case the probe fails
         self._times[key] = times
-        if len(self._times) > MAX_ASKED:
+        if len(self._times) > MAX_COUNTED:
             self._times.popitem(last=False)
 
     def _describe(self) -> None:
         for worker in self._fleet:
-            if worker.scope is not None and worker.beat is not None:
-                self._sentinels.describe(worker.scope, worker.beat.engine_version, worker.beat.facts)
+            if worker.scope is not None and worker.heartbeat is not None:
+                self._sentinels.describe(worker.scope, worker.heartbeat.engine_version, worker.heartbeat.facts)
 
     def _sighted(self, worker: Worker, sighting: feed.ImageObservation, *, live: bool) -> None:
         if worker.scope is not None and sighting.sentinels:
             place = (sighting.parent, sighting.offset)
-            line = _line(worker, sighting.rank)
-            self._sentinels.sighted(worker.scope, line, place, sighting.sentinels, sighting.length, live=live)
+            source = _source(worker, sighting.rank)
+            self._sentinels.on_sighting(worker.scope, source, place, sighting.sentinels, sighting.length, live=live)
 
 
-def _line(worker: Worker, rank: int) -> Line:
-    return Line(worker.member.uid, worker.follower.epoch, rank)
+def _source(worker: Worker, rank: int) -> RankEpoch:
+    return RankEpoch(worker.member.uid, worker.sync.epoch, rank)

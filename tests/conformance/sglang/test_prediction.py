@@ -26,8 +26,8 @@ from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import artifact_hash, sentinels
 from mmrouter_lib.engines.sglang.request import rewrite_chat
 from mmrouter_lib.engines.sglang.server_info import INFO_PATHS, parse_info
-from mmrouter_router.sentinels.fill import fill
-from mmrouter_router.sentinels.provider import plan
+from mmrouter_router.sentinels.fingerprints import plan_fingerprints
+from mmrouter_router.sentinels.token_ids import fill_sentinels
 
 FAMILIES = {
     "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
@@ -72,7 +72,7 @@ class SglangPredictor(Predictor):
         def values_of(identity: bytes) -> tuple[int, ...]:
             return sentinels(artifact_hash(data[identity], self.fingerprint, {}), legacy=False)
 
-        filled = fill(plain.ids, plain.spans, values_of)
+        filled = fill_sentinels(plain.ids, plain.spans, values_of)
         assert filled.unknown is None
         return replace(plain, filled=filled.ids)
 
@@ -136,7 +136,7 @@ def fingerprint_of(served: Engine) -> str:
     """Return what the router's provider makes of the engine's own account, at its first try."""
     info = parse_info([served.client.get(path).json() for path in INFO_PATHS])
     assert info is not None
-    chosen = plan(info.version, info.facts)
+    chosen = plan_fingerprints(info.version, info.facts)
     assert chosen.candidates, chosen.why
     return chosen.candidates[0].digest()
 

@@ -28,7 +28,7 @@ from mmrouter_lib.api.crd import HASH_ANNOTATION
 from mmrouter_operator.cluster.kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
-from mmrouter_router.explain.parity import Cause
+from mmrouter_router.explain.block_diff import Cause
 from mmrouter_router.fleet import feed_client as feeds
 
 DENIED = Unread("GET /x: forbidden")

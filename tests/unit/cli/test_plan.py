@@ -92,14 +92,14 @@ def test_what_cannot_be_done_is_shown_as_blocked(tmp_path: Path) -> None:
 
 
 def test_how_much_a_nodes_directory_holds_restarts_those_who_write_there_too(tmp_path: Path) -> None:
-    def sharing(size: str) -> dict[str, Any]:
+    def gossip(size: str) -> dict[str, Any]:
         spec = whole()
         spec["routing"] = {"transfer": "shm"}
         spec["pools"] = [{**spec["pools"][0], "sharedMemory": {"scope": "node", "size": size}}]
         return spec
 
-    shown = report(write(tmp_path, "b.yaml", sharing("2Gi")), "--against", write(tmp_path, "a.yaml", sharing("1Gi")))
-    why = [f"pools[{sharing('1Gi')['pools'][0]['name']}].sharedMemory.size"]
+    shown = report(write(tmp_path, "b.yaml", gossip("2Gi")), "--against", write(tmp_path, "a.yaml", gossip("1Gi")))
+    why = [f"pools[{gossip('1Gi')['pools'][0]['name']}].sharedMemory.size"]
     assert shown["restarts"] == dict.fromkeys(("vl-frontend", f"vl-{whole()['pools'][0]['name']}"), why)
 
 

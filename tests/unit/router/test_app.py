@@ -12,7 +12,7 @@ from unit.router.test_placer import BLOCK, KEYS, Rig, deployment
 from mmrouter_router import app
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys, Settings
-from mmrouter_router.fleet.discovery import Peer, Roster
+from mmrouter_router.fleet.discovery import Membership, Peer
 from mmrouter_router.fleet.workers import Member
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen2-vl"
@@ -28,7 +28,7 @@ async def router(config: Path = Path("/nowhere")):
     try:
         async with made._tasks:
             yield made
-            made.roster(Roster(()))
+            made.roster(Membership(()))
     finally:
         made.upstream.close()
         await made.media.close()
@@ -44,7 +44,7 @@ def heard(router: Router, uid: str) -> None:
     rig = Rig.__new__(Rig)
     rig.fleet = router.fleet
     worker = router.fleet.workers[uid]
-    rig.fleet.connect(worker)
+    rig.fleet.feed_connected(worker)
     rig.sync(worker, KEYS)
     rig.beat(worker, block_size=BLOCK)
 
@@ -52,7 +52,7 @@ def heard(router: Router, uid: str) -> None:
 async def test_ready_once_all_known_sidecars_sent_their_snapshot():
     async with router() as r:
         assert not r.ready
-        r.roster(Roster((member("a"), member("b"))))
+        r.roster(Membership((member("a"), member("b"))))
         heard(r, "uid-a")
         assert not r.ready
         heard(r, "uid-b")
@@ -61,14 +61,14 @@ async def test_ready_once_all_known_sidecars_sent_their_snapshot():
 
 async def test_pod_with_unready_sidecar_does_not_delay_readiness():
     async with router() as r:
-        r.roster(Roster((member("a"), member("starting", ready=False))))
+        r.roster(Membership((member("a"), member("starting", ready=False))))
         heard(r, "uid-a")
         assert r.ready
 
 
 async def test_draining_pod_does_not_delay_readiness():
     async with router() as r:
-        r.roster(Roster((member("a"), member("gone", draining=True))))
+        r.roster(Membership((member("a"), member("gone", draining=True))))
         heard(r, "uid-a")
         assert r.ready
 
@@ -76,48 +76,48 @@ async def test_draining_pod_does_not_delay_readiness():
 async def test_ready_at_the_deadline_without_all_snapshots(monkeypatch):
     monkeypatch.setattr(app, "READY_SECONDS", 0.0)
     async with router() as r:
-        r.roster(Roster((member("a"),)))
+        r.roster(Membership((member("a"),)))
         assert r.ready
 
 
 async def test_readiness_survives_new_and_lost_workers():
     async with router() as r:
-        r.roster(Roster(()))
+        r.roster(Membership(()))
         assert r.ready
-        r.roster(Roster((member("a"), member("b"))))
+        r.roster(Membership((member("a"), member("b"))))
         assert r.ready
-        r.roster(Roster(()))
+        r.roster(Membership(()))
         assert r.ready
 
 
 async def test_deletion_of_own_pod_ends_readiness():
     async with router() as r:
-        r.roster(Roster(()))
+        r.roster(Membership(()))
         assert r.ready
-        r.roster(Roster((), leaving=True))
+        r.roster(Membership((), leaving=True))
         assert not r.ready
         assert not r.shutdown.stopping.is_set()
 
 
 async def test_pod_with_new_address_gets_a_new_feed_and_an_empty_cache():
     async with router() as r:
-        r.roster(Roster((member("a"),)))
+        r.roster(Membership((member("a"),)))
         heard(r, "uid-a")
         before, feed = r.fleet.workers["uid-a"], r._feeds["uid-a"]
         assert len(r.fleet.index) == len(KEYS)
-        r.roster(Roster((member("a", ip="127.84.0.9"),)))
+        r.roster(Membership((member("a", ip="127.84.0.9"),)))
         assert r.fleet.workers["uid-a"] is not before
         assert r._feeds["uid-a"] is not feed
         assert r.fleet.workers["uid-a"].slots == {}
-        assert not r.fleet.workers["uid-a"].follower.synced
+        assert not r.fleet.workers["uid-a"].sync.synced
 
 
 async def test_pod_that_changes_state_keeps_feed_and_cache():
     async with router() as r:
-        r.roster(Roster((member("a", ready=False),)))
+        r.roster(Membership((member("a", ready=False),)))
         heard(r, "uid-a")
         before, feed = r.fleet.workers["uid-a"], r._feeds["uid-a"]
-        r.roster(Roster((member("a", draining=True),)))
+        r.roster(Membership((member("a", draining=True),)))
         assert r.fleet.workers["uid-a"] is before
         assert r._feeds["uid-a"] is feed
         assert before.slots
@@ -126,17 +126,17 @@ async def test_pod_that_changes_state_keeps_feed_and_cache():
 
 async def test_router_is_not_its_own_peer():
     async with router() as r:
-        r.roster(Roster((), (Peer("x", "x", OWN_IP), Peer("y", "y", "127.84.0.3"))))
+        r.roster(Membership((), (Peer("x", "x", OWN_IP), Peer("y", "y", "127.84.0.3"))))
         assert [peer.uid for peer in r.peers] == ["y"]
 
 
 @pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
 async def test_pods_of_all_roles_are_accepted(role):
     async with router() as r:
-        r.roster(Roster((member("other", role=role), member("w"))))
+        r.roster(Membership((member("other", role=role), member("w"))))
         heard(r, "uid-w")
         assert {row["role"] for row in r.reporter.report()["workers"].values()} == {role, "worker"}
-        r.roster(Roster((replace(member("other", role=role), draining=True),)))
+        r.roster(Membership((replace(member("other", role=role), draining=True),)))
         rows = r.reporter.report()["workers"]
         assert [(row["role"], row["routable"]) for row in rows.values()] == [(role, False)]
 

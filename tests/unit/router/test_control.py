@@ -136,4 +136,4 @@ async def test_closed_stream_unregisters_its_listener():
     stream = events(rig.reporter.report, rig.fleet, asyncio.Event())
     await anext(stream)
     await stream.aclose()
-    assert rig.fleet._listeners == []
+    assert rig.fleet.change_listeners == []

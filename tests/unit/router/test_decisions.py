@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from mmrouter_router.explain.decisions import Decisions, Trace
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
 
 
-def trace(tokens: int) -> Trace:
-    return Trace("r", None, tokens, None, [])
+def trace(tokens: int) -> DecisionTrace:
+    return DecisionTrace("r", None, tokens, None, [])
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def trace(tokens: int) -> Trace:
     ],
 )
 def test_the_newest_traces_are_kept_as_long_as_they_fit(prompts, kept):
-    decisions = Decisions(size=3, tokens=10)
+    decisions = DecisionLog(size=3, tokens=10)
     for number, tokens in enumerate(prompts):
         decisions.add(str(number), replace(trace(tokens), request_id=str(number)))
     assert [found.request_id for found in reversed(decisions.latest(9))] == [str(number) for number in kept]

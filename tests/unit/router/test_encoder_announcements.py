@@ -3,8 +3,8 @@
 import pytest
 
 from mmrouter_lib import feed
-from mmrouter_router.encoding.encoder_announcements import AGAIN_SECONDS, EncoderList
-from mmrouter_router.fleet.feed_client import FeedSilentError
+from mmrouter_router.encoding.encoder_announcements import REPEAT_SECONDS, EncoderAnnouncer
+from mmrouter_router.fleet.feed_client import FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -17,9 +17,9 @@ class Sidecar:
     def __init__(self):
         self.told, self.silent = [], False
 
-    async def question(self, build):
+    async def request(self, build):
         if self.silent:
-            raise FeedSilentError("no answer")
+            raise FeedRequestError("no answer")
         self.told.append(build(1))
         return [feed.Accepted(1)]
 
@@ -29,7 +29,7 @@ class Rig:
         self.now = 0.0
         self.fleet = Fleet(Metrics(), clock=lambda: self.now)
         self.sidecars = {}
-        self.encoders = EncoderList("r1", self.fleet, self.sidecars.get, PATIENCE, lambda: self.now)
+        self.encoders = EncoderAnnouncer("r1", self.fleet, self.sidecars.get, PATIENCE, lambda: self.now)
 
     def pod(self, name, role, *, state="up", draining=False, admitted=True):
         worker = self.fleet.join(Member(name, name, f"10.0.0.{len(self.sidecars)}", role, role, admitted=admitted))
@@ -40,12 +40,12 @@ class Rig:
     def beat(self, worker, state="up", draining=False):
         name = worker.member.name
         beat = feed.Heartbeat(f"{name}/1", 1, 0, "sglang", state, "0", 16, "m", "", {}, 1, draining)
-        self.fleet.published(worker, beat)
+        self.fleet.on_published(worker, beat)
 
     async def names(self):
         """Tell, and return what each sidecar was newly told."""
         before = {name: len(sidecar.told) for name, sidecar in self.sidecars.items()}
-        await self.encoders.tell()
+        await self.encoders.announce()
         return {
             name: [[one for one, _ in word.encoders] for word in sidecar.told[before[name] :]]
             for name, sidecar in self.sidecars.items()
@@ -76,7 +76,7 @@ async def test_a_change_is_told_at_once_and_what_is_known_from_time_to_time():
     assert await rig.names() == {"w": [["e1", "e2"]]}
     rig.beat(one, state="down")
     assert await rig.names() == {"w": [["e2"]]}
-    rig.now += AGAIN_SECONDS
+    rig.now += REPEAT_SECONDS
     assert await rig.names() == {"w": [["e2"]]}
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from mmrouter_router.core.linear_cost import Line
-from mmrouter_router.encoding import Abort, Encoder, Encoders, Full, Image, Lost
-from mmrouter_router.encoding.lane import STALL_COLD, STALL_FACTOR
+from mmrouter_router.encoding import Abort, Encoder, EncoderScheduler, EncodingFailed, Image, QueuesFull
+from mmrouter_router.encoding.encoder_queue import STALL_COLD, STALL_FACTOR
 from mmrouter_router.encoding.scheduler import ATTEMPTS, PATIENCE
 
 SPEEDS = {"fast": 8000.0, "middle": 3000.0, "slow": 1000.0}
@@ -16,7 +16,7 @@ def speed(kind: str) -> Line:
 
 
 def machine(mode="auto", *kinds, **bounds):
-    encoders = Encoders(mode, first=speed)
+    encoders = EncoderScheduler(mode, first=speed)
     for kind in kinds or ("fast", "middle", "slow"):
         encoders.join(Encoder(kind, kind, **bounds), 0.0)
     return encoders
@@ -31,7 +31,7 @@ def images(names, tokens=800):
 
 
 def view(encoders, name, now=0.0):
-    return next(v for v in encoders.views(now) if v.id == name)
+    return next(v for v in encoders.statuses(now) if v.id == name)
 
 
 def where(outcome):
@@ -118,7 +118,7 @@ def test_a_small_request_passes_a_large_one_but_not_for_longer_than_that_is_larg
 
 def test_equal_finishes_go_to_the_smallest_id_in_whatever_order_encoders_joined():
     for order in ("abc", "cba", "bca"):
-        encoders = Encoders(first=lambda kind: Line(0.0, 0.001))
+        encoders = EncoderScheduler(first=lambda kind: Line(0.0, 0.001))
         for name in order:
             encoders.join(Encoder(name, "x"), 0.0)
         chosen = [where(encoders.place(f"r{n}", [image(n)], 0.0))[0] for n in range(6)]
@@ -129,7 +129,7 @@ def test_equal_finishes_go_to_the_smallest_id_in_whatever_order_encoders_joined(
 
 
 def test_case_66_of_the_field_eight_to_one_by_request_over_18_requests():
-    encoders = Encoders("perRequest", first=lambda kind: Line(0.0, 0.001))
+    encoders = EncoderScheduler("perRequest", first=lambda kind: Line(0.0, 0.001))
     encoders.join(Encoder("a", "x", weight=8), 0.0)
     encoders.join(Encoder("b", "x", weight=1), 0.0)
     chosen = [set(where(encoders.place(f"r{n}", images(f"{n}{part}" for part in "xyz"), 0.0))) for n in range(18)]
@@ -145,7 +145,7 @@ def test_per_image_takes_turns_image_by_image():
 
 
 def test_any_number_of_encoders_shares_by_weight():
-    encoders = Encoders("perImage", first=lambda kind: Line(0.0, 0.001))
+    encoders = EncoderScheduler("perImage", first=lambda kind: Line(0.0, 0.001))
     for name, weight in (("a", 5), ("b", 3), ("c", 2), ("d", 0)):
         encoders.join(Encoder(name, "x", weight=weight), 0.0)
     chosen = [where(encoders.place(f"r{n}", [image(n)], 0.0))[0] for n in range(100)]
@@ -154,7 +154,7 @@ def test_any_number_of_encoders_shares_by_weight():
 
 @pytest.mark.parametrize("mode", ["perImage", "perRequest"])
 def test_one_encoder_that_is_left_gets_all_whatever_its_weight(mode):
-    encoders = Encoders(mode, first=lambda kind: Line(0.0, 0.001))
+    encoders = EncoderScheduler(mode, first=lambda kind: Line(0.0, 0.001))
     encoders.join(Encoder("a", "x", weight=9), 0.0)
     encoders.join(Encoder("b", "x", weight=0), 0.0)
     encoders.leave("a", 0.0)
@@ -163,7 +163,7 @@ def test_one_encoder_that_is_left_gets_all_whatever_its_weight(mode):
 
 def test_a_request_without_room_in_one_place_is_refused_by_request_and_taken_by_image():
     per_request = machine("perRequest", queue=2)  # 3 places each, the slot included
-    assert per_request.place("r", images(range(4)), 0.0).full == Full(None)
+    assert per_request.place("r", images(range(4)), 0.0).full == QueuesFull(None)
     assert len(machine("perImage", queue=2).place("r", images(range(4)), 0.0).placed) == 4
 
 
@@ -171,7 +171,7 @@ def test_a_request_without_room_in_one_place_is_refused_by_request_and_taken_by_
 
 
 def test_case_67_of_the_field_a_held_embedding_skips_the_encoder_and_an_evicted_one_does_not():
-    encoders = Encoders(first=speed)
+    encoders = EncoderScheduler(first=speed)
     encoders.join(Encoder("fast", "fast", cache_entries=2), 0.0)
     for name in "ab":
         finish_all(encoders, encoders.place(name, [image(name)], 0.0), 1.0, f"answer {name}")
@@ -192,7 +192,7 @@ def test_an_embedding_that_turns_out_to_be_gone_is_encoded_again():
 
 
 def test_the_cache_model_is_bounded_in_bytes_too():
-    encoders = Encoders(first=speed)
+    encoders = EncoderScheduler(first=speed)
     encoders.join(Encoder("fast", "fast", cache_bytes=25), 0.0)
     for name in "abc":
         finish_all(encoders, encoders.place(name, [image(name, size=10)], 0.0), 1.0)
@@ -231,15 +231,15 @@ def test_a_request_without_images_is_ready_at_once():
 def test_a_request_without_room_is_refused_as_a_whole_and_says_when_to_come_back():
     encoders = machine("auto", "fast", "slow", queue=1)
     encoders.place("a", images("wxyz"), 0.0)
-    before = encoders.views(0.0)
-    assert encoders.place("b", [image("b")], 0.0).full == Full(pytest.approx(0.1))
-    assert encoders.place("c", images(range(5)), 0.0).full == Full(None)
-    assert encoders.views(0.0) == before
+    before = encoders.statuses(0.0)
+    assert encoders.place("b", [image("b")], 0.0).full == QueuesFull(pytest.approx(0.1))
+    assert encoders.place("c", images(range(5)), 0.0).full == QueuesFull(None)
+    assert encoders.statuses(0.0) == before
     assert encoders.place("d", [image("w")], 0.0).placed[0].how == "joined"  # needs no room
 
 
 def test_without_an_encoder_there_is_never_room():
-    assert Encoders().place("r", [image("a")], 0.0).full == Full(None)
+    assert EncoderScheduler().place("r", [image("a")], 0.0).full == QueuesFull(None)
 
 
 def test_more_slots_are_sent_at_once():
@@ -294,7 +294,7 @@ def test_work_of_an_encoder_that_leaves_goes_to_the_others_and_what_it_runs_may_
     with pytest.raises(ValueError, match="another id"):
         encoders.join(Encoder("fast", "fast"), 0.02)
     encoders.finished(outcome.starts[0].run, 0.1)
-    assert [v.id for v in encoders.views(0.1)] == ["slow"]
+    assert [v.id for v in encoders.statuses(0.1)] == ["slow"]
     assert [r.request for r in finish_all(encoders, left, 5.0)] == ["r"]
 
 
@@ -302,9 +302,9 @@ def test_when_the_last_encoder_leaves_requests_that_wait_for_it_are_lost():
     encoders = machine("auto", "fast")
     outcome = encoders.place("a", [image("x")], 0.0)
     encoders.place("b", images("yz"), 0.0)
-    assert encoders.leave("fast", 0.0).lost == (Lost("b", "no_encoder"),)
+    assert encoders.leave("fast", 0.0).failed == (EncodingFailed("b", "no_encoder"),)
     assert [r.request for r in encoders.finished(outcome.starts[0].run, 0.1).ready] == ["a"]
-    assert encoders.views(0.1) == ()
+    assert encoders.statuses(0.1) == ()
 
 
 def test_a_failed_image_goes_to_another_encoder_and_the_failed_one_rests_then_gets_one():
@@ -312,7 +312,7 @@ def test_a_failed_image_goes_to_another_encoder_and_the_failed_one_rests_then_ge
     run = encoders.place("r", [image("a")], 0.0).starts[0].run
     outcome = encoders.failed(run, 0.01)
     assert [start.encoder for start in outcome.starts] == ["slow"]
-    until = view(encoders, "fast", 0.01).resting_until
+    until = view(encoders, "fast", 0.01).backoff_until
     assert until == pytest.approx(1.01)
     assert where(encoders.place("s", [image("b")], 0.5)) == ["slow"]
     probe = encoders.place("t", images("cd"), 9.0)
@@ -327,17 +327,17 @@ def test_an_image_that_fails_everywhere_is_given_up_with_its_requests_and_nothin
     for _ in range(ATTEMPTS):
         outcome = encoders.failed(runs[-1], 0.0)
         runs += [s.run for s in outcome.starts if s.image.key == b"a"]
-    assert outcome.lost == (Lost("r", "attempts"),)
+    assert outcome.failed == (EncodingFailed("r", "attempts"),)
     assert len(set(runs)) == ATTEMPTS
-    assert all(v.waiting == v.running == 0 for v in encoders.views(0.0))
+    assert all(v.waiting == v.running == 0 for v in encoders.statuses(0.0))
 
 
 def test_an_image_that_an_encoder_refuses_loses_its_requests_and_does_not_blame_the_encoder():
     encoders = machine("auto", "fast")
     run = encoders.place("r", images("ab"), 0.0).starts[0].run
     outcome = encoders.failed(run, 0.1, refused=True)
-    assert outcome.lost == (Lost("r", "image_refused"),)
-    assert view(encoders, "fast").resting_until is None
+    assert outcome.failed == (EncodingFailed("r", "image_refused"),)
+    assert view(encoders, "fast").backoff_until is None
     assert view(encoders, "fast").waiting == view(encoders, "fast").running == 0
 
 
@@ -353,7 +353,7 @@ def test_an_encoder_that_stalls_loses_all_its_work_and_its_history():
     outcome = encoders.tick(at)
     assert outcome.aborts == (Abort(stuck[0], "fast"),)
     assert view(encoders, "fast", at).waiting == view(encoders, "fast", at).running == 0
-    assert view(encoders, "fast", at).resting_until > at
+    assert view(encoders, "fast", at).backoff_until > at
     assert [r.request for r in finish_all(encoders, outcome, at + 1)] == ["r"]
 
 
@@ -381,4 +381,4 @@ def test_an_encoder_that_nobody_needs_is_tried_again_after_its_trouble_and_rests
         assert where(encoders.place(f"s{number}", [image(f"s{number}")], at + 0.1)) == ["slow"]
         encoders.cancel(f"r{number}", at + 0.1)
         encoders.cancel(f"s{number}", at + 0.1)
-        assert view(encoders, "fast", at).resting_until == pytest.approx(at + 2**number)
+        assert view(encoders, "fast", at).backoff_until == pytest.approx(at + 2**number)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mmrouter_router.core.linear_cost import Line
-from mmrouter_router.encoding import Encoder, Encoders, Image
+from mmrouter_router.encoding import Encoder, EncoderScheduler, Image
 
 KEYS = [bytes([number]) for number in range(12)]
 TOKENS = {key: 4 + 100 * number for number, key in enumerate(KEYS)}
@@ -21,7 +21,7 @@ class Everything(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.encoders = Encoders(self.mode, first=lambda kind: Line(0.01, 0.001 * len(kind)))
+        self.encoders = EncoderScheduler(self.mode, first=lambda kind: Line(0.01, 0.001 * len(kind)))
         self.now = 0.0
         self.joined = 0
         self.present: list[str] = []
@@ -45,7 +45,7 @@ class Everything(RuleBasedStateMachine):
             assert len(ready.answers) == len(images)
             for image, answer in zip(images, ready.answers, strict=True):
                 assert (answer.encoder, image.key, answer.value) in self.encoded
-        for lost in outcome.lost:
+        for lost in outcome.failed:
             del self.waiting[lost.request]
 
     @rule(kind=st.sampled_from(["a", "bb", "cccccc"]), slots=st.integers(1, 2), weight=st.integers(0, 3))
@@ -70,17 +70,17 @@ class Everything(RuleBasedStateMachine):
     def place(self, keys):
         self.asked += 1
         request, images = f"r{self.asked}", [Image(key, TOKENS[key], TOKENS[key] // 2) for key in keys]
-        before = self.encoders.views(self.now)
+        before = self.encoders.statuses(self.now)
         outcome = self.encoders.place(request, images, self.now)
         if outcome.full is not None:
-            assert self.encoders.views(self.now) == before
+            assert self.encoders.statuses(self.now) == before
             assert keys
             return
         self.waiting[request] = images
         assert len(outcome.placed) == len(images)
         assert all(placed.finish >= self.now for placed in outcome.placed)
         # More work makes nobody done earlier.
-        after = {view.id: view.backlog for view in self.encoders.views(self.now)}
+        after = {view.id: view.backlog for view in self.encoders.statuses(self.now)}
         assert all(after[view.id] >= view.backlog - 1e-9 for view in before)
         self.apply(outcome)
 
@@ -123,54 +123,54 @@ class Everything(RuleBasedStateMachine):
 
     @invariant()
     def every_image_that_is_waited_for_is_in_one_place_and_nothing_else_is(self):
-        lanes = list(self.encoders._lanes.values())
-        jobs = [job for lane in lanes for job in [*lane.waiting, *lane.running.values()]]
+        queues = list(self.encoders.queues.values())
+        jobs = [job for queue in queues for job in [*queue.waiting, *queue.running.values()]]
         counted = Counter(job.image.key for job in jobs)
         assert all(count == 1 for count in counted.values())
         wanted = set()
         for request, images in self.waiting.items():
-            answered = self.encoders._requests[request].answers
+            answered = self.encoders.requests[request].answers
             wanted |= {(request, image.key) for image in images if image.key not in answered}
         assert wanted == {(request, job.image.key) for job in jobs for request in job.waiters}
-        assert {job.image.key for job in jobs} == set(self.encoders._flights)
+        assert {job.image.key for job in jobs} == set(self.encoders.jobs)
         assert all(job.waiters for job in jobs)
-        assert set(self.encoders._requests) == set(self.waiting)
+        assert set(self.encoders.requests) == set(self.waiting)
 
     @invariant()
     def what_runs_is_what_was_sent_and_not_answered(self):
         running = {
-            run: (lane.id, j.image.key) for lane in self.encoders._lanes.values() for run, j in lane.running.items()
+            run: (queue.id, j.image.key) for queue in self.encoders.queues.values() for run, j in queue.running.items()
         }
         assert running == self.runs
-        assert set(self.encoders._runs) == set(self.runs)
+        assert set(self.encoders.runs) == set(self.runs)
 
     @invariant()
     def booked_work_is_the_sum_of_what_is_there(self):
-        for lane in self.encoders._lanes.values():
-            assert lane._tokens_waiting == sum(job.image.tokens for job in lane.waiting)
-            assert lane._tokens_running == sum(job.image.tokens for job in lane.running.values())
-            assert [job.key for job in lane.waiting] == sorted(job.key for job in lane.waiting)
-            assert all(job.lane is lane for job in [*lane.waiting, *lane.running.values()])
+        for queue in self.encoders.queues.values():
+            assert queue.tokens_waiting == sum(job.image.tokens for job in queue.waiting)
+            assert queue.tokens_running == sum(job.image.tokens for job in queue.running.values())
+            assert [job.key for job in queue.waiting] == sorted(job.key for job in queue.waiting)
+            assert all(job.queue is queue for job in [*queue.waiting, *queue.running.values()])
 
     @invariant()
     def bounds_hold_and_no_encoder_idles_beside_its_queue(self):
-        for lane in self.encoders._lanes.values():
-            assert len(lane.running) <= self.slots[lane.id]
-            assert len(lane.waiting) <= QUEUE or not self.untroubled
-            assert not lane.waiting or not lane.has_slot
-            assert not lane.leaving or (lane.running and not lane.waiting)
-            assert len(lane.held) <= ENTRIES
-            assert lane.held.bytes <= BYTES
-            assert lane.held.bytes == sum(size for size, _ in lane.held._held.values())
-        assert sorted(self.present) == sorted(lane.id for lane in self.encoders._lanes.values() if not lane.leaving)
+        for queue in self.encoders.queues.values():
+            assert len(queue.running) <= self.slots[queue.id]
+            assert len(queue.waiting) <= QUEUE or not self.untroubled
+            assert not queue.waiting or not queue.has_slot
+            assert not queue.leaving or (queue.running and not queue.waiting)
+            assert len(queue.held) <= ENTRIES
+            assert queue.held.bytes <= BYTES
+            assert queue.held.bytes == sum(size for size, _ in queue.held.entries.values())
+        assert sorted(self.present) == sorted(queue.id for queue in self.encoders.queues.values() if not queue.leaving)
 
     def teardown(self):
         for request in list(self.waiting):
             del self.waiting[request]
             self.apply(self.encoders.cancel(request, self.now))
         assert self.runs == {}
-        assert self.encoders._flights == self.encoders._requests == {}
-        assert all(view.waiting == view.running == 0 and view.backlog == 0 for view in self.encoders.views(self.now))
+        assert self.encoders.jobs == self.encoders.requests == {}
+        assert all(view.waiting == view.running == 0 and view.backlog == 0 for view in self.encoders.statuses(self.now))
 
 
 class PerImage(Everything):

@@ -5,15 +5,17 @@ import json
 
 import pytest
 
-from mmrouter_router.encoding import Encoder, Encoders, Image
-from mmrouter_router.encoding.sender import EncodeError, Encoding, Shown
+from mmrouter_router.encoding import Encoder, EncoderScheduler, Image
+from mmrouter_router.encoding.image_sender import EncodeError, ImageSender, ImageToEncode
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import OutgoingImage
 
 
 def shown(name, tokens=100):
-    return Shown(Image(name.encode(), tokens), OutgoingImage(0, 0, name, Media(name.encode(), "image/png", "data")))
+    return ImageToEncode(
+        Image(name.encode(), tokens), OutgoingImage(0, 0, name, Media(name.encode(), "image/png", "data"))
+    )
 
 
 class Pool:
@@ -55,7 +57,7 @@ async def pool():
 
 @pytest.fixture
 async def encoding(pool):
-    made = Encoding(Encoders(), pool.post)
+    made = ImageSender(EncoderScheduler(), pool.post)
     made.update([Encoder("a", "cpu", queue=4), Encoder("b", "cpu", queue=4)])
     task = asyncio.create_task(made.run())
     yield made
@@ -94,7 +96,7 @@ async def test_what_an_encoder_says_of_an_embeddings_size_counts_against_its_bou
     for name in ("x", "y", "x"):
         await encoding.encode(name + str(len(pool.sent)), [shown(name)])
     assert [name for _, name in pool.sent] == ["x", "y", "x"]
-    assert [(view.held, view.held_bytes) for view in encoding.machine.views(0.0)] == [(1, 60)]
+    assert [(view.held, view.held_bytes) for view in encoding.scheduler.statuses(0.0)] == [(1, 60)]
 
 
 async def test_an_image_is_in_the_trace_of_the_request_that_asked_first(encoding, pool):
@@ -187,7 +189,7 @@ async def test_without_an_encoder_or_room_it_is_said_at_once(encoding, pool):
 
 
 async def test_a_stalled_encoders_work_moves_without_anybody_calling(pool):
-    stalls = Encoding(Encoders(), pool.post)
+    stalls = ImageSender(EncoderScheduler(), pool.post)
     stalls.update([Encoder("a", "nvidia"), Encoder("b", "cpu")])
     task = asyncio.create_task(stalls.run())
     for number in range(10):  # both become known to be quick

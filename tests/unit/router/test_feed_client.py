@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from mmrouter_lib import feed
 from mmrouter_router.core.settings import CurveKeys
-from mmrouter_router.fleet.feed_client import DRAIN, PUB_PORT, ROUTER_PORT, Feed
+from mmrouter_router.fleet.feed_client import DRAIN, PUB_PORT, ROUTER_PORT, FeedClient
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -89,7 +89,7 @@ async def followed(version: int, ip: str) -> None:
     worker = fleet.join(Member("pod-1", "pod-1", ip, "worker", "worker"))
     seen: list[feed.ImageObservation] = []
     fleet.on_sighting(lambda _, sighting: seen.append(sighting))
-    reader = Feed(worker, fleet, CurveKeys(public, secret, player.public), context, Metrics())
+    reader = FeedClient(worker, fleet, CurveKeys(public, secret, player.public), context, Metrics())
     tasks = [asyncio.create_task(each) for each in (player.speak(), player.answer(), reader.run())]
     try:
         await listened(player, reader, fleet, worker, seen)
@@ -103,35 +103,35 @@ async def followed(version: int, ip: str) -> None:
 
 
 async def listened(
-    player: Player, reader: Feed, fleet: Fleet, worker: Worker, seen: list[feed.ImageObservation]
+    player: Player, reader: FeedClient, fleet: Fleet, worker: Worker, seen: list[feed.ImageObservation]
 ) -> None:
     """Heartbeat and snapshot, then load, sighting and deltas with one missing, a question, a burst."""
-    await until(lambda: worker.follower.synced and worker.beat is not None)
-    assert (worker.id, worker.follower.epoch, worker.follower.seq) == ("pod-1/0a1b2c3d", 7, 3)
+    await until(lambda: worker.sync.synced and worker.heartbeat is not None)
+    assert (worker.id, worker.sync.epoch, worker.sync.seq) == ("pod-1/0a1b2c3d", 7, 3)
     assert worker.routable
     assert fleet.index.holds(worker.slots[0], KEY[4])
 
     # Number 4 is missing: it is replayed, and 5, which has waited, is applied after it.
     player.published += [player.payload("delta", _2=5), player.payload("load"), player.payload("sighting")]
-    await until(lambda: worker.follower.seq == 5)
+    await until(lambda: worker.sync.seq == 5)
     assert feed.ReplayRequest in player.asked
     assert fleet.index.holds(worker.slots[0], KEY[5])
     assert fleet.index.holds(worker.slots[1], KEY[1])
-    await until(lambda: worker.loads and seen)
-    assert worker.loads[1].waiting == 2.0
+    await until(lambda: fleet.usage(worker, 1).others and seen)
+    assert fleet.usage(worker, 1).others == 2.0
     assert seen[0].identity == b"\3" * 32
 
     player.published.append(player.payload("heartbeat_canary"))
     await until(lambda: worker.canary == "False")
-    answers = await reader.question(lambda number: feed.CanaryClaim(number, 7, "router-a", 30.0))
+    answers = await reader.request(lambda number: feed.CanaryClaim(number, 7, "router-a", 30.0))
     assert answers == [feed.ClaimAnswer(answers[0].id, False, "router-b")]
 
     # More at once than is taken in one go, and then nothing that would wake anybody.
     player.published.clear()
-    end = worker.follower.seq + 3 * DRAIN + 7
-    for seq in range(worker.follower.seq + 1, end + 1):
+    end = worker.sync.seq + 3 * DRAIN + 7
+    for seq in range(worker.sync.seq + 1, end + 1):
         await player.pub.send(feed.encode(feed.Delta(7, seq, 0.0, 0, 0, "GPU", b"", b"")))
-    await until(lambda: worker.follower.seq == end)
+    await until(lambda: worker.sync.seq == end)
 
 
 @pytest.mark.parametrize("version", feed.ACCEPTED)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mmrouter_lib.block_keys import pack_keys, unpack_keys
 from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
-from mmrouter_router.fleet.feed_sync import Apply, AskReplay, AskSnapshot, Follower, Load, Reset, Synced
+from mmrouter_router.fleet.feed_sync import ApplyDelta, AskReplay, AskSnapshot, FeedSync, LoadPart, ResetWorker, Synced
 
 RING = 6
 
@@ -48,28 +48,28 @@ class View:
     """What an index would hold, driven by the follower's steps."""
 
     def __init__(self) -> None:
-        self.follower = Follower()
+        self.sync = FeedSync()
         self.held: set[int] = set()
         self.asked: list[AskSnapshot | AskReplay] = []
-        self.take(self.follower.start())
+        self.take(self.sync.start())
 
     def take(self, steps) -> None:
         for step in steps:
             match step:
-                case Reset():
+                case ResetWorker():
                     self.held = set()
-                case Apply(delta):
+                case ApplyDelta(delta):
                     self.held -= set(unpack_keys(delta.removed))
                     self.held |= set(unpack_keys(delta.stored))
-                case Load(part):
+                case LoadPart(part):
                     self.held |= set(unpack_keys(part.keys))
                 case AskSnapshot() | AskReplay():
                     self.asked.append(step)
                 case Synced():
-                    assert self.follower.synced
+                    assert self.sync.synced
 
     def reply(self, frame) -> None:
-        steps = self.follower.on_snapshot(frame) if isinstance(frame, SnapshotPart) else self.follower.on_replay(frame)
+        steps = self.sync.on_snapshot(frame) if isinstance(frame, SnapshotPart) else self.sync.on_replay(frame)
         self.take(steps)
 
 
@@ -94,7 +94,7 @@ def test_any_loss_duplication_and_delay_ends_in_equality(seed, rounds):
                 air.append(sidecar.answer(ask))
         while air and rng.random() < 0.6:
             deliver(view, air.pop(rng.choice([0, 0, rng.randrange(len(air))])))
-        if view.follower.synced and view.follower.seq == sidecar.seq and view.follower.epoch == sidecar.epoch:
+        if view.sync.synced and view.sync.seq == sidecar.seq and view.sync.epoch == sidecar.epoch:
             assert view.held == sidecar.held
     for frame in air:
         deliver(view, frame)
@@ -102,19 +102,19 @@ def test_any_loss_duplication_and_delay_ends_in_equality(seed, rounds):
         deliver(view, sidecar.heartbeat())
         asks, view.asked = view.asked, []
         if not asks:
-            view.take(view.follower.on_silence())
+            view.take(view.sync.on_silence())
         for ask in asks:
             view.reply(sidecar.answer(ask))
-    assert view.follower.synced
+    assert view.sync.synced
     assert view.held == sidecar.held
 
 
 def deliver(view: View, frame) -> None:
     match frame:
         case Delta():
-            view.take(view.follower.on_delta(frame))
+            view.take(view.sync.on_delta(frame))
         case Heartbeat():
-            view.take(view.follower.on_heartbeat(frame))
+            view.take(view.sync.on_heartbeat(frame))
         case _:
             view.reply(frame)
 
@@ -123,7 +123,7 @@ def synced_view(sidecar: Sidecar) -> View:
     view = View()
     view.reply(sidecar.answer(view.asked.pop()))
     deliver(view, sidecar.heartbeat())
-    assert view.follower.synced
+    assert view.sync.synced
     return view
 
 
@@ -134,7 +134,7 @@ def test_a_new_epoch_empties_the_view_before_anything_of_it_is_applied():
     sidecar.restart()
     deliver(view, sidecar.change({9}, set()))
     assert view.held == set()
-    assert not view.follower.synced
+    assert not view.sync.synced
     view.reply(sidecar.answer(view.asked.pop()))
     assert view.held == {9}
 
@@ -146,7 +146,7 @@ def test_a_late_delta_of_an_ended_epoch_changes_nothing():
     view = synced_view(sidecar)
     deliver(view, late)
     assert view.held == set()
-    assert view.follower.synced
+    assert view.sync.synced
 
 
 def test_a_heartbeat_shows_that_the_newest_delta_was_lost():
@@ -162,13 +162,13 @@ def test_a_heartbeat_shows_that_the_newest_delta_was_lost():
 def test_a_sidecar_that_is_heard_again_is_asked_for_a_snapshot_at_once_and_only_once():
     sidecar = Sidecar()
     view = synced_view(sidecar)
-    view.follower.synced = False  # it was silent for too long
+    view.sync.synced = False  # it was silent for too long
     sidecar.change({5}, set())
     for _ in range(3):
         deliver(view, sidecar.heartbeat())
     assert view.asked == [AskSnapshot(2)]
     view.reply(sidecar.answer(view.asked.pop()))
-    assert (view.follower.synced, view.held) == (True, {5})
+    assert (view.sync.synced, view.held) == (True, {5})
 
 
 def test_case_48_a_gap_ends_in_one_snapshot_whose_number_is_where_the_stream_goes_on():
@@ -176,14 +176,14 @@ def test_case_48_a_gap_ends_in_one_snapshot_whose_number_is_where_the_stream_goe
     view.reply(sidecar.answer(view.asked.pop()))
     for number in range(RING + 3):
         sidecar.change({number}, set())
-    view.take(view.follower.on_delta(sidecar.ring[-1]))
+    view.take(view.sync.on_delta(sidecar.ring[-1]))
     view.reply(sidecar.answer(view.asked.pop()))  # the replay is gone
     (ask,) = view.asked
     view.asked.clear()
     view.reply(sidecar.answer(ask))
-    assert (view.follower.seq, view.held) == (sidecar.seq, sidecar.held)
-    view.take(view.follower.on_heartbeat(sidecar.heartbeat()))
-    view.take(view.follower.on_delta(sidecar.change({99}, set())))
+    assert (view.sync.seq, view.held) == (sidecar.seq, sidecar.held)
+    view.take(view.sync.on_heartbeat(sidecar.heartbeat()))
+    view.take(view.sync.on_delta(sidecar.change({99}, set())))
     assert view.asked == [], "nothing is asked for again"
     assert view.held == sidecar.held
 

@@ -16,9 +16,8 @@ from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.exchange import Exchange
-from mmrouter_router.dispatch.forwarder import Forwarder
-from mmrouter_router.dispatch.quarantine import Quarantine
+from mmrouter_router.dispatch.engine_client import EngineClient
+from mmrouter_router.dispatch.forwarder import Forwarder, Quarantine
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.engine_request import Outgoing
@@ -77,7 +76,7 @@ class Rig:
         }
         resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
         self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
-        self.forwarder = Forwarder(self.placer, Exchange(self.upstream, "vllm", "secret"), self.metrics)
+        self.forwarder = Forwarder(self.placer, EngineClient(self.upstream, "vllm", "secret"), self.metrics)
 
     async def engine(self, says: bytes | None, *, dies: bool = False) -> Engine:
         engine = Engine(says or b"", dies=dies)
@@ -86,12 +85,12 @@ class Rig:
         name = "abcdef"[len(self.engines)]
         self.engines.append(engine)
         worker = self.fleet.join(Member(name, name, engine.ip, "worker", "worker"))
-        self.fleet.connect(worker)
-        part = feed.SnapshotPart(worker.follower._asked, f"{name}/1", 1, 0, 0, 0, "GPU", b"", True)
-        self.fleet.replied(worker, part)
+        self.fleet.feed_connected(worker)
+        part = feed.SnapshotPart(worker.sync.request_id, f"{name}/1", 1, 0, 0, 0, "GPU", b"", True)
+        self.fleet.on_reply(worker, part)
         canary = feed.CanaryReport(1, "True")
         beat = feed.Heartbeat(f"{name}/1", 1, 0, "vllm", "up", "0", 16, "m", "", {}, 1, False, canary)
-        self.fleet.published(worker, beat)
+        self.fleet.on_published(worker, beat)
         return engine
 
     async def send(self, fingerprint: bytes = b"f"):

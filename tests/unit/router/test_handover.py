@@ -17,13 +17,19 @@ from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.engines.vllm.handover import Status
 from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.fleet.workers import Fleet, Member
-from mmrouter_router.handover import HandOver, Parcel, Said
-from mmrouter_router.handover.cost import Costs
-from mmrouter_router.handover.eligibility import End, why_no_file, why_not_processed
-from mmrouter_router.handover.files import IN_THREAD, Folder
-from mmrouter_router.handover.selection import plan
-from mmrouter_router.handover.types import Fall, Load, Reach
-from mmrouter_router.handover.way_backoff import FAILURES, LAST_SECONDS, Resting
+from mmrouter_router.handover import AddressedRequest, BufferedAnswer, Handover
+from mmrouter_router.handover.cost import WayCosts
+from mmrouter_router.handover.files import IN_THREAD, SharedFolder
+from mmrouter_router.handover.way_selection import (
+    FAILURES,
+    LAST_SECONDS,
+    Endpoint,
+    WayBackoff,
+    plan_handover,
+    why_no_file,
+    why_not_processed,
+)
+from mmrouter_router.handover.ways import Fallback, ImageLoad, WayEligibility
 from mmrouter_router.http.upstream import Upstream, UpstreamError
 from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
@@ -39,7 +45,7 @@ MISSING = b'{"error":{"message":"Cache miss for image at index 0 but data is not
 
 
 def test_a_file_is_taken_from_the_size_on_at_which_it_is_the_cheaper_way():
-    costs = Costs({"file": Line(1e-3, 1e-9), "bytes": Line(0.0, 1e-9)})
+    costs = WayCosts({"file": Line(1e-3, 1e-9), "bytes": Line(0.0, 1e-9)})
     taken = [not costs.why_no_file(size) for size in (1_000, 100_000, 10_000_000)]
     assert taken == [False, False, True]
     for size in (100_000, 200_000, 400_000, 800_000) * 3:
@@ -50,7 +56,7 @@ def test_a_file_is_taken_from_the_size_on_at_which_it_is_the_cheaper_way():
 
 @given(st.lists(st.floats(0, 60), min_size=8, max_size=8))
 def test_a_quarter_of_wild_times_changes_no_decision(wild):
-    costs = Costs()
+    costs = WayCosts()
     for number in range(24):
         size = 100_000 * (1 + number % 4)
         costs.observe("file", size, 1e-4 + size * 1e-9)
@@ -62,7 +68,7 @@ def test_a_quarter_of_wild_times_changes_no_decision(wild):
 
 
 def test_a_renderer_is_asked_while_answers_are_sooner_with_it_and_now_and_then_after():
-    costs = Costs()
+    costs = WayCosts()
     for _ in range(20):
         processed = not costs.why_unprocessed(500)
         costs.observe_answer(500, 0.2 if processed else 0.1, processed=processed)
@@ -72,7 +78,7 @@ def test_a_renderer_is_asked_while_answers_are_sooner_with_it_and_now_and_then_a
 
 
 def test_whatever_it_costs_means_every_way_that_is_there():
-    costs = Costs(always=True)
+    costs = WayCosts(always=True)
     assert (costs.why_no_file(1), costs.why_unprocessed(1)) == ("", "")
 
 
@@ -82,13 +88,13 @@ def test_whatever_it_costs_means_every_way_that_is_there():
 @pytest.mark.parametrize(
     ("router", "engine", "why"),
     [
-        (End("n", True), End("n", True), ""),
-        (End("n", False), End("n", True), "no_folder"),
-        (End("n", True), End("n", False), "no_folder"),
-        (End("n", True), End("m", True), "other_node"),
-        (End("", True), End("", True), "other_node"),
-        (End("n", True), End("n", True, above=True), "full"),
-        (End("n", True), End("m", True, above=True), "other_node"),
+        (Endpoint("n", True), Endpoint("n", True), ""),
+        (Endpoint("n", False), Endpoint("n", True), "no_folder"),
+        (Endpoint("n", True), Endpoint("n", False), "no_folder"),
+        (Endpoint("n", True), Endpoint("m", True), "other_node"),
+        (Endpoint("", True), Endpoint("", True), "other_node"),
+        (Endpoint("n", True), Endpoint("n", True, above=True), "full"),
+        (Endpoint("n", True), Endpoint("m", True, above=True), "other_node"),
     ],
 )
 def test_a_file_leads_to_engines_of_the_same_node_that_have_the_folder(router, engine, why):
@@ -98,18 +104,28 @@ def test_a_file_leads_to_engines_of_the_same_node_that_have_the_folder(router, e
 @pytest.mark.parametrize(
     ("mode", "renderer", "engine", "whys"),
     [
-        ("nixl", End("n", plugin=OPEN), End("n", plugin=OPEN), ["", "", ""]),
-        ("nixl", End("n", plugin=OPEN), End("m", plugin=OPEN), ["", "other_node", ""]),
-        ("shm", End("n", plugin=OPEN), End("n", plugin=OPEN), ["", ""]),
-        ("nixl", End("n", plugin=OPEN), End("n", plugin=OPEN, above=True), ["", "full", ""]),
-        ("shm", None, End("n", plugin=OPEN), ["no_renderer"] * 2),
-        ("shm", End("n", plugin=OPEN), End("n"), ["no_plugin"] * 2),
-        ("shm", End("n", plugin=Status(1, "renderer", enabled=False)), End("n", plugin=OPEN), ["disabled"] * 2),
-        ("shm", End("n", plugin=OPEN), End("n", plugin=Status(1, "engine", True, settings="t")), ["settings"] * 2),
+        ("nixl", Endpoint("n", plugin=OPEN), Endpoint("n", plugin=OPEN), ["", "", ""]),
+        ("nixl", Endpoint("n", plugin=OPEN), Endpoint("m", plugin=OPEN), ["", "other_node", ""]),
+        ("shm", Endpoint("n", plugin=OPEN), Endpoint("n", plugin=OPEN), ["", ""]),
+        ("nixl", Endpoint("n", plugin=OPEN), Endpoint("n", plugin=OPEN, above=True), ["", "full", ""]),
+        ("shm", None, Endpoint("n", plugin=OPEN), ["no_renderer"] * 2),
+        ("shm", Endpoint("n", plugin=OPEN), Endpoint("n"), ["no_plugin"] * 2),
         (
             "shm",
-            End("n", plugin=OPEN),
-            End("n", plugin=Status(1, "engine", True, settings="s", ways={"shm": ""})),
+            Endpoint("n", plugin=Status(1, "renderer", enabled=False)),
+            Endpoint("n", plugin=OPEN),
+            ["disabled"] * 2,
+        ),
+        (
+            "shm",
+            Endpoint("n", plugin=OPEN),
+            Endpoint("n", plugin=Status(1, "engine", True, settings="t")),
+            ["settings"] * 2,
+        ),
+        (
+            "shm",
+            Endpoint("n", plugin=OPEN),
+            Endpoint("n", plugin=Status(1, "engine", True, settings="s", ways={"shm": ""})),
             ["", "absent"],
         ),
     ],
@@ -124,11 +140,11 @@ def test_a_processed_image_goes_where_both_plugins_have_the_way(mode, renderer, 
     st.dictionaries(st.sampled_from(["nixl", "shm", "inline"]), st.sampled_from(["", "absent", "other_node"])),
 )
 def test_every_image_has_a_way_and_every_way_that_it_does_not_take_a_reason(sizes, file, processed):
-    loads = [Load(str(number), size, 100) for number, size in enumerate(sizes)]
-    found = plan(loads, Reach(file, processed), Costs())
+    loads = [ImageLoad(str(number), size, 100) for number, size in enumerate(sizes)]
+    found = plan_handover(loads, WayEligibility(file, processed), WayCosts())
     for load in loads:
-        passed = {fall.how for fall in found.falls[load.uuid]}
-        assert all(fall.reason for fall in found.falls[load.uuid])
+        passed = {fall.how for fall in found.fallbacks[load.uuid]}
+        assert all(fall.reason for fall in found.fallbacks[load.uuid])
         assert passed == {way for way, why in processed.items() if why} | (
             set() if load.uuid in found.files else {"file"}
         )
@@ -140,28 +156,29 @@ def test_every_image_has_a_way_and_every_way_that_it_does_not_take_a_reason(size
 
 def test_a_way_that_keeps_failing_rests_longer_each_time_and_one_success_is_enough():
     now = 0.0
-    resting = Resting(lambda: now)
+    resting = WayBackoff(lambda: now)
     for _ in range(FAILURES - 1):
         resting.failed("e", "file")
-    assert not resting.rests("e", "file")
+    assert not resting.skips("e", "file")
     rests = []
     for _ in range(9):
         resting.failed("e", "file")
-        assert resting.rests("e", "file")
-        assert not resting.rests("e", "shm")
-        assert not resting.rests("f", "file")
+        assert resting.skips("e", "file")
+        assert not resting.skips("e", "shm")
+        assert not resting.skips("f", "file")
         began = now
-        while resting.rests("e", "file"):
+        while resting.skips("e", "file"):
             now += 1.0
         rests.append(now - began)
     assert rests[:4] == [1, 2, 4, 8]
     assert rests[-1] == LAST_SECONDS
-    resting.worked("e", "file")
+    resting.succeeded("e", "file")
     resting.failed("e", "file")
-    assert not resting.rests("e", "file")
-    resting.failed("gone", "file")
-    resting.keep({"e"})
-    assert set(resting._states) == {("e", "file")}
+    assert not resting.skips("e", "file")
+    for _ in range(FAILURES):
+        resting.failed("gone", "file")
+    resting.retain({"e"})
+    assert not resting.skips("gone", "file")
 
 
 # -- one request -------------------------------------------------------------------------------------------------------
@@ -176,10 +193,10 @@ class Rig:
         pool = {"name": "worker", "role": "worker", "accelerator": {"kind": "cpu"}, "sharedMemory": {"scope": "node"}}
         spec = {"model": {"id": "m"}, "engine": {"type": "vllm"}, "routing": {"transfer": "shm"}, "pools": [pool]}
         resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-        fleet = Fleet(self.metrics)
+        fleet = self.fleet = Fleet(self.metrics)
         self.worker = fleet.join(Member("u", "w-0", "127.0.0.1", "worker", "worker", node))
-        self.folder = Folder(root, "router", limit, limit)
-        self.handover = HandOver(
+        self.folder = SharedFolder(root, "router", limit, limit)
+        self.handover = Handover(
             parse_deployment({**resource, "spec": spec}),
             fleet,
             Upstream(),
@@ -194,12 +211,12 @@ class Rig:
         self.got: list[list[bytes | None]] = []  # per request the images as the engine has them
         self.told: list[dict] = []
 
-    async def post(self, body: bytes) -> Said:
+    async def post(self, body: bytes) -> BufferedAnswer:
         self.got.append([self.seen(part) for part in json.loads(body)["messages"][0]["content"]])
         answer = self.answers.pop(0) if self.answers else (200, b"ok")
         if isinstance(answer, Exception):
             raise answer
-        return Said(*answer)
+        return BufferedAnswer(*answer)
 
     def seen(self, part: dict) -> bytes | str:
         url = part["image_url"]["url"]
@@ -210,16 +227,16 @@ class Rig:
         assert path.stat().st_mode & 0o007 == 0
         return path.read_bytes()
 
-    def parcel(self, *sizes: int) -> Parcel:
+    def parcel(self, *sizes: int) -> AddressedRequest:
         images = tuple(
             OutgoingImage(0, n, f"m1-{n}", Media(bytes([n]) * size, "image/png", "data"))
             for n, size in enumerate(sizes)
         )
         parts = [{"type": "image_url", "image_url": {"url": ""}, "uuid": image.uuid} for image in images]
         outgoing = Outgoing(CHAT, {"messages": [{"role": "user", "content": parts}]}, images)
-        return Parcel(self.worker, outgoing, outgoing.fields)
+        return AddressedRequest(self.worker, outgoing, outgoing.fields)
 
-    async def send(self, *sizes: int) -> Said:
+    async def send(self, *sizes: int) -> BufferedAnswer:
         return await self.handover.send(self.parcel(*sizes), self.post, self.told)
 
     def counted(self) -> dict[tuple[str, str], float]:
@@ -280,7 +297,7 @@ async def test_a_request_that_fails_with_bytes_too_says_nothing_against_files(ri
     for _ in range(FAILURES):
         rig.answers = [(500, GONE), (400, b"cannot identify image file")]
         assert (await rig.send(LARGE)).status == 400
-    assert not rig.handover._resting.rests(rig.worker.id, "file")
+    assert not rig.handover.backoff.skips(rig.worker.id, "file")
 
 
 async def test_a_folder_above_its_mark_stops_hand_overs_and_no_request(tmp_path):
@@ -297,7 +314,7 @@ async def test_a_folder_above_its_mark_stops_hand_overs_and_no_request(tmp_path)
 async def test_a_node_whose_janitor_says_that_its_folder_is_too_full_is_spared_until_it_says_otherwise(rig):
     for above, seen in ((True, "bytes"), (False, b"\0" * LARGE)):
         shared = feed.SharedDirectory(0, 1, 1, 1, above)
-        rig.worker.beat = feed.Heartbeat("u/1", 1, 0, "vllm", "up", "", 16, "m", "main", {}, shared=shared)
+        rig.worker.heartbeat = feed.Heartbeat("u/1", 1, 0, "vllm", "up", "", 16, "m", "main", {}, shared=shared)
         await rig.send(LARGE)
         assert rig.got[-1] == [seen]
     assert rig.counted() == {("file", "full"): 1, ("bytes", ""): 1, ("file", ""): 1}
@@ -315,8 +332,8 @@ async def test_the_next_engine_after_a_lost_one_is_planned_for_anew(rig):
     parcel = rig.parcel(LARGE)
     with pytest.raises(UpstreamError):
         await rig.handover.send(parcel, rig.post, rig.told)
-    elsewhere = rig.handover._fleet.join(Member("v", "w-1", "127.0.0.2", "worker", "worker", "m"))
-    await rig.handover.send(Parcel(elsewhere, parcel.outgoing, parcel.fields), rig.post, rig.told)
+    elsewhere = rig.fleet.join(Member("v", "w-1", "127.0.0.2", "worker", "worker", "m"))
+    await rig.handover.send(AddressedRequest(elsewhere, parcel.outgoing, parcel.fields), rig.post, rig.told)
     assert rig.got == [[b"\0" * LARGE], ["bytes"]]
     assert [(one["engine"], one["how"]) for one in rig.told] == [("w-0", "file"), ("w-1", "bytes")]
 
@@ -328,7 +345,7 @@ async def test_case_65_of_the_field_a_client_that_leaves_and_a_lost_engine_leave
     assert rig.left() == []
     asked = asyncio.Event()
 
-    async def hangs(body: bytes) -> Said:
+    async def hangs(body: bytes) -> BufferedAnswer:
         asked.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -356,12 +373,12 @@ async def test_case_65_of_the_field_a_client_that_leaves_while_its_file_is_writt
 async def test_two_requests_that_show_one_image_share_its_file(rig):
     seen: list[str] = []
 
-    async def looks(body: bytes) -> Said:
+    async def looks(body: bytes) -> BufferedAnswer:
         seen.append(json.loads(body)["messages"][0]["content"][0]["image_url"]["url"])
         if len(seen) == 1:
             await rig.handover.send(rig.parcel(LARGE), looks, rig.told)
             assert len(rig.left()) == 1  # the first one's answer has not begun
-        return Said(200, b"ok")
+        return BufferedAnswer(200, b"ok")
 
     await rig.handover.send(rig.parcel(LARGE), looks, rig.told)
     assert seen[0] == seen[1]
@@ -369,10 +386,12 @@ async def test_two_requests_that_show_one_image_share_its_file(rig):
 
 
 def test_a_plan_names_what_was_passed_over_in_the_order_of_the_ladder():
-    found = plan([Load("a", 10, 1)], Reach("", {"nixl": "absent", "shm": "", "inline": ""}), Costs())
-    assert found.falls["a"] == (
-        Fall("nixl", "absent"),
-        Fall("shm", "small"),
-        Fall("inline", "small"),
-        Fall("file", "bytes_cheaper"),
+    found = plan_handover(
+        [ImageLoad("a", 10, 1)], WayEligibility("", {"nixl": "absent", "shm": "", "inline": ""}), WayCosts()
+    )
+    assert found.fallbacks["a"] == (
+        Fallback("nixl", "absent"),
+        Fallback("shm", "small"),
+        Fallback("inline", "small"),
+        Fallback("file", "bytes_cheaper"),
     )

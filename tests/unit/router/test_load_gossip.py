@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import pack_keys
-from mmrouter_router.fleet.load_gossip import AGAIN_SECONDS, FORGET_SECONDS, Sharing
+from mmrouter_router.fleet.load_gossip import EXPIRY_SECONDS, REPEAT_SECONDS, LoadGossip
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import Booking, Placer
@@ -50,7 +50,7 @@ class Sidecars:
         self.frames.append((uid, passed))
         self.told.set()
         for router in self.routers:
-            router.fleet.published(router.fleet.workers[uid], passed)
+            router.fleet.on_published(router.fleet.workers[uid], passed)
 
 
 class Line:
@@ -59,7 +59,7 @@ class Line:
     def __init__(self, sidecars: Sidecars, uid: str) -> None:
         self._sidecars, self._uid = sidecars, uid
 
-    async def tell(self, work: feed.Work) -> None:
+    async def send_work(self, work: feed.Work) -> None:
         self._sidecars.take(self._uid, work)
 
 
@@ -70,22 +70,22 @@ class Router:
         self.name = name
         self.fleet = Fleet(Metrics(), clock=clock)
         self.alone = False
-        self.sharing = Sharing(
+        self.gossip = LoadGossip(
             name, self.fleet, lambda uid: Line(sidecars, uid), lambda: not self.alone, lambda: None, clock
         )
-        self.fleet.on_work(self.sharing.heard)
-        self.placer = Placer(DEPLOYMENT, self.fleet, changed=self.sharing.changed)
+        self.fleet.on_work(self.gossip.on_work)
+        self.placer = Placer(DEPLOYMENT, self.fleet, changed=self.gossip.changed)
         sidecars.routers.append(self)
         for engine in ENGINES:
             worker = self.fleet.join(Member(f"uid-{engine}", engine, "127.0.0.1", "worker", "worker"))
-            self.fleet.connect(worker)
-            part = feed.SnapshotPart(worker.follower._asked, f"uid-{engine}/x", 1, 0, 0, 0, "GPU", pack_keys(()), True)
-            self.fleet.replied(worker, part)
+            self.fleet.feed_connected(worker)
+            part = feed.SnapshotPart(worker.sync.request_id, f"uid-{engine}/x", 1, 0, 0, 0, "GPU", pack_keys(()), True)
+            self.fleet.on_reply(worker, part)
             beat = feed.Heartbeat(f"uid-{engine}/x", 1, 0, "vllm", "up", "", BLOCK, "m", "", {})
             proved = {name: getattr(beat, name) for name in beat.__struct_fields__} | {
                 "canary": feed.CanaryReport(1, "True")
             }
-            self.fleet.published(worker, feed.Heartbeat(**proved))
+            self.fleet.on_published(worker, feed.Heartbeat(**proved))
 
     def send(self, seed: int) -> tuple[str, Booking]:
         """Place a prompt that nobody has seen; return the engine's name and the booking."""
@@ -102,7 +102,7 @@ class Router:
 
     def theirs(self, engine: str) -> tuple[int, float, float]:
         usage = self.worker(engine).usage.get(0)
-        return (usage.their_requests, usage.their_prefill, usage.their_active) if usage else (0, 0.0, 0.0)
+        return (usage.peer_requests, usage.peer_prefill, usage.peer_active) if usage else (0, 0.0, 0.0)
 
 
 @pytest.fixture
@@ -126,8 +126,8 @@ async def test_an_engine_that_another_router_has_filled_is_not_taken_for_an_idle
     assert two.send(1)[0] == first, "it does not know better"
     third, _ = one.send(2)
     assert third != first
-    await one.sharing.tell()
-    await two.sharing.tell()
+    await one.gossip.publish()
+    await two.gossip.publish()
     assert (one.theirs(first)[0], two.theirs(first)[0], two.theirs(third)[0]) == (1, 1, 1)
     # One has a request at each, and two's own is at the first: both see that the other engine has less.
     assert [router.send(9 + n)[0] for n, router in enumerate(routers)] == [third, third]
@@ -155,9 +155,9 @@ def test_after_all_have_told_each_counts_what_the_others_have_as_they_do(steps: 
                 case "end" if bookings:
                     bookings.pop(which % len(bookings)).end()
                 case "tell":
-                    await router.sharing.tell()
+                    await router.gossip.publish()
         for router in routers:
-            await router.sharing.tell()
+            await router.gossip.publish()
 
     asyncio.run(run())
     for router in routers:
@@ -173,18 +173,18 @@ async def test_many_changes_are_one_frame_for_each_engine_and_none_when_nothing_
     for seed in range(20):
         one.send(seed)[1].end()
     one.send(99)
-    await one.sharing.tell()
+    await one.gossip.publish()
     assert sorted(uid for uid, _ in sidecars.frames) == sorted({uid for uid, _ in sidecars.frames})
     sidecars.frames.clear()
-    await one.sharing.tell()
+    await one.gossip.publish()
     assert sidecars.frames == []
 
 
 async def test_a_router_without_peers_tells_nobody(routers: list[Router], sidecars: Sidecars) -> None:
     routers[0].alone = True
     routers[0].send(1)
-    assert not routers[0].sharing._news.is_set(), "nor does it wake up to find that out"
-    await routers[0].sharing.tell()
+    assert not routers[0].gossip.wake.is_set(), "nor does it wake up to find that out"
+    await routers[0].gossip.publish()
     assert sidecars.frames == []
 
 
@@ -193,14 +193,14 @@ async def test_what_a_silent_router_had_is_forgotten_and_what_one_that_speaks_ha
 ) -> None:
     one, two = routers
     engine, _ = one.send(1)
-    await one.sharing.tell()
-    clock.now += FORGET_SECONDS - 0.1
-    two.sharing.forget()
+    await one.gossip.publish()
+    clock.now += EXPIRY_SECONDS - 0.1
+    two.gossip.expire()
     assert two.theirs(engine)[0] == 1
     clock.now += 0.2
-    two.sharing.forget()
+    two.gossip.expire()
     assert two.theirs(engine) == (0, 0.0, 0.0)
-    assert AGAIN_SECONDS < FORGET_SECONDS / 2, "one frame may be lost"
+    assert REPEAT_SECONDS < EXPIRY_SECONDS / 2, "one frame may be lost"
 
 
 async def test_what_does_not_change_is_told_again_and_again(
@@ -208,30 +208,30 @@ async def test_what_does_not_change_is_told_again_and_again(
 ) -> None:
     one, two = routers
     engine, _ = one.send(1)
-    running = asyncio.create_task(one.sharing.run())
+    running = asyncio.create_task(one.gossip.run())
     try:
         async with asyncio.timeout(15):
             await sidecars.told.wait()
             while len(sidecars.frames) < 3:  # nothing changed since the first one
-                clock.now += AGAIN_SECONDS
-                two.worker(engine).usage[0].theirs.clear()  # as a router that began anew
-                one.sharing._news.set()
+                clock.now += REPEAT_SECONDS
+                two.worker(engine).usage[0].peers.clear()  # as a router that began anew
+                one.gossip.wake.set()
                 await asyncio.sleep(0)
     finally:
         running.cancel()
-    assert two.worker(engine).usage[0].theirs["one"].requests == 1
+    assert two.worker(engine).usage[0].peers["one"].requests == 1
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 7])
 async def test_a_rank_that_the_engine_has_not_is_nobodys(routers: list[Router], rank: int) -> None:
     worker = routers[0].worker("a")
-    routers[0].fleet.published(worker, feed.Work("stranger", rank, 5, 1.0, 1.0))
+    routers[0].fleet.on_published(worker, feed.Work("stranger", rank, 5, 1.0, 1.0))
     assert rank not in worker.usage
 
 
 async def test_a_queue_of_requests_that_routers_told_of_is_not_counted_twice(routers: list[Router]) -> None:
     one, two = routers
     engine, _ = one.send(1)
-    await one.sharing.tell()
-    two.fleet.published(two.worker(engine), feed.LoadReport(0, 1.0, 3.0, 0.5))
+    await one.gossip.publish()
+    two.fleet.on_published(two.worker(engine), feed.LoadReport(0, 1.0, 3.0, 0.5))
     assert two.worker(engine).usage[0].others == 2.0

@@ -10,8 +10,8 @@ from unit.router.test_placer import Rig, prepared
 from mmrouter_lib import feed
 from mmrouter_router.api.control import state_of
 from mmrouter_router.api.operator_report import Reporter
-from mmrouter_router.encoding.encoder_probes import Probes
-from mmrouter_router.explain.decisions import Counts
+from mmrouter_router.encoding.encoder_probes import EncoderProbes
+from mmrouter_router.explain.decisions import DecisionCounts
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.renderer_client import Renderer
@@ -25,9 +25,9 @@ class Reports(Rig):
     def __init__(self, engine: str = "vllm", **verification) -> None:
         super().__init__(**verification)
         self.upstream = Upstream(connect_seconds=10)
-        self.probes = Probes(self.fleet, self.upstream, engine, "secret", "m")
+        self.probes = EncoderProbes(self.fleet, self.upstream, engine, "secret", "m")
         self.renderer = Renderer(self.upstream, "secret", "m", Metrics())
-        self.counts, self.possible, self.ready = Counts(), True, True
+        self.counts, self.possible, self.ready = DecisionCounts(), True, True
         self.degraded: tuple[str, ...] = ()
         self.reporter = Reporter(
             router_id="r",
@@ -71,7 +71,7 @@ def test_each_unroutable_state_has_its_cause():
     assert rig.row(rig.worker("b", engine_state="down"))[::2] == (False, "engine_down")
     assert rig.row(rig.worker("c", draining=True))[::2] == (False, "draining")
     unsynced = rig.worker("d")
-    rig.fleet.lost(unsynced)
+    rig.fleet.mark_stale(unsynced)
     assert rig.row(unsynced)[::2] == (False, "no_snapshot")
 
 

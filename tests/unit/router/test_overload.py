@@ -8,10 +8,10 @@ from unit.router.test_app import heard, member, router
 from unit.router.test_placer import BLOCK, IDS, KEYS, Rig, deployment, prepared
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.fleet.discovery import Roster
+from mmrouter_router.fleet.discovery import Membership
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.request.engine_request import CHAT
-from mmrouter_router.scheduling.placer import Booking, FullError, Placer
+from mmrouter_router.scheduling.placer import Booking, Placer, QueueFullError
 
 
 class Queued(Rig):
@@ -33,12 +33,12 @@ def test_full_queue_is_skipped_and_all_full_queues_refuse():
     holder, other = rig.worker("holder", KEYS), rig.worker("other")
     first = [rig.send() for _ in range(4)]
     assert (holder.usage[0].requests, other.usage[0].requests) == (2, 2)
-    with pytest.raises(FullError, match="2 requests wait"):
+    with pytest.raises(QueueFullError, match="2 requests wait"):
         rig.send()
     first[0].answered()
     first[0].answered()
     rig.send()
-    with pytest.raises(FullError):
+    with pytest.raises(QueueFullError):
         rig.send()
     for booking in first:
         booking.end()
@@ -51,7 +51,7 @@ def test_queues_are_per_rank():
     for _ in range(4):
         rig.send()
     assert {rank: usage.unanswered for rank, usage in worker.usage.items()} == {0: 2, 1: 2}
-    with pytest.raises(FullError):
+    with pytest.raises(QueueFullError):
         rig.send()
 
 
@@ -60,7 +60,7 @@ def test_unverified_engines_do_not_take_overflow():
     rig.worker("a")
     rig.worker("pending", canary="")
     rig.send(), rig.send()
-    with pytest.raises(FullError):
+    with pytest.raises(QueueFullError):
         rig.send()
 
 
@@ -120,7 +120,7 @@ async def test_body_beyond_the_budget_is_a_counted_429_with_retry_after(declared
 
 async def test_full_queues_are_a_counted_429_with_retry_after():
     async with router() as r:
-        r.roster(Roster((member("a"),)))
+        r.roster(Membership((member("a"),)))
         heard(r, "uid-a")
         r.placer._max_queued = 1
         booking = r.placer.begin(r.placer.place(prepared()))

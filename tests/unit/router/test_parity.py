@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from mmrouter_lib.block_keys import Span, block_extras
 from mmrouter_lib.engines.base.events import Stored
-from mmrouter_router.explain.parity import Prediction, first_difference
+from mmrouter_router.explain.block_diff import Prediction, first_difference
 
 PAD = 99
 A, B = b"a" * 32, b"b" * 32

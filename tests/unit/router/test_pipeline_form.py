@@ -1,10 +1,18 @@
-"""Which stages a request goes through: the fullest form that the pods can serve, and whether it is worth it."""
+"""Which stages a request goes through: the fullest form that the pods can serve, and whether it is policy it."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.scheduling.pipeline_form import ENOUGH, EXPLORE, SHORT_TOKENS, Worth, form, proves, publishes
+from mmrouter_router.scheduling.pipeline_form import (
+    ENOUGH,
+    EXPLORE,
+    SHORT_TOKENS,
+    OffloadPolicy,
+    canary_applies,
+    choose_form,
+    publishes_blocks,
+)
 
 ROLES = ("encoder", "prefill", "decode", "worker")
 subsets = st.frozensets(st.sampled_from(ROLES))
@@ -16,7 +24,7 @@ resources = subsets.map(lambda pools: pools | PAIR if pools & PAIR else pools)
 @given(st.sampled_from(["vllm", "sglang"]), resources, subsets)
 def test_a_form_uses_only_pods_that_can_work_and_names_every_pool_that_it_goes_without(engine, pools, up):
     able = pools & up
-    found = form(engine, pools, able)
+    found = choose_form(engine, pools, able)
     assert found.answers <= able
     if found.prefills:
         assert {"prefill", "decode"} <= able
@@ -28,7 +36,7 @@ def test_a_form_uses_only_pods_that_can_work_and_names_every_pool_that_it_goes_w
 @given(resources, subsets)
 def test_a_vllm_deployment_answers_while_any_engine_with_a_language_model_is_up(pools, up):
     able = pools & up
-    assert bool(form("vllm", pools, able).answers) == bool(able - {"encoder"})
+    assert bool(choose_form("vllm", pools, able).answers) == bool(able - {"encoder"})
 
 
 @pytest.mark.parametrize(
@@ -51,70 +59,70 @@ def test_a_vllm_deployment_answers_while_any_engine_with_a_language_model_is_up(
     ],
 )
 def test_a_pool_that_is_down_leaves_the_next_simpler_form(engine, pools, able, name, degraded):
-    found = form(engine, pools.split(), able.split())
+    found = choose_form(engine, pools.split(), able.split())
     assert (found.name, found.degraded) == (name, degraded)
     assert found.answers
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_only_engines_of_sglang_get_a_request_at_once(engine):
-    pair = form(engine, PAIR, PAIR)
+    pair = choose_form(engine, PAIR, PAIR)
     assert pair.prefills
     assert pair.paired == (engine == "sglang")
-    assert not form(engine, ("worker",), ("worker",)).paired
+    assert not choose_form(engine, ("worker",), ("worker",)).paired
 
 
 @pytest.mark.parametrize(("engine", "roles"), [("vllm", "worker prefill decode"), ("sglang", "worker prefill")])
 def test_what_answers_chats_can_be_proved_and_a_decode_engine_of_sglang_publishes_nothing(engine, roles):
-    assert {role for role in (*ROLES, "renderer") if publishes(engine, role)} == set(roles.split())
-    assert {role for role in (*ROLES, "renderer") if proves(role)} == {"worker", "prefill", "decode"}
+    assert {role for role in (*ROLES, "renderer") if publishes_blocks(engine, role)} == set(roles.split())
+    assert {role for role in (*ROLES, "renderer") if canary_applies(role)} == {"worker", "prefill", "decode"}
 
 
 @pytest.mark.parametrize("able", ["prefill", "decode", "encoder", ""])
 def test_half_a_pair_of_sglang_answers_nobody(able):
-    assert not form("sglang", ("encoder", "prefill", "decode"), able.split()).answers
+    assert not choose_form("sglang", ("encoder", "prefill", "decode"), able.split()).answers
 
 
 def test_case_57_a_well_cached_or_short_prompt_is_computed_where_it_is_decoded():
-    worth = Worth()
-    assert worth.why_here(104) == "short"  # 104 of 1000 tokens remain
-    assert worth.why_here(2048) == ""
-    assert worth.why_here(1000) == ""  # all of 1000 remain
+    policy = OffloadPolicy()
+    assert policy.reason_local(104) == "short"  # 104 of 1000 tokens remain
+    assert policy.reason_local(2048) == ""
+    assert policy.reason_local(1000) == ""  # all of 1000 remain
 
 
-def learn(worth, *, here, apart):
+def learn(policy, *, local, remote):
     """Ask until both ways are known, each taking ``seconds(tokens)``."""
     for number in range(4 * ENOUGH):
         tokens = SHORT_TOKENS + 300 * (number % 7)
-        goes_here = bool(worth.why_here(tokens))
-        worth.observe(tokens, here(tokens) if goes_here else apart(tokens), apart=not goes_here)
-    return worth
+        is_local = bool(policy.reason_local(tokens))
+        policy.observe(tokens, local(tokens) if is_local else remote(tokens), remote=not is_local)
+    return policy
 
 
-def share_here(worth, tokens):
-    return sum(bool(worth.why_here(tokens)) for _ in range(4 * EXPLORE)) / (4 * EXPLORE)
+def local_share(policy, tokens):
+    return sum(bool(policy.reason_local(tokens)) for _ in range(4 * EXPLORE)) / (4 * EXPLORE)
 
 
 def test_the_way_that_was_measured_faster_is_taken_and_the_other_still_tried():
-    slow_transfer = learn(Worth(), here=lambda n: n * 1e-4, apart=lambda n: 0.5 + n * 1e-4)
-    assert share_here(slow_transfer, 1500) == 1 - 1 / EXPLORE
-    busy_decoder = learn(Worth(), here=lambda n: n * 1e-3, apart=lambda n: 0.01 + n * 1e-4)
-    assert share_here(busy_decoder, 1500) == 1 / EXPLORE
+    slow_transfer = learn(OffloadPolicy(), local=lambda n: n * 1e-4, remote=lambda n: 0.5 + n * 1e-4)
+    assert local_share(slow_transfer, 1500) == 1 - 1 / EXPLORE
+    busy_decoder = learn(OffloadPolicy(), local=lambda n: n * 1e-3, remote=lambda n: 0.01 + n * 1e-4)
+    assert local_share(busy_decoder, 1500) == 1 / EXPLORE
 
 
 def test_a_transfer_with_a_fixed_price_is_worth_it_for_long_prompts_only():
-    worth = learn(Worth(), here=lambda n: n * 1e-3, apart=lambda n: 1.5 + n * 1e-4)
-    assert share_here(worth, 600) > 0.9
-    assert share_here(worth, 6000) < 0.1
+    policy = learn(OffloadPolicy(), local=lambda n: n * 1e-3, remote=lambda n: 1.5 + n * 1e-4)
+    assert local_share(policy, 600) > 0.9
+    assert local_share(policy, 6000) < 0.1
 
 
 def test_with_a_bound_of_0_every_prompt_goes_to_a_prefill_engine():
-    worth = learn(Worth(0), here=lambda n: 0.0, apart=lambda n: 9.0)
-    assert share_here(worth, 0) == share_here(worth, 6000) == 0
+    policy = learn(OffloadPolicy(0), local=lambda n: 0.0, remote=lambda n: 9.0)
+    assert local_share(policy, 0) == local_share(policy, 6000) == 0
 
 
 def test_short_prompts_do_not_teach():
-    worth = Worth()
+    policy = OffloadPolicy()
     for _ in range(100):
-        worth.observe(SHORT_TOKENS - 1, 9.0, apart=True)
-    assert worth.apart.measured == 0
+        policy.observe(SHORT_TOKENS - 1, 9.0, remote=True)
+    assert policy.remote.measured == 0

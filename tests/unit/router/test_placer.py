@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
-from mmrouter_router.fleet.rank_load import Loads, Theirs, Usage
+from mmrouter_router.fleet.rank_load import LoadColumns, PeerUsage, RankUsage
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer
@@ -59,24 +59,24 @@ class Rig:
 
     def worker(self, name: str, keys=(), canary: str = "True", ranks: int = 1, admitted: bool = True, **beat) -> Worker:
         worker = self.fleet.join(Member(f"uid-{name}", name, "127.0.0.1", "worker", "worker", admitted=admitted))
-        self.fleet.connect(worker)
+        self.fleet.feed_connected(worker)
         self.sync(worker, keys, rank=ranks - 1)
         self.beat(worker, canary, ranks=ranks, **beat)
         return worker
 
     def sync(self, worker: Worker, keys, epoch: int = 1, seq: int = 0, rank: int = 0) -> None:
-        asked = worker.follower._asked
+        asked = worker.sync.request_id
         identity = f"{worker.member.uid}/boot-{epoch}"
         part = feed.SnapshotPart(asked, identity, epoch, seq, rank, 0, "GPU", pack_keys(keys), True)
-        self.fleet.replied(worker, part)
+        self.fleet.on_reply(worker, part)
 
     def beat(self, worker: Worker, canary: str = "True", epoch: int = 1, **values) -> None:
         result = feed.CanaryReport(epoch, canary) if canary else None
         base = feed.Heartbeat(
-            f"{worker.member.uid}/boot-{epoch}", epoch, worker.follower.seq, "vllm", "up", "0.32.0", BLOCK, "m", "", {}
+            f"{worker.member.uid}/boot-{epoch}", epoch, worker.sync.seq, "vllm", "up", "0.32.0", BLOCK, "m", "", {}
         )
         fields = {name: getattr(base, name) for name in base.__struct_fields__}
-        self.fleet.published(worker, feed.Heartbeat(**{**fields, "canary": result, **values}))
+        self.fleet.on_published(worker, feed.Heartbeat(**{**fields, "canary": result, **values}))
 
 
 def prepared(exactness: str = "exact", ids: array = IDS) -> Prepared:
@@ -119,7 +119,7 @@ def test_standing_follows_canary_policy_gates_and_time(canary, policy, seconds, 
     rig = Rig(onFailure=policy)
     workers = rig.worker("a", canary=canary), rig.worker("b", canary=canary, admitted=False)
     rig.clock.now += seconds
-    assert tuple(map(rig.placer.standing, workers)) == (standing, gated)
+    assert tuple(map(rig.placer.eligibility, workers)) == (standing, gated)
 
 
 def test_a_pending_worker_serves_only_where_nobody_else_can_and_never_as_exact():
@@ -175,24 +175,24 @@ def test_a_new_epoch_forgets_the_cache_and_the_canary():
     rig = Rig()
     worker = rig.worker("a", KEYS)
     rig.beat(worker, canary="", epoch=2)
-    assert rig.placer.standing(worker) == "unsynced"
+    assert rig.placer.eligibility(worker) == "unsynced"
     rig.sync(worker, (), epoch=2)
     rig.beat(worker, canary="", epoch=2)
-    assert rig.placer.standing(worker) == "pending"
+    assert rig.placer.eligibility(worker) == "pending"
     assert rig.placer.place(prepared()).choice.winner.overlap == 0
 
 
 def test_a_silent_feed_takes_the_worker_out():
     rig = Rig()
     worker = rig.worker("a", KEYS)
-    rig.fleet.lost(worker)
-    assert rig.placer.standing(worker) == "unsynced"
+    rig.fleet.mark_stale(worker)
+    assert rig.placer.eligibility(worker) == "unsynced"
 
 
 def test_an_engine_whose_feed_is_silent_serves_as_a_last_resort_without_overlap():
     rig = Rig()
     silent = rig.worker("a", KEYS)
-    rig.fleet.lost(silent)
+    rig.fleet.mark_stale(silent)
     decision = rig.placer.place(prepared())
     assert (decision.target.worker, decision.exactness) == (silent, "affinity")
     assert not decision.choice.winner.scored
@@ -204,8 +204,8 @@ def test_only_device_memory_of_the_indexed_group_counts():
     rig = Rig()
     worker = rig.worker("a")
     for group, medium in ((0, "CPU"), (1, "GPU"), (0, "GPU")):
-        delta = feed.Delta(1, worker.follower.seq + 1, 0.0, 0, group, medium, pack_keys(KEYS[:3]), b"")
-        rig.fleet.published(worker, delta)
+        delta = feed.Delta(1, worker.sync.seq + 1, 0.0, 0, group, medium, pack_keys(KEYS[:3]), b"")
+        rig.fleet.on_published(worker, delta)
         expected = 3 if (group, medium) == (0, "GPU") else 0
         assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == expected
 
@@ -237,32 +237,32 @@ def test_case_45_the_full_group_decides_also_where_it_is_not_the_first():
     worker = rig.worker("a")
     delta = feed.Delta(1, 1, 0.0, 0, 1, "GPU", pack_keys(KEYS[:3]), b"")
     other = feed.Delta(1, 2, 0.0, 0, 0, "GPU", pack_keys(KEYS), b"")
-    rig.fleet.published(worker, delta)
-    rig.fleet.published(worker, other)
+    rig.fleet.on_published(worker, delta)
+    rig.fleet.on_published(worker, other)
     assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == 6
     rig.beat(worker, **FULL_SECOND)
-    assert rig.placer.standing(worker) == "unsynced"
-    asked = worker.follower._asked
+    assert rig.placer.eligibility(worker) == "unsynced"
+    asked = worker.sync.request_id
     for group, keys, last in ((0, KEYS, False), (1, KEYS[:3], True)):
         part = feed.SnapshotPart(asked, worker.id, 1, 2, 0, group, "GPU", pack_keys(keys), last)
-        rig.fleet.replied(worker, part)
-    assert rig.placer.standing(worker) == "verified"
+        rig.fleet.on_reply(worker, part)
+    assert rig.placer.eligibility(worker) == "verified"
     assert rig.placer.place(prepared()).choice.winner.overlap == 3
-    rig.fleet.published(worker, feed.Delta(1, 3, 0.0, 0, 1, "GPU", pack_keys(KEYS[3:4]), b""))
+    rig.fleet.on_published(worker, feed.Delta(1, 3, 0.0, 0, 1, "GPU", pack_keys(KEYS[3:4]), b""))
     assert rig.placer.place(prepared()).choice.winner.overlap == 4
-    assert worker.moved.is_set()
+    assert worker.delta_event.is_set()
 
 
 def test_groups_that_are_named_before_anything_came_cost_no_second_snapshot():
     rig = Rig()
     worker = rig.fleet.join(Member("uid-a", "a", "127.0.0.1", "worker", "worker"))
-    rig.fleet.connect(worker)
+    rig.fleet.feed_connected(worker)
     rig.beat(worker, **FULL_SECOND)
-    asked = worker.follower._asked
+    asked = worker.sync.request_id
     part = feed.SnapshotPart(asked, worker.id, 1, 0, 0, 1, "GPU", pack_keys(KEYS[:2]), True)
-    rig.fleet.replied(worker, part)
+    rig.fleet.on_reply(worker, part)
     rig.beat(worker, **FULL_SECOND)
-    assert worker.follower.synced
+    assert worker.sync.synced
     assert rig.placer.place(prepared()).choice.winner.overlap == 2
 
 
@@ -270,8 +270,8 @@ def test_case_49_a_cleared_rank_and_a_worker_that_left():
     rig = Rig()
     worker = rig.worker("a", KEYS[:2], ranks=2)
     for seq, rank in ((1, 0), (2, 1)):
-        rig.fleet.published(worker, feed.Delta(1, seq, 0.0, rank, 0, "GPU", pack_keys(KEYS[:4]), b""))
-    rig.fleet.published(worker, feed.Delta(1, 3, 0.0, 1, 0, "GPU", b"", b"", True))
+        rig.fleet.on_published(worker, feed.Delta(1, seq, 0.0, rank, 0, "GPU", pack_keys(KEYS[:4]), b""))
+    rig.fleet.on_published(worker, feed.Delta(1, 3, 0.0, 1, 0, "GPU", b"", b"", True))
     scores = {s.candidate.id[-1]: s.candidate.overlap for s in rig.placer.place(prepared()).choice.scores}
     assert scores == {"0": 4, "1": 0}
     rig.fleet.leave("uid-a")
@@ -312,8 +312,8 @@ def test_a_booking_counts_prefill_until_the_first_byte_and_blocks_until_the_end(
 
 
 def announce(rig: Rig, worker: Worker, keys) -> None:
-    delta = feed.Delta(1, worker.follower.seq + 1, 0.0, 0, 0, "GPU", pack_keys(keys), b"")
-    rig.fleet.published(worker, delta)
+    delta = feed.Delta(1, worker.sync.seq + 1, 0.0, 0, 0, "GPU", pack_keys(keys), b"")
+    rig.fleet.on_published(worker, delta)
 
 
 def test_a_second_request_follows_the_first_to_what_is_being_computed():
@@ -446,7 +446,7 @@ HAPPENINGS = [
 
 def happen(rig: Rig, what: str, worker: Worker, number: int) -> None:
     """Let something happen to a worker, as its feed or discovery would tell it."""
-    follower, name = worker.follower, worker.member.name
+    follower, name = worker.sync, worker.member.name
     match what:
         case "canary":
             rig.beat(worker, ("True", "False", "Unknown")[number % 3], epoch=follower.epoch)
@@ -457,18 +457,20 @@ def happen(rig: Rig, what: str, worker: Worker, number: int) -> None:
         case "epoch":
             rig.beat(worker, epoch=follower.epoch + 1)
         case "silence":
-            rig.fleet.lost(worker)
+            rig.fleet.mark_stale(worker)
         case "connect":
-            rig.fleet.connect(worker)
+            rig.fleet.feed_connected(worker)
         case "sync":
-            rig.fleet.connect(worker)
+            rig.fleet.feed_connected(worker)
             rig.sync(worker, KEYS[:number], epoch=follower.epoch)
         case "delta" | "gap" | "clear":
             seq = follower.seq + (2 if what == "gap" else 1)
             stored = pack_keys(KEYS[:number])
-            rig.fleet.published(worker, feed.Delta(follower.epoch, seq, 0.0, 0, 0, "GPU", stored, b"", what == "clear"))
+            rig.fleet.on_published(
+                worker, feed.Delta(follower.epoch, seq, 0.0, 0, 0, "GPU", stored, b"", what == "clear")
+            )
         case "load":
-            rig.fleet.published(worker, feed.LoadReport(0, 1.0, float(number), 0.5))
+            rig.fleet.on_published(worker, feed.LoadReport(0, 1.0, float(number), 0.5))
         case "leave":
             rig.fleet.leave(worker.member.uid)
         case "join":
@@ -514,7 +516,7 @@ def columns(rig: Rig):
         yield (
             seen,
             [
-                (u.unanswered, u.prefill + u.their_prefill, u.active + u.their_active, u.others * len(KEYS))
+                (u.unanswered, u.prefill + u.peer_prefill, u.active + u.peer_active, u.others * len(KEYS))
                 for u in usages
             ],
         )
@@ -545,9 +547,9 @@ def test_what_a_decision_sees_of_loads_is_what_each_rank_has_after_any_history(s
         elif what == "told":
             announce(rig, worker, KEYS[:value])
         elif what == "theirs":
-            usage = worker.usage.get(0) or Usage(Loads())
-            usage.theirs["other"] = Theirs(value, value / 2, 3.0 * value, 0.0)
-            usage.add_up()
+            usage = worker.usage.get(0) or RankUsage(LoadColumns())
+            usage.peers["other"] = PeerUsage(value, value / 2, 3.0 * value, 0.0)
+            usage.sum_peers()
         elif what == "join":
             workers[number] = rig.worker(worker.member.name)
         elif worker.member.uid in rig.fleet.workers:

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 
 from mmrouter_router.fleet.discovery import Peer
-from mmrouter_router.fleet.pods import roster, who
+from mmrouter_router.fleet.pods import membership_of, parse_pod
 from mmrouter_router.fleet.workers import Member
 
 POD = {
@@ -46,30 +46,32 @@ def labelled(**labels):
 
 
 def test_an_engine_pod_is_a_member_with_its_place_and_role():
-    assert who(POD) == Member("u1", "demo-worker-1", "10.0.0.7", "worker", "worker", "n1", ready=True, draining=False)
+    assert parse_pod(POD) == Member(
+        "u1", "demo-worker-1", "10.0.0.7", "worker", "worker", "n1", ready=True, draining=False
+    )
 
 
 def test_an_engine_pod_says_with_whom_it_can_exchange_blocks():
-    found = who(labelled(role="prefill", pool="p", compatibility="ab12"))
+    found = parse_pod(labelled(role="prefill", pool="p", compatibility="ab12"))
     assert isinstance(found, Member)
     assert found.compatibility == "ab12"
-    other = who(labelled(role="prefill", pool="p", compatibility="ab12", **{"kv-layout": "cd34"}))
+    other = parse_pod(labelled(role="prefill", pool="p", compatibility="ab12", **{"kv-layout": "cd34"}))
     assert isinstance(other, Member)
     assert other.compatibility == "ab12-cd34"
-    assert who(POD).compatibility == ""
+    assert parse_pod(POD).compatibility == ""
 
 
 def test_a_pod_whose_weights_load_is_ready_for_its_feed_because_the_sidecar_has_started():
-    assert who(POD).ready
+    assert parse_pod(POD).ready
     starting = [{"name": "sidecar", "started": False}]
-    assert not who(changed(status__initContainerStatuses=starting)).ready
-    assert not who(changed(status__initContainerStatuses=None)).ready
+    assert not parse_pod(changed(status__initContainerStatuses=starting)).ready
+    assert not parse_pod(changed(status__initContainerStatuses=None)).ready
 
 
 def test_the_condition_ready_says_nothing_because_its_gates_wait_for_this_router():
     conditions = [{"type": "Ready", "status": "True"}]
     pod = changed(status__conditions=conditions, status__initContainerStatuses=None)
-    assert not who(pod).ready
+    assert not parse_pod(pod).ready
 
 
 def gated(*true, gates=("mmrouter.io/routable", "mmrouter.io/verified")):
@@ -80,29 +82,29 @@ def gated(*true, gates=("mmrouter.io/routable", "mmrouter.io/verified")):
 
 def test_a_pod_is_let_in_once_both_of_our_gates_are_open():
     routable, verified = gates = "mmrouter.io/routable", "mmrouter.io/verified"
-    assert not who(gated()).admitted
-    assert not who(gated(routable)).admitted
-    assert not who(gated(verified)).admitted
-    assert who(gated(*gates)).admitted
+    assert not parse_pod(gated()).admitted
+    assert not parse_pod(gated(routable)).admitted
+    assert not parse_pod(gated(verified)).admitted
+    assert parse_pod(gated(*gates)).admitted
     unwritten = gated(*gates)
     unwritten["status"]["conditions"] = []
-    assert not who(unwritten).admitted
+    assert not parse_pod(unwritten).admitted
 
 
 def test_a_pod_without_our_gates_is_let_in_whatever_others_it_has():
-    assert who(POD).admitted
-    assert who(gated(gates=("example.com/warm",))).admitted
+    assert parse_pod(POD).admitted
+    assert parse_pod(gated(gates=("example.com/warm",))).admitted
 
 
 def test_a_renderer_has_no_sidecar_and_is_ready_with_its_containers():
     pod = labelled(pool="render", role="renderer")
-    assert not who(pod).ready
+    assert not parse_pod(pod).ready
     pod["status"]["conditions"] = [{"type": "ContainersReady", "status": "True"}, {"type": "Ready", "status": "False"}]
-    assert who(pod).ready
+    assert parse_pod(pod).ready
 
 
 def test_a_pod_that_is_being_deleted_stays_and_drains():
-    member = who(changed(metadata__deletionTimestamp="2026-01-01T00:00:00Z"))
+    member = parse_pod(changed(metadata__deletionTimestamp="2026-01-01T00:00:00Z"))
     assert member.draining
 
 
@@ -111,31 +113,31 @@ def test_a_pod_that_is_being_deleted_stays_and_drains():
     [{"status__podIP": None}, {"status__podIP": ""}, {"status__phase": "Failed"}, {"status__phase": "Succeeded"}],
 )
 def test_a_pod_without_an_address_or_at_its_end_is_nobody(places):
-    assert who(changed(**places)) is None
+    assert parse_pod(changed(**places)) is None
 
 
 @pytest.mark.parametrize("role", ["worker", "prefill", "decode", "encoder", "renderer"])
 def test_every_role_of_the_resource_is_known(role):
-    assert who(labelled(pool="p", role=role)).role == role
+    assert parse_pod(labelled(pool="p", role=role)).role == role
 
 
 @pytest.mark.parametrize("labels", [{"pool": "p", "role": "unheard-of"}, {"role": "worker"}, {"pool": "p"}, {}])
 def test_a_pod_of_no_pool_or_of_an_unknown_role_is_nobody(labels):
-    assert who(labelled(**labels)) is None
+    assert parse_pod(labelled(**labels)) is None
 
 
 @pytest.mark.parametrize("pod", [{}, {"metadata": None, "status": None}, {"metadata": {"uid": "u"}, "status": {}}])
 def test_half_an_object_is_nobody(pod):
-    assert who(pod) is None
+    assert parse_pod(pod) is None
 
 
 def test_the_roster_has_the_other_frontends_and_never_the_router_itself():
     mine, other = Peer("f1", "demo-frontend-a", "10.0.0.1"), Peer("f2", "demo-frontend-b", "10.0.0.2")
-    found = roster([other, who(POD), mine], "f1", leaving=False)
-    assert (found.peers, found.members, found.leaving) == ((other,), (who(POD),), False)
+    found = membership_of([other, parse_pod(POD), mine], "f1", leaving=False)
+    assert (found.peers, found.members, found.leaving) == ((other,), (parse_pod(POD),), False)
 
 
 def test_equal_pods_in_another_order_are_an_equal_roster():
-    second = who(changed(metadata__uid="u2", metadata__name="demo-worker-0"))
-    everybody = [who(POD), second, Peer("f2", "b", "10.0.0.2"), Peer("f3", "a", "10.0.0.3")]
-    assert roster(everybody, "f1", leaving=False) == roster(everybody[::-1], "f1", leaving=False)
+    second = parse_pod(changed(metadata__uid="u2", metadata__name="demo-worker-0"))
+    everybody = [parse_pod(POD), second, Peer("f2", "b", "10.0.0.2"), Peer("f3", "a", "10.0.0.3")]
+    assert membership_of(everybody, "f1", leaving=False) == membership_of(everybody[::-1], "f1", leaving=False)

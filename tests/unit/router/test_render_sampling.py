@@ -15,7 +15,7 @@ from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.base.request import ImageRewrite
 from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.explain.decisions import Trace
+from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.engine_request import encode_body
@@ -92,8 +92,8 @@ async def rig():
         await serving.wait_closed()
 
 
-def kept(request_id: str) -> Trace:
-    return Trace(request_id, None, 0, array("Q"), [])
+def kept(request_id: str) -> DecisionTrace:
+    return DecisionTrace(request_id, None, 0, array("Q"), [])
 
 
 def sent(prepared) -> bytes:

@@ -6,13 +6,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_router.explain.evidence import Result
-from mmrouter_router.explain.rendering import (
+from mmrouter_router.explain.parity_check import Result
+from mmrouter_router.explain.render_diff import (
     AFTER,
     BEFORE,
-    Prompt,
-    Rendering,
-    compare,
+    PredictedPrompt,
+    RenderVerdict,
+    compare_rendering,
     predicted_prompt,
     rendering_json,
 )
@@ -45,11 +45,11 @@ def prompts(draw) -> list:
     return pieces
 
 
-def judged(ours, theirs, *, whole: bool = True) -> Rendering:
-    return compare(Prompt(*build(ours), whole=whole), *build(theirs))
+def judged(ours, theirs, *, whole: bool = True) -> RenderVerdict:
+    return compare_rendering(PredictedPrompt(*build(ours), whole=whole), *build(theirs))
 
 
-def outcome(found: Rendering) -> tuple[Result, str]:
+def outcome(found: RenderVerdict) -> tuple[Result, str]:
     return found.result, found.cause
 
 
@@ -149,8 +149,8 @@ def prepared(pieces, exactness="exact", *, resolved=True, rendered=False) -> Pre
 def test_only_what_we_predicted_ourselves_is_compared():
     pieces = [[1, 2], (b"a" * 32, 4), [3]]
     ids, spans = build(pieces)
-    assert predicted_prompt(prepared(pieces)) == Prompt(ids, spans)
-    assert predicted_prompt(prepared(pieces, "partial", resolved=False)) == Prompt(ids[:2], (), whole=False)
+    assert predicted_prompt(prepared(pieces)) == PredictedPrompt(ids, spans)
+    assert predicted_prompt(prepared(pieces, "partial", resolved=False)) == PredictedPrompt(ids[:2], (), whole=False)
     assert predicted_prompt(prepared(pieces[1:], "partial", resolved=False)) is None
     assert predicted_prompt(prepared([], "affinity")) is None
     assert predicted_prompt(prepared(pieces, rendered=True)) is None

@@ -9,14 +9,14 @@ import pytest
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.explain.decisions import Trace
-from mmrouter_router.explain.evidence import Expected, expected_of, judge, verdict_json
-from mmrouter_router.explain.parity import Prediction
-from mmrouter_router.fleet.feed_client import FeedSilentError
+from mmrouter_router.explain.block_diff import Prediction
+from mmrouter_router.explain.decisions import DecisionTrace
+from mmrouter_router.explain.parity_check import ExpectedBlocks, check_parity, expected_blocks, verdict_json
+from mmrouter_router.fleet.feed_client import FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.verify.sampling import Sampler
+from mmrouter_router.verify.sampling import ParitySampler
 
 BLOCK, PAD, SEED = 4, 99, 5
 A, B = b"a" * 32, b"b" * 32
@@ -30,9 +30,9 @@ class Sidecar:
     def __init__(self, batches=(), *, gone: bool = False, silent: bool = False) -> None:
         self.batches, self.gone, self.silent, self.asked = batches, gone, silent, []
 
-    async def question(self, build):
+    async def request(self, build):
         if self.silent:
-            raise FeedSilentError("no answer")
+            raise FeedRequestError("no answer")
         self.asked.append(build(1))
         raw = tuple(feed.RawBatch(n, 0, n, payload) for n, payload in enumerate(self.batches, 1))
         return [feed.DetailPart(1, raw, True, self.gone)]
@@ -44,25 +44,25 @@ class Rig:
         self.metrics.parity.describe("vllm", "qwen2_vl")
         self.fleet = Fleet(self.metrics)
         self.worker = self.fleet.join(Member("a", "a", "127.0.0.1", "worker", "worker"))
-        self.fleet.connect(self.worker)
-        part = feed.SnapshotPart(self.worker.follower._asked, "a/1", 1, 0, 0, 0, "GPU", b"", True)
-        self.fleet.replied(self.worker, part)
-        self.fleet.published(
+        self.fleet.feed_connected(self.worker)
+        part = feed.SnapshotPart(self.worker.sync.request_id, "a/1", 1, 0, 0, 0, "GPU", b"", True)
+        self.fleet.on_reply(self.worker, part)
+        self.fleet.on_published(
             self.worker, feed.Heartbeat("a/1", 1, 0, "vllm", "up", "0", BLOCK, "m", "", {}, 1, False, None)
         )
 
-    def expected(self, **changes) -> Expected:
+    def expected(self, **changes) -> ExpectedBlocks:
         values = {"ids": IDS, "spans": SPANS, "salt": None, **changes}
         ids = array("I", values["ids"])
         keys = block_keys(ids, BLOCK, values["spans"], SEED)
         prediction = Prediction(ids, tuple(values["spans"]), BLOCK, values["salt"], PAD)
-        return Expected("a", 0, 1, 0, keys, prediction)
+        return ExpectedBlocks("a", 0, 1, 0, keys, prediction)
 
     def stores(self, keys, removed=()) -> None:
         """A delta of the worker."""
-        seq = self.worker.follower.seq + 1
+        seq = self.worker.sync.seq + 1
         delta = feed.Delta(1, seq, 0.0, 0, 0, "GPU", pack_keys(keys), pack_keys(removed))
-        self.fleet.published(self.worker, delta)
+        self.fleet.on_published(self.worker, delta)
 
     def counted(self) -> dict[tuple[str, str], float]:
         counter = self.metrics.parity._counter
@@ -101,8 +101,8 @@ def batch(ids=IDS, spans=SPANS, salt=None) -> bytes:
     return msgspec.msgpack.encode([0.0, [event], 0])
 
 
-async def verdict(rig: Rig, sidecar: Sidecar, expected: Expected | None = None):
-    return await judge(expected or rig.expected(), rig.fleet, sidecar, seconds=0.02)
+async def verdict(rig: Rig, sidecar: Sidecar, expected: ExpectedBlocks | None = None):
+    return await check_parity(expected or rig.expected(), rig.fleet, sidecar, seconds=0.02)
 
 
 async def test_blocks_that_are_held_are_a_match_and_nothing_is_asked(rig):
@@ -114,7 +114,7 @@ async def test_blocks_that_are_held_are_a_match_and_nothing_is_asked(rig):
 
 
 async def test_blocks_that_come_within_the_bound_are_a_match(rig):
-    waiting = asyncio.create_task(judge(rig.expected(), rig.fleet, Sidecar(), seconds=5))
+    waiting = asyncio.create_task(check_parity(rig.expected(), rig.fleet, Sidecar(), seconds=5))
     await asyncio.sleep(0)
     keys = rig.expected().keys
     rig.stores(keys[:2])
@@ -166,7 +166,7 @@ async def test_what_cannot_be_told_is_unknown_and_never_a_difference(rig):
     rig.stores([1])
     assert (await verdict(rig, Sidecar(gone=True))).result == "Unknown"
     assert (await verdict(rig, Sidecar(silent=True))).result == "Unknown"
-    assert (await judge(rig.expected(), rig.fleet, None, seconds=0)).result == "Unknown"
+    assert (await check_parity(rig.expected(), rig.fleet, None, seconds=0)).result == "Unknown"
     evicted = await verdict(rig, Sidecar([batch()]))
     assert (evicted.result, "evicted" in evicted.difference.message) == ("Unknown", True)
     assert (await verdict(rig, Sidecar())).cause == "unknown"
@@ -174,33 +174,33 @@ async def test_what_cannot_be_told_is_unknown_and_never_a_difference(rig):
 
 async def test_an_engine_that_began_anew_is_not_asked_about_what_was_before(rig):
     expected = rig.expected()
-    rig.worker.follower.epoch = 2
+    rig.worker.sync.epoch = 2
     found = await verdict(rig, sidecar := Sidecar([batch(salt="x")]), expected)
     assert found.result == "Unknown"
     assert sidecar.asked == []
 
 
-def trace(rig: Rig, request_id: str) -> Trace:
-    return Trace(request_id, None, len(IDS), array("Q"), [], expected=rig.expected())
+def trace(rig: Rig, request_id: str) -> DecisionTrace:
+    return DecisionTrace(request_id, None, len(IDS), array("Q"), [], expected=rig.expected())
 
 
 async def test_the_share_is_taken_by_request_id_and_is_the_same_everywhere(rig):
     ids = [f"r-{number}" for number in range(4000)]
-    tenth = Sampler(0.1, rig.fleet, lambda uid: None, rig.metrics)
-    again = Sampler(0.1, Fleet(Metrics()), lambda uid: None, Metrics())
+    tenth = ParitySampler(0.1, rig.fleet, lambda uid: None, rig.metrics)
+    again = ParitySampler(0.1, Fleet(Metrics()), lambda uid: None, Metrics())
     chosen = [one for one in ids if tenth.wants(one)]
     assert chosen == [one for one in ids if again.wants(one)]
     assert 300 < len(chosen) < 500
-    assert all(Sampler(1.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
-    assert not any(Sampler(0.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
+    assert all(ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
+    assert not any(ParitySampler(0.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
 
 
 async def test_samples_are_compared_in_the_background_counted_and_kept_with_their_decision(rig):
     sidecar = Sidecar([batch(salt="t1")])
-    sampler = Sampler(1.0, rig.fleet, lambda uid: sidecar, rig.metrics, seconds=0.02)
+    sampler = ParitySampler(1.0, rig.fleet, lambda uid: sidecar, rig.metrics, seconds=0.02)
     rig.stores(rig.expected().keys)
     good = trace(rig, "r-good")
-    bad = Trace("r-bad", None, 0, array("Q"), [], expected=rig.expected(ids=[*IDS[:16], 3, 3, 3, 3]))
+    bad = DecisionTrace("r-bad", None, 0, array("Q"), [], expected=rig.expected(ids=[*IDS[:16], 3, 3, 3, 3]))
     sampler.offer(good)
     sampler.offer(bad)
     running = asyncio.create_task(sampler.run())
@@ -214,15 +214,15 @@ async def test_samples_are_compared_in_the_background_counted_and_kept_with_thei
 
 
 async def test_work_is_bounded_and_what_does_not_fit_is_counted(rig):
-    sampler = Sampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=2)
+    sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=2)
     for number in range(5):
         sampler.offer(trace(rig, f"r-{number}"))
     assert rig.metrics.parity_dropped._value.get() == 3
 
 
 async def test_a_request_that_was_not_predicted_is_no_sample(rig):
-    sampler = Sampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=1)
-    sampler.offer(Trace("r-1", None, 0, array("Q"), []))
+    sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=1)
+    sampler.offer(DecisionTrace("r-1", None, 0, array("Q"), []))
     assert sampler._queue.empty()
 
 
@@ -236,27 +236,27 @@ class Image:
 
 
 def test_all_complete_blocks_of_an_exact_prompt_are_expected(rig):
-    found = expected_of(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
+    found = expected_blocks(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
     assert found is not None
     assert found.keys == rig.expected().keys
     assert found.prediction.placeholder_id == PAD
 
 
 def test_of_a_partial_prompt_only_the_blocks_before_its_image_are_expected(rig):
-    found = expected_of(prepared("partial", images=(Image(B, False),)), rig.worker, 0, BLOCK)
+    found = expected_blocks(prepared("partial", images=(Image(B, False),)), rig.worker, 0, BLOCK)
     assert found is not None
     assert found.keys == rig.expected().keys[:1]
     assert found.prediction.spans == ()
 
 
 def test_nothing_is_expected_of_affinity_or_of_less_than_a_block(rig):
-    assert expected_of(prepared("affinity"), rig.worker, 0, BLOCK) is None
-    assert expected_of(prepared(images=(Image(A, True),)), rig.worker, 0, 64) is None
+    assert expected_blocks(prepared("affinity"), rig.worker, 0, BLOCK) is None
+    assert expected_blocks(prepared(images=(Image(A, True),)), rig.worker, 0, 64) is None
 
 
 def test_of_a_sliding_window_the_blocks_that_a_hit_needs_are_expected(rig):
     rig.worker.group = feed.CacheGroup(0, "sliding_window", 5)
     whole = rig.expected().keys
-    found = expected_of(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
+    found = expected_blocks(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
     assert found is not None
     assert found.keys == whole[3:4]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mmrouter_router.scheduling.scoring import WEIGHTS, Candidate, Table, Weights, choose
+from mmrouter_router.scheduling.scoring import WEIGHTS, Candidate, CandidateTable, Weights, choose
 
 
 def candidate(name: str, **values) -> Candidate:
@@ -102,15 +102,15 @@ def test_the_winner_is_the_first_of_all_when_each_is_looked_at(rows, policy, fin
     for case in (rows, bare, idle, idle * 40):
         numbered = [replace(row, id=f"{row.id}{number}") for number, row in enumerate(case)]
         choice = pick(numbered, policy=policy, fingerprint=fingerprint, overlap_weight=weight)
-        assert choice.winner == choice.scores[0].candidate == numbered[choice.place]
+        assert choice.winner == choice.scores[0].candidate == numbered[choice.row]
 
 
 @given(CANDIDATES)
 def test_a_column_that_is_empty_is_one_of_zeros(rows):
-    bare = Table.of([replace(row, coming=0, encode=0.0, waiting=0.0) for row in rows])
+    bare = CandidateTable.of([replace(row, coming=0, encode=0.0, waiting=0.0) for row in rows])
     short = dataclasses.replace(bare, coming=(), encode=(), waiting=())
     assert list(short) == list(bare)
-    assert list(Table.joined([short, Table.of(rows)])) == [*bare, *rows]
+    assert list(CandidateTable.joined([short, CandidateTable.of(rows)])) == [*bare, *rows]
     assert short[len(rows) - 1] == bare[len(rows) - 1]
     for policy in ("kv", "leastLoaded"):
         assert short.costs(policy, 1.0, WEIGHTS) == bare.costs(policy, 1.0, WEIGHTS)

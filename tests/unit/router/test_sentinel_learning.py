@@ -12,11 +12,11 @@ from mmrouter_lib.engines.sglang.identity import sentinels
 from mmrouter_router.media import Media
 from mmrouter_router.request.prepare import Prepared, ResolvedImage
 from mmrouter_router.scheduling.placer import Placer
-from mmrouter_router.sentinels import Sentinels, fill
+from mmrouter_router.sentinels import SentinelStore, fill_sentinels
 from mmrouter_router.sentinels.store import BLIND_SECONDS
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify import sentinel_learning as learning
-from mmrouter_router.verify.sentinel_learning import MAX_QUESTIONS, Learning
+from mmrouter_router.verify.sentinel_learning import MAX_PROBES, SentinelLearning
 
 TEXT, TOKENS, SEED, PLACEHOLDER = 40, 20, 5, 9
 FACTS = {"model_type": "llava", "architectures": json.dumps(["Llava"])}
@@ -28,8 +28,8 @@ class Learner(Rig):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = Sentinels(clock=self.clock)
-        self.learning = Learning(self.known, self.fleet, None, lambda uid: None, Metrics())
+        self.known = SentinelStore(clock=self.clock)
+        self.learning = SentinelLearning(self.known, self.fleet, None, lambda uid: None, Metrics())
         self.engine = self.worker("a", engine="sglang", engine_version="0.5.23", facts=FACTS)
         self.clock.now += BLIND_SECONDS
         self.beat(self.engine, engine="sglang", engine_version="0.5.23", facts=FACTS)
@@ -46,21 +46,21 @@ class Learner(Rig):
 
     def send(self, placer: Placer, prepared: Prepared):
         decision = placer.place(prepared)
-        self.learning.sent(decision, prepared)
+        self.learning.on_send(decision, prepared)
         return decision
 
     def computed(self, prepared: Prepared) -> None:
         """The engine stores a prompt, and its sidecar says so."""
-        ids = fill(prepared.ids, prepared.spans, TRUTH.get).ids
+        ids = fill_sentinels(prepared.ids, prepared.spans, TRUTH.get).ids
         keys = block_keys(ids, BLOCK, (), SEED)
-        delta = feed.Delta(1, self.engine.follower.seq + 1, 0.0, 0, 0, "GPU", pack_keys(keys), b"")
-        self.fleet.published(self.engine, delta)
+        delta = feed.Delta(1, self.engine.sync.seq + 1, 0.0, 0, 0, "GPU", pack_keys(keys), b"")
+        self.fleet.on_published(self.engine, delta)
         for span in prepared.spans:
             before = span.offset // BLOCK
             sighting = feed.ImageObservation(
                 0, 0, keys[before - 1], span.offset % BLOCK, span.length, b"", TRUTH[span.identity]
             )
-            self.fleet.published(self.engine, sighting)
+            self.fleet.on_published(self.engine, sighting)
 
 
 def test_an_image_is_partial_until_the_engine_was_seen_to_store_it_and_exact_from_then_on():
@@ -99,21 +99,21 @@ def test_images_that_are_sent_without_a_place_keep_sightings_from_teaching():
 
 def test_an_image_is_asked_about_when_it_is_requested_again_and_still_unknown():
     rig = Learner()
-    questions = rig.learning._questions
+    questions = rig.learning.probes
     for number, waiting in ((1, 0), (2, 1), (3, 1), (4, 2)):
         rig.send(rig.placer, rig.request(b"a"))
         assert questions.qsize() == waiting, number
-    assert questions.get_nowait().picture.data == b"a"
-    for number in range(2 * MAX_QUESTIONS):
+    assert questions.get_nowait().image.data == b"a"
+    for number in range(2 * MAX_PROBES):
         for _ in range(2):
             rig.send(rig.placer, rig.request(bytes([number])))
     assert questions.full()
 
 
 def test_images_that_wait_to_be_asked_about_are_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr(learning, "MAX_QUESTION_BYTES", 10)
+    monkeypatch.setattr(learning, "MAX_PROBE_BYTES", 10)
     rig = Learner()
-    waiting = rig.learning._questions
+    waiting = rig.learning.probes
     for name, count in ((b"x" * 11, 1), (b"y", 1)):  # one that is too large alone, and nothing beside it
         for _ in range(2):
             rig.send(rig.placer, rig.request(name))
@@ -122,7 +122,7 @@ def test_images_that_wait_to_be_asked_about_are_bounded_in_bytes(monkeypatch):
     for name, count in ((b"x" * 6, 1), (b"y" * 5, 1), (b"z" * 4, 2)):
         for _ in range(2):
             rig.send(rig.placer, rig.request(name))
-        assert rig.learning._questions.qsize() == count
+        assert rig.learning.probes.qsize() == count
 
 
 def test_engines_with_other_flags_are_another_scope():

@@ -17,7 +17,7 @@ from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.exchange import Exchange
+from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.fleet.workers import Fleet, Member
@@ -28,7 +28,7 @@ from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.otlp_export import OtlpTracing
 from mmrouter_router.telemetry.tracing import enter
-from mmrouter_router.verify.probe_requests import OwnRequestError, OwnRequests, Question
+from mmrouter_router.verify.probe_requests import ProbeRequest, ProbeRequestError, ProbeRequests
 
 BLOCK, SEED = 16, 1
 IDS = array("Q", range(80))
@@ -113,7 +113,7 @@ class Rig:
         resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
         self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
         self.stages = Stages("sglang", roles, self.fleet, self.placer, self.metrics, None)
-        exchange = Exchange(self.upstream, "sglang", "secret")
+        exchange = EngineClient(self.upstream, "sglang", "secret")
         self.forwarder = Forwarder(
             self.placer, exchange, self.metrics, stages=self.stages, prefill_seconds=prefill_seconds
         )
@@ -125,12 +125,12 @@ class Rig:
             await engine.serve()
         role = {"p": "prefill", "d": "decode"}[name[0]]
         worker = self.fleet.join(Member(name, name, engine.ip, role, role, **member))
-        self.fleet.connect(worker)
-        asked = worker.follower._asked
-        self.fleet.replied(worker, feed.SnapshotPart(asked, f"{name}/1", 1, 0, 0, 0, "GPU", pack_keys(keys), True))
+        self.fleet.feed_connected(worker)
+        asked = worker.sync.request_id
+        self.fleet.on_reply(worker, feed.SnapshotPart(asked, f"{name}/1", 1, 0, 0, 0, "GPU", pack_keys(keys), True))
         canary = feed.CanaryReport(1, "True") if (role != "decode" if proved is None else proved) else None
         beat = feed.Heartbeat(f"{name}/1", 1, 0, "sglang", "up", "0", BLOCK, "m", "", {}, ranks, False, canary)
-        self.fleet.published(worker, beat)
+        self.fleet.on_published(worker, beat)
         return engine
 
     async def send(self, fields=(), path: str = "/v1/chat/completions", fingerprint: bytes = b"f"):
@@ -140,8 +140,8 @@ class Rig:
 
     async def prove(self, name: str, rank: int = 0, seconds: float = 60) -> bytes:
         """Ask a question of the router's own."""
-        own = OwnRequests("sglang", None, self.upstream, "secret", "m", b"", self.placer.partner, seconds)
-        question = Question(b'{"model": "m"}', IDS, Span(0, 1, b""))
+        own = ProbeRequests("sglang", None, self.upstream, "secret", "m", b"", self.placer.partner, seconds)
+        question = ProbeRequest(b'{"model": "m"}', IDS, Span(0, 1, b""))
         async with asyncio.timeout(15):
             return await own.send(self.fleet.workers[name], rank, question)
 
@@ -172,7 +172,7 @@ def outcomes(reply):
 
 
 def stages(reply):
-    return [(note["stage"], note["outcome"], *note["workers"]) for note in reply.trace.chain]
+    return [(note["stage"], note["outcome"], *note["workers"]) for note in reply.trace.stages]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
@@ -203,7 +203,7 @@ async def test_the_decision_is_the_prefills_and_its_stages_have_their_times(make
     assert (reply.decision.target.worker.member.name, reply.decision.choice.winner.overlap) == ("p2", 4)
     assert reply.decision.exactness == "exact"
     assert stages(reply) == [("prefill", "done", "p2"), ("answer", "first_byte", "d1")]
-    assert all(note["seconds"] > 0 for note in reply.trace.chain)
+    assert all(note["seconds"] > 0 for note in reply.trace.stages)
     assert rig.metrics.chain.labels("prefill", "done")._value.get() == 1
 
 
@@ -502,7 +502,7 @@ async def test_a_prefill_engine_is_proved_together_with_a_decode_engine_of_its_l
 async def test_a_proof_that_fails_on_one_side_leaves_nobody_waiting(make, prefill, decode):
     rig = make()
     engines = [await rig.engine("p1", prefill), await rig.engine("d1", decode)]
-    with pytest.raises(OwnRequestError):
+    with pytest.raises(ProbeRequestError):
         await rig.prove("p1")
     for engine in engines:
         if engine.says == HANGS and engine.asked:
@@ -512,7 +512,7 @@ async def test_a_proof_that_fails_on_one_side_leaves_nobody_waiting(make, prefil
 async def test_without_a_decode_engine_nothing_is_proved(make):
     rig = make()
     prefill = await rig.engine("p1")
-    with pytest.raises(OwnRequestError, match="decode"):
+    with pytest.raises(ProbeRequestError, match="decode"):
         await rig.prove("p1")
     assert prefill.asked == []
 
@@ -531,7 +531,7 @@ async def test_a_decode_engine_is_proved_by_its_half_of_an_answer(make):
 async def test_an_engine_that_hangs_keeps_nobody_waiting_for_its_proof(make):
     rig = make()
     engines = [await rig.engine("p1", MEETS), await rig.engine("d1", HANGS)]
-    with pytest.raises(OwnRequestError, match=r"p1 and d1 gave no answer within 0\.4 s"):
+    with pytest.raises(ProbeRequestError, match=r"p1 and d1 gave no answer within 0\.4 s"):
         await rig.prove("d1", seconds=SOON)
     for engine in engines:
         await asyncio.wait_for(engine.gone.wait(), 5)
@@ -552,12 +552,12 @@ async def test_a_decode_engine_that_never_proved_itself_is_not_used_where_what_i
     rig = make(verification={"onFailure": "Refuse", "timeoutSeconds": 1})
     await rig.engine("p1")
     silent, proved = await rig.engine("d1"), await rig.engine("d2", proved=True)
-    assert rig.placer.standing(rig.fleet.workers["d1"]) == "pending"
+    assert rig.placer.eligibility(rig.fleet.workers["d1"]) == "pending"
     for worker in rig.fleet:
         worker.since -= 60
-    assert [rig.placer.standing(rig.fleet.workers[name]) for name in ("d1", "d2")] == ["refused", "verified"]
+    assert [rig.placer.eligibility(rig.fleet.workers[name]) for name in ("d1", "d2")] == ["refused", "verified"]
     for _ in range(4):
         (await rig.send()).close()
     assert (silent.asked, len(proved.asked)) == ([], 4)
-    rig.fleet.lost(rig.fleet.workers["d2"])
-    assert rig.placer.standing(rig.fleet.workers["d2"]) == "unsynced"
+    rig.fleet.mark_stale(rig.fleet.workers["d2"])
+    assert rig.placer.eligibility(rig.fleet.workers["d2"]) == "unsynced"

@@ -18,11 +18,11 @@ from unit.router.test_prepare import image, settings, text
 from mmrouter_lib.api import parse_deployment
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys
-from mmrouter_router.explain.decisions import KEPT_BYTES, Decisions
-from mmrouter_router.fleet.discovery import Roster
+from mmrouter_router.explain.decisions import BODY_BYTES, DecisionLog
+from mmrouter_router.fleet.discovery import Membership
 from mmrouter_router.intake.tenants import DEFAULT
 from mmrouter_router.request.engine_request import CHAT
-from mmrouter_router.scheduling.scoring import BLIND
+from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
 
 ID = "x-mmrouter-request-id"
 SHOW = {"x-mmrouter-control": "t"}
@@ -49,12 +49,12 @@ async def routed(**spec):
     made = Router(replace(own, curve=CurveKeys(public, secret, public)))
     try:
         async with Engine() as engine, made._tasks:
-            made.roster(Roster((member("a", engine.ip),)))
+            made.roster(Membership((member("a", engine.ip),)))
             heard(made, "uid-a")
             transport = httpx.ASGITransport(made.client_app())
             async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
                 yield made, client
-            made.roster(Roster(()))
+            made.roster(Membership(()))
     finally:
         made.upstream.close()
         await made.media.close()
@@ -68,7 +68,7 @@ def body(*parts) -> bytes:
 PARTS = [text("what is this? " * 20), image("a"), text("and this?"), image("b")]
 
 
-@pytest.mark.parametrize("policy", sorted(BLIND))
+@pytest.mark.parametrize("policy", sorted(PROMPT_BLIND_POLICIES))
 async def test_unneeded_prompt_is_not_predicted(policy):
     async with routed(policy=policy) as (r, client):
         answer = await client.post(CHAT, content=body(*PARTS))
@@ -92,7 +92,7 @@ async def test_skipped_prediction_can_be_made_afterwards():
         assert told["keys"] == [f"{key:016x}" for key in before.keys(16)]
         assert [image["offset"] for image in told["images"]] == [span.offset for span in before.spans]
         assert told["overlap"] == 0
-        assert not any(image.media.data for image in trace.unseen.images)
+        assert not any(image.media.data for image in trace.unpredicted.images)
 
 
 async def test_control_token_forces_prediction():
@@ -122,10 +122,14 @@ async def test_prompts_are_predicted_where_needed(spec, looks):
         assert (r.chat._looks("any request") or r.chat._debug_headers) == looks
         if spec.get("roles") is None:
             answer = await client.post(CHAT, content=body(text("hello")))
-            assert (r.decisions.get(answer.headers[ID]).unseen is None) == looks
+            assert (r.decisions.get(answer.headers[ID]).unpredicted is None) == looks
 
 
-@given(st.sampled_from(sorted(BLIND)), st.lists(st.integers(0, len(KEYS)), min_size=1, max_size=5), st.integers(0, 4))
+@given(
+    st.sampled_from(sorted(PROMPT_BLIND_POLICIES)),
+    st.lists(st.integers(0, len(KEYS)), min_size=1, max_size=5),
+    st.integers(0, 4),
+)
 def test_blind_policies_ignore_the_prompt(policy, held, turns):
     rig = Rig()
     for number, blocks in enumerate(held):
@@ -141,11 +145,11 @@ def test_blind_policies_ignore_the_prompt(policy, held, turns):
 
 async def test_bodies_kept_for_later_prediction_are_bounded():
     async with routed() as (r, client):
-        long = await client.post(CHAT, content=body(text("x" * KEPT_BYTES)))
+        long = await client.post(CHAT, content=body(text("x" * BODY_BYTES)))
         assert (await r.chat.seen(r.decisions.get(long.headers[ID])))["predicted"] == "no"
         short = await client.post(CHAT, content=body(text("x" * 1000)))
         trace = r.decisions.get(short.headers[ID])
-        few = Decisions(size=1000, tokens=3 * trace.weight)
+        few = DecisionLog(size=1000, tokens=3 * trace.weight)
         for number in range(10):
             few.add(f"{number}", trace)
         assert len(few.latest(1000)) == 3

@@ -10,8 +10,8 @@ from unit.router.test_placer import BLOCK, SEED, Rig
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.encoding import Encoder, Encoders
-from mmrouter_router.encoding.sender import Encoding
+from mmrouter_router.encoding import Encoder, EncoderScheduler
+from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
@@ -51,7 +51,7 @@ class Staging(Rig):
         self.encoded: list[str] = []
         self.prefill_answer: tuple[int, dict] | Exception = (200, {"kv_transfer_params": PARAMS})
         self.encode_status = 200
-        self.encoding = Encoding(Encoders(), self.encode) if "encoder" in roles else None
+        self.encoding = ImageSender(EncoderScheduler(), self.encode) if "encoder" in roles else None
         if self.encoding is not None:
             self.encoding.update([Encoder("e1", "cpu")])
         self.stages = Stages("vllm", roles, self.fleet, self.placer, self.metrics, self.ask, self.encoding)
@@ -83,7 +83,7 @@ class Staging(Rig):
         )
         outgoing = Outgoing("/v1/chat/completions", {"model": "m", "messages": MESSAGES, **dict(fields)}, images)
         staged = await self.stages.before("r", wanted, outgoing, shape, decision, {}, **options)
-        return staged, json.loads(outgoing.body(staged.fields)), [(note.stage, note.outcome) for note in staged.notes]
+        return staged, json.loads(outgoing.body(staged.fields)), [(note.stage, note.outcome) for note in staged.reports]
 
 
 async def test_a_prompt_is_computed_where_most_of_it_is_held_and_fetched_by_the_decoder():
@@ -271,4 +271,4 @@ async def test_how_long_answers_took_is_learned_for_both_ways():
     rig.prefill_answer = (500, {})
     staged, _, _ = await rig.before()
     rig.stages.answered(staged, "d1")
-    assert (rig.stages.worth.apart.measured, rig.stages.worth.here.measured) == (1, 1)
+    assert (rig.stages.offload.remote.measured, rig.stages.offload.local.measured) == (1, 1)

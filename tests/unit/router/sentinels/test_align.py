@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
-from mmrouter_router.sentinels import align, fill
-from mmrouter_router.sentinels.align import Aligner, Asked, places
-from mmrouter_router.sentinels.table import Table
+from mmrouter_router.sentinels import align, fill_sentinels
+from mmrouter_router.sentinels.align import Aligner, SentRequest, places
+from mmrouter_router.sentinels.table import SentinelTable
 
 SIZE, SEED, PLACEHOLDER = 4, 99, 7
 TOKENS = {b"a": 5, b"b": 5, b"c": 9, b"d": 4}
@@ -19,7 +19,7 @@ TRUTH = {name: sentinels(number, legacy=False) for number, name in enumerate(TOK
 TRUTH_SINGLE = {name: values[:1] for name, values in TRUTH.items()}
 
 
-def asked(*parts: bytes | int) -> Asked:
+def asked(*parts: bytes | int) -> SentRequest:
     """A prompt: a number stands for that many text tokens, a name for an image."""
     ids, spans = array("I"), []
     for part in parts:
@@ -28,7 +28,7 @@ def asked(*parts: bytes | int) -> Asked:
         else:
             spans.append(Span(len(ids), TOKENS[part], part))
             ids.extend([PLACEHOLDER] * TOKENS[part])
-    return Asked(ids, tuple(spans), SIZE, SEED)
+    return SentRequest(ids, tuple(spans), SIZE, SEED)
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Engine:
     truth: dict[bytes, tuple[int, ...]]
     stored: set[int] = field(default_factory=set)
 
-    def compute(self, request: Asked) -> list[tuple[tuple[int | None, int], tuple[int, ...], int]]:
-        ids = fill(request.ids, request.spans, self.truth.get).ids
+    def compute(self, request: SentRequest) -> list[tuple[tuple[int | None, int], tuple[int, ...], int]]:
+        ids = fill_sentinels(request.ids, request.spans, self.truth.get).ids
         keys = block_keys(ids, SIZE, (), SEED)
         end = len(keys) * SIZE
         found = []
@@ -55,109 +55,109 @@ class Engine:
         return found
 
 
-def take(table: Table, aligner: Aligner, lessons) -> list[bytes]:
+def take(table: SentinelTable, aligner: Aligner, lessons) -> list[bytes]:
     learned = []
     while lessons:
         for identity, values in lessons:
             table.put(identity, values, proven=True)
             learned.append(identity)
-        lessons = aligner.follow()
+        lessons = aligner.resolve()
     return learned
 
 
 def test_an_image_is_learned_from_the_place_where_it_was_asked_for():
-    table, engine = Table(), Engine(TRUTH)
+    table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     request = asked(6, b"a", 6)
-    take(table, aligner, aligner.ask(request))
+    take(table, aligner, aligner.add_request(request))
     for sighting in engine.compute(request):
-        assert take(table, aligner, aligner.sight(*sighting, trusted=True)) == [b"a"]
+        assert take(table, aligner, aligner.add_sighting(*sighting, trusted=True)) == [b"a"]
     assert table.get(b"a").values == TRUTH[b"a"]
 
 
 def test_only_requests_that_wait_for_what_was_learned_are_looked_at_again(monkeypatch):
-    table, looked = Table(), []
+    table, looked = SentinelTable(), []
     aligner = Aligner(table)
     first, second = asked(6, b"a", 6, b"b", 6), asked(6, b"c", 6, b"d", 6)
-    aligner.ask(first)
-    aligner.ask(second)
+    aligner.add_request(first)
+    aligner.add_request(second)
     monkeypatch.setattr(align, "places", lambda request, table: looked.append(request) or places(request, table))
     for name, again in ((b"c", [second]), (b"a", [first]), (b"b", [])):
         table.put(name, TRUTH[name], proven=True)
-        aligner.follow()
+        aligner.resolve()
         assert looked == again
         looked.clear()
 
 
 def test_the_second_image_is_learned_once_the_first_one_gives_its_place():
-    table, engine = Table(), Engine(TRUTH)
+    table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     request = asked(6, b"a", 6, b"b", 6)
-    take(table, aligner, aligner.ask(request))
+    take(table, aligner, aligner.add_request(request))
     second, first = reversed(engine.compute(request))
-    assert take(table, aligner, aligner.sight(*second, trusted=True)) == []
-    assert take(table, aligner, aligner.sight(*first, trusted=True)) == [b"a", b"b"]
+    assert take(table, aligner, aligner.add_sighting(*second, trusted=True)) == []
+    assert take(table, aligner, aligner.add_sighting(*first, trusted=True)) == [b"a", b"b"]
     assert table.get(b"b").values == TRUTH[b"b"]
 
 
 def test_two_images_at_one_place_teach_nothing_and_say_so():
-    table, engine = Table(), Engine(TRUTH)
+    table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     one, other = asked(6, b"a", 6), asked(6, b"b", 6)
     for request in (one, other):
-        take(table, aligner, aligner.ask(request))
+        take(table, aligner, aligner.add_request(request))
     for request in (one, other):
         for sighting in engine.compute(request):
-            assert take(table, aligner, aligner.sight(*sighting, trusted=True)) == []
+            assert take(table, aligner, aligner.add_sighting(*sighting, trusted=True)) == []
             assert aligner.ambiguous(sighting[0])
 
 
 def test_of_two_images_at_one_place_the_second_is_learned_when_the_first_is_known():
-    table, engine = Table(), Engine(TRUTH)
+    table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     for request, name in ((asked(6, b"a", 6), b"a"), (asked(6, b"b", 6), b"b")):
-        take(table, aligner, aligner.ask(request))
+        take(table, aligner, aligner.add_request(request))
         (sighting,) = engine.compute(request)
-        assert take(table, aligner, aligner.sight(*sighting, trusted=True)) == [name]
+        assert take(table, aligner, aligner.add_sighting(*sighting, trusted=True)) == [name]
 
 
 @pytest.mark.parametrize(("length", "teaches"), [(3, False), (4, True), (5, True), (6, False)])
 def test_a_run_too_short_to_show_the_cycle_or_longer_than_the_image_teaches_nothing(length, teaches):
-    table = Table()
+    table = SentinelTable()
     aligner = Aligner(table)
     request = asked(8, b"a", 6)
-    take(table, aligner, aligner.ask(request))
+    take(table, aligner, aligner.add_request(request))
     place = (block_keys(array("Q", request.ids), SIZE, (), SEED)[1], 0)
     values = tuple(dict.fromkeys(run_ids(TRUTH[b"a"], length)))
-    assert bool(aligner.sight(place, values, length, trusted=True)) is teaches
+    assert bool(aligner.add_sighting(place, values, length, trusted=True)) is teaches
 
 
 def test_what_was_seen_before_an_image_was_asked_for_is_not_that_image():
-    table = Table()
+    table = SentinelTable()
     aligner = Aligner(table)
     request = asked(8, b"a", 6)
     place = (block_keys(array("Q", request.ids), SIZE, (), SEED)[1], 0)
-    assert aligner.sight(place, TRUTH[b"b"], 5, trusted=True) == []
-    take(table, aligner, aligner.ask(request))
-    assert aligner.sight(place, TRUTH[b"b"], 5, trusted=True) == []
+    assert aligner.add_sighting(place, TRUTH[b"b"], 5, trusted=True) == []
+    take(table, aligner, aligner.add_request(request))
+    assert aligner.add_sighting(place, TRUTH[b"b"], 5, trusted=True) == []
     assert len(table) == 0
 
 
 def test_what_others_may_have_sent_teaches_nothing():
-    table, engine = Table(), Engine(TRUTH)
+    table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     request = asked(6, b"a", 6)
-    take(table, aligner, aligner.ask(request))
+    take(table, aligner, aligner.add_request(request))
     (sighting,) = engine.compute(request)
-    assert aligner.sight(*sighting, trusted=False) == []
+    assert aligner.add_sighting(*sighting, trusted=False) == []
 
 
 def test_forgetting_an_image_that_was_asked_for_is_known():
-    table = Table()
+    table = SentinelTable()
     aligner = Aligner(table, max_places=1)
-    aligner.ask(asked(6, b"a", 6))
+    aligner.add_request(asked(6, b"a", 6))
     assert not aligner.lost
-    aligner.ask(asked(9, b"b", 6))
+    aligner.add_request(asked(9, b"b", 6))
     assert aligner.lost
 
 
@@ -169,11 +169,11 @@ _prompt = st.lists(_part, min_size=1, max_size=6).map(lambda parts: asked(*parts
 @given(data=st.data(), single=st.booleans(), predicted=st.booleans())
 def test_no_order_of_requests_answers_and_sightings_ever_teaches_a_wrong_image(data, single, predicted):
     truth = TRUTH_SINGLE if single else TRUTH
-    table, engine = Table(), Engine(truth)
+    table, engine = SentinelTable(), Engine(truth)
     aligner = Aligner(table)
     if predicted:  # rightly predicted values prove themselves
         table.put(b"a", truth[b"a"], proven=False)
-    pending: list[Asked] = []
+    pending: list[SentRequest] = []
     published: list[tuple] = []
 
     def check(lessons) -> None:
@@ -186,11 +186,11 @@ def test_no_order_of_requests_answers_and_sightings_ever_teaches_a_wrong_image(d
         step = data.draw(st.sampled_from(["ask", "compute", "sight", "elsewhere"]))
         if step == "ask":
             pending.append(data.draw(_prompt))
-            check(aligner.ask(pending[-1]))
+            check(aligner.add_request(pending[-1]))
         elif step == "compute" and pending:
             published += engine.compute(pending.pop(data.draw(st.integers(0, len(pending) - 1))))
         elif step == "sight" and published:
-            check(aligner.sight(*published.pop(data.draw(st.integers(0, len(published) - 1))), trusted=True))
+            check(aligner.add_sighting(*published.pop(data.draw(st.integers(0, len(published) - 1))), trusted=True))
         elif step == "elsewhere":  # learned on another engine of the scope
             name = data.draw(st.sampled_from(sorted(truth)))
             check([(name, truth[name])])

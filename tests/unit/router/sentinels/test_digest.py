@@ -12,7 +12,7 @@ from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.request import prepare as stage
 from mmrouter_router.request.prepare import IN_THREAD, Preparer
-from mmrouter_router.sentinels import Sentinels, store
+from mmrouter_router.sentinels import SentinelStore, store
 from mmrouter_router.telemetry.metrics import Metrics
 
 SCOPES = [("0.5.23/f", pool) for pool in ("large", "small")]
@@ -33,12 +33,12 @@ def threads(monkeypatch):
     return seen
 
 
-def known(*, calibrated: bool) -> Sentinels:
-    sentinels = Sentinels(pictures=[(CANARY, CANARY)])
+def known(*, calibrated: bool) -> SentinelStore:
+    sentinels = SentinelStore(probe_images=[(CANARY, CANARY)])
     for scope in SCOPES:
         sentinels.describe(scope, "0.5.23", facts())
         if calibrated:
-            sentinels.observed(scope, CANARY, CANARY, made_of(CANARY))
+            sentinels.on_observed(scope, CANARY, CANARY, made_of(CANARY))
     return sentinels
 
 
@@ -56,7 +56,7 @@ async def test_an_image_is_hashed_once_for_all_scopes_and_a_large_one_in_a_threa
     for _ in range(2):
         prepared = await preparer.prepare(parse_chat(body, Limits(), "t"), None)
         for scope in SCOPES:
-            preparer.sentinels.observed(scope, CANARY, CANARY, made_of(CANARY))
+            preparer.sentinels.on_observed(scope, CANARY, CANARY, made_of(CANARY))
             assert prepared.filled(scope).unknown is None
             assert len(prepared.keys(SIZE, scope)) > 0
             for span, data in zip(prepared.spans, (small, large), strict=True):
@@ -72,12 +72,12 @@ async def test_nothing_is_hashed_where_nothing_is_predicted(threads):
     preparer = Preparer(own, media)
     preparer.sentinels = sentinels = known(calibrated=False)
     for scope in SCOPES:
-        sentinels.observed(scope, CANARY, CANARY, (2000001, 2000002, 2000003, 2000004))  # no known fingerprint
+        sentinels.on_observed(scope, CANARY, CANARY, (2000001, 2000002, 2000003, 2000004))  # no known fingerprint
     threads.clear()
     body = {"model": "t", "messages": [{"role": "user", "content": [{"type": "text", "text": "look"}]}]}
     body["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": data_uri(picture("c", 56, 56))}})
     prepared = await preparer.prepare(parse_chat(json.dumps(body).encode(), Limits(), "t"), None)
     assert [prepared.filled(scope).unknown for scope in SCOPES] == [0, 0]
-    sentinels.observed(SCOPES[0], b"seen", b"seen", (2000001, 2000002, 2000003, 2000004))
+    sentinels.on_observed(SCOPES[0], b"seen", b"seen", (2000001, 2000002, 2000003, 2000004))
     await media.close()
     assert threads == {}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE, page_hashes, sentinels
-from mmrouter_router.sentinels import fill, observe
+from mmrouter_router.sentinels import fill_sentinels, observe_sentinels
 
 SIZE = 4
 VALUES = {bytes([n]): sentinels(n, legacy=False) for n in range(4)}
@@ -27,8 +27,8 @@ def prompt(parts: list[int]) -> tuple["array[int]", tuple[Span, ...]]:
 @given(st.lists(st.integers(0, 9), max_size=30), st.sets(st.integers(0, 3)))
 def test_keys_are_equal_up_to_the_first_unknown_image_and_unique_from_there(parts, known):
     ids, spans = prompt(parts)
-    exact = fill(ids, spans, VALUES.get)
-    one, two = [fill(ids, spans, lambda name: VALUES[name] if name[0] in known else None) for _ in range(2)]
+    exact = fill_sentinels(ids, spans, VALUES.get)
+    one, two = [fill_sentinels(ids, spans, lambda name: VALUES[name] if name[0] in known else None) for _ in range(2)]
     assert (exact.unknown, len(exact.ids)) == (None, len(ids))
     keys = [block_keys(filled.ids, SIZE, (), 1) for filled in (exact, one, two)]
     if one.unknown is None:
@@ -44,7 +44,7 @@ def test_keys_are_equal_up_to_the_first_unknown_image_and_unique_from_there(part
 
 def test_sentinels_cycle_from_the_start_of_each_run_and_cover_it_alone():
     ids, spans = prompt([0, 7, 2, 5, 4])
-    filled = fill(ids, spans, VALUES.get).ids
+    filled = fill_sentinels(ids, spans, VALUES.get).ids
     for span in spans:
         values = VALUES[span.identity]
         assert list(filled[span.offset : span.end]) == [values[n % 4] for n in range(span.length)]
@@ -65,14 +65,14 @@ def stored(ids: "array[int]", first: int, end: int) -> Stored:
 def test_an_image_is_observed_wherever_events_are_cut_and_never_another_ones(offset, cut, tokens):
     ids = array("I", [*range(10, 10 + 2 * SIZE + offset), *[1] * tokens, *range(50, 60)])
     span = Span(2 * SIZE + offset, tokens, b"\x01")
-    mine = fill(ids, [span], VALUES.get).ids
+    mine = fill_sentinels(ids, [span], VALUES.get).ids
     foreign = array("Q", range(90, 90 + 2 * SIZE + offset)) + array("Q", VALUES[b"\x02"] * 3)
     end = len(mine) // SIZE
     cut = min(cut, end)
     published = [stored(foreign, 0, len(foreign) // SIZE), stored(mine, 0, cut), stored(mine, cut, end)]
-    seen = observe(ids, span, SIZE, [event for event in published if event.hashes])
+    seen = observe_sentinels(ids, span, SIZE, [event for event in published if event.hashes])
     assert seen == VALUES[b"\x01"][: min(4, tokens)]
-    assert observe(ids, span, SIZE, [stored(foreign, 0, len(foreign) // SIZE)]) is None
+    assert observe_sentinels(ids, span, SIZE, [stored(foreign, 0, len(foreign) // SIZE)]) is None
 
 
 def test_a_single_value_is_observed_as_one_and_text_at_an_images_place_as_nothing():
@@ -80,5 +80,5 @@ def test_a_single_value_is_observed_as_one_and_text_at_an_images_place_as_nothin
     span = Span(8, 6, b"x")
     single = array("Q", ids)
     single[8:14] = array("Q", [SENTINEL_BASE + 9] * 6)
-    assert observe(ids, span, SIZE, [stored(single, 0, 6)]) == (SENTINEL_BASE + 9,)
-    assert observe(ids, span, SIZE, [stored(array("Q", ids), 0, 6)]) is None
+    assert observe_sentinels(ids, span, SIZE, [stored(single, 0, 6)]) == (SENTINEL_BASE + 9,)
+    assert observe_sentinels(ids, span, SIZE, [stored(array("Q", ids), 0, 6)]) is None

@@ -7,9 +7,9 @@ import pytest
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash, sentinels
-from mmrouter_router.sentinels import Asked, Line, Sentinels, plan
+from mmrouter_router.sentinels import RankEpoch, SentinelStore, SentRequest, plan_fingerprints
 from mmrouter_router.sentinels.store import BLIND_SECONDS
-from mmrouter_router.sentinels.table import Table
+from mmrouter_router.sentinels.table import SentinelTable
 
 PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
 QWEN3 = Fingerprint(  # proved against captures of a real engine in tests/unit/engines/test_sglang_identity.py
@@ -26,7 +26,7 @@ QWEN25 = Fingerprint(
     model_type="qwen2_5_vl",
     architectures=("Qwen2_5_VLForConditionalGeneration",),
 )
-SCOPE, LINE = ("0.5.23/f", "worker"), Line("uid", 1, 0)
+SCOPE, LINE = ("0.5.23/f", "worker"), RankEpoch("uid", 1, 0)
 CANARY, IMAGE, OTHER = b"canary", b"image", b"other"
 SIZE, SEED = 4, 5
 
@@ -52,24 +52,24 @@ class Rig:
     def __init__(self, said: dict[str, str]) -> None:
         self.now = 1000.0
         self.events: list[str] = []
-        self.known = Sentinels(count=self.events.append, clock=lambda: self.now, pictures=[(CANARY, CANARY)])
+        self.known = SentinelStore(count=self.events.append, clock=lambda: self.now, probe_images=[(CANARY, CANARY)])
         self.known.describe(SCOPE, "0.5.23", said)
 
     def values(self, data: bytes) -> tuple[int, ...] | None:
         return self.known.values(SCOPE, data, data)  # these tests' images are their own identity
 
     def observed(self, data: bytes, values: tuple[int, ...]) -> None:
-        self.known.observed(SCOPE, data, data, values)
+        self.known.on_observed(SCOPE, data, data, values)
 
     def provider(self) -> str:
         return self.known.provider(SCOPE)[0]
 
 
-def asked(identity: bytes, text: int = 6) -> Asked:
-    return Asked(array("I", [*range(text), *[7] * 5, *range(6)]), (Span(text, 5, identity),), SIZE, SEED)
+def asked(identity: bytes, text: int = 6) -> SentRequest:
+    return SentRequest(array("I", [*range(text), *[7] * 5, *range(6)]), (Span(text, 5, identity),), SIZE, SEED)
 
 
-def place(request: Asked) -> tuple[int | None, int]:
+def place(request: SentRequest) -> tuple[int | None, int]:
     before = request.spans[0].offset // SIZE
     return block_keys(array("Q", request.ids), SIZE, (), SEED)[before - 1], request.spans[0].offset % SIZE
 
@@ -89,7 +89,7 @@ def place(request: Asked) -> tuple[int | None, int]:
     ],
 )
 def test_version_model_type_and_flags_decide_whether_sentinels_can_be_predicted(version, model_type, cache, predicts):
-    chosen = plan(version, {"model_type": model_type, "mm_preprocess_cache_size_mb": json.dumps(cache)})
+    chosen = plan_fingerprints(version, {"model_type": model_type, "mm_preprocess_cache_size_mb": json.dumps(cache)})
     assert bool(chosen.candidates) is predicts
     assert chosen.why
 
@@ -97,13 +97,13 @@ def test_version_model_type_and_flags_decide_whether_sentinels_can_be_predicted(
 @pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
 def test_an_engine_beside_encoders_names_images_by_embeddings_that_nobody_predicts(fingerprint):
     beside = facts(fingerprint, mm_preprocess_cache_size_mb=64, language_only=True)
-    assert plan("0.5.23", beside).candidates == ()
-    assert plan("0.5.23", beside | {"language_only": "false"}).candidates
+    assert plan_fingerprints("0.5.23", beside).candidates == ()
+    assert plan_fingerprints("0.5.23", beside | {"language_only": "false"}).candidates
 
 
 @pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
 def test_the_fingerprint_of_the_recorded_engines_is_the_first_that_is_tried(fingerprint):
-    assert plan("0.5.23", facts(fingerprint, mm_preprocess_cache_size_mb=64)).candidates[0] == fingerprint
+    assert plan_fingerprints("0.5.23", facts(fingerprint, mm_preprocess_cache_size_mb=64)).candidates[0] == fingerprint
 
 
 def test_nothing_is_predicted_before_a_fingerprint_is_proven_and_every_image_after_it():
@@ -125,7 +125,7 @@ def test_an_engine_with_another_library_or_transport_is_calibrated_by_trying(nea
 
 def test_a_router_that_starts_later_is_calibrated_by_what_a_sidecar_remembers_of_another_ones_canary():
     rig = Rig(facts())
-    rig.known.sighted(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=False)
+    rig.known.on_sighting(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=False)
     assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE))
 
 
@@ -135,7 +135,7 @@ def test_an_engine_that_no_fingerprint_explains_is_learned_from():
     assert (rig.provider(), rig.values(IMAGE)) == ("learned", None)
     assert rig.values(CANARY) == (2000001, 2000002, 2000003, 2000004)
     assert rig.events == ["demoted", "learned"]
-    rig.known.sighted(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=True)
+    rig.known.on_sighting(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=True)
     assert rig.provider() == "learned"  # what was demoted stays so
 
 
@@ -159,8 +159,8 @@ def test_a_predicted_image_is_proven_by_its_first_sighting_and_refuted_by_anothe
         rig.now += BLIND_SECONDS
         rig.observed(CANARY, made_of(CANARY))
         assert rig.values(IMAGE) == made_of(IMAGE)
-        rig.known.asked(SCOPE, LINE, asked(IMAGE))
-        rig.known.sighted(SCOPE, LINE, place(asked(IMAGE)), seen, 5, live=True)
+        rig.known.on_request(SCOPE, LINE, asked(IMAGE))
+        rig.known.on_sighting(SCOPE, LINE, place(asked(IMAGE)), seen, 5, live=True)
         assert event in rig.events
         assert rig.values(IMAGE) == seen
 
@@ -170,13 +170,13 @@ def test_sightings_teach_only_while_nobody_else_sends_images():
     values = (2000001,)
 
     def learned() -> bool:
-        rig.known.asked(SCOPE, LINE, asked(IMAGE))
-        rig.known.sighted(SCOPE, LINE, place(asked(IMAGE)), values, 5, live=True)
+        rig.known.on_request(SCOPE, LINE, asked(IMAGE))
+        rig.known.on_sighting(SCOPE, LINE, place(asked(IMAGE)), values, 5, live=True)
         return rig.values(IMAGE) == values
 
     assert not learned()  # a router that has just started
     rig.now += BLIND_SECONDS
-    rig.known.unsettle()
+    rig.known.suspend_alignment()
     assert not learned()  # another frontend is there
     rig.now += BLIND_SECONDS
     assert learned()
@@ -185,14 +185,14 @@ def test_sightings_teach_only_while_nobody_else_sends_images():
 def test_an_ended_epoch_is_forgotten():
     rig = Rig(facts(model_type="llava"))
     rig.now += BLIND_SECONDS
-    rig.known.asked(SCOPE, LINE, asked(IMAGE))
-    rig.known.asked(SCOPE, LINE._replace(epoch=2), asked(OTHER))
-    rig.known.sighted(SCOPE, LINE, place(asked(IMAGE)), (2000001,), 5, live=True)
+    rig.known.on_request(SCOPE, LINE, asked(IMAGE))
+    rig.known.on_request(SCOPE, LINE._replace(epoch=2), asked(OTHER))
+    rig.known.on_sighting(SCOPE, LINE, place(asked(IMAGE)), (2000001,), 5, live=True)
     assert rig.values(IMAGE) is None
 
 
 def test_the_image_that_was_not_asked_for_the_longest_leaves_a_full_table():
-    table = Table(size=2)
+    table = SentinelTable(size=2)
     for number, name in enumerate((b"1", b"2")):
         table.put(name, (number,), proven=True)
     table.get(b"1")

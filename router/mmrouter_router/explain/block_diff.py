@@ -1,4 +1,4 @@
-"""Predicted against published blocks: where they first differ, and what that says about the cause. Pure."""
+"""First difference between predicted and published blocks, and its cause. Pure."""
 
 from array import array
 from collections import Counter
@@ -13,12 +13,12 @@ from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE
 Cause = Literal["no_events", "block_size", "salt", "truncation", "count", "template", "identity", "unknown"]
 
 ALIKE = 0.6
-"""Share of tokens that a published run must have in common with a prompt to be taken for the engine's view of it."""
+"""Least share of tokens in common with a prompt for a published run to count as that prompt's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One block as one side has it: its tokens, and where images start relative to it."""
+class BlockView:
+    """One block of one side: its tokens, and image starts relative to it."""
 
     ids: tuple[int, ...]
     images: tuple[tuple[int, bytes], ...]
@@ -26,20 +26,20 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference: its cause (a metric label), a sentence for people, and the block as both sides have it."""
+    """The first difference: its cause (a metric label), a sentence for people, and both sides' block."""
 
     cause: Cause
     message: str
     block: int | None = None
-    predicted: Side | None = None
-    published: Side | None = None
+    predicted: BlockView | None = None
+    published: BlockView | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the router expects an engine to publish for one prompt.
+    """Blocks that an engine should publish for one prompt.
 
-    ``ids`` are the engine's own: with sentinels, and then without ``spans``, where it puts identity into them.
+    Where the engine writes sentinels, ``ids`` contain them and ``spans`` is empty.
     """
 
     ids: "array[int]"
@@ -51,7 +51,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Published blocks that follow each other: tokens back to back, image starts relative to the run's own start."""
+    """Consecutive published blocks: their tokens, and image starts relative to the run's start."""
 
     ids: tuple[int, ...]
     images: tuple[tuple[int, bytes], ...]
@@ -63,10 +63,9 @@ class _Run:
 def first_difference(predicted: Prediction, published: Sequence[Stored], *, alone: bool = True) -> Difference | None:
     """Return the first difference between a prediction and the events that followed its request, or ``None``.
 
-    ``published`` may hold events of other requests too: the run of blocks that shares the longest beginning with the
-    prediction is the one that is compared. Blocks that the engine already held are not published again, so a run may
-    start at any block. Without ``alone`` other prompts may be the only ones there, so a run that has little in common
-    with this one is not taken for the engine's view of it: the cause is then ``unknown``.
+    ``published`` may contain other requests: the run of blocks with the longest common beginning is compared. Blocks
+    that the engine already held are not published again, so a run may start at any block. Without ``alone`` this prompt
+    may be missing, so a run with little in common gives the cause ``unknown``.
     """
     size = predicted.block_size
     if not published:
@@ -106,11 +105,7 @@ def _token_difference(predicted: Prediction, run: _Run, start: int, same: int) -
     where = f"token {position} (block {position // predicted.block_size})"
     if want >= SENTINEL_BASE and got >= SENTINEL_BASE:
         return Difference("identity", f"{where}: predicted sentinel {want}, published {got}")
-    if max(want, got) >= SENTINEL_BASE:
-        return Difference(
-            "count", f"{where}: predicted id {want}, published {got}: an image takes another number of tokens"
-        )
-    if predicted.placeholder_id in (want, got):
+    if max(want, got) >= SENTINEL_BASE or predicted.placeholder_id in (want, got):
         return Difference(
             "count", f"{where}: predicted id {want}, published {got}: an image takes another number of tokens"
         )
@@ -126,8 +121,8 @@ def _images_difference(predicted: Prediction, run: _Run, start: int) -> tuple[Di
         if want_at != got_at:
             return Difference("count", f"image predicted at token {want_at}, published at {got_at}"), want_at
         if want_id != got_id:
-            said = f"image at token {want_at}: predicted {want_id.hex()[:12]}, published {got_id.hex()[:12]}"
-            return Difference("identity", said), want_at
+            message = f"image at token {want_at}: predicted {want_id.hex()[:12]}, published {got_id.hex()[:12]}"
+            return Difference("identity", message), want_at
     if len(want) != len(got):
         first = min(want[len(got) :] + got[len(want) :])[0]
         return Difference("identity", f"predicted {len(want)} images in these blocks, published {len(got)}"), first
@@ -135,7 +130,7 @@ def _images_difference(predicted: Prediction, run: _Run, start: int) -> tuple[Di
 
 
 def _shown(difference: Difference, predicted: Prediction, run: _Run, start: int, position: int) -> Difference:
-    """Add the block that holds ``position`` as both sides have it; an image may have begun before the run did."""
+    """Add both sides' block at ``position``; an image may begin before the run."""
     size = predicted.block_size
     block = max(position, start) // size
     begin = block * size
@@ -144,13 +139,13 @@ def _shown(difference: Difference, predicted: Prediction, run: _Run, start: int,
     return replace(
         difference,
         block=block,
-        predicted=Side(tuple(predicted.ids[begin : begin + size]), wanted),
-        published=Side(run.ids[begin - start : begin - start + size], run.blocks.get(number, ())),
+        predicted=BlockView(tuple(predicted.ids[begin : begin + size]), wanted),
+        published=BlockView(run.ids[begin - start : begin - start + size], run.blocks.get(number, ())),
     )
 
 
 def _alike(predicted: Prediction, run: _Run, start: int) -> bool:
-    """Whether most of the shorter one's tokens occur in the other, wherever they stand."""
+    """Whether the shorter side shares :data:`ALIKE` of its tokens with the other, in any order."""
     wanted = Counter(predicted.ids[start:])
     common = sum((wanted & Counter(run.ids)).values())
     return common >= ALIKE * min(len(run.ids), len(predicted.ids) - start)
@@ -163,27 +158,27 @@ def _runs(published: Sequence[Stored]) -> list[_Run]:
     for event in published:
         if not event.hashes:
             continue
-        chain = ends.pop(event.parent, None) if event.parent is not None else None
-        if chain is None:
-            chain = []
-            runs.append(chain)
-        chain.append(event)
-        ends[event.hashes[-1]] = chain
-    return [_join(chain) for chain in runs]
+        run = ends.pop(event.parent, None) if event.parent is not None else None
+        if run is None:
+            run = []
+            runs.append(run)
+        run.append(event)
+        ends[event.hashes[-1]] = run
+    return [_join(run) for run in runs]
 
 
-def _join(chain: Sequence[Stored]) -> _Run:
+def _join(events: Sequence[Stored]) -> _Run:
     ids: list[int] = []
     images: dict[int, bytes] = {}
     blocks: dict[int, tuple[tuple[int, bytes], ...]] = {}
-    for event in chain:
+    for event in events:
         base = len(ids)
         for number, identity, relative in event.spans:
             images.setdefault(base + number * event.block_size + relative, identity)
             at = base // event.block_size + number
             blocks[at] = (*blocks.get(at, ()), (relative, identity))
         ids.extend(event.ids)
-    return _Run(tuple(ids), tuple(sorted(images.items())), blocks, chain[0].parent is None, chain[0])
+    return _Run(tuple(ids), tuple(sorted(images.items())), blocks, events[0].parent is None, events[0])
 
 
 def _starts(predicted: Prediction, run: _Run) -> range:

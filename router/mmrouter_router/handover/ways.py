@@ -1,4 +1,4 @@
-"""What is known of the two ends of a hand-over, and what came of it. Values only."""
+"""Ways by which an image reaches an engine, and values that describe one hand-over."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from mmrouter_lib.engines.vllm.handover import Way as Processed
 Way = Literal["nixl", "shm", "inline", "file", "bytes"]
 """How an image reaches an engine.
 
-``nixl``, ``shm`` and ``inline``: processed by a renderer; read over the network, by a slot on the node's shared tmpfs,
-or in the requests. ``file``: as it came, by a file there. ``bytes``: as it came, in the body.
+``nixl``, ``shm`` and ``inline``: processed by a renderer; read over the network, from a slot on the node's shared
+tmpfs, or in the requests. ``file``: unprocessed, as a file there. ``bytes``: unprocessed, in the body.
 """
 WAYS: Final[tuple[Way, ...]] = get_args(Way)
 LADDERS: Final[Mapping[str, tuple[Processed, ...]]] = {
@@ -22,11 +22,10 @@ LADDERS: Final[Mapping[str, tuple[Processed, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """What leads to one engine. Empty texts mean that nothing stands in the way; others are reasons.
+class WayEligibility:
+    """Which ways lead to one engine: the reason why not, or an empty text.
 
-    ``file``: why not by a file. ``processed``: way -> why not by it, of those that ``routing.transfer`` has; empty
-    where the resource has no renderers.
+    ``file``: of a file. ``processed``: of each way that ``routing.transfer`` has; empty without renderers.
     """
 
     file: str = ""
@@ -34,8 +33,8 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """One image that an engine is to get: its encoded bytes, and its visual tokens, 0 where nobody has counted."""
+class ImageLoad:
+    """One image to hand over: encoded bytes, and visual tokens, 0 where they are unknown."""
 
     uuid: str
     size: int
@@ -43,45 +42,44 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Fall:
-    """A way that was not taken, or was and did not work, and why."""
+class Fallback:
+    """A way that was skipped or failed, and why."""
 
     how: Way
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HandoverPlan:
     """How the images of one request are to reach one engine.
 
-    ``processed``: the ways to ask a renderer for, empty where it is not asked. ``files``: identities to hand over as
-    files where they are not processed. ``falls``: identity -> what else there was, and why not.
+    ``processed``: the ways to ask a renderer for, empty where none is asked. ``files``: identities to hand over as
+    files where they are not processed. ``fallbacks``: identity -> skipped ways.
     """
 
     processed: tuple[Processed, ...] = ()
     files: frozenset[str] = frozenset()
-    falls: Mapping[str, tuple[Fall, ...]] = field(default_factory=dict)
+    fallbacks: Mapping[str, tuple[Fallback, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Travelled:
-    """How one image reached one engine: for people, and for counting."""
+class ImageTransfer:
+    """How one image reached one engine. ``seconds``: until it was processed there, in a file, or in the body."""
 
     uuid: str
     engine: str
     size: int
     how: Way = "bytes"
     seconds: float = 0.0
-    """That it took to have it there, or in a file, or as text."""
-    falls: list[Fall] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {
             "identity": self.uuid,
             "engine": self.engine,
             "how": self.how,
             "bytes": self.size,
             "seconds": round(self.seconds, 6),
-            "instead_of": [{"how": fall.how, "reason": fall.reason} for fall in self.falls],
+            "instead_of": [{"how": fallback.how, "reason": fallback.reason} for fallback in self.fallbacks],
         }

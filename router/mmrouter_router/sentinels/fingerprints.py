@@ -1,9 +1,9 @@
-"""How an engine's sentinels come about, by its version, model type and flags
-(docs/engine-facts/sglang.md#identity-per-family). Pure.
+"""Processor fingerprints from which an engine's sentinels can be predicted, by its version, model type and flags. Pure.
 
-On the *artifact path* they follow from the encoded bytes and a fingerprint of the processor. Of the fingerprint the
-engine does not tell the transformers version; likely ones are tried and the one that an observed image proves is kept.
-On every other path they follow from pixels that only the engine has, and are learned.
+On the *artifact path* sentinels follow from the encoded bytes and a fingerprint of the processor
+(docs/engine-facts/sglang.md#identity-per-family). The engine does not report its transformers version, which is part of
+the fingerprint; likely versions become candidates, and an observed image proves one of them. On every other path the
+sentinels follow from pixels that only the engine has, and are learned.
 """
 
 import itertools
@@ -28,38 +28,36 @@ _WRAPPERS = {
     "qwen3_vl_moe": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
 }
 _TRANSFORMERS = {"0.5.23": (5, 19, 0)}
-"""Engine version -> the transformers release that it was seen with."""
-_NEAR = 6
-"""Minor releases to either side that are tried, nearest first, and patches of each."""
-_PATCHES = 4
+"""Engine version -> the transformers release that it was observed with."""
+_NEAR, _PATCHES = 6, 4
+"""Minor releases to either side that are candidates, nearest first, and patch releases of each."""
 _TRANSPORTS = ("cpu", "cuda_ipc")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to try for an engine: ``candidates`` is empty where its sentinels cannot be predicted, ``why`` says so."""
+class FingerprintPlan:
+    """Fingerprints to try for an engine; empty where its sentinels cannot be predicted, ``why`` gives the reason."""
 
     candidates: tuple[Fingerprint, ...]
     why: str
 
 
-def plan(version: str, facts: Mapping[str, str]) -> Plan:
-    """Choose by version, model type and flags. ``facts`` are the heartbeat's: the engine's own names, JSON texts."""
+def plan_fingerprints(version: str, facts: Mapping[str, str]) -> FingerprintPlan:
+    """Return the candidates. ``facts`` are the heartbeat's: the engine's own names, values as JSON texts."""
     model_type = str(_fact(facts, "model_type") or "")
     if legacy_sentinels(version):
-        return Plan((), f"release {version} hashes pixels")
+        return FingerprintPlan((), f"release {version} hashes pixels")
     if _fact(facts, "language_only") is True:
-        return Plan((), "an engine beside encoders hashes their embeddings")
+        return FingerprintPlan((), "an engine beside encoders hashes their embeddings")
     if model_type in ARTIFACT_WITH_CACHE:
         if not _number(_fact(facts, "mm_preprocess_cache_size_mb")):
-            return Plan((), f"{model_type} without a preprocessing cache hashes pixels")
+            return FingerprintPlan((), f"{model_type} without a preprocessing cache hashes pixels")
     elif model_type not in ALWAYS_ARTIFACT:
-        return Plan((), f"model type {model_type or 'unknown'} hashes pixels")
+        return FingerprintPlan((), f"model type {model_type or 'unknown'} hashes pixels")
     architectures = _fact(facts, "architectures")
     config = _fact(facts, "mm_process_config")
-    said = _fact(facts, "mm_feature_transport")
-    transports = [str(said)] if said in _TRANSPORTS else []
-    transports += [name for name in _TRANSPORTS if name not in transports]
+    reported = _fact(facts, "mm_feature_transport")
+    transports = sorted(_TRANSPORTS, key=lambda name: name != reported)
     revision = _fact(facts, "revision")
     candidates = tuple(
         Fingerprint(
@@ -76,11 +74,11 @@ def plan(version: str, facts: Mapping[str, str]) -> Plan:
         )
         for transport, release in itertools.product(transports, _releases(version))
     )
-    return Plan(candidates, "the encoded bytes decide")
+    return FingerprintPlan(candidates, "the encoded bytes decide")
 
 
 def _releases(version: str) -> Iterator[str]:
-    """Yield transformers versions, the likeliest first."""
+    """Yield transformers versions, most likely first."""
     major, minor, patch = _TRANSFORMERS.get(version) or next(reversed(_TRANSFORMERS.values()))
     yield f"{major}.{minor}.{patch}"
     for step in range(_NEAR + 1):
@@ -91,7 +89,7 @@ def _releases(version: str) -> Iterator[str]:
 
 
 def _fact(facts: Mapping[str, str], name: str) -> Any:
-    """Return a fact's value; text that is no JSON stands for itself."""
+    """Return a fact's value; text that is not JSON is returned as it is."""
     raw = facts.get(name)
     if raw is None:
         return None

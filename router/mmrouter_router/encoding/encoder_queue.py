@@ -1,0 +1,235 @@
+"""Queue of one encoder: waiting and running images, their estimated finish, and the embeddings that it holds."""
+
+import math
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from mmrouter_router.core.linear_cost import Line, Rate
+from mmrouter_router.encoding.types import Encoder, EncoderStatus, Image
+
+OVERRUN: Final = 0.25
+"""A job that runs longer than estimated is assumed to need this share of its elapsed time again."""
+STALL_FACTOR: Final = 8.0
+STALL_LEAST: Final = 2.0
+"""An encoder stalls when its jobs take ``STALL_FACTOR`` times their estimate, and at least this many seconds."""
+STALL_COLD: Final = 120.0
+"""Bound of an encoder that has not encoded yet: its estimate is a guess, and first images compile kernels."""
+BACKOFF: Final = 1.0
+BACKOFF_MOST: Final = 60.0
+"""Seconds without new work after a stall or failure; doubled each time until the encoder encodes again."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One image to be encoded once, for all requests that wait for it."""
+
+    image: Image
+    key: tuple[float, int]  # its place in any queue; unique
+    queue: "EncoderQueue"
+    waiters: dict[str, None] = field(default_factory=dict)  # request ids, in order of arrival
+    run: int | None = None  # None while it waits
+    tried: set[str] = field(default_factory=set)  # encoders that failed or stalled on it
+    attempts: int = 0
+
+
+class HeldEmbeddings:
+    """Model of one encoder's cache, bounded in number and bytes, least recently used out first.
+
+    Engines publish nothing about it (docs/engine-facts/vllm.md#encoder-disaggregation), so it can be wrong both ways:
+    embeddings that the encoder evicted are removed when a request finds out, and other routers' are unknown.
+    """
+
+    def __init__(self, entries: int, size: int) -> None:
+        self._max_entries, self._limit = entries, size
+        self.entries: OrderedDict[bytes, tuple[int, Any]] = OrderedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.entries
+
+    def use(self, key: bytes) -> Any:
+        """Return the encoder's answer and mark the embedding as used. Raises ``KeyError`` if it is not held."""
+        self.entries.move_to_end(key)
+        return self.entries[key][1]
+
+    def add(self, key: bytes, size: int, value: Any) -> None:
+        """Add an embedding of ``size`` bytes, unless it exceeds the bound alone."""
+        self.forget(key)
+        if size > self._limit or not self._max_entries:
+            return
+        self.entries[key] = (size, value)
+        self.bytes += size
+        self._evict()
+
+    def resize(self, entries: int, size: int) -> None:
+        """Set new bounds."""
+        self._max_entries, self._limit = entries, size
+        self._evict()
+
+    def forget(self, key: bytes) -> None:
+        """Remove an embedding, if held."""
+        if key in self.entries:
+            self.bytes -= self.entries.pop(key)[0]
+
+    def _evict(self) -> None:
+        while self.bytes > self._limit or len(self.entries) > self._max_entries:
+            _, (size, _) = self.entries.popitem(last=False)
+            self.bytes -= size
+
+
+class EncoderQueue:
+    """One encoder. Waiting jobs are ordered by their keys; token sums are kept incrementally."""
+
+    def __init__(self, encoder: Encoder, first: Line) -> None:
+        self.encoder = encoder
+        self.rate = Rate(first)
+        self.held = HeldEmbeddings(encoder.cache_entries, encoder.cache_bytes)
+        self.waiting: list[Job] = []
+        self.running: dict[int, Job] = {}
+        self.leaving = False
+        self.failures = 0  # stalls and failures since it last encoded
+        self.backoff_until = -math.inf
+        self.tokens_waiting = 0
+        self.tokens_running = 0
+        self._since = 0.0  # start of the running jobs
+
+    @property
+    def id(self) -> str:
+        return self.encoder.id
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether another image can be sent now."""
+        return len(self.running) < self.encoder.slots
+
+    @property
+    def free(self) -> int:
+        """Free slots and queue places. Below 0 after work was moved here."""
+        return self.encoder.slots - len(self.running) + self.encoder.queue - len(self.waiting)
+
+    def backing_off(self, now: float) -> bool:
+        """Whether it gets no work: it backs off, or is on probation after that and has its one image already."""
+        return now < self.backoff_until or (self.failures > 0 and bool(self.running or self.waiting))
+
+    # -- times
+
+    def slowdown(self, now: float) -> float:
+        """Return the factor on its estimates: doubled by each failure, halved by each ``BACKOFF`` seconds since.
+
+        It lets a failed encoder be tried again, sooner the more the others are loaded.
+        """
+        if not self.failures:
+            return 1.0
+        return math.exp2(min(6.0, max(0.0, self.failures - (now - self.backoff_until) / BACKOFF)))
+
+    def seconds(self, tokens: int, now: float, images: int = 1) -> float:
+        """Return the estimated seconds for images here."""
+        return self.rate.line.seconds(tokens, images) * self.slowdown(now)
+
+    def remaining(self, now: float) -> float:
+        """Return the estimated seconds until the running jobs are done."""
+        if not self.running:
+            return 0.0
+        elapsed = now - self._since
+        left = self.rate.line.seconds(self.tokens_running, len(self.running)) - elapsed
+        return left if left > 0 else elapsed * OVERRUN
+
+    def free_at(self, now: float) -> float:
+        """Return the estimated time when all its jobs are done."""
+        return now + self.remaining(now) + self.seconds(self.tokens_waiting, now, len(self.waiting))
+
+    def finish(self, tokens: int, key: tuple[float, int], now: float) -> float:
+        """Return the estimated finish of an image that would be queued here with ``key``."""
+        behind = self.waiting[bisect_right(self.waiting, key, key=_key) :]
+        after = self.seconds(sum(job.image.tokens for job in behind), now, len(behind)) if behind else 0.0
+        return self.free_at(now) - after + self.seconds(tokens, now)
+
+    def expected(self, job: Job, now: float) -> float:
+        """Return the estimated finish of a job that is here."""
+        if job.run is not None:
+            return now + self.remaining(now)
+        return self.finish(0, job.key, now) - self.seconds(0, now)
+
+    def stalls_at(self) -> float:
+        """Return when the running jobs count as stalled; infinity without any."""
+        if not self.running:
+            return math.inf
+        estimate = self.rate.line.seconds(self.tokens_running, len(self.running))
+        bound = max(STALL_LEAST, STALL_FACTOR * estimate)
+        return self._since + (bound if self.rate.measured else max(STALL_COLD, bound))
+
+    # -- work
+
+    def put(self, job: Job) -> None:
+        """Queue a job."""
+        job.queue, job.run = self, None
+        insort(self.waiting, job, key=_key)
+        self.tokens_waiting += job.image.tokens
+
+    def take(self, job: Job) -> None:
+        """Remove a waiting job. Raises ``ValueError`` if it does not wait here."""
+        self.waiting.remove(job)
+        self.tokens_waiting -= job.image.tokens
+
+    def start(self, run: int, now: float) -> Job:
+        """Start the first waiting job. Raises ``IndexError`` without one."""
+        job = self.waiting[0]
+        self.take(job)
+        if not self.running:
+            self._since = now
+        job.run = run
+        self.running[run] = job
+        self.tokens_running += job.image.tokens
+        return job
+
+    def end(self, job: Job, now: float) -> float:
+        """Remove a running job; returns the seconds that the encoder spent on it alone."""
+        assert job.run is not None
+        del self.running[job.run]
+        self.tokens_running -= job.image.tokens
+        job.run = None
+        elapsed, self._since = now - self._since, now
+        return max(0.0, elapsed)
+
+    def encoded(self, job: Job, now: float, value: object, size: int = 0) -> None:
+        """End a job with success: measure its time and record its embedding of ``size`` bytes (0: as estimated)."""
+        elapsed = self.end(job, now)
+        self.rate.observe(job.image.tokens, elapsed, self.encoder.slots)
+        self.held.add(job.image.key, size or job.image.size, value)
+        self.failures, self.backoff_until = 0, -math.inf
+
+    def back_off(self, now: float) -> None:
+        """Give it no work for a while after a stall or failure, then one image; earlier measurements are dropped."""
+        self.rate.forget()
+        self.backoff_until = now + min(BACKOFF_MOST, BACKOFF * math.exp2(min(self.failures, 6)))
+        self.failures += 1
+
+    def update(self, encoder: Encoder) -> None:
+        """Set new bounds and weight; the jobs stay."""
+        self.encoder = encoder
+        self.held.resize(encoder.cache_entries, encoder.cache_bytes)
+
+    def status(self, now: float) -> EncoderStatus:
+        """Return its state."""
+        line = self.rate.line
+        return EncoderStatus(
+            id=self.id,
+            waiting=len(self.waiting),
+            running=len(self.running),
+            backlog=self.free_at(now) - now,
+            rate=1.0 / line.per_token if line.per_token > 0 else math.inf,
+            overhead=line.overhead,
+            measured=self.rate.measured,
+            held=len(self.held),
+            held_bytes=self.held.bytes,
+            backoff_until=self.backoff_until if now < self.backoff_until else None,
+        )
+
+
+def _key(job: Job) -> tuple[float, int]:
+    return job.key
