@@ -104,6 +104,8 @@ def test_the_goals_of_the_encoder_scheduler_are_rows_of_that_name_and_met_on_a_s
 
 
 def test_a_request_that_never_ends_is_no_figure(monkeypatch):
-    monkeypatch.setattr(simulation.EncoderScheduler, "finished", lambda self, run, now, value=None: simulation.Outcome())
+    monkeypatch.setattr(
+        simulation.EncoderScheduler, "finished", lambda self, run, now, value=None: simulation.Outcome()
+    )
     with pytest.raises(simulation.LostError, match="never ended"):
         simulation.scheduled(requests_at(5), FLEET, "auto")
