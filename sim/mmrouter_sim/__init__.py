@@ -1,7 +1,6 @@
-"""Simulated engines: commands named like the real ones, with the real flags and the real wire, and no GPU.
+"""Simulated engines without a GPU: commands with the names, flags and wire formats of the real ones.
 
-The commands are installed into a folder of the caller's choice rather than into the environment, where they would stand
-in front of a real engine.
+The commands are installed into a given folder, not into the environment, where they would hide a real engine.
 """
 
 import shlex
@@ -12,9 +11,9 @@ COMMANDS = ("vllm", "sglang")
 
 
 def install(directory: Path) -> list[Path]:
-    """Write an executable for each simulated engine into ``directory`` (made if need be) and return their paths.
+    """Write an executable for each simulated engine into ``directory``, created if necessary; return their paths.
 
-    Put the folder first on PATH of what should run the simulator. Each runs this interpreter.
+    Put the folder first on the PATH of processes that should use the simulator. Each runs this interpreter.
     """
     directory.mkdir(parents=True, exist_ok=True)
     written = []
@@ -23,6 +22,6 @@ def install(directory: Path) -> list[Path]:
         fresh = directory / f".{command}.new"
         fresh.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m mmrouter_sim {command} "$@"\n')
         fresh.chmod(0o755)
-        fresh.replace(path)  # a reader never sees half a script
+        fresh.replace(path)  # atomic
         written.append(path)
     return written

@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(path)
             return 0
         case ["vllm", *rest]:
-            # Only what a command needs is loaded: a usage error should not wait for a web framework.
+            # Lazy imports, so that a usage error does not wait for a web framework.
             from mmrouter_sim.vllm.flags import parse  # noqa: PLC0415
 
             settings = parse(rest)

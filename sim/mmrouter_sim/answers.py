@@ -1,8 +1,7 @@
-"""What the simulated model says: pseudo text over its own vocabulary, a function of the prompt and the seed alone.
+"""Generate answers: pseudo text from the model's vocabulary, a function of the prompt and the seed only.
 
-Equal prompts get equal answers on every engine, as with greedy decoding. The text is made of whole words that the
-tokenizer keeps whole, so an answer that comes back in the next turn is tokenized into the same ids and its blocks are
-found again.
+Equal prompts get equal answers on every engine, as with greedy decoding. The text consists of words that are single
+tokens, so an answer in the next turn of a chat is tokenized into the same ids, and its blocks are found again.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ _SEARCHED = 40_000  # ids; frequent words have low ones
 
 
 class Vocabulary:
-    """Token ids that answers are made of: words after a space, and words to begin with."""
+    """Token ids of answers: words after a space, and words that begin an answer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.words: list[int] = []
@@ -39,7 +38,7 @@ class Vocabulary:
                 self.openers.append(number)
             if len(self.words) >= _WORDS and self.openers:
                 break
-        # A vocabulary without such words (a byte vocabulary, a test's) is used as it is.
+        # A vocabulary without such words, such as one of bytes, is used as it is.
         self.words = self.words or plain
         self.openers = self.openers[:_WORDS] or self.words
         if not self.words:
@@ -50,8 +49,8 @@ def _word(text: str) -> bool:
     return text.isascii() and text.isalpha() and 3 <= len(text) <= 10
 
 
-class Speaker:
-    """Makes one sampler per request."""
+class AnswerGenerator:
+    """Returns a sampler for each request."""
 
     def __init__(self, vocabulary: Vocabulary, stop_ids: Sequence[int], *, seed: int, mean_tokens: int) -> None:
         if mean_tokens < 1:
@@ -62,19 +61,19 @@ class Speaker:
         self._mean = mean_tokens
 
     def sampler(self, ids: "array[int]", media: Iterable[Media], *, min_tokens: int = 0, ends: bool = True) -> Sampler:
-        """Return the answer to a prompt. ``ends=False``: it goes on until something else stops it (``ignore_eos``)."""
+        """Return the answer to a prompt. ``ends=False``: it has no end of its own (``ignore_eos``)."""
         digest = hashlib.blake2b(ids.tobytes(), key=str(self._seed).encode(), digest_size=16)
         for item in media:
             digest.update(f"{item.identifier}@{item.offset}".encode())
         rng = random.Random(digest.digest())
         length = max(rng.randint(max(1, self._mean // 2), self._mean + self._mean // 2), min_tokens)
-        spoken = [rng.choice(self._vocabulary.openers)]
+        tokens = [rng.choice(self._vocabulary.openers)]
 
         def sample(position: int) -> int:
             if ends and self._stop is not None and position >= length:
                 return self._stop
-            while len(spoken) <= position:
-                spoken.append(rng.choice(self._vocabulary.words))
-            return spoken[position]
+            while len(tokens) <= position:
+                tokens.append(rng.choice(self._vocabulary.words))
+            return tokens[position]
 
         return sample

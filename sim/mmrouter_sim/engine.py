@@ -1,4 +1,4 @@
-"""One simulated engine process without its HTTP side: model, ranks, processor cache, and whether it is going down."""
+"""A simulated engine without its HTTP side: model, ranks, processor cache, hand-over, and draining."""
 
 import asyncio
 import os
@@ -10,49 +10,49 @@ from typing import Any
 import msgspec
 
 from mmrouter_handover.plugin.transports import read_settings
-from mmrouter_sim.answers import Speaker, Vocabulary
+from mmrouter_sim.answers import AnswerGenerator, Vocabulary
 from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
-from mmrouter_sim.encoder_engine import Encoder
+from mmrouter_sim.encoder_engine import ImageEncoder
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.model import Model
 from mmrouter_sim.publisher import Publisher
 from mmrouter_sim.runner import Runner
 from mmrouter_sim.settings import Settings
-from mmrouter_sim.sglang.encoder_shares import Shares
+from mmrouter_sim.sglang.encoder_shares import EncoderShares
 from mmrouter_sim.sglang.metrics import SglangMetrics
 from mmrouter_sim.sglang.pages import WRAPPERS, SglangDialect, fingerprint
-from mmrouter_sim.sglang.pairing import Pairing
-from mmrouter_sim.vllm.connectors import EcTransfer, Handover
+from mmrouter_sim.sglang.pairing import PairRooms
+from mmrouter_sim.vllm.connectors import ConnectorTransfers, EcTransfer
 from mmrouter_sim.vllm.flags import VERSION
-from mmrouter_sim.vllm.metrics import Metrics
+from mmrouter_sim.vllm.metrics import VllmMetrics
 from mmrouter_sim.vllm.plugin import Plugin, is_loaded
 
-_CACHE_TOKENS = 131_072  # of each rank's KV cache, unless a flag says otherwise or the context is longer
+_CACHE_TOKENS = 131_072  # tokens of each rank's KV cache, unless a flag sets them or the context is longer
 
 
-class Engine:
-    """Everything that requests share. Raises ``ValueError`` for settings that the engine would not start with."""
+class SimulatedEngine:
+    """State shared by all requests. Raises ``ValueError`` for settings that the engine would not start with."""
 
     def __init__(self, settings: Settings, model: Model) -> None:
         self.settings = settings
         self.model = model
         self.context = settings.max_model_len or model.context
         self.images = ProcessorCache(settings.processor_cache_bytes)
-        self.speaker = Speaker(
+        self.answers = AnswerGenerator(
             Vocabulary(model.tokenizer), model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
         )
         sglang = settings.engine == "sglang"
-        self.handover = Handover(settings.handover, settings.cost)
-        self.pairing = Pairing(settings.pairs, settings.cost) if settings.pairs is not None else None
-        self.encoder: Encoder | None = None
+        self.handover = ConnectorTransfers(settings.handover, settings.cost)
+        self.pairing = PairRooms(settings.pairs, settings.cost) if settings.pairs is not None else None
+        self.encoder: ImageEncoder | None = None
         if settings.handover.encodes and settings.handover.ec is not None:
-            self.encoder = Encoder(settings.handover.ec, settings.cost, settings.seed)
-            self.handover.keeps(self.encoder.kept)
+            self.encoder = ImageEncoder(settings.handover.ec, settings.cost, settings.seed)
+            self.handover.keeps(self.encoder.stored)
         if settings.encodes_only:
-            self.encoder = Encoder(EcTransfer("ECCPUConnector", "ec_producer"), settings.cost, settings.seed)
-        self.shares = Shares()
-        # What only encodes has no cache of keys and values, and so no ranks.
+            self.encoder = ImageEncoder(EcTransfer("ECCPUConnector", "ec_producer"), settings.cost, settings.seed)
+        self.shares = EncoderShares()
+        # An encode-only engine has no KV cache, and so no ranks.
         self.runners = (
             []
             if self.encoder
@@ -61,15 +61,15 @@ class Engine:
                 for rank in range(settings.ranks)
             ]
         )
-        self.metrics: Metrics | SglangMetrics
+        self.metrics: VllmMetrics | SglangMetrics
         if sglang:
             self.metrics = SglangMetrics(settings, self.runners, self.images, self.encoder)
         else:
-            self.metrics = Metrics(settings, self.runners, self.images, self.handover, self.encoder)
+            self.metrics = VllmMetrics(settings, self.runners, self.images, self.handover, self.encoder)
         self.plugin: Plugin | None = None
         if not sglang and is_loaded():
             self.plugin = _plugin(settings, model, self.images)
-        # One thread, as templates, tokenizing and decoding images must not stall the steps; the engine has a process.
+        # Templates, tokenization and image decoding must not delay the steps; the engine uses a process for them.
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
         self.draining = False
         self.started = int(time.time())
@@ -113,16 +113,16 @@ class Engine:
         }
 
     def held(self) -> dict[str, Any]:
-        """Return the body of ``/sim/cache``: per rank the blocks that its cache holds now, and what they hang on.
+        """Return the body of ``/sim/cache``: the blocks of each rank's cache, and their ancestors.
 
-        A block's ``parent`` is the place of another one before it in the list; ``held`` is false of those that are told
-        only because others hang on them.
+        A block's ``parent`` is the index of an earlier block in the list; ``held`` is false for blocks that are listed
+        only as ancestors of others.
         """
         ranks = {}
         for rank, runner in enumerate(self.runners):
             places: dict[bytes, int] = {}
             blocks: list[dict[str, Any]] = []
-            for block, held in runner.scheduler.contents.told():
+            for block, held in runner.scheduler.contents.with_ancestors():
                 places[block.digest] = len(blocks)
                 blocks.append(
                     {
@@ -140,7 +140,7 @@ class Engine:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the processor, where an image is named by its encoded bytes; ``None`` where by its pixels (SGLang)."""
+        """Fingerprint of the processor if images are named by encoded bytes; ``None`` if by pixels (SGLang)."""
         settings, model = self.settings, self.model
         if model.model_type not in WRAPPERS or not (model.model_type == "qwen3_vl" or settings.preprocess_cache_mb):
             return None
@@ -148,7 +148,7 @@ class Engine:
         return fingerprint(model.model_type, list(model.architectures) or None, settings.revision, process)
 
     def pick(self, header: str | None) -> tuple[int, Runner]:
-        """Return the rank that a request is pinned to, else the least loaded. Raises ``ValueError``."""
+        """Return the rank that a request is pinned to, or else the least loaded. Raises ``ValueError``."""
         if header is None:
             return min(enumerate(self.runners), key=lambda pair: pair[1].load)
         if not header.isdecimal() or int(header) >= len(self.runners):
@@ -156,12 +156,12 @@ class Engine:
         return int(header), self.runners[int(header)]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every rank's prefix cache. ``False`` when a rank could not, because requests hold blocks."""
-        done = [runner.scheduler.reset() for runner in self.runners]  # all of them, also after one that could not
+        """Clear the prefix cache of every rank. ``False`` if a rank could not, because requests hold blocks."""
+        done = [runner.scheduler.reset() for runner in self.runners]  # all ranks, even after a failure
         return all(done)
 
     async def run(self) -> None:
-        """Open the event sockets and step until cancelled. Raises ``zmq.ZMQError`` for an address that is taken."""
+        """Open the event sockets and step until cancelled. Raises ``zmq.ZMQError`` for an address in use."""
         try:
             for runner in self.runners:
                 if runner.publisher is not None:
@@ -172,7 +172,7 @@ class Engine:
                 tasks.create_task(self.handover.serve())
                 if self.pairing is not None:
                     tasks.create_task(self.pairing.serve())
-                tasks.create_task(asyncio.Event().wait())  # an encoder has nothing to step
+                tasks.create_task(asyncio.Event().wait())  # an encode-only engine has no steps
         finally:
             for runner in self.runners:
                 if runner.publisher is not None:
@@ -183,7 +183,7 @@ class Engine:
             self.renderer.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> None:
-        """Take no more requests; let those under way finish for ``--shutdown-timeout`` seconds, then end them."""
+        """Refuse new requests; let running ones finish for ``--shutdown-timeout`` seconds, then abort them."""
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.shutdown_seconds):
@@ -195,8 +195,8 @@ class Engine:
 
 
 def _plugin(settings: Settings, model: Model, images: ProcessorCache) -> Plugin:
-    """Raises ``ValueError`` for what the environment cannot mean."""
-    # What an image becomes depends on the folder, wherever it lies, and on the flag.
+    """Raises ``ValueError`` for invalid environment variables."""
+    # Image processing depends on the model type and this flag, not on the folder's path.
     processing = f"{model.model_type} {sorted(settings.processor.items())}"
     role = "renderer" if settings.renders else "engine"
     return Plugin(read_settings(os.environ), role, processing, images, VERSION)

@@ -16,16 +16,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response, note_refusal
 
-Handler = Callable[[Engine, Request], Awaitable[Response]]
+Handler = Callable[[SimulatedEngine, Request], Awaitable[Response]]
 RouteRow = tuple[str, list[str], Handler]
 """Path, methods, handler."""
 
 
 def build_app(
-    engine: Engine,
+    engine: SimulatedEngine,
     routes: Sequence[RouteRow],
     *,
     keys: Sequence[str],
@@ -55,7 +55,7 @@ def build_app(
     )
 
 
-def _endpoint(engine: Engine, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(engine: SimulatedEngine, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return await handler(engine, request)
 
@@ -79,17 +79,17 @@ class _ApiKey:
         await self._app(scope, receive, send)
 
 
-async def metrics(engine: Engine, _request: Request) -> Response:
+async def metrics(engine: SimulatedEngine, _request: Request) -> Response:
     """``/metrics``."""
     return Response(generate_latest(engine.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def cache(engine: Engine, _request: Request) -> Response:
+async def cache(engine: SimulatedEngine, _request: Request) -> Response:
     """``/sim/cache``: the blocks that each rank holds."""
     return json_response(engine.held())
 
 
-def models(engine: Engine, owner: str, names: Sequence[str], root: str) -> Response:
+def models(engine: SimulatedEngine, owner: str, names: Sequence[str], root: str) -> Response:
     """Return the body of ``/v1/models``."""
     rows = [
         {

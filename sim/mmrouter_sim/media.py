@@ -1,10 +1,8 @@
-"""Images of a request: where their bytes come from, what they are called, and what the processor remembers of them.
+"""Load, decode and name the images of a request, and cache processed ones.
 
-Engines in a deployment have no way out of the cluster, so an image comes as a ``data:`` URI or as a file below
-``--allowed-local-media-path``; http is refused, which is the one difference from the real engine. The name of an
-image is the ``uuid`` of its content part, verbatim, or else the engine's own hash of the file
-(docs/engine-facts/vllm.md#image-uuid,
-3.3).
+Engines in a deployment have no egress, so an image is a ``data:`` URI or a file below ``--allowed-local-media-path``.
+http is refused, the only difference from the real engine. The name of an image is the ``uuid`` of its content part, or
+else the engine's own hash of the file (docs/engine-facts/vllm.md#image-uuid).
 """
 
 import binascii
@@ -25,7 +23,7 @@ _ORIENTATION = 0x0112
 _SIDEWAYS = frozenset({5, 6, 7, 8})  # EXIF orientations that swap width and height
 
 BYTES_PER_TOKEN = 4800
-"""What the processor's output for one visual token weighs in its cache: four patches of 1.2 KB.
+"""Bytes of the processor's output per visual token in its cache: four patches of 1.2 KB.
 
 See docs/engine-facts/vllm.md#renderer.
 """
@@ -33,7 +31,7 @@ See docs/engine-facts/vllm.md#renderer.
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A decoded image: its size in pixels as the processor sees it, and the mode that the file has."""
+    """A decoded image: its size in pixels for the processor, and the mode of the file."""
 
     width: int
     height: int
@@ -41,7 +39,7 @@ class Picture:
 
 
 def load(url: str, root: Path | None) -> bytes:
-    """Return the encoded bytes behind a URL. Raises :class:`RequestError` (400) for what may not or cannot be read."""
+    """Return the encoded bytes behind a URL. Raises :class:`RequestError` (400) if it is forbidden or unreadable."""
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
         return _from_data_uri(url)
@@ -69,12 +67,12 @@ def _from_file(url: str, root: Path | None) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        # As any error that the engine has no answer for, its paths left out.
+        # Like any unexpected error of the engine, without paths.
         raise RequestError(f"[Errno {error.errno}] {error.strerror}: '<path>'", status=500) from error
 
 
 def decode(data: bytes, *, rotates: bool) -> Picture:
-    """Decode an image whole. ``rotates``: the processor turns it as its EXIF orientation says.
+    """Decode an image whole. ``rotates``: the processor applies the EXIF orientation.
 
     Raises :class:`RequestError`: 400 for what is no image or a damaged one, 500 for a header that claims more pixels
     than the decoder takes, as the engine answers them (docs/engine-facts/vllm.md#requests-that-end-the-engine).
@@ -114,7 +112,7 @@ def _frame(value: bytes) -> bytes:
 
 
 class ProcessorCache:
-    """What the API server remembers of processed images: identifier -> token count, least recently used out first.
+    """Token counts of processed images by identifier; the least recently used are dropped first.
 
     An image that is known by its identifier is not looked at again, whatever bytes come with it
     (docs/engine-facts/vllm.md#image-uuid).
@@ -128,7 +126,7 @@ class ProcessorCache:
         self._held = 0
 
     def get(self, identifier: str) -> int | None:
-        """Return the token count of a known image and note that it was used."""
+        """Return the token count of a cached image and mark it as used."""
         self.queries += 1
         count = self._counts.get(identifier)
         if count is not None:
@@ -137,11 +135,11 @@ class ProcessorCache:
         return count
 
     def holds(self, identifier: str) -> bool:
-        """Whether an image is known; asking is no use of it."""
+        """Whether an image is cached, without marking it as used."""
         return identifier in self._counts
 
     def put(self, identifier: str, count: int) -> None:
-        """Remember an image; one that alone is above the capacity is not kept."""
+        """Add an image, unless it alone exceeds the capacity."""
         weight = count * BYTES_PER_TOKEN
         if weight > self.capacity or identifier in self._counts:
             return
@@ -152,6 +150,6 @@ class ProcessorCache:
             self._held -= oldest * BYTES_PER_TOKEN
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all images."""
         self._counts.clear()
         self._held = 0

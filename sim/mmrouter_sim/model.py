@@ -1,4 +1,4 @@
-"""The model folder as the simulated engine uses it: tokenizer, template, image geometry, stop tokens, context."""
+"""Load a model folder: tokenizer, chat template, image geometry, stop tokens and context length."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from mmrouter_lib.prompt import Prompter, PromptImage
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.errors import RequestError
 
-# Large sizes of several shapes: the greatest count among them is the greatest that a family makes of one image.
+# Large sizes of several shapes; the largest token count among them is the largest of a family.
 _LARGE = ((16_384, 16_384), (4096, 4096), (50, 8000), (1344, 336), (336, 1344), (1008, 336), (672, 672), (1, 1))
 
 
@@ -44,7 +44,7 @@ class Model:
     architectures: tuple[str, ...] = ()
 
     def count(self, width: int, height: int) -> int:
-        """Return an image's placeholder tokens. Raises :class:`RequestError` for a size that the processor refuses."""
+        """Return an image's placeholder tokens. Raises :class:`RequestError` for an unsupported size."""
         try:
             return self.family.count(width, height)
         except ImageSizeError as error:
@@ -54,7 +54,7 @@ class Model:
         self, text: str, images: Sequence[tuple[str, int]], *, add_special_tokens: bool
     ) -> tuple["array[int]", tuple[Media, ...]]:
         """Return token ids and media of a prompt; ``images`` are (identifier, token count) in prompt order."""
-        # The prompter carries 32 bytes per image through; here they are the image's number.
+        # The prompter passes 32 bytes per image through: here the image's number.
         parts = [PromptImage(identity=n.to_bytes(32, "big"), count=count) for n, (_, count) in enumerate(images)]
         expanded = self.prompter.expand(text, parts, add_special_tokens=add_special_tokens)
         media = (
@@ -79,7 +79,7 @@ def find_folder(model: str, revision: str | None) -> Path:
 
 
 def load(name: str, folder: Path, *, chat_template: str | None, processor: Mapping[str, Any]) -> Model:
-    """Load a model folder. Raises ``ValueError`` or ``OSError`` for one that cannot be served."""
+    """Load a model folder. Raises ``ValueError`` or ``OSError`` if it cannot be served."""
     unknown = sorted(set(processor) - {"min_pixels", "max_pixels", "num_crops"})
     if unknown:
         raise ValueError(f"--mm-processor-kwargs: {unknown[0]!r} is not simulated")

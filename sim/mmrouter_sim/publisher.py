@@ -1,9 +1,8 @@
-"""The engine's KV event sockets: a PUB for what happens and a ROUTER that sends the last batches again on request.
+"""Publish KV events as vLLM does: a PUB socket for new batches, and a ROUTER socket that replays the last ones.
 
-Frames and rules as in vLLM (docs/engine-facts/vllm.md#kv-event-flags): ``[topic][sequence, 8 bytes
-big-endian][payload]``; the PUB
-socket binds to wildcard and in-process addresses and *connects* to any other; the replay socket always binds; tcp
-ports move up by the data-parallel rank. A new process starts at sequence 0 again and says so nowhere.
+Frames are ``[topic][sequence, 8 bytes big-endian][payload]`` (docs/engine-facts/vllm.md#kv-event-flags). The PUB socket
+binds wildcard and in-process addresses and *connects* to any other; the replay socket always binds; the rank is added
+to tcp ports. A new process restarts at sequence 0 without notice.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000  # batches that can be replayed
-    hwm: int = 100_000  # messages queued for a slow or absent subscriber
+    hwm: int = 100_000  # queued messages for a slow or absent subscriber
     max_queue_size: int = 100_000
     topic: str = ""
 
@@ -57,7 +56,7 @@ def offset_port(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}"
     host, colon, port = endpoint.rpartition(":")
     if not endpoint.startswith("tcp://") or not colon or not port.isdecimal():
-        raise ValueError(f"endpoint {endpoint!r} cannot be told apart between data-parallel ranks")
+        raise ValueError(f"endpoint {endpoint!r} has no port to which data-parallel ranks could be added")
     return f"{host}:{int(port) + rank if int(port) else 0}"
 
 
@@ -72,7 +71,7 @@ class Publisher:
     def __init__(
         self, config: EventsConfig, rank: int, clock: Callable[[], float] = time.time, *, bind: bool | None = None
     ) -> None:
-        """``bind``: what the PUB socket does with its address, ``None``: as the address says (:func:`binds`)."""
+        """``bind``: whether the PUB socket binds; ``None``: by its address (:func:`binds`)."""
         self._bind = binds(config.endpoint) if bind is None else bind
         self.config = config.resolved(rank)
         self._rank = rank
@@ -85,7 +84,7 @@ class Publisher:
         self._router: zmq.Socket[bytes] | None = None
 
     def start(self) -> None:
-        """Open the sockets; needs a running loop. Raises ``zmq.ZMQError`` for an address that is taken or malformed."""
+        """Open the sockets; needs a running loop. Raises ``zmq.ZMQError`` for an invalid address or one in use."""
         self._pub.set_hwm(self.config.hwm)
         if self._bind:
             self._pub.bind(self.config.endpoint)
@@ -95,14 +94,14 @@ class Publisher:
             bound = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
             self.config = msgspec.structs.replace(self.config, endpoint=bound)
         if self.config.replay_endpoint is not None:
-            # The high-water mark stays ZMQ's own 1000, as in the engine: a reader that stalls in a long replay loses
-            # the rest of it, the end mark included.
+            # The high-water mark is ZMQ's default of 1000, as in the engine: a reader that stalls in a long replay
+            # loses the rest of it, including the end mark.
             self._router = self._context.socket(zmq.ROUTER)
             self._router.bind(self.config.replay_endpoint)
             asyncio.get_running_loop().add_reader(self._router.fileno(), self._serve, self._router)
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send what one step produced. Never blocks: a subscriber that is too slow loses messages."""
+        """Publish the events of one step. Never blocks: a slow subscriber loses messages."""
         payload = encode_events(self._clock(), events, self._rank)
         self._sent.append((self._sequence, payload))
         self._pub.send_multipart([self._topic, self._sequence.to_bytes(8, "big"), payload])
@@ -117,7 +116,7 @@ class Publisher:
         self._context.term()
 
     def _serve(self, router: "zmq.Socket[bytes]") -> None:
-        # The descriptor becomes readable once for any change, so everything has to be taken before the next wait.
+        # The descriptor becomes readable once per change, so read all messages before the next wait.
         while router.poll(0):
             frames = router.recv_multipart()
             if len(frames) != 3 or frames[1] or len(frames[2]) != 8:

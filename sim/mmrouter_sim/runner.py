@@ -1,7 +1,7 @@
-"""One rank in real time: an asyncio loop around the pure scheduler.
+"""Run one rank in real time: an asyncio loop around the pure scheduler.
 
-The loop schedules a step, lets its duration pass, completes it, publishes its events and hands out its tokens, as the
-engine's core process does. Durations are counted from when a step should have ended, so sleeping late does not add up.
+The loop schedules a step, waits for its duration, completes it, publishes its events and returns its tokens, as the
+engine's core process does. Durations count from the planned end of the last step, so late wake-ups do not add up.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from mmrouter_sim.core.scheduler import Output, Scheduler
 from mmrouter_sim.publisher import Publisher
 
 
-class Aborted(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The engine ended this request before it was done (shutdown)."""
+class Aborted(Exception):  # noqa: N818 - an outcome, not an error
+    """The engine aborted this request at shutdown."""
 
 
 class Runner:
@@ -34,7 +34,7 @@ class Runner:
 
     @property
     def load(self) -> int:
-        """Requests that wait or run."""
+        """Number of waiting and running requests."""
         return len(self.scheduler.waiting) + len(self.scheduler.running)
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -64,18 +64,18 @@ class Runner:
                 self._quiet.set()
 
     async def quiet(self) -> None:
-        """Wait until no request is under way."""
+        """Wait until there are no requests."""
         await self._quiet.wait()
 
     def abort_all(self) -> None:
-        """End every request; each one's iteration raises :class:`Aborted`."""
+        """Abort every request; its iteration raises :class:`Aborted`."""
         for request, queue in self._queues.items():
             if request.finished is None:
                 self.scheduler.abort(request)
                 queue.put_nowait(None)
 
-    def tell(self) -> None:
-        """Let what happened beside a step go out, where it does not wait for the next one."""
+    def publish_pending(self) -> None:
+        """Publish events that occurred between steps, if the engine does not delay them to the next step."""
         self._wake.set()
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Running a simulated engine as a process: load, open sockets, serve, drain on SIGTERM."""
+"""Run a simulated engine as a process: load the model, serve HTTP, and drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -12,37 +12,37 @@ import zmq
 from starlette.applications import Starlette
 
 from mmrouter_sim import model
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.settings import Settings
 
 log = logging.getLogger("mmrouter_sim")
 
 
 class _Server(uvicorn.Server):
-    """Drains the engine before it stops: the port stays open and ``/health`` 200 meanwhile.
+    """Drains the engine before it stops; meanwhile the port stays open and ``/health`` answers 200.
 
     See docs/engine-facts/vllm.md#drain.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    def __init__(self, config: uvicorn.Config, engine: SimulatedEngine) -> None:
         super().__init__(config)
         self._engine = engine
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining is not None:  # a second signal: now
+        if self._draining is not None:  # a second signal: stop at once
             self.should_exit = self.force_exit = True
             return
-        self._draining = asyncio.get_running_loop().create_task(self._leave())
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
 
-    async def _leave(self) -> None:
+    async def _drain(self) -> None:
         log.info("draining for up to %g s", self._engine.settings.shutdown_seconds)
         await self._engine.drain()
         self.should_exit = True
 
 
-def _application(engine: Engine) -> Starlette:
-    # Only what this process serves is loaded.
+def _application(engine: SimulatedEngine) -> Starlette:
+    # Load only the engine that is simulated.
     if engine.settings.engine == "sglang":
         from mmrouter_sim.sglang import app as sglang  # noqa: PLC0415
 
@@ -52,8 +52,8 @@ def _application(engine: Engine) -> Starlette:
     return vllm.build(engine)
 
 
-async def serve(engine: Engine) -> None:
-    """Serve until a signal ends it. Raises ``zmq.ZMQError`` when an event address is taken."""
+async def serve(engine: SimulatedEngine) -> None:
+    """Serve until a signal ends it. Raises ``zmq.ZMQError`` if an event address is in use."""
     settings = engine.settings
     config = uvicorn.Config(
         _application(engine),
@@ -70,7 +70,7 @@ async def serve(engine: Engine) -> None:
     stepping = asyncio.create_task(engine.run())
     serving = asyncio.create_task(server.serve())
     try:
-        # The ranks step for ever: when they end, they failed, and the process has to end with them.
+        # The ranks run for ever: if they end, they failed, and the process must end too.
         await asyncio.wait((stepping, serving), return_when=asyncio.FIRST_COMPLETED)
         if stepping.done():
             stepping.result()
@@ -88,7 +88,7 @@ def run(settings: Settings) -> int:
     try:
         folder = model.find_folder(settings.model, settings.revision)
         loaded = model.load(settings.model, folder, chat_template=settings.chat_template, processor=settings.processor)
-        engine = Engine(settings, loaded)
+        engine = SimulatedEngine(settings, loaded)
     except (ValueError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1

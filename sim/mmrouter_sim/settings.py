@@ -15,8 +15,8 @@ import msgspec
 
 from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.publisher import EventsConfig
-from mmrouter_sim.sglang.pairing import Side
-from mmrouter_sim.vllm.connectors import Configured
+from mmrouter_sim.sglang.pairing import PairSide
+from mmrouter_sim.vllm.connectors import ConnectorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Settings:
     cost: Cost
     seed: int
     answer_tokens: int
-    handover: Configured = field(default_factory=Configured)
+    handover: ConnectorConfig = field(default_factory=ConnectorConfig)
     renders: bool = False  # only preprocess: ``vllm launch render``
-    pairs: Side | None = None  # one side of a prefill/decode pair (SGLang)
+    pairs: PairSide | None = None  # one side of a prefill/decode pair (SGLang)
     engine: Literal["vllm", "sglang"] = "vllm"
     bind: bool | None = None  # whether the event socket binds; None: by its address
     preprocess_cache_mb: int = 0
@@ -85,7 +85,7 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
         ("--sim-prefill-rate", float, defaults.prefill_rate, "prompt tokens per second"),
         ("--sim-encode-seconds", float, defaults.encode_seconds, "encoder seconds per visual token"),
         ("--sim-decode-ms", float, defaults.decode_seconds * 1e3, "milliseconds per decoding step"),
-        ("--sim-kv-seconds", float, defaults.kv, "seconds per token whose KV blocks another engine hands over"),
+        ("--sim-kv-seconds", float, defaults.kv, "seconds per token whose KV blocks are received"),
         ("--sim-process-seconds", float, defaults.process, "seconds per visual token that is processed"),
         ("--sim-embedding-seconds", float, defaults.embedding, "seconds per visual token handed over"),
         ("--sim-jitter", float, defaults.jitter, "half-width of the random factor on each step's time"),

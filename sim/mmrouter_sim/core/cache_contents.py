@@ -1,7 +1,7 @@
-"""What one rank's cache holds, block by block with all that its hash covers: no engine tells this, its simulation does.
+"""Contents of one rank's cache: each block with everything that its hash covers, for tests that mirror a cache.
 
-Whoever mirrors a cache from events can compare what it believes with this. A block refers to the one before it, and so
-keeps what a prompt began with for as long as anything after it is held.
+Real engines do not report this. A block refers to its parent, so the beginning of a prompt is kept for as long as any
+later block of it is held.
 """
 
 from array import array
@@ -24,8 +24,8 @@ class Block:
     lora: str | None
 
 
-class Contents:
-    """The blocks that are held now, each once, however many copies there are."""
+class CacheContents:
+    """The held blocks, each once, regardless of copies."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -33,10 +33,10 @@ class Contents:
         self._known: WeakValueDictionary[bytes, Block] = WeakValueDictionary()
 
     def fill(self, request: Request, first: int, last: int) -> None:
-        """Blocks [first, last) of a request are held."""
+        """Add blocks [first, last) of a request."""
         start = first
         while start and request.digests[start - 1] not in self._known:
-            start -= 1  # another request's copy, which is gone
+            start -= 1  # a copy of another request, which is gone
         before = self._known[request.digests[start - 1]] if start else None
         for number in range(start, last):
             before = self._block(request, number, before)
@@ -44,15 +44,15 @@ class Contents:
                 self._held[before.digest] = before
 
     def forget(self, digest: bytes) -> None:
-        """The last copy of a block is gone."""
+        """Remove a block whose last copy is gone."""
         del self._held[digest]
 
     def clear(self) -> None:
-        """Nothing is held."""
+        """Remove all blocks."""
         self._held.clear()
 
-    def told(self) -> Iterator[tuple[Block, bool]]:
-        """Return what is held and, with ``False``, what it hangs on but is not; every block after its parent."""
+    def with_ancestors(self) -> Iterator[tuple[Block, bool]]:
+        """Return held blocks with ``True`` and their ancestors that are not held with ``False``, parents first."""
         seen: set[bytes] = set()
         for block in self._held.values():
             line: list[Block] = []

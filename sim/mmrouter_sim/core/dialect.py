@@ -1,4 +1,4 @@
-"""How an engine names its blocks and speaks of them: the one thing about a rank that differs between engines."""
+"""Block digests and KV events of an engine type: the only part of a rank that differs between engines."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,22 +13,22 @@ class Dialect(Protocol):
     """Digests of blocks and the events about them."""
 
     single: bool
-    """Whether a block is held once, however many requests computed it, and answers become findable when they end."""
+    """Whether a block is held only once, and generated blocks become findable when their request ends."""
 
     def extend(self, request: Request) -> None:
-        """Append the digests of all full blocks that the request has gained."""
+        """Append the digests of the request's new full blocks."""
 
     def stored(self, request: Request, first: int, last: int) -> Event:
         """Return the event about blocks [first, last) of a request."""
 
     def removed(self, digest: bytes) -> Event:
-        """Return the event about one copy that was given up."""
+        """Return the event about one evicted copy."""
 
     def cleared(self) -> Event:
         """Return the event about an emptied cache."""
 
     def joined(self, events: list[Event]) -> list[Event]:
-        """Return the events of one step as they go out."""
+        """Return the events of one step as they are published."""
 
 
 class VllmDialect:

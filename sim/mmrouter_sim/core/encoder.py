@@ -1,9 +1,9 @@
 """The encoder's budget: which images are encoded in a step, and which encoder outputs are kept.
 
 The engine encodes an image in the step in which its first placeholder is computed, keeps the output until its last
-placeholder is computed, and after that for as long as nothing else needs the room. An image that does not fit into
-the budget or into the room cuts the step's tokens off right before it: that is what splits a prompt of two large
-images into more BlockStored events than its length alone would (capture ``phi3v-nosw``, "two images A B").
+placeholder is computed, and after that until the space is needed. An image that does not fit into the budget or the
+space ends the step's tokens right before it, which splits a prompt of two large images into more BlockStored events
+than its length alone would (capture ``phi3v-nosw``, "two images A B").
 """
 
 from collections import OrderedDict
@@ -19,9 +19,9 @@ class EncoderCache:
         self.room = room
         self._users: dict[str, set[str]] = {}  # identifier -> requests that still need it
         self._size: dict[str, int] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()  # kept, needed by nobody, oldest first
+        self._idle: OrderedDict[str, None] = OrderedDict()  # kept but not needed, oldest first
         self._kept = 0
-        self.held = 0  # visual tokens that some request still needs
+        self.held = 0  # visual tokens that requests still need
 
     def plan(
         self, request: str, media: Sequence[Media], computed: int, wanted: int, budget: int
@@ -47,7 +47,7 @@ class EncoderCache:
         return wanted, fresh
 
     def add(self, request: str, item: Media) -> None:
-        """Keep an image's output for a request, dropping idle ones (longest unused first) to make room."""
+        """Keep an image's output for a request; idle outputs are dropped, least recently used first."""
         while self._kept + item.length > self.room:
             name, _ = self._idle.popitem(last=False)
             self._kept -= self._size.pop(name)
@@ -58,7 +58,7 @@ class EncoderCache:
         self.held += item.length
 
     def done(self, request: str, identifier: str) -> None:
-        """Note that a request needs an image's output no more."""
+        """Release an image's output for a request."""
         users = self._users.get(identifier)
         if users is None or request not in users:
             return
@@ -68,7 +68,7 @@ class EncoderCache:
             self.held -= self._size[identifier]
 
     def clear(self) -> None:
-        """Forget the outputs that nobody needs."""
+        """Drop the outputs that no request needs."""
         for name in self._idle:
             self._kept -= self._size.pop(name)
             del self._users[name]

@@ -1,8 +1,6 @@
-"""KV events and their encoding, byte for byte as vLLM 0.32 puts them on the wire.
+"""KV events and their wire encoding, byte for byte as in vLLM 0.32 (docs/engine-facts/vllm.md#event-frames).
 
-See docs/engine-facts/vllm.md#event-frames.
-
-The batch around them is SGLang's too.
+SGLang uses the same batch frame.
 
 An event is a msgpack map with ``type`` first; fields that have a default are left out when they have it. A batch is a
 msgpack array of time, events and data-parallel rank.
@@ -15,7 +13,7 @@ import msgspec
 
 PublishedHash = int | bytes
 
-MEDIUM = "GPU"  # the engine says so on every device (docs/engine-facts/vllm.md#devices)
+MEDIUM = "GPU"  # the same on every device (docs/engine-facts/vllm.md#devices)
 FULL_ATTENTION = "full_attention"
 
 
@@ -39,7 +37,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """One physical copy of each block was given up. The engine puts one hash into each event."""
+    """One physical copy of each block was evicted. The engine puts one hash into each event."""
 
     block_hashes: list[PublishedHash]
     medium: str | None
@@ -54,7 +52,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
 
 VllmEvent = BlockStored | BlockRemoved | AllBlocksCleared
 Event = msgspec.Struct
-"""An event of whatever engine: a map that names its type."""
+"""An event of any engine: a map with its type."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):

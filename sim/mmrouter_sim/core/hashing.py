@@ -1,12 +1,11 @@
-"""Block hashes as vLLM makes them, from token ids and whatever else is true of a block.
+"""Block hashes as vLLM computes them, from token ids, images, LoRA and cache salt.
 
     hash[i]  = H((hash[i-1], tuple(token ids), extra keys or None))
     hash[-1] = H(seed text)
 
 ``H`` is SHA-256 over the canonical CBOR (``sha256_cbor``) or the pickle (``sha256``) of its argument. The hashed extra
 keys are tagged with their kind, the published ones are not (docs/engine-facts/vllm.md#block-hashes). Nothing here
-comes from
-``mmrouter_lib.block_keys``: the engine must not agree with the router because both call one function.
+comes from ``mmrouter_lib.block_keys``, so that engine and router cannot agree merely by calling the same function.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ ExtraKey = tuple[str, str] | tuple[str, str, int] | tuple[str, str, str]
 """One hashed extra key: ("lora", name, path), ("mm", identifier, start - block start) or ("cache_salt", salt)."""
 
 SEED = "vllm-none-hash"
-"""What the chain starts from when PYTHONHASHSEED is not set."""
+"""Seed of the chain when PYTHONHASHSEED is not set."""
 
 _LOW_64 = (1 << 64) - 1
 

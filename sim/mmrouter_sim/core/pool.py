@@ -1,10 +1,10 @@
 """The physical blocks of one rank: reference counts, the hash index and the free queue.
 
-As in the engine, several physical blocks may hold the same hash (they were computed side by side); each is announced
-when it is filled and again when it is given up, so whoever mirrors the pool has to count copies. Blocks that nobody
-uses stay in the free queue with their contents until they are needed. The queue gives out blocks without contents
-first, then the longest unused; a request's blocks enter it tail first, so that leaves go before what they hang on
-(seen in the capture ``qwen2vl_evict_byteshash``).
+As in the engine, several physical blocks may hold the same hash if they were computed side by side. Each is announced
+when it is filled and when it is evicted, so a mirror of the pool must count copies. Unused blocks stay in the free
+queue with their contents until they are needed. The queue yields empty blocks first, then the least recently used;
+a request's blocks enter it tail first, so leaves are evicted before their parents (seen in the capture
+``qwen2vl_evict_byteshash``).
 """
 
 from collections import OrderedDict
@@ -15,11 +15,11 @@ NULL_BLOCK = 0
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than are free; the scheduler checks before it asks."""
+    """More blocks were requested than are free; the scheduler checks this before."""
 
 
 class BlockPool:
-    """``size`` blocks, block 0 reserved. ``on_evict`` is called with the digest of every copy that is given up."""
+    """``size`` blocks, block 0 reserved. ``on_evict`` is called with the digest of every evicted copy."""
 
     def __init__(self, size: int, on_evict: Callable[[bytes], None]) -> None:
         if size < 2:
@@ -33,17 +33,17 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out, cached contents included."""
+        """Number of blocks that can be allocated, including cached ones."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """Blocks that some request holds."""
+        """Number of blocks that requests hold."""
         return self.size - 1 - len(self._free)
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that some request holds, 0 to 1."""
+        """Share of the usable blocks that requests hold, 0 to 1."""
         return self.used / (self.size - 1)
 
     def find(self, digest: bytes) -> int | None:
@@ -52,7 +52,7 @@ class BlockPool:
         return next(iter(copies)) if copies else None
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks stand in the free queue, so that holding them costs a free block each."""
+        """Return how many of these blocks are in the free queue, so that holding them uses a free block each."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -63,7 +63,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks, giving up whatever they held. Raises :class:`OutOfBlocksError`."""
+        """Allocate ``count`` blocks and evict their contents. Raises :class:`OutOfBlocksError`."""
         if count > len(self._free):
             raise OutOfBlocksError(f"{count} blocks wanted, {len(self._free)} free")
         taken = []
@@ -78,7 +78,7 @@ class BlockPool:
         return taken
 
     def fill(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Make full blocks findable by their hash. A block is filled once between two hand-outs."""
+        """Make full blocks findable by their hash. A block is filled once per allocation."""
         for block, digest in zip(blocks, digests, strict=True):
             if self._digests[block] is not None:
                 raise ValueError(f"block {block} is filled already")
@@ -97,7 +97,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def clear(self) -> bool:
-        """Forget all contents. Returns ``False`` and does nothing while any block is held."""
+        """Evict all contents. Returns ``False`` and does nothing while any block is held."""
         if self.used:
             return False
         self._copies.clear()

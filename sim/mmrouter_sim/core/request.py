@@ -15,7 +15,7 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and what has become of it. ``ids`` grows as tokens are sampled; times are seconds of the caller's
+    """A prompt and the state of its generation. ``ids`` grows as tokens are sampled; times are seconds of the caller's
     clock.
     """
 
@@ -30,7 +30,7 @@ class Request:
     report_hits: bool = False  # kv_cache_report_mode=full: announce reused blocks again
     arrived: float = 0.0
     external: int = 0  # prompt tokens whose keys and values came from another engine
-    hold: bool = False  # its blocks stay when it ends, until another engine has them
+    hold: bool = False  # its blocks stay after its end until another engine has fetched them
 
     prompt_length: int = field(init=False)
     computed: int = field(default=0, init=False)  # tokens whose keys and values are in blocks
@@ -60,7 +60,7 @@ class Chain:
         self.block_size = block_size
 
     def extend(self, request: Request) -> None:
-        """Append the digests of all full blocks that the request has gained."""
+        """Append the digests of the request's new full blocks."""
         size = self.block_size
         for number in range(len(request.digests), len(request.ids) // size):
             start, end = number * size, (number + 1) * size

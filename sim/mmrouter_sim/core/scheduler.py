@@ -1,10 +1,10 @@
-"""Continuous batching over the block pool: what one rank of the engine does, step by step.
+"""Continuous batching of one rank over its block pool, in steps.
 
-A step is two calls. :meth:`Scheduler.schedule` decides what runs, takes and fills blocks, and says how long that
-takes; :meth:`Scheduler.complete`, called that much later, samples tokens, ends requests and hands over the events.
-Blocks become findable when they are scheduled, as in the engine, so of two equal requests in one step the second one
-hits the first; physical copies come from blocks that are filled side by side: decoding, the last block of a prompt of
-exactly n blocks, and prompts whose computation is spread over steps.
+A step is two calls. :meth:`Scheduler.schedule` selects requests, allocates and fills blocks, and returns the duration;
+:meth:`Scheduler.complete`, called after that time, samples tokens, ends requests and returns the events. As in the
+engine, blocks become findable when they are scheduled, so of two equal requests in one step the second one hits the
+first. Physical copies arise from blocks that are filled side by side: during decoding, for the last block of a prompt
+of exactly n blocks, and for prompts that are computed over several steps.
 """
 
 import random
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mmrouter_sim.core.cache_contents import Contents
+from mmrouter_sim.core.cache_contents import CacheContents
 from mmrouter_sim.core.dialect import Dialect, VllmDialect
 from mmrouter_sim.core.encoder import EncoderCache
 from mmrouter_sim.core.events import Event, PublishedHash
@@ -24,14 +24,14 @@ from mmrouter_sim.core.step_cost import Cost
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the launch flags say about one rank. Raises ``ValueError`` where the engine would not start."""
+    """Limits of one rank from the launch flags. Raises ``ValueError`` if the engine would not start with them."""
 
     blocks: int  # the reserved one included
     block_size: int = 16
     max_model_len: int = 32_768
     max_batched_tokens: int = 2048
     max_seqs: int = 256
-    largest_image: int = 0  # visual tokens; the encoder's room is at least this
+    largest_image: int = 0  # visual tokens; the encoder cache holds at least these
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Counters:
 
     prefix_queries: int = 0
     prefix_hits: int = 0
-    external_hits: int = 0  # computed elsewhere and received
+    external_hits: int = 0  # received from another engine
     visual_tokens: int = 0  # encoded here
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -100,11 +100,11 @@ class Scheduler:
         self.cost = cost or Cost()
         self.counters = Counters()
         self.pool = BlockPool(limits.blocks, self._evicted)
-        self.contents = Contents(limits.block_size)
+        self.contents = CacheContents(limits.block_size)
         self.encoder = EncoderCache(max(limits.max_batched_tokens, limits.largest_image))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.held: dict[str, list[int]] = {}  # request -> blocks that wait for the engine that fetches them
+        self.held: dict[str, list[int]] = {}  # request -> blocks held until another engine has fetched them
         self._embedded = embedded
         self._dialect = dialect or VllmDialect(limits.block_size, hash_=hash_, hash_seed=hash_seed, published=published)
         self._rng = random.Random(seed)
@@ -116,7 +116,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ``ValueError`` when it can never run here; the server refuses those before."""
+        """Queue a request. Raises ``ValueError`` if it can never run; the server refuses those before."""
         if not request.ids:
             raise ValueError("the prompt is empty")
         if len(request.ids) >= self.limits.max_model_len:
@@ -127,7 +127,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, request: Request, reason: Finish = "abort") -> None:
-        """End a request from outside: its client is gone, or has all it asked for. Does nothing for one that ended."""
+        """End a request whose client is gone or has its answer. Does nothing for one that has ended."""
         if request.finished is None:
             self._end(request, reason)
 
@@ -136,7 +136,7 @@ class Scheduler:
         self.pool.release(self.held.pop(name))
 
     def reset(self) -> bool:
-        """Forget the prefix cache. ``False`` while requests hold blocks. The event goes out with the next step."""
+        """Clear the prefix cache; ``False`` while requests hold blocks. The event is published with the next step."""
         if not self.pool.clear():
             return False
         self.contents.clear()
@@ -144,7 +144,7 @@ class Scheduler:
         return True
 
     def schedule(self, now: float) -> Step | None:
-        """Return the next step, ``None`` when nothing can run. Running requests go first, oldest first."""
+        """Return the next step, or ``None`` if no request can run. Running requests are first, oldest first."""
         budget = self.limits.max_batched_tokens
         visual = 0
         tokens: dict[Request, int] = {}
@@ -156,7 +156,7 @@ class Scheduler:
             if wanted <= 0:
                 position += 1
                 continue
-            # The youngest give way until this one fits, itself last (first come, first served).
+            # Preempt the youngest until this one fits, itself last (first come, first served).
             while (fits := self._allocate(request, wanted)) is False:
                 victim = self.running.pop()
                 self._preempt(victim)
@@ -168,7 +168,7 @@ class Scheduler:
             tokens[request] = wanted
             budget -= wanted
             position += 1
-        # A request that just gave way stands first here; it lacks the block it gave, so nobody comes in before it.
+        # A request that was just preempted is first here and lacks a block, so no other request overtakes it.
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
             admitted = self._admit(self.waiting[0], budget, visual, now)
             if admitted is None:
@@ -187,7 +187,7 @@ class Scheduler:
         return Step(tokens, seconds, prefill, visual)
 
     def complete(self, step: Step, now: float) -> tuple[list[Output], list[Event]]:
-        """Return what a step produced: sampled tokens, and the events of everything since the last step."""
+        """Return the sampled tokens of a step, and the events since the last one."""
         outputs: list[Output] = []
         for request, count in step.tokens.items():
             if request.finished is not None:  # aborted while it ran
@@ -202,7 +202,7 @@ class Scheduler:
         return outputs, self.news()
 
     def news(self) -> list[Event]:
-        """Return, once, the events of everything since the last step."""
+        """Return and reset the events since the last step."""
         events, self._events = self._events, []
         return self._dialect.joined(events)
 
@@ -224,7 +224,7 @@ class Scheduler:
         return Output(request, token, finished)
 
     def _admit(self, request: Request, budget: int, visual: int, now: float) -> tuple[int, int] | None:
-        """Give a waiting request its first blocks. Returns (tokens, visual tokens), ``None`` when it has to wait."""
+        """Allocate the first blocks of a waiting request. Returns (tokens, visual tokens), ``None`` to wait."""
         hits = self._hits(request)
         hit = len(hits) * self.limits.block_size
         request.computed = received = max(hit, min(request.external, len(request.ids) - 1))
@@ -232,10 +232,10 @@ class Scheduler:
         wanted, fresh = self._encode(request, wanted, visual)
         size = self.limits.block_size
         whole = -(-len(request.ids) // size) - len(hits)
-        # All of the prompt has to fit now, or a long one would be preempted by itself half-way.
+        # The whole prompt must fit, or a long one would preempt itself half-way.
         if wanted <= 0 or whole + self.pool.idle(hits) > self.pool.free:
             request.computed = 0
-            self._forget_images(request)  # or a waiting request could keep the running ones from encoding
+            self._forget_images(request)  # or a waiting request could block the encoding of running ones
             return None
         self.pool.hold(hits)
         request.blocks = hits
@@ -243,7 +243,7 @@ class Scheduler:
         if hits and request.report_hits:
             self._announce(request, 0, len(hits))
         request.computed = hit
-        # What came from elsewhere lies in blocks of its own, at once and computed by nobody.
+        # Received tokens are in blocks of their own at once, without computation.
         if not self._allocate(request, received - hit):
             raise AssertionError("a prompt that fits whole does not fit in part")
         request.computed = received
@@ -258,9 +258,7 @@ class Scheduler:
         return wanted, self._encoded(request, fresh)
 
     def _hits(self, request: Request) -> list[int]:
-        """Return the cached blocks of the longest prefix. The last token is always computed: it has to be sampled
-        from.
-        """
+        """Return the cached blocks of the longest prefix, without the last token, from which the next is sampled."""
         if not self.limits.prefix_caching:
             return []
         hits: list[int] = []
@@ -284,7 +282,7 @@ class Scheduler:
         return encoded
 
     def _allocate(self, request: Request, count: int) -> bool:
-        """Take the blocks for ``count`` more tokens and make those that get full findable. ``False``: no room."""
+        """Allocate blocks for ``count`` more tokens and make full ones findable. Returns ``False`` without space."""
         size = self.limits.block_size
         reach = request.computed + count
         missing = -(-reach // size) - len(request.blocks)
@@ -302,7 +300,7 @@ class Scheduler:
             return
         if self._dialect.single:
             while first < full and self.pool.find(request.digests[first]) is not None:
-                first += 1  # computed beside another request: that one's stays, ours is given back unnamed
+                first += 1  # another request computed it too: its copy stays, this one is freed unnamed
             full = next((n for n in range(first, full) if self.pool.find(request.digests[n]) is not None), full)
         if first < full:
             self.pool.fill(request.blocks[first:full], request.digests[first:full])
@@ -320,7 +318,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        request.computed = request.external = 0  # what came from elsewhere is gone, too
+        request.computed = request.external = 0  # received blocks are gone too
         request.preemptions += 1
         self.counters.preemptions += 1
         self.waiting.appendleft(request)

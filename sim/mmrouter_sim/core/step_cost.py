@@ -1,10 +1,10 @@
-"""How long a simulated step takes.
+"""Cost model: the duration of a simulated step.
 
     seconds = (prefill tokens / prefill rate + visual tokens * encode seconds + decode seconds if anything decodes)
               * (1 + uniform(-jitter, jitter)) / speed
 
-A hand-over takes ``tokens * seconds / speed``, of KV blocks or of embeddings, beside the steps and not in them; so does
-what an API server makes of an image before any step. A processed image is copied, which takes what it takes.
+Hand-over of KV blocks or embeddings and image processing take ``tokens * seconds / speed``, in parallel to the steps.
+Copying a processed image takes its real time.
 
 Decoding is bound by memory bandwidth, so a step of one sequence and a step of many cost the same; prefill and
 encoding are bound by arithmetic and add up.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The figures of one simulated accelerator. Defaults make a request of the demo take some tens of milliseconds."""
+    """Rates of one simulated accelerator. With the defaults, a request of the demo takes some tens of milliseconds."""
 
     prefill_rate: float = 20_000.0  # tokens per second
     encode_seconds: float = 20e-6  # per visual token

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmrouter_sim import http_app
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.sglang import chat, encode, prompts
 from mmrouter_sim.sglang.pages import VERSION
@@ -22,7 +22,7 @@ OPEN = ("/health", "/ready", "/metrics")
 """Path prefixes that need no API key (docs/engine-facts/sglang.md#http-endpoints)."""
 
 
-def build(engine: Engine) -> Starlette:
+def build(engine: SimulatedEngine) -> Starlette:
     """Return the application for an engine."""
     routes: list[http_app.RouteRow] = [
         ("/health", ["GET"], _ready),
@@ -63,18 +63,18 @@ def _error(error: RequestError) -> Response:
     return json_response({"object": "error", **body}, error.status)
 
 
-async def _ready(engine: Engine, _request: Request) -> Response:
+async def _ready(engine: SimulatedEngine, _request: Request) -> Response:
     """Answer 503 from SIGTERM on, while requests still run (docs/engine-facts/sglang.md#http-endpoints)."""
     return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE if engine.draining else HTTPStatus.OK)
 
 
-async def _server_info(engine: Engine, _request: Request) -> Response:
+async def _server_info(engine: SimulatedEngine, _request: Request) -> Response:
     states = [{"memory_usage": {}, "last_gen_throughput": 0.0} for _ in engine.runners]
     info = {"version": VERSION, "kv_events": _kv_events(engine), "internal_states": states, "frontend": "python"}
     return json_response(engine.settings.arguments | info)
 
 
-def _kv_events(engine: Engine) -> dict[str, Any] | None:
+def _kv_events(engine: SimulatedEngine) -> dict[str, Any] | None:
     settings = engine.settings
     events = settings.events
     if not events.publishes:
@@ -93,7 +93,7 @@ def _kv_events(engine: Engine) -> dict[str, Any] | None:
     return info
 
 
-async def _model_info(engine: Engine, _request: Request) -> Response:
+async def _model_info(engine: SimulatedEngine, _request: Request) -> Response:
     model = engine.model
     return json_response(
         {
@@ -111,12 +111,12 @@ async def _model_info(engine: Engine, _request: Request) -> Response:
     )
 
 
-async def _models(engine: Engine, _request: Request) -> Response:
+async def _models(engine: SimulatedEngine, _request: Request) -> Response:
     name = engine.settings.served_names[0]
     return http_app.models(engine, "sglang", [name], name)
 
 
-async def _loads(engine: Engine, _request: Request) -> Response:
+async def _loads(engine: SimulatedEngine, _request: Request) -> Response:
     size = engine.settings.block_size
     loads = [
         {
@@ -132,7 +132,7 @@ async def _loads(engine: Engine, _request: Request) -> Response:
     return json_response({"version": VERSION, "num_accelerators": len(loads), "loads": loads})
 
 
-async def _tokenize(engine: Engine, request: Request) -> Response:
+async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
     body = parse(await request.body(), TokenizeRequest)
     loop, tokenizer = asyncio.get_running_loop(), engine.model.tokenizer
     if body.messages is not None:
@@ -144,16 +144,16 @@ async def _tokenize(engine: Engine, request: Request) -> Response:
     return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": engine.context})
 
 
-async def _detokenize(engine: Engine, request: Request) -> Response:
+async def _detokenize(engine: SimulatedEngine, request: Request) -> Response:
     body = parse(await request.body(), DetokenizeRequest)
     if any(not 0 <= token < 1 << 32 for token in body.tokens):
         raise RequestError("tokens: a token id is not in the vocabulary", param="tokens")
     return json_response({"text": engine.model.tokenizer.decode(body.tokens, body.skip_special_tokens)})
 
 
-async def _flush(engine: Engine, _request: Request) -> Response:
+async def _flush(engine: SimulatedEngine, _request: Request) -> Response:
     done = engine.reset_prefix_cache()
     for runner in engine.runners:
-        runner.tell()
+        runner.publish_pending()
     text = "Cache flushed." if done else "Cache not flushed: requests are running."
     return Response(text, HTTPStatus.OK if done else HTTPStatus.BAD_REQUEST, media_type="text/plain")

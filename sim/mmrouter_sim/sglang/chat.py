@@ -11,13 +11,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from mmrouter_sim.core.request import Request
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.runner import Aborted
 from mmrouter_sim.sglang import prompts
 from mmrouter_sim.sglang.encoder_shares import Embedding
 from mmrouter_sim.sglang.pages import padded
-from mmrouter_sim.sglang.pairing import Place, place
+from mmrouter_sim.sglang.pairing import RoomAddress, place
 from mmrouter_sim.sglang.schema import ChatRequest, CompletionRequest, check
 from mmrouter_sim.vllm import generate
 from mmrouter_sim.vllm import prompts as texts
@@ -32,7 +32,7 @@ RID_HEADER = "x-override-rid"
 ABORTED = RequestError("The request was aborted.", status=503, kind="ServiceUnavailableError")
 
 
-async def chat(engine: Engine, http: HttpRequest) -> Response:
+async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/chat/completions``."""
     body = parse(await http.body(), ChatRequest)
     check(body)
@@ -43,7 +43,7 @@ async def chat(engine: Engine, http: HttpRequest) -> Response:
     return _stream(job, _chat_chunks(job, at)) if body.stream else await _whole(http, job, at, _chat_answer)
 
 
-async def complete(engine: Engine, http: HttpRequest) -> Response:
+async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/completions``."""
     body = parse(await http.body(), CompletionRequest)
     check(body)
@@ -52,7 +52,7 @@ async def complete(engine: Engine, http: HttpRequest) -> Response:
     return _stream(job, _text_chunks(job, at)) if body.stream else await _whole(http, job, at, _text_answer)
 
 
-async def _encoded(engine: Engine, body: ChatRequest) -> list[Embedding] | None:
+async def _encoded(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding] | None:
     """Return what encoders made of the images, ``None`` where the engine encodes them itself."""
     settings = engine.settings
     images = [prompts.image_of(part) for part in prompts.images_of(engine, body.messages)]
@@ -64,7 +64,7 @@ async def _encoded(engine: Engine, body: ChatRequest) -> list[Embedding] | None:
     return await engine.shares.embeddings(settings.host, settings.encoder_urls, images)
 
 
-async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
+async def _render(engine: SimulatedEngine, make: Callable[[], Prompt]) -> Prompt:
     """Make a prompt beside the steps. The engine takes requests while it drains.
 
     See docs/engine-facts/sglang.md#http-endpoints.
@@ -73,8 +73,12 @@ async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
 
 
 def _job(
-    engine: Engine, http: HttpRequest, body: ChatRequest | CompletionRequest, prompt: Prompt, wanted: int | None
-) -> tuple[Job, Place | None]:
+    engine: SimulatedEngine,
+    http: HttpRequest,
+    body: ChatRequest | CompletionRequest,
+    prompt: Prompt,
+    wanted: int | None,
+) -> tuple[Job, RoomAddress | None]:
     length, room = len(prompt.ids), engine.context
     if length == 0:
         raise RequestError("The prompt is empty.", param="messages")
@@ -104,7 +108,7 @@ def _job(
     request = Request(
         id=f"{name}-{uuid.uuid4().hex[:8]}",
         ids=ids,
-        sample=engine.speaker.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
+        sample=engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
         max_tokens=1 if pairs is not None and pairs.mode == "prefill" else min(wanted or room, room - length),
         media=prompt.media,
         salt=body.cache_salt,
@@ -115,7 +119,7 @@ def _job(
     return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model), at
 
 
-async def _pieces(job: Job, at: Place | None) -> AsyncIterator[Piece]:
+async def _pieces(job: Job, at: RoomAddress | None) -> AsyncIterator[Piece]:
     """Run a job, or this engine's half of it. Raises :class:`RequestError` where the other half fails."""
     pairing = job.engine.pairing
     if pairing is None:
@@ -170,7 +174,7 @@ def _usage(job: Job) -> dict[str, Any]:
 
 
 async def _whole(
-    http: HttpRequest, job: Job, at: Place | None, make: Callable[[Job, list[Piece]], dict[str, Any]]
+    http: HttpRequest, job: Job, at: RoomAddress | None, make: Callable[[Job, list[Piece]], dict[str, Any]]
 ) -> Response:
     work = asyncio.create_task(_collect(job, at))
     gone = asyncio.create_task(generate.disconnected(http))
@@ -185,7 +189,7 @@ async def _whole(
         await asyncio.gather(work, gone, return_exceptions=True)
 
 
-async def _collect(job: Job, at: Place | None) -> list[Piece]:
+async def _collect(job: Job, at: RoomAddress | None) -> list[Piece]:
     return [piece async for piece in _pieces(job, at)]
 
 
@@ -242,7 +246,7 @@ def _frame(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def _chat_chunks(job: Job, at: Place | None) -> AsyncIterator[dict[str, Any]]:
+async def _chat_chunks(job: Job, at: RoomAddress | None) -> AsyncIterator[dict[str, Any]]:
     body, head = job.body, job.head("chat.completion.chunk")
     assert isinstance(body, ChatRequest)
     last: Piece | None = None
@@ -262,7 +266,7 @@ def _delta(delta: dict[str, Any], **ending: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta | {"reasoning_content": None}, "logprobs": None, **over}]}
 
 
-async def _text_chunks(job: Job, at: Place | None) -> AsyncIterator[dict[str, Any]]:
+async def _text_chunks(job: Job, at: RoomAddress | None) -> AsyncIterator[dict[str, Any]]:
     head = job.head("text_completion")
     async for piece in _pieces(job, at):
         yield head | {"choices": [{"index": 0, "text": piece.text, "logprobs": None, **_ending(piece)}]}

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.sglang import prompts
 from mmrouter_sim.sglang.encoder_shares import Embedding, EncodeRequest, Part
 
 
-async def encode(engine: Engine, request: Request) -> Response:
-    """Answer ``POST /encode``: encode, send, and say that it is done."""
+async def encode(engine: SimulatedEngine, request: Request) -> Response:
+    """``POST /encode``: encode the images, send the result to the engine, and answer."""
     encoder = engine.encoder
     assert encoder is not None
     try:
@@ -41,7 +41,7 @@ async def encode(engine: Engine, request: Request) -> Response:
     return _error(status, sent.error, part.req_id) if sent.error else json_response(None)
 
 
-def _embedding(engine: Engine, item: dict[str, Any]) -> Embedding:
+def _embedding(engine: SimulatedEngine, item: dict[str, Any]) -> Embedding:
     pixels, tokens = prompts.picture(engine, item)
     digest = hashlib.sha256(b"embedding" + struct.pack(">Q", pixels)).digest()
     return Embedding(int.from_bytes(digest[:8], "big"), tokens)

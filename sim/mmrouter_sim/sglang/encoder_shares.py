@@ -1,10 +1,8 @@
-"""What engines of a simulated SGLang ask their encoders, and what they get.
+"""Client side of SGLang's encoder disaggregation: distribute a request's images over encoders, and collect results.
 
-See docs/engine-facts/sglang.md#encoder-disaggregation, ``zmq_to_tokenizer``.
-
-A language engine spreads the images of a request at random over its encoder URLs, posts each share to ``/encode`` and
-waits at a socket of its own, where the encoders send what they made. What a real embedding holds nobody else sees, so
-here it is a number for each image, made from its pixels, and how many tokens it has. The engine names the image by it.
+It simulates ``zmq_to_tokenizer`` (docs/engine-facts/sglang.md#encoder-disaggregation). A language engine distributes
+the images of a request at random over its encoder URLs, posts each share to ``/encode`` and waits at its own socket for
+the results. A simulated embedding is a number made from the pixels, which also names the image, and a token count.
 """
 
 import asyncio
@@ -42,14 +40,14 @@ class EncodeRequest(msgspec.Struct):
 
 
 class Embedding(NamedTuple):
-    """What an image became: a number that its pixels decide, and its tokens."""
+    """A simulated embedding: a digest of the pixels, and the number of tokens."""
 
     digest: int
     tokens: int
 
 
 class Part(msgspec.Struct):
-    """What an encoder sends to the engine that asked. ``error``: it sends nothing else."""
+    """Message from an encoder to the requesting engine: embeddings, or only an ``error``."""
 
     req_id: str
     part_idx: int
@@ -58,33 +56,33 @@ class Part(msgspec.Struct):
     error: str = ""
 
 
-class Shares:
-    """The waiting ends of one process' requests."""
+class EncoderShares:
+    """The sockets at which one process's requests wait for encoders."""
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
 
     def close(self) -> None:
-        """Let every socket go."""
+        """Close all sockets."""
         self._context.destroy(linger=0)
 
     async def send(self, host: str, port: int, part: Part) -> None:
-        """Send a share to the engine that waits for it."""
+        """Send a result to the engine that waits for it."""
         with self._context.socket(zmq.PUSH) as socket:
             socket.linger = 1000
             socket.connect(f"tcp://{host}:{port}")
             await socket.send(msgspec.msgpack.encode(part))
 
     async def embeddings(self, host: str, urls: Sequence[str], images: list[dict[str, Any]]) -> list[Embedding]:
-        """Have images encoded, in their order. Raises :class:`RequestError` (503) when one did not come back."""
+        """Have images encoded; return the embeddings in order. Raises :class:`RequestError` (503) if one is missing."""
         name = uuid.uuid4().hex
         with self._context.socket(zmq.PULL) as socket:
             port = socket.bind_to_random_port(f"tcp://{host}")
             receiving = asyncio.create_task(_receive(socket, min(len(urls), len(images))))
             try:
                 async with asyncio.timeout(RECEIVE_SECONDS), aiohttp.ClientSession() as session:
-                    shares = _shares(name, host, port, urls, images)
-                    # An encoder answers after it has sent, so what it does not answer well does not come.
+                    shares = split_shares(name, host, port, urls, images)
+                    # An encoder answers after it has sent its result, so after an error there is none.
                     if not all(await asyncio.gather(*(_post(session, url, body) for url, body in shares))):
                         raise LOST
                     parts = await receiving
@@ -106,10 +104,10 @@ async def _receive(socket: zmq.asyncio.Socket, shares: int) -> list[Part]:
     return list(parts.values())
 
 
-def _shares(
+def split_shares(
     name: str, host: str, port: int, urls: Sequence[str], images: list[dict[str, Any]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield URL and body of every share: as even as can be, over the URLs in a random order."""
+    """Yield URL and body of every share: equal sizes, over the URLs in random order."""
     shuffled = random.sample(range(len(urls)), len(urls))
     base, rest = divmod(len(images), len(urls))
     counts = {place: base + (number < rest) for number, place in enumerate(shuffled)}

@@ -1,5 +1,4 @@
-"""``/metrics`` with SGLang's names and labels (docs/engine-facts/sglang.md#http-endpoints), read from the ranks when
-somebody scrapes."""
+"""``/metrics`` with SGLang's names and labels (docs/engine-facts/sglang.md#http-endpoints), read at each scrape."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mmrouter_sim.core.request import Request
-from mmrouter_sim.encoder_engine import Encoder
+from mmrouter_sim.encoder_engine import ImageEncoder
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.runner import Runner
 from mmrouter_sim.settings import Settings
@@ -17,10 +16,14 @@ _SECONDS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 
 
 
 class SglangMetrics(Collector):
-    """The metrics of one process. With several ranks samples are told apart by ``dp_rank``."""
+    """The metrics of one process. With several ranks, samples have the label ``dp_rank``."""
 
     def __init__(
-        self, settings: Settings, runners: Sequence[Runner], _images: ProcessorCache, encoder: Encoder | None = None
+        self,
+        settings: Settings,
+        runners: Sequence[Runner],
+        _images: ProcessorCache,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._settings, self._runners, self._encoder = settings, runners, encoder
@@ -31,20 +34,20 @@ class SglangMetrics(Collector):
         self.registry.register(self)
 
     def token(self, rank: int, request: Request, now: float, last: float | None) -> None:
-        """Note one token of a request, ``last`` being the time of the one before it."""
+        """Record a token of a request; ``last``: time of the token before."""
         if last is None:
             started = request.arrived if request.started is None else request.started
             self._first_token.labels(*self._labels(rank)).observe(now - request.arrived)
             self._queue.labels(*self._labels(rank)).observe(started - request.arrived)
 
     def ended(self, rank: int, request: Request, now: float) -> None:
-        """Note the end of a request."""
+        """Record the end of a request."""
         self._whole.labels(*self._labels(rank)).observe(now - request.arrived)
 
     def collect(self) -> Iterator[Metric]:
         if self._encoder is not None:
-            files = CounterMetricFamily("sglang:encoder_cache_total_files", "Images asked for", labels=["modality"])
-            hits = CounterMetricFamily("sglang:encoder_cache_hit_files", "Of these, kept ones", labels=["modality"])
+            files = CounterMetricFamily("sglang:encoder_cache_total_files", "Images requested", labels=["modality"])
+            hits = CounterMetricFamily("sglang:encoder_cache_hit_files", "Images in the cache", labels=["modality"])
             files.add_metric(["image"], self._encoder.images)
             hits.add_metric(["image"], self._encoder.hits)
             yield from (files, hits)

@@ -1,12 +1,10 @@
-"""SGLang's pages: how they are named from token ids, and the events about them.
-
-See docs/engine-facts/sglang.md#event-frames.
+"""SGLang's pages: their digests from token ids, and the events about them (docs/engine-facts/sglang.md#event-frames).
 
     digest[i]  = SHA-256(digest[i-1] || words of page i)
     digest[-1] = nothing, or SHA-256 of a tag and the cache salt
 
-An image stands in the ids themselves, as sentinels made from its item hash. Nothing here comes from the router's
-library: the engine must not agree with it because both call one function.
+Images are in the ids themselves, as sentinels made from the item hash. Nothing here comes from the router's library,
+so that engine and router cannot agree merely by calling the same function.
 """
 
 import hashlib
@@ -30,7 +28,7 @@ WRAPPERS = {
     "qwen2_5_vl": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
     "qwen3_vl": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
 }
-"""Model type -> the processor of transformers that it wraps; these take the path on which bytes name an image."""
+"""Model type -> wrapped processor of transformers, for models whose images are named by their bytes."""
 GPU = "GPU"
 
 
@@ -47,18 +45,18 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """Pages that are gone."""
+    """Evicted pages."""
 
     block_hashes: list[int]
     medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
-    """The rank's cache is empty."""
+    """The cache of the rank was cleared."""
 
 
 class SglangDialect:
-    """Pages of one size; each is held once, and what a request answered becomes findable when it ends."""
+    """SGLang: each page is held once, and generated pages become findable when their request ends."""
 
     single = True
 
@@ -90,7 +88,7 @@ class SglangDialect:
         return AllBlocksCleared()
 
     def joined(self, events: list[Any]) -> list[Any]:
-        """Join stores that continue each other, and removals that stand side by side."""
+        """Merge consecutive stores that continue each other, and consecutive removals."""
         out: list[Any] = []
         for event in events:
             match (out[-1] if out else None), event:
@@ -107,7 +105,7 @@ class SglangDialect:
 
 
 def root(salt: str | None) -> bytes:
-    """Return what a prompt's first page is chained to."""
+    """Return the parent of a prompt's first page."""
     return hashlib.sha256(b"sglang-cache-salt-v1\x00" + salt.encode()).digest() if salt is not None else b""
 
 
@@ -118,12 +116,12 @@ def page(prior: bytes, ids: "array[int]") -> bytes:
 
 
 def published(digest: bytes) -> int:
-    """Return the number that events show."""
+    """Return the number that events contain."""
     return struct.unpack(">q", digest[:8])[0]  # type: ignore[no-any-return]
 
 
 def sentinels(item: int) -> tuple[int, int, int, int]:
-    """Return the four ids that stand for an image's tokens in turn."""
+    """Return the four ids that an image's tokens cycle through."""
     digest = hashlib.sha256(b"sglang-mm-wide-pad-v1" + struct.pack(">Q", item)).digest()
     a, b, c, d = (1_000_000 + word % 2**62 for word in struct.unpack(">4Q", digest))
     return a, b, c, d
@@ -140,13 +138,13 @@ def padded(ids: Sequence[int], runs: Sequence[tuple[int, int, int]], *, first_on
 
 
 def by_pixels(mode: str, size: tuple[int, int], pixels: bytes) -> int:
-    """Return an item hash that is a function of decoded pixels, as a hash of the processed tensor is."""
+    """Return an item hash of the decoded pixels, in place of one of the processed tensor."""
     head = f"{mode} {size[0]} {size[1]}\n".encode()
     return int.from_bytes(hashlib.sha256(head + pixels).digest()[:8], "big")
 
 
 def by_bytes(data: bytes, fingerprint: str, options: Mapping[str, Any]) -> int:
-    """Return the item hash of the artifact path: a function of the encoded bytes and of how they are processed."""
+    """Return the item hash of the artifact path: a hash of the encoded bytes and the processing options."""
     key = text_digest(
         {
             "content_digest": "sha256:" + hashlib.sha256(data).hexdigest(),
@@ -190,7 +188,7 @@ def fingerprint(
 
 
 def text_digest(value: object) -> str:
-    """Return the digest of a value's canonical text, in which every part says its type."""
+    """Return the digest of a value's canonical text, in which every part includes its type."""
     return "sha256:" + hashlib.sha256(_text(_tree(value)).encode()).hexdigest()
 
 

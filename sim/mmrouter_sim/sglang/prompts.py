@@ -1,4 +1,4 @@
-"""Messages -> token ids, and the same ids with sentinels where images are. Runs in the renderer's thread."""
+"""Render messages to token ids, and to ids with sentinels for images. Runs in the renderer's thread."""
 
 import hashlib
 import io
@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
 from mmrouter_sim import media
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
 from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
 from mmrouter_sim.sglang.schema import ChatRequest, TokenizeRequest
@@ -23,14 +23,14 @@ _ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "cont
 
 
 def from_messages(
-    engine: Engine,
+    engine: SimulatedEngine,
     body: ChatRequest | TokenizeRequest,
     messages: list[dict[str, Any]],
     encoded: Sequence[tuple[int, int]] | None = None,
 ) -> Prompt:
-    """Return the prompt of a chat. ``encoded``: item hash and tokens of each image, where encoders have told them.
+    """Return the prompt of a chat. ``encoded``: item hash and tokens of each image, if encoders returned them.
 
-    Raises :class:`RequestError` (400) naming what is wrong with it.
+    Raises :class:`RequestError` (400).
     """
     parts = images_of(engine, messages)
     images = encoded if encoded is not None else [_name(engine, number, part) for number, part in enumerate(parts)]
@@ -44,7 +44,7 @@ def from_messages(
     return Prompt(ids, where, padded(ids, runs, first_only=engine.model.model_type in ONE_VALUE))
 
 
-def images_of(engine: Engine, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def images_of(engine: SimulatedEngine, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the image parts of a chat. Raises :class:`RequestError` (400)."""
     if not messages:
         raise RequestError("Messages cannot be empty.", param="messages")
@@ -55,8 +55,8 @@ def images_of(engine: Engine, messages: list[dict[str, Any]]) -> list[dict[str, 
     return parts
 
 
-def picture(engine: Engine, image: Mapping[str, Any]) -> tuple[int, int]:
-    """Return a number that an image's pixels decide, and its tokens. Raises :class:`RequestError`."""
+def picture(engine: SimulatedEngine, image: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a hash of an image's pixels, and its token count. Raises :class:`RequestError`."""
     data = media.load(str(image.get("url")), None)
     try:
         found = media.decode(data, rotates=engine.model.family.rotates_exif)
@@ -67,8 +67,8 @@ def picture(engine: Engine, image: Mapping[str, Any]) -> tuple[int, int]:
         return by_pixels(pixels.mode, pixels.size, pixels.tobytes()), engine.model.count(found.width, found.height)
 
 
-def plain(engine: Engine, body: TokenizeRequest, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the ids of a chat whose images are not expanded, as ``/v1/tokenize`` answers them."""
+def plain(engine: SimulatedEngine, body: TokenizeRequest, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the ids of a chat whose images are not expanded, as in ``/v1/tokenize``."""
     try:
         text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
     except TemplateError as error:
@@ -97,7 +97,7 @@ def image_of(part: Mapping[str, Any]) -> dict[str, Any]:
     return image
 
 
-def _name(engine: Engine, number: int, part: dict[str, Any]) -> tuple[int, int]:
+def _name(engine: SimulatedEngine, number: int, part: dict[str, Any]) -> tuple[int, int]:
     """Return an image's item hash and token count."""
     image = image_of(part)
     pixels, count = picture(engine, image)

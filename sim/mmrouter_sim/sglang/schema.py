@@ -1,4 +1,4 @@
-"""Request bodies as SGLang's OpenAI server takes them, as far as they mean something here; other fields are ignored."""
+"""Request bodies of SGLang's OpenAI server; fields without an effect in the simulator are ignored."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ class DetokenizeRequest(msgspec.Struct):
 
 
 def check(body: ChatRequest | CompletionRequest) -> None:
-    """Refuse what is not simulated. Raises :class:`RequestError` (400)."""
+    """Refuse requests that are not simulated. Raises :class:`RequestError` (400)."""
     for name, nothing in (("n", (None, 1)), ("logprobs", (None, False, 0)), ("echo", (None, False))):
         if getattr(body, name) not in nothing:
             raise RequestError(f"{name} is not simulated.", param=name)

@@ -1,1 +1,1 @@
-"""The HTTP side of the simulated engines."""
+"""The simulated vLLM: command line, HTTP API, connectors, metrics, and the mmrouter plugin."""

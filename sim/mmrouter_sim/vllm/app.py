@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmrouter_sim import http_app
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, error_response, json_response, validation_error
 from mmrouter_sim.vllm import generate, prompts
 from mmrouter_sim.vllm.flags import VERSION
@@ -21,7 +21,7 @@ GUARDED = ("/v1", "/v2", "/inference", "/sim")
 """Path prefixes that need the API key (docs/engine-facts/vllm.md#http-endpoints); ``/sim`` is the simulator's own."""
 
 
-def build(engine: Engine) -> Starlette:
+def build(engine: SimulatedEngine) -> Starlette:
     """Return the application for an engine."""
     routes: list[http_app.RouteRow] = [
         ("/health", ["GET"], _health),
@@ -63,24 +63,24 @@ def _http_error(error: HTTPException) -> Response:
     return error_response(RequestError(str(error.detail), status=error.status_code, kind=phrase))
 
 
-async def _health(_engine: Engine, _request: Request) -> Response:
+async def _health(_engine: SimulatedEngine, _request: Request) -> Response:
     """Answer 200 until the end, also while draining (docs/engine-facts/vllm.md#drain)."""
     return Response(status_code=HTTPStatus.OK)
 
 
-async def _version(_engine: Engine, _request: Request) -> Response:
+async def _version(_engine: SimulatedEngine, _request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
-async def _sources(engine: Engine, _request: Request) -> Response:
+async def _sources(engine: SimulatedEngine, _request: Request) -> Response:
     return json_response(engine.sources())
 
 
-async def _models(engine: Engine, _request: Request) -> Response:
+async def _models(engine: SimulatedEngine, _request: Request) -> Response:
     return http_app.models(engine, "vllm", engine.settings.served_names, engine.model.name)
 
 
-async def _tokenize(engine: Engine, request: Request) -> Response:
+async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
     body = parse(await request.body(), TokenizeRequest)
     generate.check_model(engine, body.model)
     check(body)
@@ -99,7 +99,7 @@ async def _tokenize(engine: Engine, request: Request) -> Response:
     )
 
 
-async def _rendered(engine: Engine, request: Request) -> Response:
+async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
     """Render a chat to token ids and image positions.
 
     See docs/engine-facts/vllm.md#renderer.
@@ -119,7 +119,7 @@ async def _rendered(engine: Engine, request: Request) -> Response:
     )
 
 
-async def _detokenize(engine: Engine, request: Request) -> Response:
+async def _detokenize(engine: SimulatedEngine, request: Request) -> Response:
     body = parse(await request.body(), DetokenizeRequest)
     generate.check_model(engine, body.model)
     if any(not 0 <= token < 1 << 32 for token in body.tokens):
@@ -127,16 +127,16 @@ async def _detokenize(engine: Engine, request: Request) -> Response:
     return json_response({"prompt": engine.model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-async def _reset_prefix_cache(engine: Engine, _request: Request) -> Response:
+async def _reset_prefix_cache(engine: SimulatedEngine, _request: Request) -> Response:
     return json_response({"success": engine.reset_prefix_cache()})
 
 
-async def _reset_mm_cache(engine: Engine, _request: Request) -> Response:
+async def _reset_mm_cache(engine: SimulatedEngine, _request: Request) -> Response:
     engine.images.clear()
     return Response()
 
 
-async def _reset_encoder_cache(engine: Engine, _request: Request) -> Response:
+async def _reset_encoder_cache(engine: SimulatedEngine, _request: Request) -> Response:
     for runner in engine.runners:
         runner.scheduler.encoder.clear()
     return Response()

@@ -1,10 +1,9 @@
-"""How simulated engines hand KV blocks and embeddings to each other: vLLM's connector flags, and a side channel.
+"""Transfer KV blocks and embeddings between engines: vLLM's connector flags, and a side channel.
 
-What a real connector moves is memory that nobody but the two engines sees, so the wire between two simulators is their
-own: one JSON line asks, one answers, and a third says that the copy is done. What the outside sees is vLLM's
-(docs/engine-facts/vllm.md#encoder-disaggregation): parameters in answers and requests, held blocks with a lease,
-files of ECExampleConnector, events
-of the engine that received, and its failures.
+Only the two engines see the memory that a real connector moves, so the protocol between simulators is their own: JSON
+lines with a request, an answer, and a confirmation of the copy. Everything visible from outside is vLLM's
+(docs/engine-facts/vllm.md#encoder-disaggregation): parameters in answers and requests, held blocks with a lease, files
+of ECExampleConnector, events of the receiving engine, and failures.
 """
 
 import asyncio
@@ -28,17 +27,17 @@ log = logging.getLogger("mmrouter_sim.vllm.connectors")
 
 CONNECT_SECONDS = 5.0
 EMBEDDING_BYTES = 3072
-"""What the embedding of one visual token weighs: 1536 numbers of 2 bytes, as of Qwen2-VL-2B."""
-_RECEIVED = 65_536  # embeddings that are remembered as received
+"""Bytes of the embedding of one visual token: 1536 numbers of 2 bytes, as in Qwen2-VL-2B."""
+_RECEIVED = 65_536  # remembered received embeddings
 _LINE = 1 << 16
 
 
 class TransferError(ConnectionError):
-    """What another engine should have handed over did not come."""
+    """A transfer from another engine failed."""
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
-    """``--kv-transfer-config``, as far as it means anything here."""
+    """``--kv-transfer-config``, as far as it is simulated."""
 
     kv_connector: Literal["NixlConnector"]
     kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
@@ -49,12 +48,12 @@ class KvTransfer(msgspec.Struct, frozen=True):
 
     @property
     def lease_seconds(self) -> float:
-        """For how long blocks wait for their reader."""
+        """Lease of the blocks that wait for their reader."""
         return float(self.kv_connector_extra_config.get("kv_lease_duration", 30))
 
 
 class EcTransfer(msgspec.Struct, frozen=True):
-    """``--ec-transfer-config``, as far as it means anything here."""
+    """``--ec-transfer-config``, as far as it is simulated."""
 
     ec_connector: Literal["ECExampleConnector", "ECCPUConnector"]
     ec_role: Literal["ec_producer", "ec_consumer", "ec_both"]
@@ -62,20 +61,20 @@ class EcTransfer(msgspec.Struct, frozen=True):
 
     @property
     def folder(self) -> Path | None:
-        """Where ECExampleConnector keeps its files; ``None`` for a connector without any."""
+        """Folder of ECExampleConnector's files; ``None`` for other connectors."""
         if self.ec_connector != "ECExampleConnector":
             return None
         return Path(self.ec_connector_extra_config.get("shared_storage_path", "/tmp"))  # noqa: S108 - vLLM's default
 
     @property
     def room(self) -> int | None:
-        """Visual tokens that an encoder keeps for its readers; ``None``: as many as come."""
+        """Visual tokens that an encoder keeps for its readers; ``None``: unlimited."""
         size = self.ec_connector_extra_config.get("ec_cpu_bytes")
         return None if size is None else int(size) // EMBEDDING_BYTES
 
 
-class Configured(msgspec.Struct, frozen=True):
-    """What the launch flags and the environment say about hand-overs. Addresses are (host, port)."""
+class ConnectorConfig(msgspec.Struct, frozen=True):
+    """Connectors from the launch flags and the environment. Addresses are (host, port)."""
 
     kv: KvTransfer | None = None
     ec: EcTransfer | None = None
@@ -84,7 +83,7 @@ class Configured(msgspec.Struct, frozen=True):
 
     @property
     def encodes(self) -> bool:
-        """An engine that only produces embeddings has no language model.
+        """Whether the engine only encodes, without a language model.
 
         See docs/engine-facts/vllm.md#encoder-disaggregation.
         """
@@ -92,20 +91,20 @@ class Configured(msgspec.Struct, frozen=True):
 
     @property
     def listens(self) -> tuple[str, int] | None:
-        """Where other engines ask this one, ``None`` when they have nothing to ask."""
+        """Address of this engine's side channel, ``None`` without one."""
         if self.kv is not None and self.kv.kv_role != "kv_consumer":
             return self.kv_address
         return self.ec_address if self.encodes and self.ec is not None and self.ec.folder is None else None
 
 
-def configured(kv: str, ec: str) -> Configured:
-    """Return what two flags and the environment say. Raises ``ValueError`` for what is no such JSON."""
+def connector_config(kv: str, ec: str) -> ConnectorConfig:
+    """Return the connectors of both flags and the environment. Raises ``ValueError`` for invalid JSON."""
 
     def address(prefix: str) -> tuple[str, int]:
         host = os.environ.get(f"{prefix}_SIDE_CHANNEL_HOST", "localhost")
         return host, int(os.environ.get(f"{prefix}_SIDE_CHANNEL_PORT", "5600"))
 
-    return Configured(
+    return ConnectorConfig(
         kv=msgspec.json.decode(kv, type=KvTransfer) if kv else None,
         ec=msgspec.json.decode(ec, type=EcTransfer) if ec else None,
         kv_address=address("VLLM_NIXL"),
@@ -113,28 +112,28 @@ def configured(kv: str, ec: str) -> Configured:
     )
 
 
-class Ask(msgspec.Struct, omit_defaults=True):
-    """A line of a reader: what it wants, or what it has copied."""
+class TransferRequest(msgspec.Struct, omit_defaults=True):
+    """A line of a reader: a request, or the confirmation of a copy."""
 
     kv: str = ""
     ec: str = ""
     copied: str = ""
 
 
-class Answer(msgspec.Struct):
-    """A line of an owner: the tokens that it holds, 0 when it does not."""
+class TransferAnswer(msgspec.Struct):
+    """A line of an owner: the tokens that it holds, or 0."""
 
     tokens: int
 
 
-class Handover:
-    """What one engine holds for others and has received from them."""
+class ConnectorTransfers:
+    """Blocks and embeddings that one engine holds for others or has received."""
 
-    def __init__(self, config: Configured, cost: Cost) -> None:
+    def __init__(self, config: ConnectorConfig, cost: Cost) -> None:
         self.config = config
         self.engine_id = (config.kv.engine_id if config.kv else None) or str(uuid4())
-        self.expired = 0  # requests whose blocks nobody fetched in time
-        self.failed = 0  # hand-overs that did not come
+        self.expired = 0  # requests whose blocks were not fetched in time
+        self.failed = 0  # failed transfers
         self._cost = cost
         self._held: dict[str, tuple[Scheduler, Request, asyncio.TimerHandle]] = {}
         self._received: OrderedDict[str, None] = OrderedDict()
@@ -144,10 +143,8 @@ class Handover:
         """Serve these embeddings to others: identifier -> visual tokens."""
         self._embeddings = embeddings
 
-    # -- blocks ------------------------------------------------------------------------------------------------------
-
     def offer(self, scheduler: Scheduler, request: Request) -> dict[str, Any] | None:
-        """Return the ``kv_transfer_params`` of a prefill that ended, ``None`` when it holds nothing for a reader."""
+        """Return the ``kv_transfer_params`` of a finished prefill, ``None`` if it holds no blocks for a reader."""
         config = self.config.kv
         if config is None or request.id not in scheduler.held:
             return None
@@ -174,7 +171,9 @@ class Handover:
     async def take(self, params: Mapping[str, Any]) -> int:
         """Fetch the blocks of a prefill and return its tokens. Raises :class:`TransferError`."""
         name = str(params.get("remote_request_id", ""))
-        return await self._fetch(params.get("remote_host"), params.get("remote_port"), Ask(kv=name), self._cost.kv)
+        return await self._fetch(
+            params.get("remote_host"), params.get("remote_port"), TransferRequest(kv=name), self._cost.kv
+        )
 
     def _expire(self, name: str) -> None:
         self.expired += 1
@@ -185,16 +184,16 @@ class Handover:
         timer.cancel()
         scheduler.give(name)
 
-    # -- embeddings --------------------------------------------------------------------------------------------------
-
     async def receive(self, params: Mapping[str, Any], media: Sequence[Media]) -> None:
-        """Fetch the embeddings that ``ec_transfer_params`` name; one that does not come is encoded here."""
+        """Fetch the embeddings of ``ec_transfer_params``; missing ones are encoded here."""
         peers = {item.identifier: params.get(item.identifier) for item in media}
         for name, peer in peers.items():
             if not isinstance(peer, dict) or "peer_host" not in peer or self.arrived(name):
                 continue
             try:
-                await self._fetch(peer["peer_host"], peer.get("peer_port"), Ask(ec=name), self._cost.embedding)
+                await self._fetch(
+                    peer["peer_host"], peer.get("peer_port"), TransferRequest(ec=name), self._cost.embedding
+                )
             except TransferError as error:
                 log.warning("embedding %s: %s", name, error)
                 continue
@@ -203,7 +202,7 @@ class Handover:
                 self._received.popitem(last=False)
 
     def arrived(self, identifier: str) -> bool:
-        """Whether an image's embedding need not be computed here."""
+        """Whether an image's embedding was received."""
         config = self.config.ec
         if config is None or config.ec_role == "ec_producer":
             return False
@@ -211,10 +210,8 @@ class Handover:
             return identifier in self._received
         return embedding_file(config.folder, identifier).is_file()
 
-    # -- the side channel --------------------------------------------------------------------------------------------
-
     async def serve(self) -> None:
-        """Answer readers until cancelled. Raises ``OSError`` when the address is taken."""
+        """Serve readers until cancelled. Raises ``OSError`` if the address is in use."""
         if self.config.listens is None:
             return
         host, port = self.config.listens
@@ -225,18 +222,18 @@ class Handover:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, ValueError):
             while line := await reader.readline():
-                ask = msgspec.json.decode(line, type=Ask)
+                ask = msgspec.json.decode(line, type=TransferRequest)
                 if ask.copied:
                     if ask.copied in self._held:
                         self._give(ask.copied)
                     continue
                 held = self._held.get(ask.kv)
                 tokens = held[1].prompt_length if held is not None else self._embeddings.get(ask.ec, 0)
-                writer.write(msgspec.json.encode(Answer(tokens)) + b"\n")
+                writer.write(msgspec.json.encode(TransferAnswer(tokens)) + b"\n")
                 await writer.drain()
 
-    async def _fetch(self, host: object, port: object, ask: Ask, seconds_per_token: float) -> int:
-        """Ask an owner, take the time that the copy takes, and tell it. Raises :class:`TransferError`."""
+    async def _fetch(self, host: object, port: object, ask: TransferRequest, seconds_per_token: float) -> int:
+        """Request from an owner, wait for the copy, and confirm it. Raises :class:`TransferError`."""
         if not isinstance(host, str) or not isinstance(port, int):
             self.failed += 1
             raise TransferError("the parameters name no address")
@@ -245,11 +242,11 @@ class Handover:
                 reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
             with contextlib.closing(writer):
                 writer.write(msgspec.json.encode(ask) + b"\n")
-                answer = msgspec.json.decode(await reader.readline(), type=Answer)
+                answer = msgspec.json.decode(await reader.readline(), type=TransferAnswer)
                 if not answer.tokens:
                     raise TransferError(f"{host}:{port} holds it no more")
                 await asyncio.sleep(answer.tokens * seconds_per_token / self._cost.speed)
-                writer.write(msgspec.json.encode(Ask(copied=ask.kv or ask.ec)) + b"\n")
+                writer.write(msgspec.json.encode(TransferRequest(copied=ask.kv or ask.ec)) + b"\n")
                 await writer.drain()
                 return answer.tokens
         except TransferError:
@@ -261,12 +258,12 @@ class Handover:
 
 
 def embedding_file(folder: Path, identifier: str) -> Path:
-    """Return where ECExampleConnector keeps an image's embedding."""
+    """Return the path of an image's embedding in ECExampleConnector."""
     return folder / identifier / "encoder_cache.safetensors"
 
 
 def write_embedding(folder: Path, identifier: str, tokens: int) -> None:
-    """Write a file as ECExampleConnector does: of the right form and size, and without content. Raises ``OSError``."""
+    """Write an embedding file of the right format and size, without content. Raises ``OSError``."""
     size = tokens * EMBEDDING_BYTES
     entry = {"dtype": "BF16", "shape": [tokens, EMBEDDING_BYTES // 2], "data_offsets": [0, size]}
     header = msgspec.json.encode({"ec_cache": entry})
@@ -276,4 +273,4 @@ def write_embedding(folder: Path, identifier: str, tokens: int) -> None:
     with partial.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    partial.rename(path)  # a reader sees all of it or nothing
+    partial.rename(path)  # atomic

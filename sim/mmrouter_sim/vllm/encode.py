@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` of an engine that only encodes: no token, and where the embeddings are.
+"""``/v1/chat/completions`` of an encode-only engine: no tokens, but the locations of the embeddings.
 
 See docs/engine-facts/vllm.md#encoder-disaggregation.
 """
@@ -9,16 +9,16 @@ from typing import Any
 
 from starlette.responses import Response
 
-from mmrouter_sim.encoder_engine import Encoder
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.encoder_engine import ImageEncoder
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import json_response
 from mmrouter_sim.vllm.connectors import EMBEDDING_BYTES
 from mmrouter_sim.vllm.prompts import Prompt
 from mmrouter_sim.vllm.schema import ChatRequest
 
 
-async def answer(engine: Engine, encoder: Encoder, body: ChatRequest, prompt: Prompt) -> Response:
-    """Encode a chat's images and say where they are."""
+async def answer(engine: SimulatedEngine, encoder: ImageEncoder, body: ChatRequest, prompt: Prompt) -> Response:
+    """Encode a chat's images and return the locations of their embeddings."""
     await encoder.encode(prompt.media)
     length = len(prompt.ids)
     usage: dict[str, Any] = {"prompt_tokens": length, "total_tokens": length, "completion_tokens": 0}
@@ -42,10 +42,10 @@ async def answer(engine: Engine, encoder: Encoder, body: ChatRequest, prompt: Pr
     )
 
 
-def _params(engine: Engine, prompt: Prompt) -> dict[str, Any]:
-    """Return identifier -> the items that it stands for and, where no shared folder is, who has it.
+def _params(engine: SimulatedEngine, prompt: Prompt) -> dict[str, Any]:
+    """Return each identifier's items and, without a shared folder, the address of its owner.
 
-    The engine's ``metadata`` (the grid of patches) is for readers that get no pixels, which are not simulated.
+    The engine's ``metadata`` (the grid of patches) is for readers without pixels, which are not simulated.
     """
     config = engine.settings.handover
     places: dict[str, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ import msgspec
 from mmrouter_sim.core.hashing import ALGORITHMS
 from mmrouter_sim.publisher import EventsConfig
 from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with, replayed
-from mmrouter_sim.vllm.connectors import configured
+from mmrouter_sim.vllm.connectors import connector_config
 
 VERSION = "0.32.0"
 """The release whose behaviour is simulated."""
@@ -139,6 +139,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         shutdown_seconds=args.shutdown_timeout,
         dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1",
         int_hashes=os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") != "0",
-        handover=configured(args.kv_transfer_config, args.ec_transfer_config),
+        handover=connector_config(args.kv_transfer_config, args.ec_transfer_config),
         renders=args.command == "launch",
     )

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
 
 from mmrouter_sim.core.request import Request
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, error_response, json_response, parameter_error
 from mmrouter_sim.runner import Aborted, Runner
 from mmrouter_sim.settings import Settings
@@ -35,7 +35,7 @@ RANK_HEADER = "x-data-parallel-rank"
 REQUEST_HEADER = "x-request-id"
 
 SHUT_DOWN = RequestError("cannot schedule new futures after shutdown", status=500)
-"""What the engine says to a request that comes, or is under way, when it goes down.
+"""Error message for a request that arrives or runs when the engine goes down.
 
 See docs/engine-facts/vllm.md#drain.
 """
@@ -43,7 +43,7 @@ See docs/engine-facts/vllm.md#drain.
 
 @dataclass(slots=True)
 class Piece:
-    """One token of an answer: the text that it completes, and why it is the last one if it is."""
+    """One token of an answer: the text that it completes, and its finish reason if it is the last one."""
 
     token: int
     text: str
@@ -55,7 +55,7 @@ class Piece:
 class Job:
     """One generation, ready to run."""
 
-    engine: Engine
+    engine: SimulatedEngine
     rank: int
     runner: Runner
     body: Generation
@@ -64,8 +64,8 @@ class Job:
     id: str
     created: int
     model: str
-    received: int = 0  # prompt tokens that another engine computed
-    cached: int | None = None  # of these, what that engine had in its cache, where the answer tells it
+    received: int = 0  # prompt tokens received from another engine
+    cached: int | None = None  # of these, tokens from that engine's cache, if reported
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far, in the engine's order of keys."""
@@ -84,14 +84,14 @@ class Job:
             return None
         details = prompt_details(settings, self.request, self.prompt)
         if self.received:
-            # What was received counts as neither; what the prefill had cached is passed on
+            # Received tokens count as neither; the prefill's cached tokens are passed on
             # (docs/engine-facts/vllm.md#prefill-decode).
             reported = (self.body.kv_transfer_params or {}).get("remote_prefill_cached_tokens", 0)
             details |= {"cached_tokens": reported, "created_cache_tokens": 0}
         return details
 
     def transfer_params(self) -> dict[str, Any] | None:
-        """Return what the engine that goes on with this request has to know, after its end."""
+        """Return the parameters for the engine that continues this request."""
         return self.engine.handover.offer(self.runner.scheduler, self.request)
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def prompt_details(settings: Settings, request: Request, prompt: Prompt) -> dict
     }
 
 
-async def chat(engine: Engine, http: HttpRequest) -> Response:
+async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/chat/completions``."""
     body = parse(await http.body(), ChatRequest)
     check_model(engine, body.model)
@@ -127,12 +127,12 @@ async def chat(engine: Engine, http: HttpRequest) -> Response:
     return await _whole(http, job, _chat_answer)
 
 
-async def complete(engine: Engine, http: HttpRequest) -> Response:
+async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/completions``."""
     body = parse(await http.body(), CompletionRequest)
     check_model(engine, body.model)
     check(body)
-    # The engine's own default for this endpoint, unlike for chats.
+    # The engine's default for this endpoint, unlike for chats.
     wanted = body.max_tokens if body.max_tokens is not None else 16
     check_generation(body, wanted)
     prompt = await _render(engine, lambda: prompts.from_text(engine, body.prompt, special=body.add_special_tokens))
@@ -143,22 +143,22 @@ async def complete(engine: Engine, http: HttpRequest) -> Response:
     return await _whole(http, job, _text_answer)
 
 
-def check_model(engine: Engine, model: str | None) -> None:
+def check_model(engine: SimulatedEngine, model: str | None) -> None:
     """Refuse a model that is not served. Raises :class:`RequestError` (404)."""
     if model is not None and model not in engine.settings.served_names:
         raise RequestError(f"The model `{model}` does not exist.", status=404, param="model")
 
 
-async def _render(engine: Engine, make: Callable[[], Prompt]) -> Prompt:
+async def _render(engine: SimulatedEngine, make: Callable[[], Prompt]) -> Prompt:
     if engine.draining:
         raise SHUT_DOWN
     return await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
 
 
-async def _received(engine: Engine, body: Generation, prompt: Prompt) -> int:
-    """Fetch what the request says that others computed; returns the prompt tokens that came.
+async def _received(engine: SimulatedEngine, body: Generation, prompt: Prompt) -> int:
+    """Fetch blocks and embeddings that other engines computed; return the number of received prompt tokens.
 
-    Raises :class:`RequestError` (500) when blocks do not come and the flags do not say to compute them here.
+    Raises :class:`RequestError` (500) if a transfer fails and the flags do not allow to compute the blocks here.
     """
     config = engine.settings.handover
     if body.ec_transfer_params and config.ec is not None:
@@ -175,7 +175,13 @@ async def _received(engine: Engine, body: Generation, prompt: Prompt) -> int:
 
 
 def _job(
-    engine: Engine, http: HttpRequest, body: Generation, prompt: Prompt, wanted: int | None, prefix: str, received: int
+    engine: SimulatedEngine,
+    http: HttpRequest,
+    body: Generation,
+    prompt: Prompt,
+    wanted: int | None,
+    prefix: str,
+    received: int,
 ) -> Job:
     length, room = len(prompt.ids), engine.context
     if length == 0:
@@ -198,10 +204,10 @@ def _job(
     name = f"{prefix}-{http.headers.get(REQUEST_HEADER) or uuid.uuid4().hex}"
     stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else set(engine.model.stop_ids))
     request = Request(
-        # A client may send one request id twice; inside the engine ids are unique.
+        # Clients may reuse a request id; ids inside the engine are unique.
         id=f"{name}-{uuid.uuid4().hex[:8]}",
         ids=prompt.ids,
-        sample=engine.speaker.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
+        sample=engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
         max_tokens=min(wanted or room, room - length),
         media=prompt.media,
         salt=body.cache_salt,
@@ -218,8 +224,8 @@ async def pieces(job: Job) -> AsyncIterator[Piece]:
     """Run a job and yield its tokens with their text, cut at a stop string."""
     loop = asyncio.get_running_loop()
     decoder = DecodeStream(skip_special_tokens=True)
-    hold = max((len(stop) - 1 for stop in job.body.stops), default=0)  # text that may turn out to begin a stop string
-    said, given, last = "", 0, None
+    hold = max((len(stop) - 1 for stop in job.body.stops), default=0)  # characters that may begin a stop string
+    text_so_far, given, last = "", 0, None
     async with aclosing(job.runner.generate(job.request)) as outputs:
         async for output in outputs:
             now = loop.time()
@@ -229,15 +235,15 @@ async def pieces(job: Job) -> AsyncIterator[Piece]:
             if finished == "stop":
                 reason = None if token in job.engine.model.stop_ids else token
             else:
-                before = len(said)
-                said += decoder.step(job.engine.model.tokenizer, token) or ""
-                cut = _find_stop(said, before, job.body.stops)
+                before = len(text_so_far)
+                text_so_far += decoder.step(job.engine.model.tokenizer, token) or ""
+                cut = _find_stop(text_so_far, before, job.body.stops)
                 if cut is not None:
                     (at, reason), finished = cut, "stop"
-                    said = said[:at]
+                    text_so_far = text_so_far[:at]
                     job.runner.scheduler.abort(job.request, "stop")
-            end = len(said) if finished is not None else max(given, len(said) - hold)
-            yield Piece(token, said[given:end], finished, reason)
+            end = len(text_so_far) if finished is not None else max(given, len(text_so_far) - hold)
+            yield Piece(token, text_so_far[given:end], finished, reason)
             given = end
             if finished is not None:
                 break
@@ -245,13 +251,13 @@ async def pieces(job: Job) -> AsyncIterator[Piece]:
 
 
 def _find_stop(text: str, before: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return where the first stop string that ends after ``before`` begins, and that string."""
-    found = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops)
-    return min(((at, stop) for at, stop in found if at >= 0), default=None)
+    """Return the position of the first stop string that ends after ``before``, and that string."""
+    positions = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops)
+    return min(((at, stop) for at, stop in positions if at >= 0), default=None)
 
 
 async def _whole(http: HttpRequest, job: Job, make: Callable[[Job, list[Piece]], dict[str, Any]]) -> Response:
-    """Wait for the whole answer; a client that goes away meanwhile ends the request."""
+    """Wait for the whole answer; a disconnect of the client aborts the request."""
     work = asyncio.create_task(collect(job))
     gone = asyncio.create_task(disconnected(http))
     try:
@@ -273,7 +279,7 @@ async def collect(job: Job) -> list[Piece]:
 
 
 async def disconnected(http: HttpRequest) -> None:
-    """Return when the client has gone."""
+    """Return when the client has disconnected."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -359,7 +365,7 @@ async def _chat_chunks(job: Job) -> AsyncIterator[dict[str, Any]]:
     first = True
     async for piece in pieces(job):
         if first:
-            # The engine announces the role with the first token, in a chunk of its own.
+            # The engine sends the role in a chunk of its own, with the first token.
             start = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             yield head | {"choices": [start], "prompt_token_ids": _prompt_ids(job)}
             first = False

@@ -1,7 +1,6 @@
-"""``/metrics`` with vLLM's names and labels (docs/engine-facts/vllm.md#metrics), read from the ranks when somebody
-scrapes.
+"""``/metrics`` with vLLM's names and labels (docs/engine-facts/vllm.md#metrics), read at each scrape.
 
-Only metrics that have a meaning here are there: load, prefix and processor cache, tokens, latency, geometry.
+It has the metrics that the simulator can fill: load, prefix and processor cache, tokens, latency, geometry.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,17 +10,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mmrouter_sim.core.request import Request
-from mmrouter_sim.encoder_engine import Encoder
+from mmrouter_sim.encoder_engine import ImageEncoder
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.runner import Runner
 from mmrouter_sim.settings import Settings
-from mmrouter_sim.vllm.connectors import Handover
+from mmrouter_sim.vllm.connectors import ConnectorTransfers
 
 _LABELS = ("model_name", "engine")
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-class Metrics(Collector):
+class VllmMetrics(Collector):
     """The metrics of one process, one set of samples per data-parallel rank."""
 
     def __init__(
@@ -29,8 +28,8 @@ class Metrics(Collector):
         settings: Settings,
         runners: Sequence[Runner],
         images: ProcessorCache,
-        handover: Handover,
-        encoder: Encoder | None = None,
+        handover: ConnectorTransfers,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._settings = settings
@@ -52,7 +51,7 @@ class Metrics(Collector):
         return histogram
 
     def token(self, rank: int, request: Request, now: float, last: float | None) -> None:
-        """Note one token of a request, ``last`` being the time of the one before it."""
+        """Record a token of a request; ``last``: time of the token before."""
         labels = (self._model, str(rank))
         if last is not None:
             self._between.labels(*labels).observe(now - last)
@@ -63,7 +62,7 @@ class Metrics(Collector):
         self._prefill.labels(*labels).observe(now - started)
 
     def ended(self, rank: int, request: Request, now: float) -> None:
-        """Note the end of a request."""
+        """Record the end of a request."""
         self._whole.labels(self._model, str(rank)).observe(now - request.arrived)
 
     def collect(self) -> Iterator[Metric]:
@@ -99,7 +98,7 @@ class Metrics(Collector):
         for rank, runner in enumerate(self._runners):
             queries.add_metric([self._model, str(rank)], runner.scheduler.counters.prefix_queries)
             hits.add_metric([self._model, str(rank)], runner.scheduler.counters.prefix_hits)
-        # One processor serves all ranks; its figures stand under rank 0, as they would be counted twice otherwise.
+        # One processor serves all ranks; its metrics have rank 0, or they would be counted twice.
         looked = self._counter("mm_cache_queries", "Images looked up in the processor cache")
         found = self._counter("mm_cache_hits", "Images found in the processor cache")
         looked.add_metric([self._model, "0"], self._images.queries)
@@ -130,10 +129,10 @@ class Metrics(Collector):
         yield from (prompt, generated, preemptions, sources, ended)
 
     def _handovers(self) -> Iterator[Metric]:
-        """What engines got from each other; the last one is the simulator's own, no engine counts it."""
+        """Transfers between engines; ``mmrouter_sim_visual_tokens`` is the simulator's own."""
         hits = self._counter("external_prefix_cache_hits", "Prompt tokens whose blocks another engine computed")
-        expired = self._counter("nixl_num_kv_expired_reqs", "Requests whose blocks nobody fetched in time")
-        failed = self._counter("nixl_num_failed_transfers", "Hand-overs that did not come")
+        expired = self._counter("nixl_num_kv_expired_reqs", "Requests whose blocks were not fetched in time")
+        failed = self._counter("nixl_num_failed_transfers", "Failed transfers")
         encoded = CounterMetricFamily("mmrouter_sim_visual_tokens", "Visual tokens encoded here", labels=_LABELS)
         for rank, runner in enumerate(self._runners):
             labels = [self._model, str(rank)]

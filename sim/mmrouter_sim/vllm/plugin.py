@@ -1,7 +1,7 @@
-"""What our plugin does inside an engine or a renderer, without vLLM: the real ways, and images that are made up.
+"""The mmrouter plugin inside a simulated engine or renderer: the real transports, with made-up processed images.
 
-The bytes of a processed image follow from its name, so that whoever reads other bytes notices. Slots, leases, offers
-and what waits for its chat are the plugin's own (docs/transfer.md).
+The bytes of a processed image follow from its name, so that a wrong read is detected. Slots, leases, offers and pending
+items are those of the real plugin (docs/transfer.md).
 """
 
 import os
@@ -23,39 +23,39 @@ NAME = "mmrouter"
 
 
 def is_loaded(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment names the plugin, without which vLLM loads none of its kind."""
+    """Whether the environment names the plugin, as vLLM requires."""
     return NAME in environ.get(VARIABLE, "").split(",")
 
 
 class Plugin:
-    """One process's side. Usable from several threads."""
+    """The plugin of one process. Usable from several threads."""
 
-    def __init__(self, ways: Settings, role: str, processing: str, images: ProcessorCache, version: str) -> None:
-        """``role``: renderer or engine. ``processing``: equal where two servers process alike."""
-        self.role, self._node, self._version = role, ways.node, version
-        self._ways, self._processing, self._images = Transports(ways, role), processing, images
-        self._kept: PendingItems[int] = PendingItems(ways.limit_bytes, time.monotonic)
+    def __init__(self, settings: Settings, role: str, processing: str, images: ProcessorCache, version: str) -> None:
+        """``role``: renderer or engine. ``processing``: equal for servers that process alike."""
+        self.role, self._node, self._version = role, settings.node, version
+        self._transports, self._processing, self._images = Transports(settings, role), processing, images
+        self._pending: PendingItems[int] = PendingItems(settings.limit_bytes, time.monotonic)
         self._leases: dict[str, list[Release]] = {}
         self._mutex = threading.Lock()
 
     def status(self) -> Status:
-        """What it says of itself."""
-        counts = {"kept": len(self._kept), "leases": len(self._leases)}
-        missing = dict(self._ways.missing)
+        """Return the body of the status route."""
+        counts = {"kept": len(self._pending), "leases": len(self._leases)}
+        missing = dict(self._transports.missing)
         return Status(self.role, True, "", self._version, self._processing, self._node, missing, counts)
 
     def claim(self, name: str) -> int | None:
-        """Return the token count of an image that was handed over; from here on it is the processor cache's."""
-        tokens = self._kept.get(name)
+        """Move a handed-over image to the processor cache; return its token count."""
+        tokens = self._pending.get(name)
         if tokens is not None:
             self._images.put(name, tokens)
-            self._kept.drop(name)
+            self._pending.drop(name)
         return tokens
 
     def offer(
         self, names: Sequence[str], ways: Sequence[Way], seconds: float, inline_bytes: int
     ) -> tuple[str, dict[str, Offer], dict[str, str], list[tuple[str, str]]]:
-        """Return a lease, offers by name, why an image is withheld, and the ways that were tried in vain."""
+        """Return a lease, offers by name, the reasons of images without an offer, and the ways that failed."""
         offers: dict[str, Offer] = {}
         withheld: dict[str, str] = {}
         fell: list[tuple[str, str]] = []
@@ -65,10 +65,10 @@ class Plugin:
             if tokens is None:
                 withheld[name] = "uncached"
                 continue
-            plan = _packed(self._processing, name, tokens)
+            packed = _packed(self._processing, name, tokens)
             for way in ways:
                 try:
-                    offers[name], release = self._ways.offer(plan, name, way, seconds, inline_bytes)
+                    offers[name], release = self._transports.offer(packed, name, way, seconds, inline_bytes)
                 except HandOverFailed as failed:
                     fell.append((way, failed.reason))
                     withheld[name] = failed.reason
@@ -82,7 +82,7 @@ class Plugin:
         return lease, offers, withheld, fell
 
     def release(self, lease: str) -> int:
-        """End what an answer offered; return how many offers stood."""
+        """End the offers of an answer; return how many there were."""
         with self._mutex:
             releases = self._leases.pop(lease, [])
         for release in releases:
@@ -90,16 +90,16 @@ class Plugin:
         return len(releases)
 
     def take(self, items: Mapping[str, Offer], seconds: float) -> tuple[list[str], dict[str, str]]:
-        """Return the images that are here now, and why the others are not."""
+        """Fetch offered images; return those that are present now, and the reasons for the others."""
         held: list[str] = []
         refused: dict[str, str] = {}
         for name, offer in items.items():
-            if self._images.holds(name) or self._kept.extend(name, seconds):
+            if self._images.holds(name) or self._pending.extend(name, seconds):
                 held.append(name)
                 continue
             try:
-                tokens = self._ways.read(offer, lambda packed, name=name: self._unpacked(packed, name))  # type: ignore[misc]
-                self._kept.put(name, tokens, offer.length, seconds)
+                tokens = self._transports.read(offer, lambda packed, name=name: self._unpacked(packed, name))  # type: ignore[misc]
+                self._pending.put(name, tokens, offer.length, seconds)
             except HandOverFailed as failed:
                 refused[name] = failed.reason
             else:
@@ -107,8 +107,8 @@ class Plugin:
         return held, refused
 
     def close(self) -> None:
-        """Give back what is lent."""
-        self._ways.close()
+        """Close the transports."""
+        self._transports.close()
 
     def _unpacked(self, packed: memoryview, name: str) -> int:
         header, tensors = read_header(packed, name=name, settings=self._processing)
@@ -116,7 +116,7 @@ class Plugin:
             spot = next(unpack_node(field.node, lambda tensor: tensor) for field in header.fields)
             tokens = int(spot.shape[0])
             if bytes(tensors[spot.offset : spot.offset + spot.length]) != _pixels(name, tokens):
-                raise HandOverFailed("corrupt", "these are not the bytes of that image")
+                raise HandOverFailed("corrupt", "the bytes are not those of the image")
             return tokens
 
 

@@ -1,4 +1,4 @@
-"""The routes of our plugin, as vLLM serves them where it is loaded."""
+"""HTTP routes of the mmrouter plugin in a simulated vLLM."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,21 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmrouter_handover.plugin import wire
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
 from mmrouter_sim.vllm import generate, prompts
 from mmrouter_sim.vllm.plugin import Plugin
 from mmrouter_sim.vllm.schema import ChatRequest, check, parse
 
 T = TypeVar("T")
-Handler = Callable[[Engine, Request], Awaitable[Response]]
+Handler = Callable[[SimulatedEngine, Request], Awaitable[Response]]
 
 
-async def _status(engine: Engine, _request: Request) -> Response:
+async def _status(engine: SimulatedEngine, _request: Request) -> Response:
     return _json(_plugin(engine).status())
 
 
-async def _render(engine: Engine, request: Request) -> Response:
+async def _render(engine: SimulatedEngine, request: Request) -> Response:
     plugin = _plugin(engine, "renderer")
     asked = await _read(request, wire.RenderRequest)
     body = parse(bytes(asked.chat), ChatRequest)
@@ -44,14 +44,14 @@ async def _render(engine: Engine, request: Request) -> Response:
     return _json(wire.Rendered(prompt.ids.tolist(), features, lease, offers, withheld, fell))
 
 
-async def _items(engine: Engine, request: Request) -> Response:
+async def _items(engine: SimulatedEngine, request: Request) -> Response:
     plugin = _plugin(engine, "engine")
     asked = await _read(request, wire.ItemsRequest)
     held, refused = await asyncio.to_thread(plugin.take, asked.items, asked.seconds)
     return _json(wire.Taken(held, refused))
 
 
-async def _release(engine: Engine, request: Request) -> Response:
+async def _release(engine: SimulatedEngine, request: Request) -> Response:
     plugin = _plugin(engine, "renderer")
     asked = await _read(request, wire.ReleaseRequest)
     return _json(wire.Released(plugin.release(asked.lease)))
@@ -65,7 +65,7 @@ ROUTES: list[tuple[str, list[str], Handler]] = [
 ]
 
 
-def _plugin(engine: Engine, role: str = "") -> Plugin:
+def _plugin(engine: SimulatedEngine, role: str = "") -> Plugin:
     plugin = engine.plugin
     if plugin is None or (role and plugin.role != role):
         raise RequestError("Not Found", status=404, kind="Not Found")

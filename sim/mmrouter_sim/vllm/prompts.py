@@ -1,4 +1,4 @@
-"""Messages -> token ids and named images, as the engine's renderer makes them. Runs in the renderer's thread."""
+"""Render messages to token ids and named images, as the engine's renderer does. Runs in the renderer's thread."""
 
 import time
 from array import array
@@ -11,7 +11,7 @@ import msgspec
 from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
 from mmrouter_sim import media
 from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, parameter_error
 from mmrouter_sim.vllm.schema import Common
 
@@ -25,22 +25,22 @@ class Prompt:
 
     ids: "array[int]"
     media: tuple[Media, ...] = ()
-    padded: "array[int] | None" = None  # ids with what stands for images in them, where an engine puts it there
+    padded: "array[int] | None" = None  # ids with sentinels for images (SGLang)
 
     @property
     def visual_tokens(self) -> int | None:
         return sum(item.length for item in self.media) or None
 
 
-def from_messages(engine: Engine, body: Common, messages: list[dict[str, Any]], *, special: bool) -> Prompt:
-    """Return the prompt of a chat. Raises :class:`RequestError` (400) naming what is wrong with it."""
+def from_messages(engine: SimulatedEngine, body: Common, messages: list[dict[str, Any]], *, special: bool) -> Prompt:
+    """Return the prompt of a chat. Raises :class:`RequestError` (400)."""
     if not messages:
         raise RequestError("list index out of range", param="messages")
     parts = list(_image_parts(messages))
     limit = engine.settings.image_limit
     if limit is not None and len(parts) > limit:
         raise parameter_error(f"At most {limit} image(s) may be provided in one prompt.", "image", len(parts))
-    # Bytes are fetched and decoded for every part before the first one is looked up by its name.
+    # All parts are fetched and decoded before the first is looked up by its name.
     pictures = [_fetch(engine, part) for part in parts]
     images = [_name(engine, n, part, found) for n, (part, found) in enumerate(zip(parts, pictures, strict=True))]
     try:
@@ -51,7 +51,7 @@ def from_messages(engine: Engine, body: Common, messages: list[dict[str, Any]], 
 
 
 def features(prompt: Prompt) -> dict[str, Any] | None:
-    """Return which image stands where in a prompt, as the engine's renderer tells it; ``None`` without images."""
+    """Return the positions of images in a prompt, as in the renderer's answer; ``None`` without images."""
     if not prompt.media:
         return None
     return {
@@ -61,7 +61,7 @@ def features(prompt: Prompt) -> dict[str, Any] | None:
     }
 
 
-def from_text(engine: Engine, prompt: str | list[int | str], *, special: bool) -> Prompt:
+def from_text(engine: SimulatedEngine, prompt: str | list[int | str], *, special: bool) -> Prompt:
     """Return the prompt of a completion: one text, or token ids. Raises :class:`RequestError` (400)."""
     if isinstance(prompt, list):
         if all(isinstance(token, int) for token in prompt):
@@ -75,7 +75,7 @@ def from_text(engine: Engine, prompt: str | list[int | str], *, special: bool) -
         raise RequestError(str(error)) from error
 
 
-def _from_ids(engine: Engine, tokens: list[int]) -> Prompt:
+def _from_ids(engine: SimulatedEngine, tokens: list[int]) -> Prompt:
     size = engine.model.tokenizer.get_vocab_size()
     for token in tokens:
         if not 0 <= token < size:
@@ -89,7 +89,7 @@ def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for part in content if isinstance(content, list) else ():
             if not isinstance(part, dict):
                 continue
-            # A part without a type is what its key says.
+            # A part without a type has the type of its key.
             kind = part.get("type") or next((key for key in (*_IMAGES, *_OTHER_MEDIA) if key in part), None)
             if kind in _IMAGES:
                 yield part
@@ -98,8 +98,8 @@ def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 raise parameter_error(f"At most 0 {modality}(s) may be provided in one prompt.", modality)
 
 
-def _fetch(engine: Engine, part: dict[str, Any]) -> tuple[bytes, media.Picture] | None:
-    """Return an image's bytes and what is in them, ``None`` for a part that gives only a uuid."""
+def _fetch(engine: SimulatedEngine, part: dict[str, Any]) -> tuple[bytes, media.Picture] | None:
+    """Return an image's bytes and its decoded form; ``None`` for a part with only a uuid."""
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, dict) else image
     if url is None:
@@ -113,9 +113,9 @@ def _fetch(engine: Engine, part: dict[str, Any]) -> tuple[bytes, media.Picture] 
 
 
 def _name(
-    engine: Engine, number: int, part: dict[str, Any], found: tuple[bytes, media.Picture] | None
+    engine: SimulatedEngine, number: int, part: dict[str, Any], found: tuple[bytes, media.Picture] | None
 ) -> tuple[str, int]:
-    """Return an image's identifier and token count. One that is known by its identifier is not looked at again."""
+    """Return an image's identifier and token count. A cached one is not processed again."""
     identifier = part.get("uuid")
     if not identifier and found is not None:
         identifier = media.default_identifier(engine.model.name, found[0], found[1].mode)

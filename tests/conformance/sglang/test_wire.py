@@ -15,7 +15,7 @@ import pytest
 
 from mmrouter_lib.engines.sglang.disaggregation import ROOMS, Meeting, decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.engines.sglang.encoder_requests import SLOTS, image_key, urls
-from mmrouter_sim.sglang.encoder_shares import EncodeRequest, _shares
+from mmrouter_sim.sglang.encoder_shares import EncodeRequest, split_shares
 
 HOST = "10.0.0.7"
 ASKS = """
@@ -67,7 +67,7 @@ IMAGES = [[f"data:image/png;base64,QUJD{number:04d}" for number in range(count)]
 
 def shares(images: list[str]) -> list[dict[str, Any]]:
     """What a simulated engine posts."""
-    return [body for _, body in _shares("r", HOST, 4711, urls("127.0.0.1"), [{"url": url} for url in images])]
+    return [body for _, body in split_shares("r", HOST, 4711, urls("127.0.0.1"), [{"url": url} for url in images])]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.sampling import RenderSampler
 from mmrouter_sim import model
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.vllm.app import build
 from mmrouter_sim.vllm.flags import parse
 
@@ -34,7 +34,7 @@ _hosts = itertools.count(1)
 def simulated():
     """The simulator in the part of a renderer; it keeps nothing of what it is asked."""
     settings = parse(["launch", "render", str(MODEL), "--served-model-name", "t"])
-    return build(Engine(settings, model.load("t", MODEL, chat_template=None, processor={})))
+    return build(SimulatedEngine(settings, model.load("t", MODEL, chat_template=None, processor={})))
 
 
 class Rig:

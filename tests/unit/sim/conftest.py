@@ -18,7 +18,7 @@ import uvicorn
 
 from mmrouter_sim import model
 from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang import app as sglang_app
 from mmrouter_sim.sglang import flags as sglang_flags
@@ -166,7 +166,7 @@ def tiny() -> Path:
 class Client:
     """One simulated engine, served in this process on loopback, and a session to talk to it."""
 
-    engine: Engine
+    engine: SimulatedEngine
     session: aiohttp.ClientSession
     url: str
 
@@ -202,7 +202,7 @@ async def _body(answer: aiohttp.ClientResponse) -> Any:
 async def start_engine(stack: AsyncExitStack, folder: Path, settings: Settings, build: Callable[..., Any]) -> Client:
     """Start one engine in this process; it is stopped with the stack."""
     loaded = model.load("m", folder, chat_template=settings.chat_template, processor=settings.processor)
-    engine = Engine(settings, loaded)
+    engine = SimulatedEngine(settings, loaded)
     # Not by the server's own loop, which takes tenths of a second to stop: too slow for so many tests.
     config = uvicorn.Config(build(engine), port=0, log_level="error", lifespan="off")
     config.load()

@@ -9,7 +9,7 @@ import pytest
 from mmrouter_sim import model
 from mmrouter_sim.core.events import EventBatch, encode
 from mmrouter_sim.core.request import Request
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.vllm import prompts
 from mmrouter_sim.vllm.flags import parse
 from mmrouter_sim.vllm.generate import prompt_details
@@ -32,7 +32,7 @@ def inline(value, images):
 def test_captured_requests_give_the_captured_ids_usage_and_bytes(captures, models, capture, folder):
     settings = parse(["serve", f"models/{capture}", "--block-size", "32", "--prefix-caching-hash-algo", "sha256_cbor"])
     loaded = model.load(settings.model, models / folder, chat_template=None, processor={})
-    engine = Engine(settings, loaded)
+    engine = SimulatedEngine(settings, loaded)
     rank = engine.runners[0].scheduler
     steps = [json.loads(line) for line in (captures / f"{capture}.jsonl").read_text().splitlines()]
     compared = 0

@@ -71,7 +71,7 @@ class Mirror:
     def holds(self, rank):
         assert min(self.copies.values(), default=0) >= 0
         assert +self.copies == Counter({published_int(d): n for d, n in rank.pool.contents().items()})
-        told = list(rank.contents.told())
+        told = list(rank.contents.with_ancestors())
         assert {block.digest for block, held in told if held} == set(rank.pool.contents())
         assert len({block.digest for block, _ in told}) == len(told)
         before = set()

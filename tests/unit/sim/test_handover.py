@@ -12,7 +12,7 @@ from unit.sim.test_events import ask
 from unit.sim.test_http import LONG, image, png, samples, text
 
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_sim.encoder_engine import Kept
+from mmrouter_sim.encoder_engine import StoredEmbeddings
 from mmrouter_sim.vllm.flags import parse
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -199,7 +199,7 @@ async def test_an_embedding_that_does_not_come_is_encoded_by_the_reader(ec):
 
 
 def test_an_encoder_keeps_what_fits_and_drops_what_was_unused_longest():
-    kept = Kept(room=10)
+    kept = StoredEmbeddings(room=10)
     kept.put("a", 4)
     kept.put("b", 4)
     assert kept.use("a")

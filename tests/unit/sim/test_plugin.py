@@ -25,7 +25,7 @@ from mmrouter_lib.engines.vllm.handover import (
 )
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.vllm.app import build
 from mmrouter_sim.vllm.flags import parse
 
@@ -51,7 +51,7 @@ class Two:
     def client(self, tiny: Path, *command: str, **flags: str) -> httpx.AsyncClient:
         more = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
         settings = parse([*command, str(tiny), "--served-model-name", "m", *more])
-        engine = Engine(settings, model.load("m", tiny, chat_template=None, processor={}))
+        engine = SimulatedEngine(settings, model.load("m", tiny, chat_template=None, processor={}))
         assert engine.plugin is not None
         self.running.append(asyncio.create_task(engine.run()))
         return httpx.AsyncClient(transport=httpx.ASGITransport(app=build(engine)), base_url="http://sim")
@@ -134,6 +134,6 @@ async def test_each_side_says_what_it_is_and_serves_its_own_routes_only(two):
 
 async def test_without_the_plugin_named_there_are_no_such_routes(environment, tiny, monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS")
-    engine = Engine(parse(["serve", str(tiny)]), model.load("m", tiny, chat_template=None, processor={}))
+    engine = SimulatedEngine(parse(["serve", str(tiny)]), model.load("m", tiny, chat_template=None, processor={}))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=build(engine)), base_url="http://sim") as client:
         assert (await client.get(STATUS_PATH)).status_code == 404

@@ -9,7 +9,7 @@ from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.engines.vllm.renderer import read_rendered
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model
-from mmrouter_sim.engine import Engine
+from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.vllm.app import build
 from mmrouter_sim.vllm.flags import parse
@@ -18,7 +18,7 @@ RENDER = "/v1/chat/completions/render"
 
 
 def client(settings: Settings, folder: Path) -> httpx.AsyncClient:
-    engine = Engine(settings, model.load("m", folder, chat_template=None, processor={}))
+    engine = SimulatedEngine(settings, model.load("m", folder, chat_template=None, processor={}))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=build(engine)), base_url="http://sim")
 
 
