@@ -186,7 +186,7 @@ def lint(folder: Path) -> None:
 
 
 def act(*, where: bool, installs: bool, lints: bool, optional: bool) -> None:
-    """Do what was asked for and print where it is. Raises as :func:`make`."""
+    """Do what the options request and print the wheel's path. Raises as :func:`make`."""
     try:
         folder = env_dir()
         if where:

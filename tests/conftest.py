@@ -1,4 +1,4 @@
-"""What tests of every level share: root certificates that are read once."""
+"""Configuration of every level: root certificates are read once."""
 
 import os
 import ssl
@@ -8,16 +8,16 @@ import certifi
 import pytest
 
 ROOTS = frozenset({certifi.where(), os.environ.get("SSL_CERT_FILE")})
-"""The files that an HTTP client reads the root certificates from, of whom nobody says otherwise."""
+"""Files that HTTP clients read root certificates from by default."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
-    """Have every HTTP client of this process share one set of root certificates.
+    """Share one set of root certificates between all HTTP clients of this process.
 
-    A client reads them when it is made, 140 of them in 20 ms, also for a server of this machine without TLS. Tests make
-    thousands of clients, for a call or two each: they were a quarter of all that some levels computed. A context that
-    somebody changes, for a CA or a certificate of their own, is made from another file, and is not shared.
+    A client reads 140 certificates in 20 ms when it is created, even without TLS, and tests create thousands of
+    clients: a quarter of the CPU of some levels. A context with its own CA or certificate comes from another file and
+    is not shared.
     """
     made = ssl.create_default_context
     shared = lru_cache(made)

@@ -265,7 +265,7 @@ def add(env: Path) -> None:
     )
     mend(mended[2], FORCED, ASKED, "how vLLM starts its engine's process on a CPU")
     collect_seldom(site)
-    # Whoever starts an engine may forbid it to keep what it compiles.
+    # The engine's environment may forbid writing bytecode.
     run([python, "-m", "compileall", "-q", *map(str, mended)], "compileall")
     run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
 

@@ -152,7 +152,7 @@ def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: 
     # Always this one: the machine's own may be of another major version.
     helm = Helm(go_programs("helm") / "helm", tmp_path_factory.mktemp("helm"), cluster.kubeconfig)
     if helm.run("status", RELEASE, f"--namespace={NAMESPACE}").returncode == 0:
-        yield cluster  # somebody else's release stays as it is
+        yield cluster  # a release that these tests did not install stays as it is
         return
     began = time.monotonic()
     done = helm.run("install", RELEASE, CHART, f"--namespace={NAMESPACE}", "--create-namespace")

@@ -1,6 +1,6 @@
 """That the index equals the engines' caches: what a frontend believes of a worker, and what its engine holds, as sets.
 
-The engine's side is told by the simulated engine itself (``/sim/cache``), block by block with all that a key covers;
+The simulated engine reports its own cache (``/sim/cache``), block by block with all that a key covers;
 its keys are made here, from nothing that a sidecar or a router said. Events travel for a moment, so under load a
 frontend's answer is compared with the engine's before and after it: it holds all that was held both times, and nothing
 that was held neither time. Where nothing happens these are the same, and the comparison is equality.

@@ -1,4 +1,4 @@
-"""A cluster that somebody else runs, by its kubeconfig: the same tests, without what only a node of ours can tell."""
+"""An existing cluster, by its kubeconfig: the same tests, except those that need a node of this machine."""
 
 import base64
 import json

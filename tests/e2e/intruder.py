@@ -1,7 +1,8 @@
-"""Runs in a pod that belongs to no deployment: tries everything that only others may do, and says what came of it.
+"""Runs in a pod that belongs to no deployment: tries everything that only its components may do, and prints the
+results.
 
 It reads one JSON object: ``engine`` and ``frontend`` are addresses, ``sidecar_key`` is the sidecars' public CURVE key,
-the most that somebody outside may know. It prints one: attempt -> outcome.
+the most that an outsider may know. It prints one: attempt -> outcome.
 """
 
 import http.client

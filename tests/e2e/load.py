@@ -3,8 +3,8 @@
 Each client is the official one. Half of them keep their connections, half make one for each request; half stream. A
 conversation opens with one of a few pictures and has three turns, so almost every prompt begins with one that came
 before: the hit ratio of a quiet deployment is high, and one that lost its caches shows it. One conversation in four,
-and every long one, begins with nothing that came before, so it goes to whoever has least to do: to an engine that is
-new, too. Clients wait for an answer and then for a moment, so a deployment that is slow is asked less and not more.
+and every long one, begins with nothing that came before, so it goes to the engine with the least load: to one that is
+new, too. Clients wait for an answer and then for a moment, so a slow deployment gets fewer requests and not more.
 """
 
 import hashlib
@@ -234,7 +234,7 @@ def load(
 def _send(
     client: openai.OpenAI, sent: Sent, model: str, messages: Any, options: dict[str, Any], begun: Callable[[Sent], None]
 ) -> tuple[Sent, str]:
-    """Return what became of a request, and the answer's text. ``begun`` is told of an answer that streams."""
+    """Return a request's result and the answer's text. ``begun`` is called when the answer begins to stream."""
     seen: dict[str, Any] = {}
     pieces: list[str] = []
     try:

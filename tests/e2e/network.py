@@ -86,7 +86,7 @@ def network() -> Iterator[Network]:
     made = None
     for number in free_numbers():
         try:
-            ip("netns", "add", Network(number).name)  # fails where somebody was faster
+            ip("netns", "add", Network(number).name)  # fails where another process was faster
         except subprocess.CalledProcessError:
             continue
         made = Network(number)

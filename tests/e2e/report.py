@@ -41,7 +41,7 @@ LOOKED_AT = {"decisions": "/control/decisions?count=1000", "state": "/control/st
 def waited(cluster: Access, namespace: str, seen: Iterable[Object] = ()) -> list[tuple[str, str]]:
     """Return pod -> how long it took to Ready and what for, with every step's seconds since its creation.
 
-    ``seen``: pods that the namespace had, as they were then; those that are gone are told of as well.
+    ``seen``: pods that the namespace had, as they were then; deleted ones are reported as well.
     """
     events = _events(cluster, namespace)
     here = {pod["metadata"]["uid"]: pod for pod in _pods(cluster, namespace)}
@@ -68,14 +68,14 @@ def dump(cluster: Access, namespace: str) -> str:
 
 @dataclass
 class Place:
-    """A cluster that is told of when a test fails."""
+    """A cluster that the report of a failed test covers."""
 
     logs: tuple[Path, ...]
     """Folders with logs of its node; they need not be there, and are not where the node is not ours."""
     cluster: Access | None = None
     """Asked while there is one; logs are there before and afterwards."""
     namespaces: tuple[str, ...] = (OPERATOR,)
-    """Those that are told of beside the ones that tests hold."""
+    """Reported in addition to the clusters that tests hold."""
 
 
 class Dumps:
@@ -122,7 +122,7 @@ class Dumps:
         return folder
 
     def _folder(self, test: str) -> Path:
-        """Return the folder of a test, which is made when something of it is told first."""
+        """Return the folder of a test; the first report creates it."""
         folder = self._root / re.sub(r"[^\w.-]+", "_", test).strip("_")[-150:]
         if test not in self.folders:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier run

@@ -1,4 +1,4 @@
-"""Deployments whose engines work in stages, in real pods: what they are made of, and what is asked of them."""
+"""Disaggregated deployments in real pods: their resources, requests to them, and kills of their engines."""
 
 import os
 import time
@@ -104,7 +104,7 @@ class NodeFolder:
 
     def __init__(self, pod: dict[str, Any]) -> None:
         engine = process_here(pod, "engine")
-        # What is open stays, whoever unmounts it.
+        # An open folder stays accessible after it is unmounted.
         self._number = os.open(f"/proc/{engine.pid}/root{SHARED_DIR}", os.O_RDONLY | os.O_DIRECTORY)
         self.path = f"/proc/self/fd/{self._number}/."
 
@@ -117,7 +117,7 @@ class NodeFolder:
         return list(ledger(self.path, clock()).entries)
 
     def images(self) -> list[Entry]:
-        """Return the images that lie there, whoever put them there and whether or not somebody needs them."""
+        """Return the images in the folder, of any writer, in use or not."""
         return [entry for entry in self.entries() if entry.state not in ("owner", "other")]
 
     def emptied(self) -> bool:
@@ -167,7 +167,8 @@ def encoded(deployed: Deployed, role: str) -> dict[str, float]:
 
 
 def strike(chain: Chain, role: str, reason: str, *, count: int | None = None) -> tuple[Traffic, float]:
-    """Kill engines of a role with -9 under load; return the traffic and when, once that was told of and is over.
+    """Kill engines of a role with -9 under load; return the traffic and the time, once a condition has reported it and
+    cleared.
 
     ``reason``: what the operator is to warn of. ``count``: how many engines, by default all.
     """
@@ -179,7 +180,7 @@ def strike(chain: Chain, role: str, reason: str, *, count: int | None = None) ->
         since = time.time()
         for victim in victims:
             victim.kill()
-        chain.wait(lambda: chain.warned(reason) > warned, f"{reason} is told of", TOLD_SECONDS)
+        chain.wait(lambda: chain.warned(reason) > warned, f"{reason} is reported", TOLD_SECONDS)
         chain.wait(chain.whole, "it is back")
         traffic.go_on()
     return traffic, since

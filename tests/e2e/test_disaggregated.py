@@ -117,7 +117,7 @@ def test_every_condition_is_green(chain: Chain) -> None:
     assert chain.conditions(*expected) == expected
 
 
-def test_each_pools_pods_stand_where_their_devices_are_and_are_told_their_part(chain: Chain, node: str) -> None:
+def test_each_pools_pods_run_on_their_devices_nodes_with_their_roles_flags(chain: Chain, node: str) -> None:
     pods = {
         pod["metadata"]["labels"]["mmrouter.io/pool"]: pod
         for role in set(POOLS.values())
@@ -305,11 +305,11 @@ def test_a_frontend_that_is_killed_leaves_no_image_for_long(
     chain.wait(chain.whole, "it is back")
 
 
-def test_a_folder_that_is_full_is_told_of_and_images_go_as_bytes_until_there_is_room(
+def test_a_full_folder_is_reported_and_images_travel_as_bytes_until_there_is_space(
     chain: Chain, chat: Chat, folder: NodeFolder
 ) -> None:
     wanted = {"ShmPressure": ("True", "AboveHighWaterMark")}
-    file = os.open(f"{folder.path}/somebody-elses", os.O_CREAT | os.O_WRONLY)
+    file = os.open(f"{folder.path}/foreign-file", os.O_CREAT | os.O_WRONLY)
     try:
         os.posix_fallocate(file, 0, int(0.95 * SHARED_MIB * 2**20))
         chain.wait(lambda: chain.conditions(*wanted) == wanted, "the condition says that it is full")
@@ -319,7 +319,7 @@ def test_a_folder_that_is_full_is_told_of_and_images_go_as_bytes_until_there_is_
         assert handed(chain, "file", "full") >= len(decision["travelled"])
     finally:
         os.close(file)
-        os.unlink(f"{folder.path}/somebody-elses")
+        os.unlink(f"{folder.path}/foreign-file")
     wanted = {"ShmPressure": ("False", "BelowHighWaterMark")}
     chain.wait(lambda: chain.conditions(*wanted) == wanted, "the condition says that there is room")
     decision = chain.decided(chat, chat.image("b"), "what?")

@@ -171,7 +171,7 @@ def counted(deployed: Deployed, engine: dict[str, Any], frontend: dict[str, Any]
         "engine": deployed.cluster.kubectl("-n", deployed.namespace, "logs", name, "-c", "engine").stdout.count(
             "401 Un"
         ),
-        # Nothing listens there, so nobody but the kernel can count.
+        # Nothing listens there, so only the kernel can count.
         "closed ports": int(values[names.index("OutRsts")]),
         "control: no token": router.get(CONTROL.format("missing"), 0),
         "control: a wrong token": router.get(CONTROL.format("wrong"), 0),
@@ -183,7 +183,7 @@ def counted(deployed: Deployed, engine: dict[str, Any], frontend: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def intruder(guarded: Deployed) -> Iterator[Deployed]:
-    """A namespace of somebody else, with a pod that has Python and ZeroMQ: a frontend's image."""
+    """Another namespace, with a pod that has Python and ZeroMQ: a frontend's image."""
     (frontend,) = guarded.pods("frontend")
     pod = manifest(frontend["spec"]["containers"][0]["image"])
     (container,) = pod["spec"]["containers"]
@@ -201,7 +201,7 @@ def intruder(guarded: Deployed) -> Iterator[Deployed]:
 
 
 def known(deployed: Deployed, frontend: dict[str, Any]) -> Any:
-    """Return what a frontend knows of every engine: what an injected event or verdict would change."""
+    """Return a frontend's state of every engine: what an injected event or verdict would change."""
     look = ("python3", "-c", LOOK, "/control/state")
     done = deployed.execute(frontend["metadata"]["name"], "router", *look)
     workers = json.loads(done.stdout)["workers"]
@@ -209,7 +209,7 @@ def known(deployed: Deployed, frontend: dict[str, Any]) -> Any:
     return sorted(([worker[fact] for fact in facts] for worker in workers), key=str)
 
 
-def test_a_pod_of_somebody_else_is_refused_everywhere_changes_nothing_and_every_attempt_is_counted(
+def test_a_foreign_pod_is_refused_everywhere_changes_nothing_and_every_attempt_is_counted(
     guarded: Deployed, intruder: Deployed
 ) -> None:
     (frontend,) = guarded.pods("frontend")
@@ -222,7 +222,7 @@ def test_a_pod_of_somebody_else_is_refused_everywhere_changes_nothing_and_every_
     wait_for(
         lambda: [(row[0], row[5]) for row in known(guarded, frontend)] == [(name, "verified") for name in names],
         60,
-        "the frontend knows of the engines that are there, and of no other",
+        "the frontend has the existing engines and no other",
         every=0.5,
     )
     before, knew = counted(guarded, engine, frontend), known(guarded, frontend)

@@ -187,7 +187,7 @@ def served(traffic: Traffic, watch: Watch, worker: str, since: float, epochs: di
 
 
 def answers(url: str) -> bool:
-    """Whether somebody is there and well."""
+    """Whether a process answers with success."""
     try:
         return httpx.get(url, timeout=1, trust_env=False).status_code == 200
     except httpx.TransportError:
@@ -260,7 +260,7 @@ def test_a_sidecar_that_missed_what_is_not_replayed_begins_an_epoch_that_claims_
 
     with load(mortal, **LOAD) as traffic:
         traffic.go_on()
-        # An answer that goes on while nobody listens stores more than the one batch that is replayed.
+        # An answer that goes on while no frontend is connected stores more than the one batch that is replayed.
         wait_for(lambda: Victim(pod, "sidecar").lasting(traffic), BUSY_SECONDS, f"a long answer comes from {name}")
         sidecar.kill()
         wait_for(anew, BACK_SECONDS, "every frontend sees another epoch")

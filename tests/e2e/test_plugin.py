@@ -1,4 +1,4 @@
-"""Our plugin in real pods whose images know nothing of it, in a namespace that lets only restricted pods in."""
+"""The hand-over plugin in real pods of images without it, in a namespace that admits restricted pods only."""
 
 from collections.abc import Iterator
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-NOBODY = 65534
+UNPRIVILEGED = 65534
 ASK = """\
 import os, sys
 from _pytest.outcomes import Skipped
@@ -23,15 +23,15 @@ except Skipped as reason:
 
 
 def asked(user: int) -> str:
-    """Return what a user is told that asks for a process of ours."""
+    """Return the output for a user who looks for a process of this one's."""
     env = {**os.environ, "PYTHONPATH": str(TESTS)}
     return subprocess.run([sys.executable, "-c", ASK, str(user)], capture_output=True, text=True, env=env).stdout
 
 
 def test_who_may_not_signal_a_process_does_not_get_it() -> None:
     if os.geteuid() != 0:
-        pytest.skip("not run: needs root, to be somebody else")
-    assert asked(NOBODY) == "not run: needs the node's processes\n"
+        pytest.skip("not run: needs root, to become another user")
+    assert asked(UNPRIVILEGED) == "not run: needs the node's processes\n"
 
 
 def test_who_may_signal_a_process_gets_it() -> None:

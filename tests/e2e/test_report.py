@@ -1,4 +1,4 @@
-"""What a run says of itself: the folder of a failed test has everything, and every pod's way to Ready is told."""
+"""Reports of a run: the folder of a failed test is complete, and every pod's way to Ready is recorded."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_a_second_cluster_has_a_folder_of_its_own_beside_the_first_ones(deployed
     assert f"{deployed.name}: Ready is True" in (folder / "tour" / deployed.namespace / "conditions.txt").read_text()
 
 
-def test_a_pod_that_was_replaced_is_told_of_with_the_time_that_it_took(deployed: Deployed) -> None:
+def test_a_replaced_pod_is_reported_with_its_boot_time(deployed: Deployed) -> None:
     boots = Boots(deployed.cluster)
     with deployed.cluster.namespace() as namespace:
         path = f"/api/v1/namespaces/{namespace}"

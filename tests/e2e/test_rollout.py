@@ -1,4 +1,4 @@
-"""Rolling updates in real pods under load: of a pool, then of the frontends. Nobody's request is lost."""
+"""Rolling updates in real pods under load, of a pool and then of the frontends, lose no request."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ class Replaced:
         self.deployed, self.role = deployed, role
         self.old = {pod["metadata"]["name"]: pod for pod in deployed.pods(role)}
         self.deleted: dict[str, float] = {}
-        """When an old pod was told to go."""
+        """When an old pod was deleted."""
         self.since: dict[tuple[str, str], float] = {}
         """Pod and condition -> when that became true, as it was first seen: it may have changed since."""
 
@@ -117,7 +117,7 @@ def first_of(traffic: Traffic, which: Callable[[Sent], bool], wanted: float) -> 
 
 
 def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str]) -> int:
-    """Nobody was sent to an old pod that was about to end, and what was under way there has ended well.
+    """No request went to an old pod that was about to end, and those under way there have succeeded.
 
     Return how many requests were under way at an old pod when it got its SIGTERM. ``where``: the pod of a request.
     """

@@ -20,7 +20,7 @@ CLIENTS = 6
 LONG_TOKENS, LONG_CLIENTS = 200, 3
 """Answers that take 4 s."""
 LASTS_SECONDS = 2.0
-"""An answer that is no older goes on when the pool is told to shrink."""
+"""Oldest age of a streaming answer at the moment when the pool shrinks."""
 SAME = 0.05
 """Hit ratios as near as that are the same."""
 NOT_OURS = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
@@ -125,7 +125,7 @@ def listable(cluster: Access) -> list[tuple[str, str]]:
 
 
 def everything(mine: Deployed, kinds: list[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return (kind, name) of all objects of the namespace, whoever made them and whatever labels they have."""
+    """Return (kind, name) of all objects of the namespace, of any owner and with any labels."""
     found = set()
     for where, kind in kinds:
         version, _, plural = where.partition(" ")

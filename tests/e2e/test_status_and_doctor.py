@@ -1,4 +1,4 @@
-"""`mmrouter doctor` and `mmrouter status` from a machine beside the cluster, as somebody with kubectl has one."""
+"""`mmrouter doctor` and `mmrouter status` from a machine beside the cluster, with the rights of a kubectl user."""
 
 import json
 import os

@@ -37,7 +37,7 @@ def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record, 
     file, log, logs = tmp_path / "build" / "cluster.sh", tmp_path / "said" / "stand.log", tmp_path / "logs"
     log.parent.mkdir()
     command = [sys.executable, str(STAND), f"--images={images[0].parent}", f"--env={file}", f"--logs={logs}"]
-    # When the test fails, it is told of this cluster, too; after its end only by its logs.
+    # A failed test's report covers this cluster, too; after its end only by its logs.
     place = dumps.places["tour"] = Place((log.parent, logs), None, ("default", OPERATOR))
     began = time.monotonic()
     # Without the guard's mark in its environment, by which the guard would find and kill the cluster's own guard, too.
@@ -67,7 +67,7 @@ def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record, 
     del dumps.places["tour"]
 
 
-def test_the_logs_of_a_cluster_that_goes_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_the_logs_of_an_ended_cluster_are_kept_in_the_requested_folder(tmp_path: Path) -> None:
     logs, where = tmp_path / "run" / "log", tmp_path / "kept"
     with kept(logs, where):  # it did not come as far as having any
         pass
@@ -80,7 +80,7 @@ def test_the_logs_of_a_cluster_that_goes_are_kept_where_they_are_asked_for(tmp_p
 
 
 class Shell:
-    """The second terminal of somebody who follows the tour."""
+    """The second terminal of a reader who follows the tour."""
 
     def __init__(self, env: Path, home: Path) -> None:
         self.env, self.home = env, home

@@ -15,7 +15,7 @@ from waiting import wait_for
 
 COLLECTOR, PORT = "collector", 4318
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-SECRET = "nobody may read this"
+SECRET = "secret of a prompt"
 PROGRAM = """
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -29,7 +29,7 @@ LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/mmrouter-op
 def helm(operated: Access, tmp_path: Path) -> Iterator[Helm]:
     """Helm on a cluster whose release is ours to upgrade; after the test the release is what it was."""
     if not isinstance(operated, Node):
-        pytest.skip("not run: the operator of a cluster that somebody else runs is not upgraded")
+        pytest.skip("not run: the operator of an external cluster is not upgraded")
     made = Helm(go_programs("helm") / "helm", tmp_path, operated.kubeconfig)
     yield made
     upgrade(operated, made, CHART, NOW)
@@ -52,7 +52,7 @@ def operators(cluster: Access) -> dict[str, dict[str, Any]]:
 
 
 def configuration(cluster: Access) -> str:
-    """Return what the operator is told of the site."""
+    """Return the operator's site configuration."""
     path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/mmrouter-operator-config"
     return str(cluster.request("GET", path).raise_for_status().json()["data"]["operator.yaml"])
 
@@ -75,7 +75,7 @@ def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: st
 
 
 def repaired(deployed: Deployed, kind: str, name: str) -> None:
-    """Delete a child and wait for it: whoever leads has looked at this deployment and written what it renders."""
+    """Delete a child and wait for it: the leader has then reconciled this deployment."""
     cluster, namespace = deployed.cluster, deployed.namespace
     found = get(cluster, kind, namespace, name)
     assert found is not None

@@ -16,7 +16,7 @@ START_SECONDS = 60
 
 @dataclass(frozen=True)
 class PodWeb:
-    """A pod that serves files to whoever reaches its address ``ip``."""
+    """A pod that serves files at its address ``ip``."""
 
     cluster: Access
     namespace: str

@@ -53,7 +53,7 @@ CASES = {
     "link-local address": (user(image("http://169.254.169.254/latest")), 400, URL),
     "private address": (user(image("http://10.0.0.1/x.png")), 400, URL),
     "mapped address": (user(image("http://[::ffff:10.0.0.1]/x.png")), 400, URL),
-    "nobody listens": (user(image("http://127.0.0.1:9/x.png")), 400, URL),
+    "no listener": (user(image("http://127.0.0.1:9/x.png")), 400, URL),
     "too long": ({**GOOD, "messages": [{"role": "user", "content": "word " * 60000}]}, 400, "messages"),
     "huge max_tokens type": ({**GOOD, "max_tokens": "many"}, 400, "max_tokens"),
 }

@@ -22,7 +22,7 @@ from mmrouter_cli.verify import Gate
 
 
 def _free_ip():
-    """A loopback address nobody listens on: ports are fixed, and a cancelled server's sockets may outlive it.
+    """A loopback address without a listener: ports are fixed, and a cancelled server's sockets may outlive it.
 
     It is this process's own: between looking and listening, another run of the tests may look, too.
     """
@@ -217,7 +217,7 @@ def test_an_image_that_is_taken_as_equal_fails_the_gate(second, monkeypatch):
         assert "another image misses" in failed.name
 
 
-def test_a_lost_event_that_nobody_noticed_fails_the_gate(second):
+def test_an_unnoticed_lost_event_fails_verify(second):
     def break_it(router):
         apply = router.fleet._apply
 
@@ -274,7 +274,7 @@ def test_a_sidecar_that_stood_still_is_not_taken_for_an_engine_that_publishes_no
             assert second.compare() is None
         finally:
             sidecar.send_signal(signal.SIGCONT)
-    assert len(asked) > 2, "it was asked again"
+    assert len(asked) > 2, "it received another request"
 
 
 def test_policy_round_robin_fails_the_gate(second):

@@ -28,8 +28,8 @@ def test_the_gate_fails_closed_with_a_wrong_token_and_without_a_deployment(demo)
     wrong = demo.mmrouter("verify", demo.url, "--control", demo.controls[0], "--token", "nonsense", "--json")
     assert wrong.returncode == 1
     assert not json.loads(wrong.stdout)["passed"]
-    nobody = demo.mmrouter("verify", "http://127.0.0.1:9", "--control", "http://127.0.0.1:9", "--token", "x")
-    assert nobody.returncode == 1
+    unreachable = demo.mmrouter("verify", "http://127.0.0.1:9", "--control", "http://127.0.0.1:9", "--token", "x")
+    assert unreachable.returncode == 1
 
 
 def ask(demo, text="Describe the morning light over the harbour, please, in one short sentence."):
@@ -71,8 +71,8 @@ def test_explain_asks_the_owner_when_the_asked_replica_does_not_know(demo):
 
 
 def test_a_dry_run_explains_without_sending(demo, tmp_path):
-    # What nobody else asks, so that nobody holds a block of it unless it was sent.
-    text = f"{secrets.token_hex(8)} is said before anything else, and then this is asked. " * 3
+    # A text of its own, so that no engine holds a block of it before.
+    text = f"{secrets.token_hex(8)} comes before anything else, and then a question follows. " * 3
     file = tmp_path / "request.json"
     file.write_text(json.dumps({"model": "demo", "messages": [{"role": "user", "content": text}]}))
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_health_and_metrics_stand_on_their_own_port(demo):
         page = partial(lambda ip: httpx.get(f"http://{ip}:9090/metrics").text, ip)
         wait_for(lambda page=page: 'mmrouter_workers{standing="verified"} 3.0' in page(), 30, "every worker is counted")
         texts.append(page())
-    # Whichever frontend ran a canary counted it; nobody has seen one fail.
+    # The frontend that ran a canary counted it; none has failed.
     counted = [line for text in texts for line in text.splitlines() if line.startswith("mmrouter_parity_total{")]
     assert any('result="True"' in line for line in counted)
     assert not any('result="False"' in line for line in counted)

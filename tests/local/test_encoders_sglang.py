@@ -46,7 +46,7 @@ def addresses(deployment: Deployment, role: str) -> dict[str, str]:
 
 
 def images(deployment: Deployment, *names: str) -> dict[str, int]:
-    """Encoder -> how many images it was asked for; of all encoders, or of these."""
+    """Encoder -> images that it received, for all encoders or for these."""
     found = {}
     for name, ip in addresses(deployment, "encoder").items():
         if not names or name in names:

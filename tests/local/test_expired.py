@@ -23,7 +23,7 @@ CONNECTOR = {
 
 @pytest.fixture
 def forgetful(tmp_path: Path) -> Iterator[Deployment]:
-    """A prefill engine that keeps nothing for anybody, and a decode engine."""
+    """A prefill engine that keeps no blocks for decode engines, and a decode engine."""
     body = yaml.safe_load((ROOT / "examples" / "demo-disaggregated.yaml").read_text())
     spec = body["spec"]
     spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
@@ -41,7 +41,7 @@ def forgetful(tmp_path: Path) -> Iterator[Deployment]:
 
 
 def expired(deployment: Deployment) -> float:
-    """Return how many prefills nobody fetched in time."""
+    """Return how many prefills were not fetched in time."""
     (prefill,) = (worker for worker in deployment.state()["workers"] if worker["role"] == "prefill")
     page = httpx.get(f"http://{prefill['ip']}:8000/metrics").text
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]

@@ -1,4 +1,4 @@
-"""Any one process may be killed with -9 under load: nobody who had not begun to stream sees it."""
+"""Any one process may be killed with -9 under load, and no request that was not streaming fails."""
 
 import threading
 import time

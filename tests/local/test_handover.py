@@ -251,7 +251,7 @@ def test_case_61_of_the_field_what_breaks_is_counted_and_the_request_succeeds(
     nothing_left(root_of(second.demo))
 
 
-# -- whoever is killed in the middle of it -----------------------------------------------------------------------------
+# -- processes killed during a hand-over -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", ["router", "engine", "renderer"])

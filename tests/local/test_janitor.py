@@ -1,7 +1,7 @@
 """The janitors of two pods of one node, as the processes that they are: hand-overs between processes that are killed.
 
 Writers, readers and a janitor are killed with -9. Every hand-over is read as it was written or falls back, and what the
-dead leave is gone within seconds without anybody but the janitors doing it.
+processes leave is removed by the janitors alone.
 """
 
 import json

@@ -7,11 +7,11 @@ from local.rig import Deployment
 from waiting import wait_for
 
 TOKENS = 12_000
-"""24 seconds of them: more than come while anybody looks."""
+"""24 seconds of tokens: the answer outlasts the test."""
 
 
 def under_way(demo: Deployment, number: int) -> dict[str, tuple[int, int]]:
-    """Return engine -> requests that a frontend has there itself, and that it knows of others."""
+    """Return engine -> requests that a frontend has there itself, and those of other frontends."""
     workers: list[dict[str, Any]] = demo.state(number)["workers"]
     return {worker["name"]: (worker["in_flight"], worker["in_flight_elsewhere"]) for worker in workers}
 
@@ -30,6 +30,6 @@ def test_a_frontend_counts_what_the_other_one_has_under_way_and_that_it_has_ende
         assert next(lines)
         (here,) = [number for number in (0, 1) if any(own for own, _ in under_way(demo, number).values())]
         (engine,) = [name for name, (own, _) in under_way(demo, here).items() if own]
-        wait_for(lambda: under_way(demo, 1 - here)[engine] == (0, 1), 10, "the other frontend knows of it")
-        assert under_way(demo, here)[engine] == (1, 0), "nobody is told of his own"
+        wait_for(lambda: under_way(demo, 1 - here)[engine] == (0, 1), 10, "the other frontend counts it")
+        assert under_way(demo, here)[engine] == (1, 0), "a frontend does not receive its own counts"
     wait_for(lambda: not any(under_way(demo, 1 - here)[engine]), 10, "and that it has ended")

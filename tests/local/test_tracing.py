@@ -25,7 +25,7 @@ from mmrouter_cli.sample_images import data_uri, picture
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 UNSAID = {"http.request.method", "http.route"}
 """Attributes that the page leaves out: the span's name has them."""
-SECRET = "xyzzy-nobody-may-see-this"
+SECRET = "xyzzy-secret-of-a-prompt"
 
 ENGINE = """#!{python}
 # The simulated engine, with a note of each request's headers.
@@ -63,7 +63,7 @@ class Collector:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 assert self.path == "/v1/traces"
-                collector.spans += list(parsed(body))  # all at once, for whoever looks meanwhile
+                collector.spans += list(parsed(body))  # in one step, because other threads read it
                 self.send_response(200)
                 self.send_header("content-type", "application/x-protobuf")
                 self.send_header("content-length", "0")
@@ -246,7 +246,7 @@ def test_a_request_without_a_trace_begins_one_and_one_that_is_left_out_stays_out
     assert not [span for span in collector.spans if span.trace == "12" * 16]
 
 
-def test_a_refused_request_is_told_and_is_the_clients_failure(
+def test_a_refused_request_has_a_span_and_is_the_clients_failure(
     traced: tuple[Deployment, Path], collector: Collector
 ) -> None:
     deployment, _ = traced

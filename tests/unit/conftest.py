@@ -1,7 +1,4 @@
-"""How long property tests search: a quarter of hypothesis' default while somebody waits, all of it in CI.
-
-How long an example takes is nobody's property here, and a busy machine takes longer: as in hypothesis' profile for CI.
-"""
+"""Hypothesis searches a quarter of its default locally and all of it in CI, without a deadline per example."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +17,7 @@ if not os.environ.get("CI"):
 
 @pytest.fixture(scope="module", params=["python", "native"] if native.form == "native" else ["python"])
 def form(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run a module with the Python form of what is also compiled, and with the compiled one where it is installed."""
+    """Run a module with the Python form of the native functions, and with the compiled one where it is installed."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
             patch.setattr(native, "chain", None)
@@ -30,6 +27,6 @@ def form(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """Skip where the compiled form is not there."""
+    """Skip where the compiled form is not installed."""
     if native.form != "native":
         pytest.skip(f"not run: {native.why}")

@@ -108,7 +108,7 @@ def test_a_docker_without_a_daemon_is_not_taken(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("program", ["docker", "podman", "buildah"])
-def test_each_builder_is_told_the_stage_the_name_the_time_and_the_secrets(tmp_path: Path, program: str) -> None:
+def test_each_builder_gets_stage_name_time_and_secrets(tmp_path: Path, program: str) -> None:
     said = tmp_path / "said"
     (tmp_path / program).write_text(f'#!/bin/sh\nprintf "%s\\n" "$DOCKER_BUILDKIT" "$@" >{said}\n')
     (tmp_path / program).chmod(0o755)
