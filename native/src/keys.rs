@@ -5,9 +5,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Return the keys of `blocks` blocks of `ids`, 8 bytes each, little-endian; `None` where these are no blocks.
+/// Return the keys of `blocks` blocks of `ids`, 8 bytes each, little-endian; `None` for arguments that are no blocks.
 ///
-/// `extras`: block number -> what is hashed after its ids.
+/// `extras`: block number -> bytes hashed after its ids.
 #[pyfunction]
 #[pyo3(signature = (ids, block_size, blocks, extras, parent, /))]
 pub fn chain<'py>(
@@ -32,8 +32,8 @@ pub fn chain<'py>(
     {
         return Ok(None);
     }
-    // SAFETY: contiguous, so this many bytes lie there; they are neither moved nor freed while the buffer is held, and
-    // nobody writes to them while this thread holds the interpreter, which it does until it returns.
+    // SAFETY: the buffer is contiguous and has this many bytes. They are neither moved nor freed while it is held, and
+    // no other thread writes to them, because this one holds the interpreter until it returns.
     let raw = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), width * blocks) };
     let Some(extras) = in_order(extras, blocks)? else {
         return Ok(None);
@@ -48,20 +48,20 @@ pub fn chain<'py>(
 /// Block number and extras.
 type Extra<'py> = (usize, Bound<'py, PyBytes>);
 
-/// Return the extras in the order of their blocks, or `None` where one is for no block of these.
+/// Return the extras in the order of their blocks, or `None` where one has no block.
 fn in_order<'py>(extras: &Bound<'py, PyDict>, blocks: usize) -> PyResult<Option<Vec<Extra<'py>>>> {
-    let mut found = Vec::with_capacity(extras.len());
+    let mut ordered = Vec::with_capacity(extras.len());
     for (number, extra) in extras {
         match (
             number.extract::<isize>().map(usize::try_from),
             extra.cast_into::<PyBytes>(),
         ) {
-            (Ok(Ok(number)), Ok(extra)) if number < blocks => found.push((number, extra)),
+            (Ok(Ok(number)), Ok(extra)) if number < blocks => ordered.push((number, extra)),
             _ => return Ok(None),
         }
     }
-    found.sort_unstable_by_key(|&(number, _)| number);
-    Ok(Some(found))
+    ordered.sort_unstable_by_key(|&(number, _)| number);
+    Ok(Some(ordered))
 }
 
 fn fill(raw: &[u8], width: usize, extras: &[Extra<'_>], parent: u64, out: &mut [u8]) {

@@ -1,13 +1,12 @@
-//! Compiled forms of two loops of mmrouter. Each answers `None` to whatever it does not expect, and then the Python form
-//! does the work, raises the error and is the only place that says what an error is.
+//! Compiled forms of two loops of mmrouter. Each returns `None` for unexpected input, and the Python implementation then
+//! handles it and raises all errors.
 
 mod keys;
 mod payload;
 
 use pyo3::prelude::*;
 
-/// What these functions take and return, as a number: `mmrouter/mmrouter_lib/native.py` uses no module of another one.
-/// A change of what they do with the same arguments is a new number, too.
+/// Version of the functions' interface and behaviour: `mmrouter/mmrouter_lib/native.py` uses no module of another one.
 const REVISION: u32 = 1;
 
 #[pymodule]

@@ -1,7 +1,8 @@
 //! Token ids of an engine's events, from an integer of msgpack each to one string of bytes.
 //!
-//! A payload is `[ts, [event, ...], ...]` with events as maps (docs/engine-facts/vllm.md#event-frames, on SGLang 1.2). Only the values of
-//! their key `token_ids` change; all other bytes stay as they came, and are judged by whoever decodes them.
+//! A payload is `[ts, [event, ...], ...]` with events as maps (docs/engine-facts/vllm.md#event-frames,
+//! docs/engine-facts/sglang.md#event-frames). Only the values of their key `token_ids` change; all other bytes are copied
+//! and validated by the decoder.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -22,7 +23,7 @@ const SIZES: [u8; 256] = {
 
 /// Return a payload in which every event's token ids are a `bin` of `width` bytes each, little-endian.
 ///
-/// `None`: nothing is to be changed, or the payload has something that no engine sends, such as an id that does not fit.
+/// `None`: nothing to change, or the payload has something that no engine sends, such as an id that does not fit.
 #[pyfunction]
 #[pyo3(signature = (payload, width, /))]
 pub fn pack_token_ids<'py>(py: Python<'py>, payload: &[u8], width: usize) -> Option<Bound<'py, PyBytes>> {
@@ -77,7 +78,7 @@ fn packed<const WIDTH: usize>(raw: &[u8]) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Where msgpack is read. Every method returns `None` at the end of the bytes, and where something else stands there.
+/// Reads msgpack. Every method returns `None` at the end of the bytes, and for a value of another type.
 struct Reader<'a> {
     raw: &'a [u8],
     at: usize,
@@ -106,8 +107,8 @@ impl<'a> Reader<'a> {
         Some(u64::from_be_bytes(bytes))
     }
 
-    /// One unsigned integer. Without a branch on its length: those of token ids follow no pattern, and a wrongly
-    /// predicted one costs more than all the rest.
+    /// Read one unsigned integer without a branch on its length: lengths of token ids follow no pattern, and a branch
+    /// misprediction costs more than all other steps.
     #[inline]
     fn unsigned(&mut self) -> Option<u64> {
         let tag = *self.raw.get(self.at)?;
@@ -116,7 +117,7 @@ impl<'a> Reader<'a> {
         let word = match self.raw.get(start..start + 8) {
             Some(word) => u64::from_be_bytes(word.try_into().ok()?),
             None => {
-                let rest = self.raw.get(start..)?; // the payload ends within 8 bytes: what is beyond stays zero
+                let rest = self.raw.get(start..)?; // the payload ends within 8 bytes: the missing ones stay zero
                 let mut word = [0; 8];
                 word[..rest.len()].copy_from_slice(rest);
                 u64::from_be_bytes(word)
@@ -160,7 +161,7 @@ impl<'a> Reader<'a> {
         self.take(usize::try_from(length).ok()?)
     }
 
-    /// Pass one value with all that is in it. Without recursion: how deep it nests is for the decoder to judge.
+    /// Skip one value with its contents, without recursion: the decoder limits the nesting.
     fn skip(&mut self) -> Option<()> {
         let mut left = 1u64;
         while left > 0 {

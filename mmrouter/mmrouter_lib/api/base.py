@@ -1,6 +1,6 @@
 """Bounded types and small objects that several sections of the resource share.
 
-Patterns mean the same to Python and to the API server's Go: no `\\s`, `\\d` or `\\w`, which differ outside ASCII.
+Patterns match the same texts in Python and in the API server's Go: no `\\s`, `\\d`, `\\w`, which differ outside ASCII.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""The CustomResourceDefinition, made from the models: what Python checks and what the API server checks is stated once.
+"""Generate the CustomResourceDefinition from the models.
 
-Pydantic's JSON schema is turned into a structural one: references are inlined, optional fields lose their ``null``, and
-what Kubernetes cannot express (names of map keys, quantities) becomes its nearest form. Non-empty defaults are written
-out, so that objects show them, ``kubectl scale`` finds its field and rules need no ``has()`` for them.
+Pydantic's JSON schema becomes a structural one: references are inlined, optional fields lose their ``null``, and
+constraints that Kubernetes cannot express (names of map keys, quantities) get their nearest form. Non-empty defaults
+are written out, so that objects show them, ``kubectl scale`` finds its field and rules need no ``has()`` for them.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ PLURAL: Final = "mmrouterdeployments"
 GROUP, VERSION = API_VERSION.split("/")
 NAME: Final = f"{PLURAL}.{GROUP}"
 HASH_ANNOTATION: Final = "mmrouter.io/schema-hash"
-"""Annotation of the definition: :func:`schema_hash` of its ``spec``, by which an operator tells an older one."""
+"""Annotation of the definition: :func:`schema_hash` of its ``spec``, by which an operator detects an older one."""
 
 _KEPT: Final = (
     "description",
@@ -181,7 +181,7 @@ def _structural(schema: Schema, models: Mapping[str, Schema], inside: tuple[str,
 
 
 def _add_fields(result: Schema, flat: Schema, models: Mapping[str, Schema], inside: tuple[str, ...]) -> None:
-    """Add an object's fields. Its default is made of theirs, as the server validates a default before filling it."""
+    """Add an object's fields. Its default consists of theirs, as the server validates a default before filling it."""
     fields = {name: _structural(field, models, (*inside, name)) for name, field in flat["properties"].items()}
     if required := flat.get("required"):
         result["required"] = list(required)
@@ -191,7 +191,7 @@ def _add_fields(result: Schema, flat: Schema, models: Mapping[str, Schema], insi
 
 
 def _resolved(schema: Schema, models: Mapping[str, Schema], inside: tuple[str, ...]) -> Schema:
-    """Return the schema with its reference and its ``null`` branch merged in; ``$model`` names what was referred to."""
+    """Return the schema with its reference and its ``null`` branch merged in; ``$model`` names the reference."""
     flat = dict(schema)
     if "anyOf" in flat:
         branches = [branch for branch in flat.pop("anyOf") if branch.get("type") != "null"]

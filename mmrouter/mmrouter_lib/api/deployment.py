@@ -1,4 +1,4 @@
-"""The `MMRouterDeployment` object, and how it is read."""
+"""The `MMRouterDeployment` object: parsing, errors and JSON form."""
 
 import json
 from collections.abc import Sequence
@@ -18,14 +18,11 @@ API_VERSION = "mmrouter.io/v1alpha1"
 KIND = "MMRouterDeployment"
 NAME_LENGTH = 40
 NO_SUCH_FIELD = "no such field"
-"""Sentence about a field that this release does not know."""
+"""Error of a field that this release does not have."""
 
 
 class Metadata(Resource):
-    """The part of Kubernetes' object metadata that is used here.
-
-    The API server owns the rest and adds to it from release to release, so what is not named here is not an error.
-    """
+    """The used part of Kubernetes' object metadata; other fields are ignored, as the API server adds to them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -48,7 +45,7 @@ class MMRouterDeployment(Resource):
 
     @model_validator(mode="after")
     def _default_name(self) -> "MMRouterDeployment":
-        # A default that depends on another section. It is not marked as set: to_json() writes what the user said.
+        # A default that depends on another section, not marked as set: to_json() writes only the user's fields.
         if not self.spec.model.served_name:
             object.__setattr__(self.spec.model, "served_name", self.metadata.name)
         return self
@@ -89,11 +86,11 @@ def load_deployment(path: Path) -> MMRouterDeployment:
 
 
 def to_json(dep: MMRouterDeployment) -> dict[str, Any]:
-    """Return the document that :func:`parse_deployment` reads back: what was said, without status and defaults.
+    """Return the document that :func:`parse_deployment` reads back: the user's fields, without status and defaults.
 
-    Defaults stay out, also those that the API server filled in: pods of the release before can read it as long as no
-    newer field is used, and a field that a newer release adds changes no rendering. Of the metadata only name and
-    namespace are the resource's own.
+    Defaults are left out, also those that the API server filled in. So pods of the previous release can read it unless
+    it uses a newer field, and a field that a release adds changes no rendering. Of the metadata only name and namespace
+    are kept.
     """
     metadata = {"name": dep.metadata.name, "namespace": dep.metadata.namespace}
     spec = dep.spec.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_defaults=True)

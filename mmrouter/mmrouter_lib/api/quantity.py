@@ -1,4 +1,4 @@
-"""Kubernetes quantities: "20Mi", "1500m", "2e3"."""
+"""Parse Kubernetes quantities: "20Mi", "1500m", "2e3"."""
 
 import re
 from decimal import ROUND_CEILING, Decimal
@@ -9,11 +9,11 @@ _DECIMAL_UNITS = {"m": Decimal("0.001"), "": Decimal(1)} | {u: Decimal(1000) ** 
 _BINARY_UNITS = {f"{u}i": Decimal(1024) ** (n + 1) for n, u in enumerate("KMGTPE")}
 _UNITS = _DECIMAL_UNITS | _BINARY_UNITS
 _LIMIT = Decimal(2**63 - 1)
-"""Kubernetes takes every larger quantity for this one."""
+"""Kubernetes caps larger quantities at this one."""
 
 
 def quantity_value(text: str) -> Decimal:
-    """Return the number that a quantity stands for. Raises ``ValueError`` for anything else and from 2^63-1 on."""
+    """Return the value of a quantity. Raises ``ValueError`` for anything else and from 2^63-1 on."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f'{text!r} is not a quantity: write for instance "500m", "20Mi" or "8Gi"')

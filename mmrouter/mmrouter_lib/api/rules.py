@@ -70,7 +70,7 @@ def validation(cel: str, sentence: str, *, path: str = "", says: str = "") -> di
 
 
 def immutable(sentence: str) -> dict[str, Any]:
-    """Return the ``json_schema_extra`` of a field that cannot be changed once it is set. Only the server can tell."""
+    """Return the ``json_schema_extra`` of a field that cannot change once it is set; only the server checks it."""
     return {VALIDATIONS: [validation("self == oldSelf", sentence)]}
 
 
@@ -103,7 +103,7 @@ class Resource(BaseModel):
 
     @classmethod
     def validations(cls) -> list[dict[str, str]]:
-        """Return what the API server checks over several fields of this model: its rules, and what a model adds."""
+        """Return the checks of the API server over several fields of this model."""
         return [own.validation() for own in cls.rules()]
 
     @model_validator(mode="after")

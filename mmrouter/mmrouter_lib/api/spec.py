@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from pydantic import Field, model_validator
 
-from mmrouter_lib.api import owned_flags as flags
+from mmrouter_lib.api import owned_flags
 from mmrouter_lib.api.base import by_key
 from mmrouter_lib.api.engine_types import ENGINE_TYPES, EngineTraits
 from mmrouter_lib.api.rules import Broken, Resource, broken, rule
-from mmrouter_lib.api.sections.engine import Engine
+from mmrouter_lib.api.sections.engine import EngineSpec
 from mmrouter_lib.api.sections.frontend import Frontend
 from mmrouter_lib.api.sections.model import Model
 from mmrouter_lib.api.sections.operations import NetworkPolicy, Observability, Sidecar, Verification
@@ -31,7 +31,7 @@ class Spec(Resource):
 
     model: Model
     """The weights to serve; the id is immutable."""
-    engine: Engine
+    engine: EngineSpec
     """The inference engine."""
     frontend: Frontend = Frontend()
     """The pods that run the router."""
@@ -145,13 +145,13 @@ class Spec(Resource):
     @model_validator(mode="after")
     def _own_flags(self) -> "Spec":
         for number, pool in enumerate(self.pools):
-            flags.refuse_owned(f"pools[{number}].args", pool.args, self.engine.type)
+            owned_flags.refuse_owned(f"pools[{number}].args", pool.args, self.engine.type)
         return self
 
     @classmethod
     def validations(cls) -> list[dict[str, str]]:
         """Return the rules, with those for owned flags in the pools' ``args``."""
-        return [*super().validations(), *flags.pool_validations()]
+        return [*super().validations(), *owned_flags.pool_validations()]
 
     def _first(self, role: Role) -> int | None:
         return next((number for number, pool in enumerate(self.pools) if pool.role == role), None)

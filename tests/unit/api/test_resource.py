@@ -219,5 +219,5 @@ def test_every_field_is_described_for_kubectl_explain() -> None:
 
 def test_immutable_fields_say_so() -> None:
     definitions = MMRouterDeployment.model_json_schema()["$defs"]
-    for name, field in (("Model", "id"), ("Engine", "type"), ("Pool", "role")):
+    for name, field in (("Model", "id"), ("EngineSpec", "type"), ("Pool", "role")):
         assert "Immutable" in definitions[name]["properties"][field]["description"]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mmrouter_lib.api import owned_flags as flags
+from mmrouter_lib.api import owned_flags
 from mmrouter_lib.api.base import Argument, ConfigMapKey, Image, Opaque
 from mmrouter_lib.api.engine_types import EngineType
 from mmrouter_lib.api.rules import Resource, immutable, rule
@@ -39,7 +39,7 @@ class ProcessorOptions(Resource):
         return self.min_pixels is None or self.max_pixels is None or self.min_pixels <= self.max_pixels
 
 
-class Engine(Resource):
+class EngineSpec(Resource):
     """The inference engine, the same for every pool."""
 
     type: Annotated[
@@ -65,11 +65,11 @@ class Engine(Resource):
     """Additional engine arguments, for every pool. Arguments that have a field of their own are refused."""
 
     @model_validator(mode="after")
-    def _own_flags(self) -> "Engine":
-        flags.refuse_owned("args", self.args, self.type)
+    def _own_flags(self) -> "EngineSpec":
+        owned_flags.refuse_owned("args", self.args, self.type)
         return self
 
     @classmethod
     def validations(cls) -> list[dict[str, str]]:
         """Return the rules, with those for owned flags in ``args``."""
-        return [*super().validations(), *flags.engine_validations()]
+        return [*super().validations(), *owned_flags.engine_validations()]
