@@ -21,31 +21,41 @@ class Metrics:
         self._duration = Histogram(
             f"{prefix}_reconcile_duration_seconds", "Time of one reconcile.", buckets=_SECONDS, registry=self.registry
         )
-        self._depth = Gauge(f"{prefix}_queue_depth", "Deployments that wait for a worker.", registry=self.registry)
+        self._depth = Gauge(
+            f"{prefix}_queue_depth", "Due deployments that wait for a worker of the queue.", registry=self.registry
+        )
         self._wait = Histogram(
-            f"{prefix}_queue_wait_seconds", "Time from due to started.", buckets=_SECONDS, registry=self.registry
+            f"{prefix}_queue_wait_seconds",
+            "Time from when a reconcile was due to its start.",
+            buckets=_SECONDS,
+            registry=self.registry,
         )
         self._applies = Counter(
             f"{prefix}_apply", "Writes of children by kind and result.", ["kind", "result"], registry=self.registry
         )
         self._drift = Counter(
-            f"{prefix}_drift_repaired", "Children taken back to what was rendered.", ["kind"], registry=self.registry
+            f"{prefix}_drift_repaired", "Children restored after foreign changes.", ["kind"], registry=self.registry
         )
         self._conditions = Gauge(
             f"{prefix}_condition",
-            "1 for the status that a condition has now.",
+            "1 for the current status of a condition.",
             ["namespace", "name", "type", "status"],
             registry=self.registry,
         )
         self._ignored = Gauge(
             f"{prefix}_ignored_fields",
-            "Fields of a newer definition that a resource has with their defaults.",
+            "Fields of a newer CRD that are ignored because they have their defaults.",
             ["namespace", "name"],
             registry=self.registry,
         )
         self._ignoring: dict[Key, frozenset[str]] = {}
-        self._leader = Gauge(f"{prefix}_leader", "1 while this replica reconciles.", registry=self.registry)
-        build = Gauge(f"{prefix}_build_info", "Always 1.", ["version", "python"], registry=self.registry)
+        self._leader = Gauge(f"{prefix}_leader", "1 while this replica is the leader.", registry=self.registry)
+        build = Gauge(
+            f"{prefix}_build_info",
+            "Version of the operator and of Python; always 1.",
+            ["version", "python"],
+            registry=self.registry,
+        )
         build.labels(mmrouter.__version__, platform.python_version()).set(1)
         self._shown: dict[Key, set[tuple[str, str]]] = {}
 
