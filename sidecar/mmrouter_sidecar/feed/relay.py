@@ -1,4 +1,4 @@
-"""EventRelay engine event batches to routers: update the ledger, journal and publish deltas, answer routers' requests.
+"""Relay engine event batches to routers: update the ledger, journal and publish deltas, answer routers' requests.
 
 There are no sockets here. Everything runs in one thread, so a snapshot is always a cut between two deltas. Batches are
 applied to the ledger at once; :meth:`EventRelay.flush` writes the changes to the journal before it publishes them, so
