@@ -1,6 +1,6 @@
-"""The status of a resource: counts, ratios and conditions with their times. Pure.
+"""Builds the status of a resource: counts, ratios and conditions with their times. Pure.
 
-What cannot be known is left out or carried over from the status before, never invented.
+Unknown values are left out or carried over from the previous status, never invented.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,9 @@ from mmrouter_operator.planning.readiness_gates import (
     ready_frontends,
 )
 from mmrouter_operator.planning.rollout import Blocked, Rollout, pods_of
-from mmrouter_operator.status import condition_rules as verdicts
+from mmrouter_operator.status import condition_rules as rules
 from mmrouter_operator.status.conditions import Condition
-from mmrouter_operator.status.transitions import Transition, transitions
-
-__all__ = ["Transition", "status_of", "status_of_failure", "transitions", "urgent"]
+from mmrouter_operator.status.frontend_conditions import Before
 
 Status = dict[str, Any]
 
@@ -35,55 +33,57 @@ def status_of(
     dep: MMRouterDeployment | SpecError,
     snapshot: Snapshot,
     plan: RolloutPlan | None,
-    advice: Sequence[Problem],
+    problems: Sequence[Problem],
     previous: Mapping[str, Any] | None,
 ) -> Status:
     """Return the whole status to apply.
 
-    ``plan`` is ``None`` when the deployment's Secret is of no use; ``advice`` is what went wrong while children were
-    written; ``previous`` is the status that the resource has.
+    ``plan`` is ``None`` if the deployment's Secret is unusable; ``problems`` arose while children were written;
+    ``previous`` is the resource's status.
     """
     last: Mapping[str, Any] = previous or {}
     before = {item["type"]: item for item in last.get("conditions") or []}
     if isinstance(dep, SpecError):
-        found = verdicts.of_invalid(str(dep))
-        return _assemble(snapshot, "Invalid", _still(last, snapshot), found, before, keep=True)
-    if plan is None and dep.spec.paused and not advice:
-        return _assemble(snapshot, "Paused", _still(last, snapshot), verdicts.of_not_begun(), before, keep=True)
+        conditions = rules.of_invalid(str(dep))
+        return _assemble(snapshot, "Invalid", _carried_over(last, snapshot), conditions, before, keep=True)
+    if plan is None and dep.spec.paused and not problems:
+        return _assemble(snapshot, "Paused", _carried_over(last, snapshot), rules.of_not_begun(), before, keep=True)
     if plan is None:
-        return _assemble(snapshot, "Blocked", _still(last, snapshot), verdicts.of_unusable(advice), before, keep=True)
-    plan = verdicts.with_what_is_lacking(plan, snapshot, advice)
-    found = verdicts.of_valid(dep, snapshot, plan, advice, before)
+        return _assemble(
+            snapshot, "Blocked", _carried_over(last, snapshot), rules.of_unusable(problems), before, keep=True
+        )
+    plan = rules.with_missing_children(plan, snapshot, problems)
+    conditions = rules.of_rendered(dep, snapshot, plan, problems, before)
     body = _counts(dep, snapshot, plan) | _routing(snapshot, last)
-    return _assemble(snapshot, _phase(plan, found), body, found, before, keep=False)
+    return _assemble(snapshot, _phase(plan, conditions), body, conditions, before, keep=False)
 
 
 def status_of_failure(message: str, snapshot: Snapshot, previous: Mapping[str, Any] | None) -> Status:
-    """Return the status of a resource at which the operator itself failed, so that nothing new is known of it."""
+    """Return the status after a bug of the operator: everything but its conditions stays as it was."""
     last: Mapping[str, Any] = previous or {}
     before = {item["type"]: item for item in last.get("conditions") or []}
     body = {key: value for key, value in last.items() if key not in ("observedGeneration", "phase", "conditions")}
-    return _assemble(snapshot, "Failed", body, verdicts.of_failure(message), before, keep=True)
+    return _assemble(snapshot, "Failed", body, rules.of_failure(message), before, keep=True)
 
 
 def urgent(previous: Mapping[str, Any] | None, status: Mapping[str, Any]) -> bool:
-    """Whether a status is to be written at once: more than ratios and the wording of messages has changed."""
-    return bool(_essence(previous or {}) != _essence(status))
+    """Whether to write a status at once: more than ratios and the wording of messages has changed."""
+    return bool(_significant(previous or {}) != _significant(status))
 
 
 def _assemble(
     snapshot: Snapshot,
     phase: str,
     body: Mapping[str, Any],
-    found: Sequence[Condition],
-    before: verdicts.Before,
+    conditions: Sequence[Condition],
+    before: Before,
     *,
     keep: bool,
 ) -> Status:
-    """Put a status together. ``keep``: conditions that cannot be judged now stay, with the generation they speak of."""
+    """Assemble a status. ``keep``: conditions that cannot be judged now stay, with the generation they describe."""
     generation = int(snapshot.resource["metadata"].get("generation", 0))
-    shown = [_timed(item, generation, snapshot.now, before.get(item.type)) for item in found]
-    types = {item.type for item in found}
+    shown = [_timed(item, generation, snapshot.now, before.get(item.type)) for item in conditions]
+    types = {item.type for item in conditions}
     if keep:
         shown += [dict(item) for type_, item in before.items() if type_ not in types]
     return {"observedGeneration": generation, "phase": phase, **body, "conditions": shown}
@@ -140,7 +140,7 @@ def _pool(name: str, role: str, rollout: Rollout, snapshot: Snapshot) -> dict[st
 
 def _holds(gate: str, pod: PodView, snapshot: Snapshot) -> bool:
     if not counted_frontends(snapshot):
-        # Nobody has spoken yet: what was written on the pod is the last that is known.
+        # No frontend has reported yet: the pod's own gates are the last known values.
         return pod.gates.get(gate, False)
     reports = counted_reports(pod, snapshot)
     return is_routable(reports) if gate == ROUTABLE else is_verified(reports)
@@ -154,12 +154,12 @@ def _routing(snapshot: Snapshot, last: Mapping[str, Any]) -> dict[str, Any]:
         "exactRatio": (sum(r.exact_decisions for r in reports), sum(r.decisions for r in reports)),
         "hitRatio": (sum(r.hit_blocks for r in reports), sum(r.prompt_blocks for r in reports)),
     }
-    known = {name: f"{min(part / whole, 1.0):.3f}" for name, (part, whole) in ratios.items() if whole > 0}
-    return {"routing": known} if known else {}
+    routing = {name: f"{min(part / whole, 1.0):.3f}" for name, (part, whole) in ratios.items() if whole > 0}
+    return {"routing": routing} if routing else {}
 
 
-def _still(last: Mapping[str, Any], snapshot: Snapshot) -> dict[str, Any]:
-    """Return the status before with the replicas that are ready now: what runs goes on running."""
+def _carried_over(last: Mapping[str, Any], snapshot: Snapshot) -> dict[str, Any]:
+    """Return the counts of the previous status, with the replicas that are ready now."""
     body = {key: last[key] for key in ("endpoint", "frontend", "poolsReady", "pools", "routing") if key in last}
     if "frontend" in body:
         body["frontend"] = {**body["frontend"], "ready": len(ready_frontends(snapshot))}
@@ -171,8 +171,8 @@ def _still(last: Mapping[str, Any], snapshot: Snapshot) -> dict[str, Any]:
     return body
 
 
-def _phase(plan: RolloutPlan, found: Sequence[Condition]) -> str:
-    by_type = {item.type: item.status for item in found}
+def _phase(plan: RolloutPlan, conditions: Sequence[Condition]) -> str:
+    by_type = {item.type: item.status for item in conditions}
     if isinstance(plan.outcome, Blocked) and plan.outcome.reason == "Paused":
         return "Paused"
     if by_type["Ready"] == "True":
@@ -185,9 +185,11 @@ def _phase(plan: RolloutPlan, found: Sequence[Condition]) -> str:
     return "Updating" if serves else "Starting"
 
 
-def _essence(status: Mapping[str, Any]) -> Any:
-    told = [
+def _significant(status: Mapping[str, Any]) -> Any:
+    conditions = [
         (item["type"], item["status"], item["reason"], item.get("observedGeneration"))
         for item in status.get("conditions") or []
     ]
-    return {key: value for key, value in status.items() if key not in ("routing", "conditions")} | {"conditions": told}
+    return {key: value for key, value in status.items() if key not in ("routing", "conditions")} | {
+        "conditions": conditions
+    }

@@ -1,4 +1,4 @@
-"""Every condition and reason that a status can show: one table, which code and docs/conditions.md share."""
+"""Every condition and reason of a status: the table that the code and docs/conditions.md share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Truth = Literal["True", "False", "Unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition of a status, before it has a time."""
+    """One condition of a status, without its times."""
 
     type: str
     status: Truth
@@ -60,7 +60,7 @@ MISSING: Final[Mapping[str, str]] = {
     "ResourceClaim": "ResourceClaimMissing",
     "ResourceClaimTemplate": "ResourceClaimTemplateMissing",
 }
-"""Kind of an object that the resource names and that is not there -> reason."""
+"""Kind of a missing object that the resource refers to -> reason."""
 
 _REPLICAS: Final[dict[str, Truth]] = {
     "AllReady": "True",
@@ -141,10 +141,10 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
 """Condition -> reason -> the status that the condition has for it."""
 
 ABNORMAL: Final = frozenset({DEGRADED, PRESSURE})
-"""Conditions whose True calls for somebody. Of the others it is False, but for Progressing, which calls for nobody."""
+"""Conditions for which True is the bad state. For the others it is False, except for Progressing, which has none."""
 
 REPLICAS_READY: Final = (FRONTEND_READY, WORKERS_READY, ENCODERS_READY, RENDERERS_READY)
-"""Conditions that speak of replicas."""
+"""Conditions about replicas."""
 
 
 def condition(type_: str, reason: str, message: str) -> Condition:

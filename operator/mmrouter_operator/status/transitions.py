@@ -1,4 +1,4 @@
-"""What is worth an Event: a condition that has changed. Pure."""
+"""Which changes of conditions are recorded as Events. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Transition:
 
 
 _QUIET: Final = frozenset({"RollingOut", "Paused", "SpecInvalid", "SecretUnusable", "ScaledToZero"})
-"""Reasons that another condition tells better."""
+"""Reasons that another condition reports more precisely."""
 
 
 def transitions(previous: Mapping[str, Any] | None, status: Mapping[str, Any]) -> list[Transition]:
     """Return the Events between two statuses; none between equal ones, whatever their messages say.
 
-    A new resource has no past: what is in order from the start is not told, but for Ready, and what is wrong is.
+    Of a new resource, only Ready and abnormal conditions are recorded.
     """
     before = {item["type"]: item for item in (previous or {}).get("conditions") or []}
     found = [_transition(item, before.get(item["type"])) for item in status.get("conditions") or []]
@@ -39,7 +39,7 @@ def _transition(item: Mapping[str, Any], last: Mapping[str, Any] | None) -> Tran
         return None
     if type_ == c.PROGRESSING:
         if reason not in ("RollingOut", "Complete", "Paused") or (last is None and reason == "Complete"):
-            return None  # what blocks a rollout is told by Degraded
+            return None  # Degraded reports what blocks a rollout
         return Transition("Normal", reason, ACTION, message)
     if truth == "Unknown":
         return None
@@ -47,7 +47,7 @@ def _transition(item: Mapping[str, Any], last: Mapping[str, Any] | None) -> Tran
         if reason in _QUIET and not (type_ == c.SPEC_VALID or (type_, reason) == (c.READY, "SpecInvalid")):
             return None
         if last is None and type_ in (c.READY, *c.REPLICAS_READY):
-            return None  # nothing has been there that could be lost
+            return None  # nothing was lost: it never was ready
         return Transition("Warning", reason, ACTION, message)
     if last is None and type_ != c.READY:
         return None

@@ -1,4 +1,4 @@
-"""Writes a deployment's status, its Events and its condition metrics: only what changed, and ratios rarely."""
+"""Writes a deployment's status, Events and condition metrics: only changes, and changed ratios rarely."""
 
 import logging
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ QUIET_INTERVAL = 30.0
 """Seconds between writes that change nothing but measured ratios and the wording of messages."""
 
 REFUSED_FOR = 60.0
-"""Seconds for which no status is sent for a spec with which the server refused one."""
+"""Seconds without another try after the server refused the status of a spec."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """What was sent, what the resource showed after it, and when."""
+    """The last written status, the live status after it, and when it was written."""
 
     status: Status
     live: Status
@@ -37,7 +37,7 @@ class _Last:
 
 
 class StatusWriter:
-    """Remembers what was written last to each deployment, and when."""
+    """Writes statuses, and remembers the last one of each deployment."""
 
     def __init__(self, cluster: KubernetesCluster, cache: WatchCache, metrics: Metrics) -> None:
         self._cluster = cluster
@@ -55,7 +55,7 @@ class StatusWriter:
         planned: RolloutPlan | None,
         written: WriteResult,
     ) -> float | None:
-        """Write what changed. Returns the seconds until the deployment is to be looked at again, if any."""
+        """Write what changed. Returns the seconds until the next reconcile, if one is due."""
         before: dict[str, Any] = resource.get("status") or {}
         status = status_of(spec, snapshot, planned, tuple(written.problems), before)
         last = self._written.get(key)
@@ -66,13 +66,13 @@ class StatusWriter:
         else:
             await self._send(key, resource, before, status, written)
         for ref in written.repaired:
-            note = f"{ref.kind} {ref.name} was changed or deleted by somebody else and is put right"
+            note = f"{ref.kind} {ref.name} was changed or deleted by another writer and is repaired"
             await self._event(resource, "Normal", "DriftRepaired", "Apply", note)
         self._metrics.conditions(key, [(item["type"], item["status"]) for item in status.get("conditions", [])])
         return written.again_in
 
     async def failed(self, key: Key, resource: Object, message: str, now: float) -> None:
-        """Tell that the operator itself failed at a deployment; nothing that it may have failed at is looked at."""
+        """Report a bug of the operator at a deployment, without reading any state that may have caused it."""
         before: dict[str, Any] = resource.get("status") or {}
         snapshot = Snapshot(resource=resource, now=now, children={}, pods=(), reports={})
         status = status_of_failure(message, snapshot, before)
@@ -87,8 +87,8 @@ class StatusWriter:
         try:
             live = await self._cluster.apply_status(_manifest(resource, status))
         except Refused as error:
-            # Its spec is invalid for the CRD that is there now, for one: nobody can write its status until that is
-            # corrected, and whoever does so wakes us up.
+            # For example, its spec is invalid for the current CRD: no status can be written until the spec is
+            # corrected, and that triggers a reconcile.
             self._refused[key] = (generation, boot_time())
             log.warning("the status is refused: %s", error, extra={"namespace": key[0], "object": key[1]})
             if refused is None or refused[0] != generation:
@@ -99,19 +99,19 @@ class StatusWriter:
         self._written[key] = _Last(status, live.get("status") or {}, boot_time())
         self._cache.put(RESOURCE, live)
         if live["metadata"].get("generation") != generation:
-            # Changed while this ran. The answer has just put the change into the cache, so the watch is no news there.
+            # The spec changed meanwhile. The response is in the cache already, so the watch event will change nothing.
             written.retry_in(0.0)
         for event in transitions(before, status):
             await self._event(resource, event.type, event.reason, event.action, event.note)
 
     def forget(self, key: Key) -> None:
-        """A deployment is gone."""
+        """Forget a deleted deployment."""
         self._written.pop(key, None)
         self._refused.pop(key, None)
         self._metrics.conditions(key, ())
 
     def retire(self) -> None:
-        """Another replica reports now."""
+        """Forget everything: another replica leads."""
         self._written.clear()
         self._refused.clear()
         self._metrics.forget_conditions()
@@ -120,12 +120,12 @@ class StatusWriter:
         try:
             await self._cluster.event(resource, type, reason, action, note)
         except ApiError as error:
-            # The condition says the same and stays; an Event is a courtesy.
+            # The condition holds the same information.
             log.warning("an event was not recorded: %s", error, extra={"reason": reason})
 
 
 def _shows(live: Status, wanted: Status) -> bool:
-    """Whether a live status is the wanted one; the server keeps lists of named things in an order of its own."""
+    """Whether a live status is the wanted one; the server orders lists of named items itself."""
 
     def by_name(status: Status) -> Status:
         ordered = {key: {item[name]: item for item in status.get(key, [])} for key, name in _LISTS.items()}
@@ -136,6 +136,6 @@ def _shows(live: Status, wanted: Status) -> bool:
 
 def _manifest(resource: Object, status: dict[str, Any]) -> Object:
     metadata = resource["metadata"]
-    # With the uid, so that a resource of the same name made meanwhile is not told about the one before it.
+    # The uid excludes a new resource of the same name.
     identity = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]}
     return {"apiVersion": resource["apiVersion"], "kind": resource["kind"], "metadata": identity, "status": status}

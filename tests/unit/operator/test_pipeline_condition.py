@@ -9,7 +9,7 @@ from unit.operator.simulated_world import World, deployment, role
 from unit.operator.test_status import conditions, engines, judged, message, pods, silent
 
 from mmrouter_operator.model.snapshot import Snapshot
-from mmrouter_operator.status.pipeline_condition import WITHOUT
+from mmrouter_operator.status.frontend_conditions import MISSING_STAGES
 from mmrouter_operator.status.transitions import transitions
 
 CHAIN = "ChainComplete"
@@ -35,7 +35,7 @@ def test_workers_alone_are_no_chain() -> None:
     assert CHAIN not in conditions(judged(standing(spec)))
 
 
-@pytest.mark.parametrize(("word", "reason"), [(word, reason) for word, (reason, _) in WITHOUT.items()])
+@pytest.mark.parametrize(("word", "reason"), [(word, reason) for word, (reason, _) in MISSING_STAGES.items()])
 def test_what_all_frontends_go_without_is_the_reason_and_it_clears(word: str, reason: str) -> None:
     world = standing(pair())
     world.status = before = judged(world)
