@@ -17,7 +17,7 @@ from mmrouter_operator.planning.rollout import pool_of
 from mmrouter_operator.planning.rollout_simulation import Simulation, simulate
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates, difference
 from mmrouter_operator.render import CHILD_KINDS, render
-from mmrouter_operator.render.kv_layouts import unequal
+from mmrouter_operator.render.kv_layouts import mismatches
 from mmrouter_operator.render.metadata import secret_name
 
 _NO_RESTART = ("replicas", "autoscaling", "weight")
@@ -182,7 +182,7 @@ def _report(
         restarts={name: _because(changes, pools.get(name, "")) for name in sorted(restarted)},
         rehearsal=rehearsal,
         adopting=_adopting(rendered, desired, snapshot, dep),
-        warnings=tuple(pair.sentence() for pair in unequal(dep)),
+        warnings=tuple(pair.sentence() for pair in mismatches(dep)),
     )
 
 

@@ -218,8 +218,10 @@ def killed(crd: ControlPlane, kubelet: Hollow) -> Iterator[Mapping[str, Killed]]
             for calls, namespace in enumerate(one.disturbed):
                 apply(crd, namespace, CHANGES[name].after)
                 ended, _ = zygote.run(namespace, calls)
-                # It may make a call or two less than the undisturbed one: what it tells depends on the pods.
-                assert ended == -signal.SIGKILL or (ended == 0 and calls > len(one.disturbed) - 3), zygote.log()[-3000:]
+                # A run may make fewer calls than the undisturbed one: statuses and events depend on the pods' timing.
+                assert ended == -signal.SIGKILL or (ended == 0 and calls > len(one.disturbed) // 2), zygote.log()[
+                    -3000:
+                ]
         with operator(crd):
             yield found
 

@@ -15,8 +15,9 @@ from mmrouter_operator.model.snapshot import Key
 
 log = logging.getLogger(__name__)
 
-_RETRIED = frozenset({401, 408, 410, 429})
-"""Refusals (4xx) that may pass: the token is renewed, the version is listed again, the server throttles."""
+_RETRIED = frozenset({401, 403, 404, 408, 410, 429})
+"""Refusals (4xx) that may pass: a token is renewed, rights are granted, a version is listed again, the server
+throttles, or it has just started and its authorizer and custom kinds are not loaded yet."""
 
 
 class WatchError(Exception):
@@ -112,14 +113,11 @@ class KindListener:
         self.trouble = ""
 
     def failed(self, reason: str, error: Exception) -> None:
-        """Log the first of several failures. Raises :class:`WatchError` for a refusal that repeating cannot cure.
-
-        Until the kind has been listed once, 403 is repeated: the operator's rights may be granted after its start.
-        """
+        """Log the first of several failures. Raises :class:`WatchError` for a refusal that repeating cannot cure."""
         what = "watched" if self.complete else "listed"
         sentence = f"{self.kind} cannot be {what} in {self.namespace or 'all namespaces'}: {error}"
         status = error.status if isinstance(error, RefusedError) else 0
-        if 400 <= status < 500 and status not in _RETRIED and (self.complete or status != 403):
+        if 400 <= status < 500 and status not in _RETRIED:
             raise WatchError(sentence) from error
         if not self.trouble and reason != "expired":
             log.warning(sentence)

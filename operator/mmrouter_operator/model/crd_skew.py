@@ -1,8 +1,8 @@
-"""Resources that a newer definition has filled in: fields that this release does not know. Pure.
+"""Removes defaulted fields of a newer CRD, which this release does not know, from a resource. Pure.
 
-While a new release is installed its definition comes first, and the API server then writes its defaults into every
-object that is read. A field that has its default means the same as no such field, so the operator of before may go on
-without it. A field with any other value was said by somebody, and is an error of the spec as ever.
+During an upgrade the new CRD is installed first, and the API server then writes its defaults into every object that is
+read. A field with its default value means the same as no field, so the old operator can ignore it. A field with another
+value was set by a user and remains an error.
 """
 
 import copy
@@ -17,27 +17,26 @@ Object = dict[str, Any]
 
 
 def without_defaults(resource: Mapping[str, Any], served: Mapping[str, Any]) -> tuple[Object, tuple[str, ...], bool]:
-    """Return a resource without what only the definition has put there, the paths of that, and whether all is told.
+    """Return a resource without unknown defaulted fields, the paths of these, and whether the schema is complete.
 
-    ``served``: the schema of the whole object as the API server publishes it, empty where it does not. The last value
-    is False where the resource has a field that neither this release nor the published schema knows: the definition has
-    just been replaced, and its schema follows in a moment.
+    ``served``: the schema of the whole object as the API server publishes it, empty if it does not. It is incomplete if
+    neither this release nor the schema knows a field: the CRD was just replaced, and its schema is published shortly.
     """
-    found = copy.deepcopy(dict(resource))
+    result = copy.deepcopy(dict(resource))
     theirs = (served.get("properties") or {}).get("spec") or {}
-    unknown = list(_unknown(found.get("spec"), _ours(), theirs, "spec"))
-    told = True
+    unknown = list(_unknown(result.get("spec"), _ours(), theirs, "spec"))
+    complete = True
     dropped = []
     for holder, name, schema, path in unknown:
-        told = told and (schema is not None or not served)
+        complete = complete and (schema is not None or not served)
         if schema is not None and "default" in schema and holder[name] == schema["default"]:
             del holder[name]
             dropped.append(path)
-    return found, tuple(dropped), told
+    return result, tuple(dropped), complete
 
 
 def schema_in(published: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of our kind in the OpenAPI document of its group; empty where it has none."""
+    """Return the schema of our kind in the OpenAPI document of its group; empty if it has none."""
     for schema in ((published.get("components") or {}).get("schemas") or {}).values():
         if any(kind.get("kind") == KIND for kind in schema.get("x-kubernetes-group-version-kind") or []):
             return dict(schema)
@@ -53,7 +52,7 @@ def _ours() -> Mapping[str, Any]:
 def _unknown(
     value: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str
 ) -> Iterator[tuple[Object, str, Mapping[str, Any] | None, str]]:
-    """Yield the fields that our schema lacks: where they stand, their name, their served schema, and their path."""
+    """Yield the fields that our schema lacks: the map that has them, their name, served schema and path."""
     if isinstance(value, list) and "items" in ours:
         for number, item in enumerate(value):
             yield from _unknown(item, ours["items"], theirs.get("items") or {}, f"{path}[{number}]")

@@ -1,6 +1,6 @@
-"""A rollout from its first step to its last, as it goes when every pod becomes ready. Pure.
+"""Simulates a rollout from its first step to its last, with every pod becoming ready. Pure.
 
-The planner takes one step at a time and looks again; here its steps are carried out on the snapshot itself.
+The planner plans one step at a time; the simulation applies each step to the snapshot.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from mmrouter_operator.planning.planner import Blocked, Complete, Outcome, Rollo
 from mmrouter_operator.planning.rollout import pool_of
 
 ROUNDS = 10_000
-"""Steps after which a rehearsal gives up; a thousand replicas that move one by one need fewer."""
+"""Limit of steps; a thousand replicas that move one by one need fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """All rounds in order; what is in one round happens together, and the next waits until its pods are ready."""
+    """The rounds in order. The steps of one round happen together, and the next round waits for their pods."""
 
     rounds: tuple[tuple[Step, ...], ...]
     outcome: Outcome
@@ -31,23 +31,22 @@ def simulate(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Ma
     """Return every step from ``snapshot`` to ``desired``. ``revision``: a ControllerRevision that is applied first."""
     snapshot = with_revision(snapshot, revision)
     rounds: list[tuple[Step, ...]] = []
-    told: set[Step] = set()
+    reported: set[Step] = set()
     for _ in range(ROUNDS):
         planned = plan(desired, snapshot)
-        # A wait that goes on is told once.
-        steps = tuple(step for step in planned.steps if step.action != "hold" or step not in told)
-        told.update(steps)
+        steps = tuple(step for step in planned.steps if step.action != "hold" or step not in reported)
+        reported.update(steps)
         if steps:
             rounds.append(steps)
-        after = carried_out(planned, _with_secret(desired, snapshot))
+        after = applied(planned, _with_secret(desired, snapshot))
         if isinstance(planned.outcome, Complete) or (isinstance(planned.outcome, Blocked) and after == snapshot):
             return Simulation(tuple(rounds), planned.outcome, after)
         snapshot = after
     return Simulation(tuple(rounds), planned.outcome, snapshot)
 
 
-def carried_out(planned: RolloutPlan, snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot after a plan was applied and every pod has become ready."""
+def applied(planned: RolloutPlan, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot after a plan was applied and every pod became ready."""
     children = dict(snapshot.children)
     for manifest in planned.apply:
         key = (manifest["kind"], manifest["metadata"]["name"])
@@ -55,7 +54,7 @@ def carried_out(planned: RolloutPlan, snapshot: Snapshot) -> Snapshot:
     for kind, name, _ in planned.prune:
         children.pop((kind, name), None)
     gone = {name for kind, name, _ in planned.prune if kind == "ControllerRevision"}
-    # Pods of the snapshot have been replaced by others, of which only the counts are known.
+    # The snapshot's pods are replaced by others, of which only the counts are simulated.
     replaced = {pool_of(manifest) for manifest in planned.apply if manifest["kind"] == "Deployment"}
     return dataclasses.replace(
         snapshot,
@@ -73,7 +72,7 @@ def with_revision(snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Sna
 
 
 def _with_secret(desired: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with the Secret, which is made before anything is planned."""
+    """Return the snapshot with the Secret, which is created before anything is planned."""
     made = {("Secret", m["metadata"]["name"]): child_view(m) for m in desired if m["kind"] == "Secret"}
     return dataclasses.replace(snapshot, children={**made, **snapshot.children})
 

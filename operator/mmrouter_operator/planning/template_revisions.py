@@ -1,9 +1,9 @@
-"""Which pod template a Deployment gets: the one kept from before as long as what it was made from is the same. Pure.
+"""Chooses the pod template of every Deployment: the stored one while its inputs are unchanged. Pure.
 
-Rendering code changes with the operator's version, and with it the rendered template. That alone must not restart an
-engine, so every template is kept in a ControllerRevision with the hash of its *inputs*: what the user said and the
-secrets (``render/inputs.py``). While the inputs are equal the kept template is applied, which also repairs drift from
-it. The user changes the spec, or sets ``mmrouter.io/adopt``, to get a new one.
+Rendered templates may change with the operator's version. That alone must not restart an engine, so every template is
+stored in a ControllerRevision with the hash of its *inputs*: the spec and the secrets
+(:mod:`mmrouter_operator.render.pod.template_inputs`). While the inputs are equal the stored template is applied, which
+also repairs drift. A change of the spec, or the annotation ``mmrouter.io/adopt``, takes a new one.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from mmrouter_operator.planning.rollout import pods_of, pool_of, role_of, templa
 from mmrouter_operator.render import controllerrevision
 from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
-KEPT = 3
+REVISION_LIMIT = 3
 """Revisions that are kept, besides those that a Deployment still runs."""
 
 
 def adopts(dep: MMRouterDeployment, version: str = __version__) -> bool:
-    """Whether the user lets this operator version's rendering replace the kept templates."""
+    """Whether this operator version's rendering may replace the stored templates."""
     return dep.metadata.annotations.get(ADOPT) in ("true", version)
 
 
@@ -33,9 +33,8 @@ def choose_templates(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Return the manifests with the pod templates to use, and the ControllerRevision to apply before them, if any.
 
-    Manifests are values: parts of them are shared and none is ever changed. Every template gets the annotation
-    ``mmrouter.io/rendering-hash``: the inputs of two templates may be equal while an adoption replaces one by the
-    other.
+    Manifests are not modified: parts of them are shared. Every template gets the annotation
+    ``mmrouter.io/rendering-hash``: with equal inputs, an adoption may still replace one template by another.
     """
     newest = max(snapshot.revisions, key=lambda revision: revision.number, default=None)
     deployments = [manifest for manifest in desired if manifest["kind"] == "Deployment"]
@@ -44,22 +43,22 @@ def choose_templates(
     if not adopt:
         for manifest in deployments:
             name = manifest["metadata"]["name"]
-            chosen[name] = _kept(name, inputs_of(rendered[name]), manifest, snapshot, newest) or rendered[name]
+            chosen[name] = _stored(name, inputs_of(rendered[name]), manifest, snapshot, newest) or rendered[name]
         together = [m["metadata"]["name"] for m in deployments if role_of(m) in SET_ROLES]
         if len({_label(chosen[name], COMPATIBILITY) for name in together}) > 1:
-            # One of a set has changed, and the others were kept from a release with another layout: they would never
-            # pair. A set is adopted whole.
+            # One pool of a set has changed, and the others' stored templates have another layout, so they would never
+            # pair. A set is adopted as a whole.
             chosen |= {name: rendered[name] for name in together}
     entries = {name: {"inputs": inputs_of(rendered[name]), "template": chosen[name]} for name in chosen}
     result = [_with_template(m, chosen[m["metadata"]["name"]]) if m in deployments else m for m in desired]
     if newest is not None and _same(_templates(newest), entries):
-        # One that was orphaned is applied once more, which takes it back.
+        # An orphaned revision is applied again to restore its owner.
         return result, None if newest.owner else controllerrevision.revision(dep, newest.number, entries)
     return result, controllerrevision.revision(dep, 1 + _highest(dep, snapshot), entries)
 
 
 def _highest(dep: MMRouterDeployment, snapshot: Snapshot) -> int:
-    """Return the highest number that a ControllerRevision has, whoever owns it: its data can never be changed."""
+    """Return the highest number that a ControllerRevision has, whatever its owner: its data is immutable."""
     prefix = f"{dep.metadata.name}-"
     names = [name for kind, name in snapshot.children if kind == "ControllerRevision" and name.startswith(prefix)]
     numbers = [int(name[len(prefix) :]) for name in names if name[len(prefix) :].isdecimal()]
@@ -67,12 +66,12 @@ def _highest(dep: MMRouterDeployment, snapshot: Snapshot) -> int:
 
 
 def inputs_of(template: Mapping[str, Any]) -> str:
-    """Return the hash of what a template was made from: the renderer's annotation ``mmrouter.io/template-hash``."""
+    """Return the hash of a template's inputs: the renderer's annotation ``mmrouter.io/template-hash``."""
     return str((template["metadata"].get("annotations") or {}).get(INPUTS_HASH, ""))
 
 
 def stored_template(revisions: Sequence[RevisionView], name: str, wanted: str) -> dict[str, Any] | None:
-    """Return the kept template of a Deployment by its template hash, ``None`` where no revision has it."""
+    """Return the stored template of a Deployment by its rendering hash, ``None`` if no revision has it."""
     for revision in sorted(revisions, key=lambda revision: -revision.number):
         template = (_templates(revision).get(name) or {}).get("template")
         if template is not None and _hash_of(template) == wanted:
@@ -81,11 +80,11 @@ def stored_template(revisions: Sequence[RevisionView], name: str, wanted: str) -
 
 
 def surplus_revisions(snapshot: Snapshot, running: Mapping[str, set[str]]) -> tuple[RevisionView, ...]:
-    """Return the revisions to delete: older than the last :data:`KEPT`, and with no template that still runs.
+    """Return the revisions to delete: older than the last :data:`REVISION_LIMIT`, and with no template that still runs.
 
     ``running``: Deployment name as rendered -> template hashes of its live Deployments and pods.
     """
-    old = sorted(snapshot.revisions, key=lambda revision: -revision.number)[KEPT:]
+    old = sorted(snapshot.revisions, key=lambda revision: -revision.number)[REVISION_LIMIT:]
     newer = snapshot.revisions
     return tuple(revision for revision in old if not _needed(revision, running, newer))
 
@@ -95,21 +94,21 @@ def difference(before: Any, after: Any, path: str = "") -> list[str]:
     if before == after:
         return []
     if isinstance(before, dict) and isinstance(after, dict):
-        found = []
+        paths = []
         for key in sorted({*before, *after}):
-            found += difference(before.get(key), after.get(key), f"{path}.{key}" if path else key)
-        return found
+            paths += difference(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+        return paths
     if isinstance(before, list) and isinstance(after, list) and _named(before) and _named(after):
         old, new = ({item["name"]: item for item in items} for items in (before, after))
-        found = [] if list(old) == list(new) or set(old) != set(new) else [f"{path} (order)"]
+        paths = [] if list(old) == list(new) or set(old) != set(new) else [f"{path} (order)"]
         for name in dict.fromkeys([*old, *new]):
-            found += difference(old.get(name), new.get(name), f"{path}[{name}]")
-        return found
+            paths += difference(old.get(name), new.get(name), f"{path}[{name}]")
+        return paths
     return [path]
 
 
 def _signed(template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a template that carries the hash of its own content."""
+    """Return a copy of a template with the hash of its own content."""
     metadata = template["metadata"]
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
     annotations = {**(metadata.get("annotations") or {}), RENDERING_HASH: digest}
@@ -124,18 +123,18 @@ def _label(template: Mapping[str, Any], name: str) -> str:
     return str((template["metadata"].get("labels") or {}).get(name, ""))
 
 
-def _kept(
-    name: str, made_from: str, manifest: Mapping[str, Any], snapshot: Snapshot, newest: RevisionView | None
+def _stored(
+    name: str, inputs: str, manifest: Mapping[str, Any], snapshot: Snapshot, newest: RevisionView | None
 ) -> dict[str, Any] | None:
-    """Return the kept template of equal inputs: of the newest revision, or of an older one whose pods still run.
+    """Return the stored template with equal inputs: of the newest revision, or of an older one whose pods still run.
 
-    The older one is what a user goes back to in the middle of a rollout: its pods must not be replaced by equal ones.
+    A user returns to the older one in the middle of a rollout: its pods must not be replaced by equal ones.
     """
     pool, role = pool_of(manifest), role_of(manifest)
     running = {pod.template_hash for pod in pods_of(snapshot.pods, pool, role)}
     for revision in sorted(snapshot.revisions, key=lambda revision: -revision.number):
         entry = _templates(revision).get(name)
-        if entry is None or entry.get("inputs") != made_from:
+        if entry is None or entry.get("inputs") != inputs:
             continue
         template: dict[str, Any] = entry["template"]
         if revision is newest or _hash_of(template) in running:
@@ -144,7 +143,7 @@ def _kept(
 
 
 def _templates(revision: RevisionView) -> dict[str, Any]:
-    """Return the entries that can be read; a later release may have written others."""
+    """Return the readable entries; a later release may have written others."""
     entries = revision.data.get("deployments")
     if not isinstance(entries, dict):
         return {}

@@ -1,15 +1,16 @@
-"""Which prefill and decode pools can exchange KV blocks, as far as the resource says it. Pure.
+"""Which prefill and decode pools can exchange KV blocks, as far as the resource shows. Pure.
 
-A deployment's prefill and decode pools change together (``inputs.compatibility``) and need not be alike: connectors
-translate tensor parallelism, vLLM's also block sizes. What they do not translate, the number format of a block for one,
-must be equal, and engines of pools that say otherwise refuse each other. So their pods bear one more label, and routers
-pair no engines with different ones.
+A deployment's prefill and decode pools change together (``template_inputs.compatibility``) and need not be equal:
+connectors translate tensor parallelism, and vLLM's connector also block sizes. What they do not translate, such as the
+number format of a block, must be equal; engines that differ in it refuse each other. Their pods therefore get one more
+label, and routers never pair engines with different labels.
 """
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
 from mmrouter_lib.engines.base.launch import chosen_flags
@@ -17,78 +18,73 @@ from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.model.labels import KV_LAYOUT
 from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 
-_UNSAID: Final = ("", "auto")
+_UNSET: Final = ("", "auto")
+_SPELLINGS: Final = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Unequal:
-    """Two pools that cannot exchange blocks. ``differs``: what -> what the first and what the second pool says."""
+class LayoutMismatch:
+    """A prefill and a decode pool that cannot exchange blocks. ``differs``: property -> its value in each of them."""
 
     prefill: str
     decode: str
     differs: dict[str, tuple[str, str]]
 
     def sentence(self) -> str:
-        """Return it for people."""
-        found = (
-            f"{what} is {one or 'not set'} and {other or 'not set'}" for what, (one, other) in self.differs.items()
+        """Return a sentence for messages."""
+        properties = (
+            f"{name} is {prefill or 'not set'} and {decode or 'not set'}"
+            for name, (prefill, decode) in self.differs.items()
         )
-        return f"pools {self.prefill} and {self.decode} cannot exchange KV blocks: {', '.join(found)}"
+        return f"pools {self.prefill} and {self.decode} cannot exchange KV blocks: {', '.join(properties)}"
 
 
-def unequal(dep: MMRouterDeployment) -> list[Unequal]:
-    """Return every prefill and decode pool that cannot work together."""
-    found = layouts(dep)
+def mismatches(dep: MMRouterDeployment) -> list[LayoutMismatch]:
+    """Return every pair of a prefill and a decode pool that cannot work together."""
+    by_pool = layouts(dep)
     pairs = [
-        Unequal(
-            one.name,
-            other.name,
-            {
-                what: (found[one.name].get(what, ""), found[other.name].get(what, ""))
-                for what in sorted(found[one.name].keys() | found[other.name].keys())
-                if found[one.name].get(what) != found[other.name].get(what)
-            },
-        )
-        for one in dep.spec.pools
-        for other in dep.spec.pools
-        if (one.role, other.role) == ("prefill", "decode")
+        LayoutMismatch(prefill.name, decode.name, _differences(by_pool[prefill.name], by_pool[decode.name]))
+        for prefill in dep.spec.pools
+        for decode in dep.spec.pools
+        if (prefill.role, decode.role) == ("prefill", "decode")
     ]
     return [pair for pair in pairs if pair.differs]
 
 
 def layout_label(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
-    """Return the label of a pool's pods; nothing where all of the deployment that exchange blocks are alike."""
-    found = layouts(dep)
-    if pool.name not in found or all(layout == found[pool.name] for layout in found.values()):
+    """Return the layout label of a pool's pods; empty if all pools that exchange blocks have the same layout."""
+    by_pool = layouts(dep)
+    if pool.name not in by_pool or all(layout == by_pool[pool.name] for layout in by_pool.values()):
         return {}
-    return {KV_LAYOUT: hashlib.sha256(json.dumps(found[pool.name], sort_keys=True).encode()).hexdigest()[:8]}
+    return {KV_LAYOUT: hashlib.sha256(json.dumps(by_pool[pool.name], sort_keys=True).encode()).hexdigest()[:8]}
 
 
 def layouts(dep: MMRouterDeployment) -> dict[str, dict[str, str]]:
-    """Return by pool what must be equal for an exchange of blocks: flag, or ``blockSize``, -> what the pool says.
+    """Return by pool the properties that must be equal for an exchange of blocks: flags, and ``blockSize``.
 
-    What a pool leaves to its engine counts as what the others say, where they agree and an engine may choose it.
+    A flag that a pool leaves unset counts as set like in the other pools, if these agree and an engine may choose it.
     """
     pools = [pool for pool in dep.spec.pools if pool.role in SET_ROLES]
     engine = LAUNCHERS[dep.spec.engine.type]
-    said: dict[str, dict[str, str]] = {pool.name: _said(dep, pool, engine.kv_exact_flags) for pool in pools}
+    by_pool = {pool.name: _explicit(dep, pool, engine.kv_exact_flags) for pool in pools}
     for flag, choices in engine.kv_exact_flags.items():
-        values = {layout[flag] for layout in said.values()} - {""}
+        values = {layout[flag] for layout in by_pool.values()} - {""}
         chosen = {value for value in values if choices is None or value in choices}
         if len(chosen) == 1:
-            for layout in said.values():
+            for layout in by_pool.values():
                 layout[flag] = layout[flag] or next(iter(chosen))
     if engine.kv_exact_block_size:
         for pool in pools:
-            said[pool.name]["blockSize"] = str(block_size_of(dep, pool))
-    return said
+            by_pool[pool.name]["blockSize"] = str(block_size_of(dep, pool))
+    return by_pool
 
 
-def _said(dep: MMRouterDeployment, pool: Pool, flags: Any) -> dict[str, str]:
-    found = chosen_flags([*dep.spec.engine.args, *pool.args], frozenset(flags))
-    return {flag: "" if found.get(flag, "") in _UNSAID else _plain(found[flag]) for flag in flags}
+def _explicit(dep: MMRouterDeployment, pool: Pool, flags: Iterable[str]) -> dict[str, str]:
+    chosen = chosen_flags([*dep.spec.engine.args, *pool.args], frozenset(flags))
+    values = {flag: chosen.get(flag, "") for flag in flags}
+    return {flag: "" if value in _UNSET else _SPELLINGS.get(value, value) for flag, value in values.items()}
 
 
-def _plain(value: str) -> str:
-    """Return a value in one spelling."""
-    return {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}.get(value, value)
+def _differences(prefill: dict[str, str], decode: dict[str, str]) -> dict[str, tuple[str, str]]:
+    pairs = {name: (prefill.get(name, ""), decode.get(name, "")) for name in sorted(prefill.keys() | decode.keys())}
+    return {name: pair for name, pair in pairs.items() if prefill.get(name) != decode.get(name)}

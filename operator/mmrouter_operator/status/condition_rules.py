@@ -11,7 +11,7 @@ from mmrouter_operator.model.snapshot import Snapshot
 from mmrouter_operator.planning.planner import SCALERS, RolloutPlan
 from mmrouter_operator.planning.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
 from mmrouter_operator.render import overridden
-from mmrouter_operator.render.kv_layouts import unequal
+from mmrouter_operator.render.kv_layouts import mismatches
 from mmrouter_operator.render.pod.pod_security import violations
 from mmrouter_operator.render.pod.template_inputs import SET_ROLES
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable
@@ -201,7 +201,7 @@ def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, be
                 "load different models. Write the commit",
             )
     if any(pool.role in SET_ROLES for pool in dep.spec.pools):
-        if pairs := unequal(dep):
+        if pairs := mismatches(dep):
             message = "; ".join(pair.sentence() for pair in pairs)
             yield condition(c.COMPATIBLE, "LayoutsDiffer", f"{message}. They are not paired")
         else:

@@ -12,7 +12,13 @@ from mmrouter_lib import __version__
 from mmrouter_operator.model.snapshot import RevisionView
 from mmrouter_operator.planning.planner import Complete
 from mmrouter_operator.planning.rollout import template_hash
-from mmrouter_operator.planning.template_revisions import KEPT, adopts, choose_templates, difference, stored_template
+from mmrouter_operator.planning.template_revisions import (
+    REVISION_LIMIT,
+    adopts,
+    choose_templates,
+    difference,
+    stored_template,
+)
 
 
 def upgraded(world: World, image: str = "mmrouter/mmrouter:next") -> None:
@@ -131,7 +137,7 @@ def test_the_last_revisions_are_kept_and_those_that_run() -> None:
         want(world, whole(seed=seed))
         finish(world)
     assert [revision.number for revision in world.revisions] == [6, 7, 8]
-    assert len(world.revisions) == KEPT
+    assert len(world.revisions) == REVISION_LIMIT
     stuck = template_hash(world.children["vl-work"].manifest)
     for seed in range(20, 26):
         want(world, whole(seed=seed, router=str(seed)))  # the frontend never gets ready, so the pools are held
@@ -139,7 +145,7 @@ def test_the_last_revisions_are_kept_and_those_that_run() -> None:
     world.reconcile()  # a revision that was just made is counted from the next time on
     assert template_hash(world.children["vl-work"].manifest) == stuck
     assert stored_template(world.revisions, "vl-work", stuck) is not None
-    assert len(world.revisions) == KEPT + 1
+    assert len(world.revisions) == REVISION_LIMIT + 1
 
 
 def test_a_revision_has_an_owner_and_its_number_in_its_name() -> None:

@@ -80,32 +80,22 @@ def test_events_add_change_and_remove(table: Table, cache: WatchCache) -> None:
     assert cache.children(KEY) == {}
 
 
-@pytest.mark.parametrize(
-    ("status", "listed", "final"),
-    [
-        (403, False, False),
-        (403, True, True),
-        (400, False, True),
-        (404, True, True),
-        (401, True, False),
-        (410, True, False),
-    ],
-)
-def test_a_refusal_that_lasts_ends_the_watch_and_others_are_repeated(
-    cache: WatchCache, status: int, listed: bool, final: bool
-) -> None:
+@pytest.mark.parametrize("status", [400, 405])
+def test_a_refusal_that_lasts_ends_the_watch(cache: WatchCache, status: int) -> None:
     made = Listened(cache)
-    if listed:
-        made.list()
+    with pytest.raises(WatchError, match="Service cannot be listed"):
+        made.listener.failed("refused", RefusedError(status, "no"))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410, 429, 500])
+def test_a_refusal_that_may_pass_is_repeated(cache: WatchCache, status: int) -> None:
+    made = Listened(cache)
+    made.list()
     error = RefusedError(status, "no")
-    if final:
-        with pytest.raises(WatchError, match="Service cannot be"):
-            made.listener.failed(error.reason, error)
-    else:
-        made.listener.failed(error.reason, error)
-        assert "Service cannot be" in made.listener.trouble
-        made.listener.connected()
-        assert made.listener.trouble == ""
+    made.listener.failed(error.reason, error)
+    assert "Service cannot be watched in all namespaces" in made.listener.trouble
+    made.listener.connected()
+    assert made.listener.trouble == ""
 
 
 def test_a_failure_is_logged_once(cache: WatchCache, caplog: pytest.LogCaptureFixture) -> None:

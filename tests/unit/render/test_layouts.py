@@ -12,7 +12,7 @@ from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.model.credentials import SecretData
 from mmrouter_operator.model.labels import KV_LAYOUT
 from mmrouter_operator.render import render
-from mmrouter_operator.render.kv_layouts import unequal
+from mmrouter_operator.render.kv_layouts import mismatches
 
 DISAGGREGATED = {"vllm": "disaggregated", "sglang": "sglang-disaggregated"}
 
@@ -33,7 +33,7 @@ def labels(dep: MMRouterDeployment, secrets: SecretData) -> dict[str, str | None
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_pools_that_say_nothing_against_it_are_paired_and_bear_no_more_labels(name: str, secrets: SecretData) -> None:
-    assert unequal(load(name)) == []
+    assert mismatches(load(name)) == []
     assert not any(KV_LAYOUT in template_labels(obj) for obj in deployments(render(load(name), secrets=secrets)))
 
 
@@ -51,7 +51,8 @@ def test_what_engines_do_not_translate_keeps_pools_apart_by_a_label_of_their_pod
     secrets: SecretData, engine: str, prefill: list[str], decode: list[str], what: str
 ) -> None:
     dep = said(engine, prefill, decode)
-    assert [pair.sentence() for pair in unequal(dep)] == [f"pools prefill and decode cannot exchange KV blocks: {what}"]
+    (pair,) = mismatches(dep)
+    assert pair.sentence() == f"pools prefill and decode cannot exchange KV blocks: {what}"
     found = labels(dep, secrets)
     assert None not in found.values()
     assert found["prefill"] != found["decode"]
@@ -73,7 +74,7 @@ def test_what_may_well_be_equal_is_left_to_the_engines(
     secrets: SecretData, engine: str, prefill: list[str], decode: list[str], shared: list[str]
 ) -> None:
     dep = said(engine, prefill, decode, shared)
-    assert unequal(dep) == []
+    assert mismatches(dep) == []
     assert set(labels(dep, secrets).values()) == {None}
 
 
@@ -85,15 +86,15 @@ def block_sizes(engine: str, prefill: int, decode: int) -> MMRouterDeployment:
 
 
 def test_block_sizes_are_translated_by_vllm_and_not_by_sglang() -> None:
-    assert unequal(block_sizes("vllm", 64, 128)) == []
-    (pair,) = unequal(block_sizes("sglang", 64, 128))
+    assert mismatches(block_sizes("vllm", 64, 128)) == []
+    (pair,) = mismatches(block_sizes("sglang", 64, 128))
     assert pair.differs == {"blockSize": ("64", "128")}
-    assert unequal(block_sizes("sglang", 64, 64)) == []
+    assert mismatches(block_sizes("sglang", 64, 64)) == []
 
 
 def test_the_others_backend_is_taken_where_one_side_names_none() -> None:
-    assert unequal(said("vllm", ["--attention-backend=TRITON_ATTN"], [])) == []
-    (pair,) = unequal(said("vllm", ["--attention-backend=TRITON_ATTN"], ["--attention-backend=FLASH_ATTN"]))
+    assert mismatches(said("vllm", ["--attention-backend=TRITON_ATTN"], [])) == []
+    (pair,) = mismatches(said("vllm", ["--attention-backend=TRITON_ATTN"], ["--attention-backend=FLASH_ATTN"]))
     assert pair.differs == {"--attention-backend": ("TRITON_ATTN", "FLASH_ATTN")}
 
 

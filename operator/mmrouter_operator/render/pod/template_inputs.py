@@ -1,8 +1,8 @@
-"""Hashes of what pods are made from: when a pod template is another one, and which engines may exchange KV blocks.
+"""Hashes of the inputs of pod templates, and which engines may exchange KV blocks.
 
-A pod template's hash is over the *inputs*: what the user said and the secrets, not what this release renders from it,
-nor the operator's own configuration. So a new operator finds the hash unchanged and leaves running engines alone.
-A change of what goes into a hash restarts every engine of every deployment once.
+A template's hash covers its *inputs*: the spec and the secrets, not the objects that this release renders from them,
+nor the operator's configuration. So a new operator finds the hash unchanged and leaves running engines alone. A change
+of what goes into a hash restarts every engine of every deployment once.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from mmrouter_operator.render.pod.shared_memory import frontends_share, is_share
 Layout = dict[str, Any]
 
 ROUTER_POOL_FIELDS: Final = ("name", "role", "parallelism", "blockSize", "accelerator")
-"""What a router reads of a pool. The encoders' weights are not among it: to change one restarts nothing."""
+"""Fields of a pool that a router reads. The encoders' weights are not among them: changing one restarts nothing."""
 ROUTER_ENGINE_FIELDS: Final = ("type", "blockSize", "chatTemplate", "processor")
 SET_ROLES: Final[frozenset[Role]] = frozenset({"prefill", "decode"})
 """Roles whose pools exchange KV blocks, and therefore change together."""
@@ -26,7 +26,7 @@ SCALING_FIELDS: Final = ("replicas", "weight", "autoscaling")
 
 
 def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
-    """Return the hash of what the frontend's pods are made from; ``secrets`` is the Secret's fingerprint."""
+    """Return the hash of the inputs of the frontend's pods; ``secrets`` is the Secret's fingerprint."""
     spec = _spec(dep)
     frontend = spec.get("frontend", {})
     return _hash(
@@ -42,11 +42,11 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
 
 
 def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
-    """Return the hash of what a pool's pods are made from; ``secrets`` is the Secret's fingerprint.
+    """Return the hash of the inputs of a pool's pods; ``secrets`` is the Secret's fingerprint.
 
-    Other pools count in four things: encoders, because engines are told how to take embeddings; partners in the
-    exchange of KV blocks, because their pods carry one compatibility label; renderers, because engines then have our
-    plugin; and the largest one that shares memory, because that is what all of them may fill.
+    It depends on other pools in four ways: on encoders, because engines then receive embeddings; on partners in the
+    exchange of KV blocks, because they share one compatibility label; on renderers, because engines then load our
+    plugin; and on the largest pool that shares memory, because that is the limit of all of them.
     """
     spec = _spec(dep)
     mine = next(item for item in spec["pools"] if item["name"] == pool.name)
@@ -58,7 +58,7 @@ def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
             "media": _only(spec.get("routing", {}).get("media", {}), ("maxImages",)),
             "pool": mine,
             "encoders": any(other.role == "encoder" for other in dep.spec.pools),
-            "partners": compatibility(_said_layout(dep, partner) for partner in partners(dep, pool)),
+            "partners": compatibility(_explicit_layout(dep, partner) for partner in partners(dep, pool)),
             **_handover(dep, pool),
             "secrets": secrets,
         }
@@ -66,43 +66,43 @@ def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
 
 
 def _shared(dep: MMRouterDeployment) -> dict[str, str]:
-    """Return what a router must know of the node's directory: whose it is besides, and how large."""
+    """Return the pools that share the node's directory, with their sizes."""
     return {pool.name: pool.shared_memory.size for pool in dep.spec.pools if is_shared(pool)}
 
 
 def _handover(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
-    """Return what other sections say of how images reach a pool's engines; empty where they come inside requests.
+    """Return the settings of how images reach a pool's engines; empty if they come inside requests.
 
-    So a deployment without hand-overs has the hashes that it had before there were any.
+    So deployments without hand-overs keep the hashes of releases that had none.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     transfer = dep.spec.routing.transfer
     if transfer != "none" and (is_shared(pool) or uses_plugin(dep)):
-        found["transfer"] = [transfer, "plugin" if uses_plugin(dep) else ""]
+        settings["transfer"] = [transfer, "plugin" if uses_plugin(dep) else ""]
     if is_shared(pool) and (limit := limit_bytes(dep)) != quantity_bytes(pool.shared_memory.size):
-        found["shared"] = limit
-    return found
+        settings["shared"] = limit
+    return settings
 
 
 def compatibility(layouts: Iterable[Layout]) -> str:
-    """Return a label value that stands for the layouts of engines which exchange KV blocks.
+    """Return the label value for the layouts of engines that exchange KV blocks.
 
-    Prefill and decode pools of a deployment have one value together: they may differ among each other in what the
-    connector translates (tensor parallelism, for one), but a change on one side is a change for both.
+    Prefill and decode pools of a deployment share one value: they may differ in what the connector translates (tensor
+    parallelism, for example), but a change on one side is a change for both.
     """
     return _hash({"layouts": sorted({json.dumps(layout, sort_keys=True) for layout in layouts})})
 
 
 def partners(dep: MMRouterDeployment, pool: Pool) -> list[Pool]:
-    """Return the pools with which a pool's engines exchange KV blocks, itself among them."""
+    """Return the pools whose engines exchange KV blocks with those of ``pool``, itself included."""
     return [p for p in dep.spec.pools if p.role in SET_ROLES] if pool.role in SET_ROLES else [pool]
 
 
 def kv_layout(dep: MMRouterDeployment, pool: Pool, image: str) -> Layout:
-    """Return what decides what a pool's engines put into KV blocks, how they lay them out and name them on the wire.
+    """Return everything that determines the content, layout and wire names of a pool's KV blocks.
 
-    An engine takes the blocks of another one for those of its own prompt, unseen. So two that would make different
-    prompts of one request, with an old and a new chat template, must never meet.
+    An engine trusts that another engine's blocks belong to its own prompt. So two engines that would make different
+    prompts of one request, with an old and a new chat template, must never be paired.
     """
     model, engine = dep.spec.model, dep.spec.engine
     prompt = _only(_spec(dep)["engine"], ("chatTemplate", "processor"))
@@ -117,13 +117,13 @@ def kv_layout(dep: MMRouterDeployment, pool: Pool, image: str) -> Layout:
     }
 
 
-def _said_layout(dep: MMRouterDeployment, pool: Pool) -> Layout:
-    # A default image is not the user's word: it may change with the operator's release.
+def _explicit_layout(dep: MMRouterDeployment, pool: Pool) -> Layout:
+    # A default image is not part of the spec: it may change with the operator's release.
     return kv_layout(dep, pool, pool.image or dep.spec.engine.image)
 
 
 def _spec(dep: MMRouterDeployment) -> dict[str, Any]:
-    # Without defaults: to write one out, as the API server does, changes nothing and restarts nothing.
+    # Without defaults: writing one out, as the API server does, must restart nothing.
     spec: dict[str, Any] = dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return spec
 
