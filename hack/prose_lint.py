@@ -51,6 +51,7 @@ TOP_FOLDERS = (
 NAMED = re.compile(
     rf"(?<![\w/.${{}}\\-])((?:{TOP_FOLDERS})/[\w./-]+\.(?:md|ya?ml|py|json|sh|rs)|[A-Z]{{4,}}\.md)\b(?:#([\w-]+))?"
 )
+PLACEHOLDER = re.compile(r"\b(?:NAME|ENGINE)(?=\b|_)")
 LINK = re.compile(r"\[[^\]\[]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -87,7 +88,7 @@ def citations(file: Path, text: str) -> Iterator[tuple[int, str]]:
         yield match.start(), f"{match[0]!r} is not in the repository: cite a section of docs/"
     for match in NAMED.finditer(text):
         name, anchor = match.groups()
-        if "..." in name:  # a page that shortens a path
+        if "..." in name or PLACEHOLDER.search(name):  # a shortened path, a path of a recipe
             continue
         if not (ROOT / name).is_file():
             yield match.start(), f"there is no {name}"
