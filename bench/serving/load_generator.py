@@ -1,4 +1,4 @@
-"""The load generator process: carries out requests that it is told by JSON lines on stdin, and answers with times.
+"""The load generator process: sends the requests that JSON lines on stdin describe, and answers with their times.
 
 It uses the HTTP client of `mmrouter bench` (:mod:`mmrouter_cli.bench.load_client`) with fixed requests whose answers
 are only counted, so that it takes little of the CPU that it shares with the routers under test.

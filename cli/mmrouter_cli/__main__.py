@@ -1,7 +1,7 @@
-"""Entry of the command ``mmrouter``.
+"""Entry point of the command ``mmrouter``.
 
-A container's command (``mmrouter router``, ``mmrouter sidecar``, ``mmrouter operator``) is dispatched before anything
-else is imported: a sidecar has no use for a terminal library and must be ready in a moment.
+Commands of containers (``mmrouter router``, ``mmrouter sidecar``, ``mmrouter operator``) are dispatched before anything
+else is imported: they do not use the terminal libraries and must start quickly.
 """
 
 import signal
@@ -14,12 +14,12 @@ CONFIGURED_BY = "its environment and /etc/mmrouter configure it (docs/architectu
 
 def main() -> None:
     """Run a deployable, or the command line tool."""
-    # Linux drops a signal without a handler to the first process of a container: a pod that is to end while this one
-    # still imports and loads would stand there until its grace period is over. Deployables put their own in its place.
+    # Linux ignores a signal without a handler for the first process of a container: a pod that is deleted during its
+    # start would remain until its grace period ends. Deployables install their own handler later.
     signal.signal(signal.SIGTERM, end)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command in WITHOUT_OPTIONS and sys.argv[2:]:
-        sys.stderr.write(f"mmrouter {command} is what a pod runs, and takes no options: {CONFIGURED_BY}\n")
+        sys.stderr.write(f"mmrouter {command} runs in a pod and takes no options: {CONFIGURED_BY}\n")
         sys.exit(0 if sys.argv[2] in ("-h", "--help") else 2)
     if command == "router":
         from mmrouter_router.__main__ import main as run_router
@@ -45,8 +45,7 @@ def main() -> None:
         from mmrouter_operator.__main__ import main as run_operator
 
         sys.exit(run_operator())
-    # Who stops the command while it is still imported needs no trace of what it was importing. (A shell's job in the
-    # background ignores the signal, and goes on to do so.)
+    # No traceback for ctrl-C during imports. A background job of a shell ignores the signal and continues to do so.
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
@@ -57,7 +56,7 @@ def main() -> None:
 
 
 def end(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by leaving with the status that shells give to its default."""
+    """Handle a signal by exiting with the status of its default action in a shell."""
     sys.exit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""The commands. Each one parses its options, calls one function and prints what came of it."""
+"""The typer application: each command parses its options, calls one function and prints the result."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from rich.text import Text
 from mmrouter_cli.bench import command as bench_command
 from mmrouter_cli.init import command as init_command
 from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, control_or_leave, leave
-from mmrouter_cli.status import commands as looking
+from mmrouter_cli.status import commands as status_commands
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
@@ -25,19 +25,19 @@ app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
 )
 app.command()(init_command.init)
-app.command()(looking.status)
-app.command()(looking.doctor)
+app.command()(status_commands.status)
+app.command()(status_commands.doctor)
 app.command()(bench_command.bench)
 
 
 class Engines(StrEnum):
-    """Where engine commands come from."""
+    """Source of the engines' commands."""
 
     sim = "sim"
     path = "path"
 
 
-class Engine(StrEnum):
+class CaptureEngine(StrEnum):
     """The engines whose captures can be replayed."""
 
     vllm = "vllm"
@@ -46,7 +46,7 @@ class Engine(StrEnum):
 
 @app.callback(invoke_without_command=True)
 def top(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
-    """Options that need no command."""
+    """Handle options without a command."""
     if version:
         typer.echo(__version__)
         raise typer.Exit
@@ -81,24 +81,24 @@ def up(
         console=console,
     )
     try:
-        shown = asyncio.run(run)
+        result = asyncio.run(run)
     except LocalError as error:
         leave(str(error))
     except (foreground.NotReadyError, foreground.DemoError) as error:
-        # Whole, for the terminal to wrap: names and paths are copied from here.
+        # Unwrapped, so that names and paths can be copied.
         console.print(Text.assemble(("mmrouter:", "red"), f" {error}"), soft_wrap=True, highlight=False)
         raise typer.Exit(FAILED) from error
     except SpecError as error:
         _refuse(file, error)
-    if shown is None:
+    if result is None:
         raise typer.Exit(FAILED if demo else 0)
-    # Last, below the log of everything that has ended by now.
+    # Last, below the log of the pods.
     if as_json:
-        typer.echo(json.dumps(shown.as_json()))
+        typer.echo(json.dumps(result.as_json()))
     else:
         console = Console()
-        shown.print(console if console.is_terminal else Console(width=140))
-    raise typer.Exit(0 if shown.passed else FAILED)
+        result.print(console if console.is_terminal else Console(width=140))
+    raise typer.Exit(0 if result.passed else FAILED)
 
 
 @app.command()
@@ -134,7 +134,7 @@ def plan(
 ) -> None:
     """Show what applying FILE would do, step by step, and which pods restart because of what. Writes nothing.
 
-    Exit status 0, whether there is something to do or not; 2 when it cannot be told.
+    Exit status 0 with or without changes; 2 if they cannot be determined.
     """
     from mmrouter_cli import plan as planning
     from mmrouter_operator.model.config import ConfigError, load_config
@@ -171,16 +171,18 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove that routing is exact, end to end; exit status 1 if it is not."""
-    from mmrouter_cli import verify as gate
+    from mmrouter_cli import verify as verification
 
     with httpx.Client(timeout=60) as client:
-        asked = gate.Gate(control_or_leave(url, control, token), api_key=api_key, client=client, strict=strict)
-        checks = asked.run(rounds)
-    result = {"strict": strict, **gate.as_json(checks)}
+        verifier = verification.Verifier(
+            control_or_leave(url, control, token), api_key=api_key, client=client, strict=strict
+        )
+        checks = verifier.run(rounds)
+    result = {"strict": strict, **verification.as_json(checks)}
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        table = Table(title=f"gate of {url}")
+        table = Table(title=f"verification of {url}")
         for heading in ("check", "result", "seen"):
             table.add_column(heading, overflow="fold")
         for check in checks:
@@ -214,9 +216,9 @@ def explain(
         leave("give either a request id or --dry-run FILE")
     if parity and dry_run is not None:
         leave("--parity needs a request that was sent: give its id")
-    where = control_or_leave(url, control, token)
-    with httpx.Client(timeout=30, headers=where.authorization) as client:
-        base = where.controls[0]
+    endpoint = control_or_leave(url, control, token)
+    with httpx.Client(timeout=30, headers=endpoint.authorization) as client:
+        base = endpoint.controls[0]
         try:
             if dry_run is not None:
                 headers = {"x-mmrouter-api-key": api_key} if api_key else {}
@@ -241,7 +243,7 @@ def replay(
     model: Annotated[
         Path | None, typer.Option(help="The model's folder: render every prompt instead of taking the returned ids.")
     ] = None,
-    engine: Annotated[Engine | None, typer.Option(help="Whose events these are; by default the rows show it.")] = None,
+    engine: Annotated[CaptureEngine | None, typer.Option(help="The engine; default: from the rows.")] = None,
     as_json: Json = False,
 ) -> None:
     """Explain every block of a recorded event stream from its requests; exit status 1 on any difference."""
@@ -266,7 +268,7 @@ def replay(
 
 
 def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
-    """Return the file's one deployment, and the ConfigMaps and Secrets beside it that it may name."""
+    """Return the file's deployment, and the ConfigMaps and Secrets beside it that it may name."""
     try:
         documents = [d for d in yaml.safe_load_all(file.read_text()) if d is not None]
     except OSError as error:
@@ -279,8 +281,8 @@ def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
         leave(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
     kind = deployments[0].get("kind") if isinstance(deployments[0], dict) else None
     if kind != KIND:
-        what = f"its kind is {str(kind)[:80]!r}" if kind is not None else "it has no field kind"
-        leave(f"{file} is no {KIND}: {what}")
+        found = f"its kind is {str(kind)[:80]!r}" if kind is not None else "it has no field kind"
+        leave(f"{file} is no {KIND}: {found}")
     try:
         return parse_deployment(deployments[0]), companions
     except SpecError as error:
@@ -289,13 +291,13 @@ def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
 
 def _refuse(file: Path, error: SpecError) -> NoReturn:
     for path, sentence in error.errors:
-        meant = f"; did you mean {close}?" if sentence == NO_SUCH_FIELD and (close := _close_field(path)) else ""
-        typer.echo(f"{file}: {path}: {sentence}{meant}", err=True)
+        hint = f"; did you mean {close}?" if sentence == NO_SUCH_FIELD and (close := _close_field(path)) else ""
+        typer.echo(f"{file}: {path}: {sentence}{hint}", err=True)
     raise typer.Exit(USAGE) from error
 
 
 def _close_field(path: str) -> str:
-    """Return the field of the resource that a misspelt one is close to, empty where none is."""
+    """Return the field that a misspelt one is close to, empty without one."""
     from difflib import get_close_matches
 
     from mmrouter_lib.api.crd import definition

@@ -1,4 +1,4 @@
-"""How `status` and `doctor` read a cluster: whole objects by their path, and nothing is ever written."""
+"""Read-only access of `status` and `doctor` to a cluster: complete objects by their path."""
 
 import os
 from collections.abc import AsyncIterator, Awaitable
@@ -18,11 +18,11 @@ _PAGE = "500"
 
 
 class ClusterError(Exception):
-    """The cluster cannot be read at all; the message says why."""
+    """The cluster cannot be read at all."""
 
 
 class Reader(KubernetesCluster):
-    """Reads whole objects; the operator's own client keeps to metadata where that is enough."""
+    """Reads complete objects, where the operator's client reads metadata only."""
 
     async def read(self, path: str, **query: str) -> Object:
         """Return the object at a path. Raises ``ApiError``."""
@@ -30,14 +30,14 @@ class Reader(KubernetesCluster):
 
     async def items(self, path: str, **query: str) -> list[Object]:
         """Return all objects of a collection. Raises ``ApiError``."""
-        found: list[Object] = []
-        asked = {**query, "limit": _PAGE}
+        objects: list[Object] = []
+        parameters = {**query, "limit": _PAGE}
         while True:
-            page = await self._call("GET", path, query=asked)
-            found += page.get("items") or []
+            page = await self._call("GET", path, query=parameters)
+            objects += page.get("items") or []
             if not (token := page.get("metadata", {}).get("continue")):
-                return found
-            asked["continue"] = token
+                return objects
+            parameters["continue"] = token
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def reading(kubeconfig: Path | None) -> AsyncIterator[Reader]:
     """Connect as the user's kubectl would. Raises :class:`ClusterError`, also for an ``ApiError`` of the block."""
     if kubeconfig is None and not _has_default():
         raise ClusterError(
-            "no cluster is known: there is no ~/.kube/config and KUBECONFIG names no file; give --kubeconfig, or "
+            "no cluster is configured: there is no ~/.kube/config and KUBECONFIG names no file; give --kubeconfig, or "
             "--url for a deployment that is not on a cluster"
         )
     try:
@@ -61,7 +61,7 @@ async def reading(kubeconfig: Path | None) -> AsyncIterator[Reader]:
 
 
 async def attempt(work: Awaitable[T]) -> T | Unread:
-    """Return what could be read, else why not: what one may not see is no reason to tell nothing."""
+    """Return the result, or the reason of an ``ApiError``, so that the rest can still be checked."""
     try:
         return await work
     except ApiError as error:
@@ -69,9 +69,9 @@ async def attempt(work: Awaitable[T]) -> T | Unread:
 
 
 def namespace_of(kubeconfig: Path | None) -> str:
-    """Return the namespace that kubectl would take: the current context's, in a pod without one its own.
+    """Return kubectl's namespace: the current context's, or in a pod the pod's own.
 
-    What is wrong with a kubeconfig is told by :func:`reading`.
+    Errors in a kubeconfig are raised by :func:`reading`.
     """
     if kubeconfig is not None and not kubeconfig.is_file():
         return "default"
@@ -86,7 +86,7 @@ def namespace_of(kubeconfig: Path | None) -> str:
 
 
 def _has_default() -> bool:
-    """Whether kubectl would find a cluster without being told: by a file, or in a pod by the pod's account."""
+    """Whether kubectl has a default cluster: from a file, or in a pod by the pod's account."""
     return "KUBERNETES_SERVICE_HOST" in os.environ or bool(_default_files())
 
 

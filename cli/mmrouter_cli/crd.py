@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition as YAML text, and whether a file still holds it."""
+"""The CustomResourceDefinition as YAML text, and whether a file is up to date."""
 
 from pathlib import Path
 from typing import Any
@@ -24,5 +24,5 @@ def text() -> str:
 
 
 def is_current(file: Path) -> bool:
-    """Return whether the file is what :func:`text` gives. Raises ``OSError`` where it cannot be read."""
+    """Return whether the file equals :func:`text`. Raises ``OSError``."""
     return file.read_bytes() == text().encode()

@@ -1,4 +1,4 @@
-"""``mmrouter up FILE --demo``: a short mixed workload through the OpenAI API, by policy kv and by round robin."""
+"""The workload of `mmrouter up --demo`: a few requests through the OpenAI API, by policy kv and by round robin."""
 
 import functools
 import http.server
@@ -22,7 +22,7 @@ from mmrouter_cli.status.control_endpoint import ControlEndpoint
 
 SETTLE_SECONDS = 5.0
 WIDE = 120
-"""Columns from which the table has room for why."""
+"""Columns from which the table has room for the reasons."""
 STORY = (
     "The two pictures were taken on one morning from the same window. Please read the question first, look at every "
     "part of what is shown, and answer in one short sentence that names the colours you see from left to right."
@@ -31,7 +31,7 @@ STORY = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One request of the workload. ``repeats`` names the step that must make this one an exact whole hit."""
+    """One request of the workload. ``repeats``: the step after which this one must be an exact complete hit."""
 
     name: str
     messages: tuple[dict[str, Any], ...]
@@ -39,8 +39,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What one step showed."""
+class StepRow:
+    """The result of one step."""
 
     name: str
     worker: str
@@ -55,14 +55,14 @@ class Row:
 
 
 def workload(nonce: str, served: str) -> list[Step]:
-    """Text, one image, the same by ``data:`` and by http, two images, the same swapped, a second turn, with repeats.
+    """Return text, one image, the same by ``data:`` and http, two images, the same swapped, a second turn, and repeats.
 
     ``served`` is the URL below which pictures A.png and B.png lie.
     """
     a, b = picture(nonce + "a"), picture(nonce + "b", 336, 224)
 
     def desk(number: int) -> dict[str, Any]:
-        # Conversations of different desks share no block, so they may live on different workers.
+        # Conversations of different desks share no block and may be on different workers.
         return {"role": "system", "content": f"Desk {number} of {nonce}: you answer in one sentence."}
 
     def ask(*content: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def picture_server(nonce: str) -> Iterator[str]:
 
         class Quiet(http.server.SimpleHTTPRequestHandler):
             def log_message(self, format: str, *args: Any) -> None:
-                """The table is the log."""
+                pass
 
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -120,23 +120,23 @@ def picture_server(nonce: str) -> Iterator[str]:
 
 
 class DemoError(Exception):
-    """The workload could not be sent; the message says why."""
+    """The workload could not be sent."""
 
 
 @dataclass(frozen=True)
-class Shown:
-    """The workload by the deployment's own policy, and the same by round robin on the same engines."""
+class DemoResult:
+    """The workload by the deployment's policy, and by round robin on the same engines."""
 
-    rows: list[Row]
-    baseline: list[Row]
+    rows: list[StepRow]
+    baseline: list[StepRow]
 
     @property
     def passed(self) -> bool:
-        """Whether every repeat was an exact whole hit."""
+        """Whether every repeat was an exact complete hit."""
         return not any(row.failure for row in self.rows)
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain values."""
+        """Return the result as plain values."""
         return {
             "passed": self.passed,
             "rows": [asdict(row) for row in self.rows],
@@ -149,29 +149,29 @@ class Shown:
         show(console, self.rows, self.baseline)
 
 
-def run(reach: ControlEndpoint, model: str) -> Shown:
+def run(endpoint: ControlEndpoint, model: str) -> DemoResult:
     """Send the workload by the deployment's policy, then by round robin. Raises :class:`DemoError`."""
     try:
-        return Shown(_run(reach, model), _run(reach, model, policy="roundRobin"))
+        return DemoResult(_run(endpoint, model), _run(endpoint, model, policy="roundRobin"))
     except (openai.OpenAIError, httpx.HTTPError) as error:
         raise DemoError(f"the demo's workload failed: {error}") from error
 
 
-def _run(reach: ControlEndpoint, model: str, *, policy: str | None = None) -> list[Row]:
+def _run(endpoint: ControlEndpoint, model: str, *, policy: str | None = None) -> list[StepRow]:
     """Send the workload once, under fresh text."""
     nonce = secrets.token_hex(4)
-    headers = {"x-mmrouter-control": reach.token} | ({"x-mmrouter-policy": policy} if policy else {})
-    client = openai.OpenAI(base_url=f"{reach.url}/v1", api_key="demo", default_headers=headers, timeout=120)
-    rows: list[Row] = []
+    headers = {"x-mmrouter-control": endpoint.token} | ({"x-mmrouter-policy": policy} if policy else {})
+    client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="demo", default_headers=headers, timeout=120)
+    rows: list[StepRow] = []
     with picture_server(nonce) as served, httpx.Client(timeout=10) as control:
         for step in workload(nonce, served):
-            row = _send(client, control, reach, model, step)
+            row = _send(client, control, endpoint, model, step)
             rows.append(row)
-            _settle(control, reach, step, model)
+            _settle(control, endpoint, step, model)
     return rows
 
 
-def _send(client: openai.OpenAI, control: httpx.Client, reach: ControlEndpoint, model: str, step: Step) -> Row:
+def _send(client: openai.OpenAI, control: httpx.Client, endpoint: ControlEndpoint, model: str, step: Step) -> StepRow:
     began = time.perf_counter()
     messages: Any = list(step.messages)
     answer = client.chat.completions.with_raw_response.create(
@@ -183,12 +183,12 @@ def _send(client: openai.OpenAI, control: httpx.Client, reach: ControlEndpoint, 
     cached = details.cached_tokens if details and details.cached_tokens is not None else -1
     request_id = answer.headers["x-mmrouter-request-id"]
     trace: dict[str, Any] = {}
-    for url in reach.controls:
-        found = control.get(f"{url}/control/decisions/{request_id}", headers=reach.authorization)
-        if found.status_code == 200:
-            trace = found.json()
+    for url in endpoint.controls:
+        decision = control.get(f"{url}/control/decisions/{request_id}", headers=endpoint.authorization)
+        if decision.status_code == 200:
+            trace = decision.json()
             break
-    row = Row(
+    row = StepRow(
         name=step.name,
         worker=trace.get("worker", "?"),
         blocks=trace.get("blocks", 0),
@@ -199,11 +199,11 @@ def _send(client: openai.OpenAI, control: httpx.Client, reach: ControlEndpoint, 
         why=trace.get("why", ""),
         milliseconds=took,
     )
-    return Row(**{**asdict(row), "failure": _failure(step, row, trace)})
+    return StepRow(**{**asdict(row), "failure": _failure(step, row, trace)})
 
 
-def _failure(step: Step, row: Row, trace: dict[str, Any]) -> str:
-    """Why a repeat was not an exact whole hit; empty where it was, or where the step is no repeat."""
+def _failure(step: Step, row: StepRow, trace: dict[str, Any]) -> str:
+    """Return why a repeat was not an exact complete hit; empty where it was, or for other steps."""
     if not step.repeats:
         return ""
     if row.exactness != "exact":
@@ -217,13 +217,13 @@ def _failure(step: Step, row: Row, trace: dict[str, Any]) -> str:
     return ""
 
 
-def _settle(control: httpx.Client, reach: ControlEndpoint, step: Step, model: str) -> None:
-    """Wait until every frontend sees what the step left in an engine's cache (a few milliseconds)."""
+def _settle(control: httpx.Client, endpoint: ControlEndpoint, step: Step, model: str) -> None:
+    """Wait until every frontend knows the blocks that the step left in an engine's cache."""
     body = {"model": model, "messages": list(step.messages)}
     deadline = time.monotonic() + SETTLE_SECONDS
-    for url in reach.controls:
+    for url in endpoint.controls:
         while time.monotonic() < deadline:
-            dry = control.post(f"{url}/control/explain", headers=reach.authorization, json=body)
+            dry = control.post(f"{url}/control/explain", headers=endpoint.authorization, json=body)
             if dry.status_code != 200:
                 break
             best = max((c["overlap"] for c in dry.json()["candidates"]), default=0)
@@ -232,20 +232,20 @@ def _settle(control: httpx.Client, reach: ControlEndpoint, step: Step, model: st
             time.sleep(0.01)
 
 
-def hit_ratio(rows: Sequence[Row]) -> float:
-    """Share of all prompt tokens that the engines served from their caches (ratio of sums)."""
+def hit_ratio(rows: Sequence[StepRow]) -> float:
+    """Return the share of prompt tokens that engines served from their caches, a ratio of sums."""
     total = sum(row.prompt_tokens for row in rows)
     return sum(max(row.cached_tokens, 0) for row in rows) / total if total else 0.0
 
 
-def _computed(rows: Sequence[Row]) -> int:
+def _computed(rows: Sequence[StepRow]) -> int:
     return sum(row.prompt_tokens - max(row.cached_tokens, 0) for row in rows)
 
 
-def show(console: Console, rows: Sequence[Row], baseline: Sequence[Row]) -> None:
+def show(console: Console, rows: Sequence[StepRow], baseline: Sequence[StepRow]) -> None:
     """Print the table and the round-robin figure beside it."""
     wide = console.width >= WIDE
-    legend = "overlap: blocks that mmrouter predicted to be there; cached_tokens: what the engine then says it found"
+    legend = "overlap: blocks that mmrouter predicted to be cached; cached_tokens: what the engine then reports"
     table = Table(title="one workload, policy kv", caption=legend, caption_justify="left")
     for heading, justify in (
         ("request", "left"), ("worker", "left"), ("blocks", "right"), ("overlap", "right"),
@@ -271,7 +271,7 @@ def show(console: Console, rows: Sequence[Row], baseline: Sequence[Row]) -> None
         for row in rows:
             if row.failure:
                 console.print(f"{row.name}: {row.failure}", style="red", markup=False)
-        console.print(f"a terminal of {WIDE} columns shows why each went where it went, as `mmrouter explain` does")
+        console.print(f"a terminal of {WIDE} columns also shows reasons, as `mmrouter explain` does")
     ours, theirs = hit_ratio(rows), hit_ratio(baseline)
     console.print(
         f"prompt tokens served from cache: [bold]{ours:.1%}[/bold] by kv, {theirs:.1%} by round robin "

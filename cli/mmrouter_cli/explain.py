@@ -1,4 +1,4 @@
-"""How a decision is shown to people."""
+"""Prints a routing decision: the prediction, every candidate's score, and the evidence per block."""
 
 from itertools import groupby
 from typing import Any
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def show(console: Console, trace: dict[str, Any]) -> None:
-    """Print a decision: what was predicted, every candidate's score, and the evidence per block."""
+    """Print a decision."""
     reasons = f" ({', '.join(trace['reasons'])})" if trace["reasons"] else ""
     console.print(
         f"{trace['request_id']}: {trace['worker']} rank {trace['rank']}, {trace['exactness']}{reasons}, policy "
@@ -21,7 +21,7 @@ def show(console: Console, trace: dict[str, Any]) -> None:
     for number, attempt in enumerate(trace["attempts"], 1):
         console.print(f"attempt {number}: {attempt['worker']}: {attempt['outcome']}", highlight=False, markup=False)
     if trace.get("chain") or trace.get("degraded"):
-        _chain(console, trace)
+        _stages(console, trace)
     console.print(_candidates(trace))
     if trace["images"]:
         console.print(_images(trace))
@@ -36,7 +36,7 @@ def show(console: Console, trace: dict[str, Any]) -> None:
 
 
 def _prompt(trace: dict[str, Any]) -> str:
-    """What was known of the prompt, and when."""
+    """Return what was known of the prompt, and when."""
     size, tokens = (
         f"{trace['blocks']} blocks of {trace['block_size']} tokens",
         f"{trace['prompt_tokens']} prompt tokens",
@@ -45,12 +45,12 @@ def _prompt(trace: dict[str, Any]) -> str:
     if predicted == "before":
         return f"{trace['overlap']} of {size} held, {tokens}"
     if predicted == "afterwards":
-        return f"{size}, {tokens}, predicted only now: nobody looked who held them then"
-    return "its prompt was not looked at and is not kept"
+        return f"{size}, {tokens}, predicted only now: holders were not looked up then"
+    return "its prompt was not examined and is not kept"
 
 
-def _chain(console: Console, trace: dict[str, Any]) -> None:
-    """Which engines had a part in it, for how long, and what was gone without."""
+def _stages(console: Console, trace: dict[str, Any]) -> None:
+    """Print the engines of each stage with their times, and the stages that were skipped."""
     if trace["degraded"]:
         console.print(f"served without: {', '.join(trace['degraded'])}", highlight=False, markup=False)
     table = Table(title=f"stages, of the form {trace['form']}")
@@ -68,7 +68,7 @@ def _chain(console: Console, trace: dict[str, Any]) -> None:
 
 
 def _parity(console: Console, parity: dict[str, Any]) -> None:
-    """What the engine made of the prompt: as predicted, or the first block that differs, as both sides have it."""
+    """Print whether the engine's blocks equal the prediction, or both sides of the first difference."""
     if parity["result"] == "True":
         console.print(f"parity: the engine holds all {parity['blocks']} predicted blocks", highlight=False)
         return
@@ -81,19 +81,19 @@ def _parity(console: Console, parity: dict[str, Any]) -> None:
 
 
 def _rendering(console: Console, rendering: dict[str, Any]) -> None:
-    """What a renderer made of the request: as predicted, or the place that differs, as both sides have it."""
+    """Print whether a renderer's prompt equals the prediction, or both sides of the first difference."""
     if rendering["result"] == "True":
         console.print(f"renderer: the same prompt, {rendering['tokens']} tokens compared", highlight=False)
         return
-    said = f"renderer: {rendering['result']} ({rendering['cause']}): {rendering['message']}"
-    console.print(said, highlight=False, markup=False)
+    result = f"renderer: {rendering['result']} ({rendering['cause']}): {rendering['message']}"
+    console.print(result, highlight=False, markup=False)
     piece = rendering.get("piece")
     if piece is not None:
         console.print(_sides(f"from token {piece['first_token']}", piece, "rendered"))
 
 
 def _sides(title: str, place: dict[str, Any], other: str) -> Table:
-    """One place of a prompt as we predicted it and as the other side has it."""
+    """Return a table of one place of a prompt, as predicted and as on the other side."""
     table = Table(title=title)
     for heading in ("", "predicted", other):
         table.add_column(heading, overflow="fold")
@@ -106,7 +106,7 @@ def _sides(title: str, place: dict[str, Any], other: str) -> Table:
 
 
 def error_text(answer: httpx.Response) -> str:
-    """The sentence of a refusal, whichever shape it has."""
+    """Return the message of a refusal."""
     try:
         body = answer.json()
     except ValueError:
@@ -119,7 +119,7 @@ def error_text(answer: httpx.Response) -> str:
 
 
 def _candidates(trace: dict[str, Any]) -> Table:
-    """Every candidate's score. A term that is 0 for all is named below instead: a terminal has 80 columns."""
+    """Return every candidate's score; terms that are 0 for all are named in the caption."""
     candidates = trace["candidates"]
     every = sorted({term for candidate in candidates for term in candidate["terms"]})
     terms = [term for term in every if any(candidate["terms"].get(term) for candidate in candidates)]
@@ -149,19 +149,19 @@ def _images(trace: dict[str, Any]) -> Table:
 
 
 def _travelled(trace: dict[str, Any]) -> Table:
-    """By which way each image reached each engine, and why not by another."""
+    """Return how each image reached each engine, and why not by another way."""
     table = Table(title="how images travelled")
     for heading in ("identity", "to", "how", "bytes", "ms", "instead of"):
         table.add_column(heading, justify="right" if heading in ("bytes", "ms") else "left", overflow="fold")
-    for one in trace["travelled"]:
-        others = ", ".join(f"{other['how']} ({other['reason']})" for other in one["instead_of"])
-        shown = (one["identity"][:19] + "...", one["engine"], one["how"], str(one["bytes"]))
-        table.add_row(*shown, f"{one['seconds'] * 1e3:.1f}", others)
+    for transfer in trace["travelled"]:
+        others = ", ".join(f"{other['how']} ({other['reason']})" for other in transfer["instead_of"])
+        shown = (transfer["identity"][:19] + "...", transfer["engine"], transfer["how"], str(transfer["bytes"]))
+        table.add_row(*shown, f"{transfer['seconds'] * 1e3:.1f}", others)
     return table
 
 
 def _blocks(trace: dict[str, Any]) -> Table:
-    """Runs of blocks with the same holders; a long prompt stays a short table."""
+    """Return runs of blocks with the same holders."""
     table = Table(title="blocks and who holds them now")
     for heading in ("blocks", "first key", "held by", "images"):
         table.add_column(heading, overflow="fold")
@@ -176,5 +176,5 @@ def _blocks(trace: dict[str, Any]) -> Table:
             if image["offset"] < (last + 1) * size and image["offset"] + image["tokens"] > first * size
         ]
         span = f"{first}" if first == last else f"{first}-{last}"
-        table.add_row(span, run[0][1][0], ", ".join(holders) or "nobody", ", ".join(inside))
+        table.add_row(span, run[0][1][0], ", ".join(holders) or "none", ", ".join(inside))
     return table

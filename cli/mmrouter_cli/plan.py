@@ -1,4 +1,4 @@
-"""`mmrouter plan`: what applying a file would do, step by step, before it is done. It writes nothing anywhere."""
+"""`mmrouter plan`: the steps that applying a file would take, without writing anything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,69 +25,69 @@ _OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator", "shar
 
 
 class PlanError(Exception):
-    """The two sides cannot be compared; the message says why."""
+    """The two sides cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What would happen."""
+class ChangeReport:
+    """The effect of applying a deployment."""
 
     name: str
     changes: tuple[str, ...]
     """Fields of the spec that differ, as paths below ``spec``."""
     restarts: dict[str, tuple[str, ...]]
-    """Deployment whose pods are replaced -> fields because of which."""
+    """Deployment whose pods are replaced -> the fields that cause it."""
     rehearsal: Simulation
     adopting: dict[str, tuple[str, ...]]
-    """Deployment -> fields of its pod template that this release renders otherwise; kept until adopted."""
+    """Deployment -> fields of its pod template that this release renders differently; unchanged until adopted."""
     warnings: tuple[str, ...] = ()
-    """What the resource says that keeps its pools from working together."""
+    """Settings that keep the resource's pools from working together."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report for machines."""
+        """Return the report as plain values."""
         outcome = self.rehearsal.outcome
-        told = {"reason": outcome.reason} if isinstance(outcome, Blocked) else {}
+        details = {"reason": outcome.reason} if isinstance(outcome, Blocked) else {}
         if isinstance(outcome, Blocked | Progress):
-            told["message"] = outcome.message
+            details["message"] = outcome.message
         return {
             "name": self.name,
             "changes": list(self.changes),
             "restarts": {name: list(fields) for name, fields in self.restarts.items()},
             "rounds": [[_step(step) for step in steps] for steps in self.rehearsal.rounds],
-            "outcome": {"type": type(outcome).__name__, **told},
+            "outcome": {"type": type(outcome).__name__, **details},
             "adopting": {name: list(fields) for name, fields in self.adopting.items()},
             "warnings": list(self.warnings),
         }
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
-        found = [f"changed in the spec: {', '.join(self.changes)}"] if self.changes else []
+        """Return the report as lines of text."""
+        lines = [f"changed in the spec: {', '.join(self.changes)}"] if self.changes else []
         for number, steps in enumerate(self.rehearsal.rounds, 1):
-            found.append(f"step {number}" + ("" if number == 1 else ", once the pods of the step before are ready"))
+            lines.append(f"step {number}" + ("" if number == 1 else ", once the pods of the step before are ready"))
             for step in steps:
                 because = self.restarts.get(step.name, ())
                 reason = f", because of {', '.join(because)}" if step.action == "restart" and because else ""
-                found.append(f"  {step.action:8}{step.kind} {step.name}{': ' + step.why if step.why else ''}{reason}")
+                lines.append(f"  {step.action:8}{step.kind} {step.name}{': ' + step.why if step.why else ''}{reason}")
         if not self.rehearsal.rounds:
-            found.append("nothing to do")
+            lines.append("nothing to do")
         if isinstance(self.rehearsal.outcome, Blocked):
-            found.append(f"blocked: {self.rehearsal.outcome.message} ({self.rehearsal.outcome.reason})")
-        found += [f"warning: {sentence}" for sentence in self.warnings]
+            lines.append(f"blocked: {self.rehearsal.outcome.message} ({self.rehearsal.outcome.reason})")
+        lines += [f"warning: {sentence}" for sentence in self.warnings]
         for name, fields in self.adopting.items():
             shown = ", ".join(fields[:5]) + (f" and {len(fields) - 5} more" if len(fields) > 5 else "")
-            found.append(
+            lines.append(
                 f"kept as it is: {name}; with the annotation mmrouter.io/adopt it would restart with new {shown}"
             )
-        return found
+        return lines
 
 
-def from_nothing(dep: MMRouterDeployment, config: OperatorConfig) -> Report:
-    """Return what creating the deployment would do. Raises ``SpecError``."""
+def from_nothing(dep: MMRouterDeployment, config: OperatorConfig) -> ChangeReport:
+    """Return the effect of creating the deployment. Raises ``SpecError``."""
     return _report(dep, _empty(dep, new_secret_data()), None, config)
 
 
-def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: OperatorConfig) -> Report:
-    """Return the way from one file to the other. Raises :class:`PlanError` and ``SpecError``."""
+def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: OperatorConfig) -> ChangeReport:
+    """Return the steps from one file to the other. Raises :class:`PlanError` and ``SpecError``."""
     names = [(item.metadata.namespace, item.metadata.name) for item in (old, dep)]
     if names[0] != names[1]:
         raise PlanError(f"{'/'.join(names[0])} and {'/'.join(names[1])} are two deployments; a name cannot be changed")
@@ -98,9 +98,9 @@ def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: Operator
     return _report(dep, replace(stands, resource=_resource(dep)), old, config)
 
 
-async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config: OperatorConfig) -> Report:
-    """Return the way from what the cluster runs now. Raises :class:`PlanError` and ``SpecError``."""
-    # The cluster's client takes a second to import, and two files are compared without one.
+async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config: OperatorConfig) -> ChangeReport:
+    """Return the steps from what the cluster runs. Raises :class:`PlanError` and ``SpecError``."""
+    # The cluster's client takes a second to import, and comparing files does not need it.
     from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
     from mmrouter_operator.cluster.connection import ConnectError, load
 
@@ -155,7 +155,7 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
 
 
 async def _in_full(cluster: Any, objects: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the objects with those of these kinds read whole; what went away meanwhile is left out."""
+    """Return the objects, those of these kinds read in full; deleted ones are left out."""
     found = []
     for obj in objects:
         whole = await cluster.get(Ref.of(obj)) if obj["kind"] in kinds else obj
@@ -166,17 +166,17 @@ async def _in_full(cluster: Any, objects: Sequence[dict[str, Any]], kinds: Seque
 
 def _report(
     dep: MMRouterDeployment, snapshot: Snapshot, old: MMRouterDeployment | None, config: OperatorConfig
-) -> Report:
+) -> ChangeReport:
     assert snapshot.secrets is not None  # _empty() sets them
     rendered = render(dep, secrets=snapshot.secrets, capabilities=snapshot.capabilities, config=config)
     desired, revision = choose_templates(rendered, snapshot, adopts(dep), dep)
     rehearsal = simulate(desired, snapshot, revision)
-    changes = () if old is None else tuple(difference(_said(old), _said(dep)))
+    changes = () if old is None else tuple(difference(_explicit_spec(old), _explicit_spec(dep)))
     restarted = {step.name for steps in rehearsal.rounds for step in steps if step.action == "restart"}
     pools = {
         manifest["metadata"]["name"]: pool_of(manifest) for manifest in desired if manifest["kind"] == "Deployment"
     }
-    return Report(
+    return ChangeReport(
         name=dep.metadata.name,
         changes=changes,
         restarts={name: _because(changes, pools.get(name, "")) for name in sorted(restarted)},
@@ -200,7 +200,7 @@ def _adopting(
 
 
 def _because(changes: Sequence[str], pool: str) -> tuple[str, ...]:
-    """Return the changed fields that can have restarted a pool's pods, or the frontend's."""
+    """Return the changed fields that can restart a pool's pods, or the frontend's."""
     return tuple(path for path in changes if (_of_pool(path, pool) if pool else _of_frontend(path)))
 
 
@@ -217,10 +217,10 @@ def _of_frontend(path: str) -> bool:
     return not path.startswith(("frontend.replicas", "frontend.service", "paused", "networkPolicy", "sidecar"))
 
 
-def _said(dep: MMRouterDeployment) -> dict[str, Any]:
-    # Without defaults: the API server writes them out, a file does not.
-    said: dict[str, Any] = dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return said
+def _explicit_spec(dep: MMRouterDeployment) -> dict[str, Any]:
+    # Without defaults, which the API server adds to objects.
+    spec: dict[str, Any] = dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return spec
 
 
 def _empty(dep: MMRouterDeployment, secrets: SecretData) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Test pictures that are drawn on the spot: distinct for every seed, a few hundred bytes each."""
+"""Sample images for the demo and the verification: distinct per seed, a few hundred bytes each."""
 
 import base64
 import io

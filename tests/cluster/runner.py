@@ -23,8 +23,8 @@ from mmrouter_cli.local.container import Container
 from mmrouter_cli.local.environment import PodFacts, engine_commands
 from mmrouter_cli.local.folders import make_folders
 from mmrouter_cli.local.network import AddressBlock, take_block
-from mmrouter_cli.local.pod import LocalPod, PodMaker
-from mmrouter_cli.local.run_plan import Plan, make_plan
+from mmrouter_cli.local.pod import LocalPod, PodBuilder
+from mmrouter_cli.local.run_plan import RunPlan, make_plan
 
 PORTS = {8000, 8001, 9090}
 ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -56,7 +56,7 @@ class LocalRunner:
         self._running: dict[str, Running] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-        self._maker: PodMaker | None = None
+        self._maker: PodBuilder | None = None
         self._session: aiohttp.ClientSession | None = None
         self._client: httpx.AsyncClient | None = None
         self._changed: Callable[[str], None] = lambda uid: None
@@ -91,7 +91,7 @@ class LocalRunner:
             metadata.get("labels") or {},
             metadata.get("annotations") or {},
         )
-        local = maker.make(plan.pods[0], facts, plan, next(self._numbers), lambda: self._changed(uid))
+        local = maker.build(plan.pods[0], facts, plan, next(self._numbers), lambda: self._changed(uid))
         hooks = {c["name"]: (c.get("lifecycle") or {}).get("preStop") or {} for c in pod["spec"]["containers"]}
         self._running[uid] = Running(local, asyncio.create_task(local.run(contextlib.nullcontext())), hooks)
         return facts.ip
@@ -160,7 +160,7 @@ class LocalRunner:
         found = (running.pod for running in list(self._running.values()))
         return {pod.name: pod.pids for pod in found if pod.facts.namespace == namespace}
 
-    async def _open(self) -> tuple[PodMaker, httpx.AsyncClient]:
+    async def _open(self) -> tuple[PodBuilder, httpx.AsyncClient]:
         # In the kubelet's event loop, whose things these are.
         if self._maker is None or self._client is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
@@ -172,7 +172,7 @@ class LocalRunner:
                 "MMROUTER_SERVICE_ACCOUNT_DIR": ACCOUNT_DIR,
             }
             guard = self._plane.guard
-            self._maker = PodMaker(
+            self._maker = PodBuilder(
                 self._folders, self._base_dir, self._session, self._commands, guard, self._write, env
             )
         return self._maker, self._client
@@ -182,7 +182,7 @@ class LocalRunner:
         self._log.flush()
 
 
-def _plan(pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str) -> Plan:
+def _plan(pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str) -> RunPlan:
     """Return the plan of one pod as the substrate knows it: a Deployment of one replica, and tokens as Secrets."""
     spec = json.loads(json.dumps(pod["spec"]))
     account = {"token": token, "namespace": pod["metadata"]["namespace"]}

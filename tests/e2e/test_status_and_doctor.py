@@ -101,7 +101,7 @@ def test_doctor_and_status_name_what_is_broken_beside_what_works(operated: Acces
             waits = {pod["metadata"]["labels"]["mmrouter.io/pool"]: waits_for(pod) for pod in broken.pods("worker")}
             return pools.get("worker") == 1 and waits == {
                 "worker": "",
-                "nowhere": "no node takes it",
+                "nowhere": "no node fits it",
                 "absent": "engine: ErrImageNeverPull",
             }
 
@@ -123,7 +123,7 @@ def test_doctor_and_status_name_what_is_broken_beside_what_works(operated: Acces
         exact = {worker["pool"]: worker["exact"] for worker in view["workers"]}
         assert exact == {
             "worker": "True",
-            "nowhere": "Unknown (no node takes it)",
+            "nowhere": "Unknown (no node fits it)",
             "absent": "Unknown (ErrImageNeverPull)",
         }
 

@@ -18,7 +18,7 @@ import pytest
 from waiting import wait_for
 
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
-from mmrouter_cli.verify import Gate
+from mmrouter_cli.verify import Verifier
 
 
 def _free_ip():
@@ -100,7 +100,7 @@ class Second:
     def gate(self):
         reach = ControlEndpoint(f"http://{self.ip}:8000", (f"http://{self.ip}:8001",), self.demo.token)
         with httpx.Client(timeout=60) as client:
-            return Gate(reach, api_key=None, client=client).run(rounds=1)
+            return Verifier(reach, api_key=None, client=client).run(rounds=1)
 
     def compare(self):
         """One canary's comparison against the first worker, outside of any claim."""
@@ -298,7 +298,7 @@ def test_cached_tokens_that_are_absent_fail_the_gate(second, monkeypatch):
     with second.running():
         reach = ControlEndpoint(f"http://{second.ip}:8000", (f"http://{second.ip}:8001",), second.demo.token)
         with Client(timeout=60) as client:
-            checks = Gate(reach, api_key=None, client=client).run(rounds=1)
+            checks = Verifier(reach, api_key=None, client=client).run(rounds=1)
         assert "cached_tokens is absent" in first_failure(checks).message
 
 

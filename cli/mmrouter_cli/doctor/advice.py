@@ -53,7 +53,7 @@ REASONS: Final[Mapping[str, str]] = {
     "FrontendNotHeard": "The operator must reach the frontends on port 8001: see NetworkPolicies and its log.",
     "NoReplicas": "Wait until an engine runs.",
     "ModelRevisionUnpinned": "Write the commit into spec.model.revision.",
-    "NoApiKeys": "Name a Secret in spec.frontend.apiKeys, unless whoever reaches the endpoint may use it.",
+    "NoApiKeys": "Name a Secret in spec.frontend.apiKeys, unless every client that reaches the endpoint may use it.",
     "AutoscalingUnavailable": "Install what serves metrics of pods, or KEDA and tell the operator a Prometheus.",
     "PodMonitorUnavailable": "Install the Prometheus operator, or set observability.podMonitor to Auto.",
     "NodeSharedMemory": "Use a namespace that allows it, or sharedMemory.scope: pod.",

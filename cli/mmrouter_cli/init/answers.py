@@ -1,4 +1,4 @@
-"""`mmrouter init`: four answers become a commented mmrouter.yaml. Pure, but for the writing of the file."""
+"""Answers of `mmrouter init`: validation, and the commented mmrouter.yaml made from them."""
 
 import json
 import re
@@ -19,16 +19,16 @@ MOST_REPLICAS: Final = 1000
 
 _PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*([/:@][A-Za-z0-9_.-]+)*")
 _NOT_TEXT: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-"""Words that some version of YAML takes for something else."""
+"""Words that some YAML version does not read as text."""
 
 
 class AnswerError(ValueError):
-    """An answer cannot be used; the message says why in a sentence, without naming the question."""
+    """An invalid answer; the message gives the reason without naming the question."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a deployment is made of. Empty texts: the default, which for ``name`` follows from the model."""
+    """The parameters of a deployment. Empty texts mean the default, which for ``name`` follows from the model."""
 
     model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
     engine: str = "vllm"
@@ -39,18 +39,18 @@ class Answers:
 
     @property
     def object_name(self) -> str:
-        """The deployment's name: what was said, or the model's last word as a name of Kubernetes."""
+        """The deployment's name: as given, or derived from the model id."""
         return self.name or name_of(self.model)
 
     @property
     def needs_image(self) -> bool:
-        """Whether nobody publishes an image of this engine for this accelerator, and none was said."""
+        """Whether no image of this engine for this accelerator is published, and none was given."""
         return not self.image and not _published(self.engine, self.accelerator)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question: the field of :class:`Answers`, how it is asked, and what reads an answer."""
+    """One question: the field of :class:`Answers`, its prompt, and the parser of an answer."""
 
     field: str
     text: str
@@ -106,14 +106,14 @@ READ: Final[dict[str, Callable[[str], str | int]]] = {
 
 
 def name_of(model_id: str) -> str:
-    """Return a name of Kubernetes for a model: its repository without the owner, `qwen2-5-vl-3b-instruct` for one."""
+    """Return a Kubernetes name for a model id, such as `qwen2-5-vl-3b-instruct`."""
     words = re.sub(r"[^a-z0-9]+", "-", model_id.rstrip("/").rpartition("/")[2].lower())
-    # A name begins with a letter; a Service, which has the deployment's, must too.
+    # Starts with a letter, as the Service of that name must.
     return re.sub(r"^[^a-z]+", "", words)[:NAME_LENGTH].strip("-") or "model"
 
 
 def resource(answers: Answers) -> dict[str, Any]:
-    """Return the resource as plain values; :func:`text` says the same with comments."""
+    """Return the resource as plain values."""
     return dict(yaml.safe_load(text(answers)))
 
 
@@ -142,9 +142,9 @@ spec:
     type: {answers.engine}
 {_image_lines(answers)}\
   frontend:
-    # Two, so that a lost node or a rollout interrupts nobody.
+    # Two, so that a lost node or a rollout does not interrupt clients.
     replicas: 2
-    # Without keys, whoever reaches the endpoint may use it, and all share one cache:
+    # Without keys, every client that reaches the endpoint may use it, and all share one cache:
     # apiKeys: {{secret: {{name: tenants}}}}
   routing:
     media:
@@ -161,7 +161,7 @@ spec:
 
 def write(path: Path, answers: Answers, *, force: bool) -> None:
     """Write the file. Raises ``FileExistsError`` where there is one and ``force`` is not given, and ``OSError``."""
-    # Exclusive creation: between a look and a write somebody else may have made it.
+    # Exclusive creation, because another process may create the file meanwhile.
     with path.open("w" if force else "x") as file:
         file.write(text(answers))
 
@@ -210,7 +210,7 @@ def _one_of(text: str, allowed: tuple[str, ...]) -> str:
 
 
 def _valid(field: str, answers: Answers) -> Answers:
-    """Return the answers when the resource's own rules take ``field``, whose words they then use to refuse it."""
+    """Return the answers if the rules of the resource accept ``field``. Raises :class:`AnswerError`."""
     value = {"model.id": answers.model, "metadata.name": answers.name, "engine.image": answers.image}[field]
     section, key = field.split(".")
     made: dict[str, Any] = resource(Answers())
@@ -223,13 +223,13 @@ def _valid(field: str, answers: Answers) -> Answers:
 
 
 def _quoted(value: str) -> str:
-    """Return a text as YAML: plain where every reader takes it for that text, else quoted."""
+    """Return a text as YAML, quoted unless every YAML version reads it as that text."""
     if _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
         return value
-    # JSON's quotes are YAML's; what neither shows is escaped, as YAML does it.
+    # JSON's quoting is valid YAML; unprintable characters are escaped as in YAML.
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(value, ensure_ascii=False))
 
 
 def _comment(value: str) -> str:
-    """Return a text that stays on its line of a comment."""
+    """Return a text that stays within a line of comment."""
     return value if value.isprintable() else ascii(value)

@@ -1,4 +1,4 @@
-"""`mmrouter init` on a terminal: options in, questions asked, a file written."""
+"""The command `mmrouter init`: options, questions, and the written file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,11 +21,11 @@ def init(
     image: Annotated[
         str | None, typer.Option(help="The engine's image. Default: the one its project publishes.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not given has its default.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; use defaults instead.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Ask four questions, or take the options, and write a commented MMRouterDeployment."""
-    from mmrouter_cli.init import answers as asked
+    from mmrouter_cli.init import answers as init_answers
 
     given: dict[str, str | None] = {
         "model": model,
@@ -37,25 +37,25 @@ def init(
     }
     printed = str(file) == "-"
     if not printed and file.exists() and not force:
-        leave(f"{file} is there already: --force writes over it")
-    said: dict[str, Any] = {}
+        leave(f"{file} exists: --force overwrites it")
+    values: dict[str, Any] = {}
     for field, answer in given.items():
         if answer is not None:
             try:
-                said[field] = asked.READ[field](answer)
-            except asked.AnswerError as error:
+                values[field] = init_answers.READ[field](answer)
+            except init_answers.AnswerError as error:
                 leave(f"--{field}: {error}")
-    for question in asked.QUESTIONS:
-        if question.field not in said and not yes:
-            said[question.field] = _ask(question)
-    answers = asked.Answers(**said)
+    for question in init_answers.QUESTIONS:
+        if question.field not in values and not yes:
+            values[question.field] = _ask(question)
+    answers = init_answers.Answers(**values)
     if printed:
-        typer.echo(asked.text(answers), nl=False)
+        typer.echo(init_answers.text(answers), nl=False)
         return
     try:
-        asked.write(file, answers, force=force)
+        init_answers.write(file, answers, force=force)
     except FileExistsError:
-        leave(f"{file} is there already: --force writes over it")
+        leave(f"{file} exists: --force overwrites it")
     except OSError as error:
         leave(f"cannot write {file}: {error.strerror}")
     if answers.needs_image:
@@ -65,18 +65,18 @@ def init(
 
 
 def _ask(question: "Question") -> str | int:
-    """Ask until the answer can be used. Ends with status 2 where nobody answers."""
-    from mmrouter_cli.init import answers as asked
+    """Ask until the answer is valid. Ends with status 2 at the end of input."""
+    from mmrouter_cli.init import answers as init_answers
 
     def read(text: str) -> str | int:
         try:
             return question.read(text)
-        except asked.AnswerError as error:
+        except init_answers.AnswerError as error:
             raise typer.BadParameter(str(error)) from error
 
     try:
         answer: str | int = typer.prompt(
-            question.text, default=str(getattr(asked.Answers(), question.field)), value_proc=read, err=True
+            question.text, default=str(getattr(init_answers.Answers(), question.field)), value_proc=read, err=True
         )
     except typer.Abort:
         leave(f"\nno answer: give --{question.field}, or --yes for the defaults")

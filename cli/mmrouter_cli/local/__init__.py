@@ -1,7 +1,7 @@
-"""The second substrate: the pods that the operator renders, run as processes of this machine (docs/architecture.md).
+"""Runs rendered pods as processes of this machine (docs/architecture.md).
 
-A pod is a loopback address of its own, so every port is the same as in a cluster; a volume is a folder, and mount paths
-are rewritten in arguments and environment; a Service is a small forwarder. Nothing outlives the run.
+A pod has a loopback address of its own, so ports are as in a cluster; a volume is a folder, whose mount paths are
+replaced in arguments and environment; a Service is a TCP forwarder. Nothing outlives the run.
 """
 
 from collections.abc import AsyncIterator, Iterable
@@ -32,9 +32,9 @@ async def up(
     """Render a deployment with fresh secrets and run it until the block ends.
 
     ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
-    the deployment names. Raises :class:`LocalError`, or ``mmrouter_lib.api.SpecError`` for what cannot be rendered.
+    the deployment refers to. Raises :class:`LocalError`, or ``mmrouter_lib.api.SpecError`` for what cannot be rendered.
     """
-    # Deployables are imported when they are needed, and only by the command line tool (CONTRIBUTING.md).
+    # Deployables are imported lazily, and only by the command line tool (CONTRIBUTING.md).
     from mmrouter_cli.local.cluster import run_local
     from mmrouter_operator.model.credentials import new_secret_data
     from mmrouter_operator.render import render

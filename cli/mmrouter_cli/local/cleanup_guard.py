@@ -1,11 +1,11 @@
-"""A process that outlives a local run just long enough to clean up after it, however the run ended.
+"""A process that cleans up after a local run, however the run ended.
 
-Reads lines from its standard input: ``+GROUP`` and ``-GROUP`` (process groups that began and ended), ``/PATH`` (a
-folder of the run). At the end of its input, which the kernel brings about even when the run was killed, it kills the
-groups, then every process that carries the run's mark in its environment (one that left its group), and removes the
-folders, what held them where nothing else is in it, and the shared memory of the dead.
+It reads lines from standard input: ``+GROUP`` and ``-GROUP`` (process groups that started and ended), ``/PATH`` (a
+folder of the run). At the end of input, which also follows a kill of the run, it kills the groups and every process
+with the run's mark in its environment (one that left its group), and removes the folders, their parents if empty, and
+the shared memory of the killed processes.
 
-Run as a script, with nothing but the standard library: ``guard.py MARK``. The run itself uses the functions on
+Run as a script with only the standard library: ``cleanup_guard.py MARK``. The run itself uses the functions on
 processes and shared memory.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
         else:
             folders.append(text)
     memory: set[str] = set()
-    for _ in range(ROUNDS):  # one that was just being born is seen in the next round
+    for _ in range(ROUNDS):  # a process that is just starting is found in the next round
         left = [pid for pid in processes() if _member(pid, groups) or _marked(pid, mark)]
         memory |= shared_memory(left, began)
         for pid in left:
@@ -49,7 +49,7 @@ def main() -> None:
         time.sleep(0.05)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs are in it
+        with contextlib.suppress(OSError):  # in use by other runs
             os.rmdir(os.path.dirname(folder))
     remove_unused(memory)
 
@@ -66,42 +66,42 @@ def members(group: int) -> list[int]:
 
 
 def shared_memory(pids: Iterable[int], since: float) -> set[str]:
-    """Return the shared memory objects that processes have mapped and that were made after ``since`` (seconds, 1970).
+    """Return the shared memory objects mapped by processes and created after ``since`` (seconds since 1970).
 
-    A pod's shared memory is its own and ends with it; here it is the machine's, and a killed process leaves it behind.
+    A pod's shared memory ends with the pod; here it is the machine's, and a killed process leaves it behind.
     """
-    found = set()
+    objects = set()
     for path in {path for pid in pids for path in _mapped(pid)}:
         with contextlib.suppress(OSError):
             status = os.stat(path)
             if status.st_uid == os.getuid() and status.st_mtime >= since:
-                found.add(path)
-    return found
+                objects.add(path)
+    return objects
 
 
 def remove_unused(objects: Iterable[str]) -> None:
     """Remove shared memory objects that no living process has mapped."""
-    wanted = set(objects)
-    if not wanted:
+    unused = set(objects)
+    if not unused:
         return
-    for path in wanted - {path for pid in processes() for path in _mapped(pid)}:
+    for path in unused - {path for pid in processes() for path in _mapped(pid)}:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
 def _mapped(pid: int) -> set[str]:
-    found = set()
+    objects = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
         for line in file:
             path = line.rstrip("\n").partition(SHM)[2]
-            # Only what lies in the root: folders there belong to somebody who removes them.
+            # Only objects in the root: folders there have owners that remove them.
             if path and "/" not in path and not path.endswith(" (deleted)"):
-                found.add(SHM + path)
-    return found
+                objects.add(SHM + path)
+    return objects
 
 
 def _member(pid: int, groups: set[int]) -> bool:
-    # The system call first: it is cheap, and almost every process of a machine is somebody else's.
+    # The cheap system call first, because almost every process belongs to others.
     with contextlib.suppress(OSError):
         if os.getpgid(pid) in groups:
             with open(f"/proc/{pid}/stat", "rb") as file:
@@ -110,7 +110,7 @@ def _member(pid: int, groups: set[int]) -> bool:
 
 
 def _marked(pid: int, mark: bytes) -> bool:
-    # One that has ended and that nobody has waited for has no environment.
+    # A zombie has no environment.
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         return mark in file.read().split(b"\0")
     return False

@@ -14,13 +14,13 @@ from typing import Any
 
 import aiohttp
 
-from mmrouter_cli.local.container import VainError, tell_failure
+from mmrouter_cli.local.container import VainError, log_failure
 from mmrouter_cli.local.environment import Commands, Engines, PodFacts, engine_commands
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
 from mmrouter_cli.local.network import AddressBlock, Forwarder, can_bind, take_block
-from mmrouter_cli.local.pod import LocalPod, PodMaker
+from mmrouter_cli.local.pod import LocalPod, PodBuilder
 from mmrouter_cli.local.process import Guard, LogSink, console_sink
-from mmrouter_cli.local.run_plan import Plan, ServicePlan, ServicePort, make_plan
+from mmrouter_cli.local.run_plan import RunPlan, ServicePlan, ServicePort, make_plan
 from mmrouter_lib.api.paths import CONFIG_DIR
 
 NODE = "local"
@@ -32,7 +32,7 @@ TOKEN_FILE = "secrets/control.token"  # noqa: S105 - a file's name
 
 @dataclass(frozen=True, slots=True)
 class FrontendAddress:
-    """Where one frontend is reached past the Service."""
+    """One frontend's own addresses, without the Service."""
 
     name: str
     url: str
@@ -40,10 +40,10 @@ class FrontendAddress:
 
 
 class LocalCluster:
-    """A run in progress; made by :func:`run_local`."""
+    """A run in progress, from :func:`run_local`."""
 
     def __init__(
-        self, plan: Plan, name: str, folders: RunFolders, block: AddressBlock, guard: Guard, log: LogSink
+        self, plan: RunPlan, name: str, folders: RunFolders, block: AddressBlock, guard: Guard, log: LogSink
     ) -> None:
         self.name = name
         self.run_dir = folders.run
@@ -86,20 +86,21 @@ class LocalCluster:
         raise KeyError(name)
 
     async def wait_ready(self, timeout: float) -> None:
-        """Wait until every pod is Ready. Raises ``TimeoutError`` that says which are not, and why, and
-        :class:`VainError` where waiting longer would not help.
+        """Wait until every pod is Ready.
+
+        Raises ``TimeoutError`` with the pods that are not and why, and :class:`VainError` where waiting cannot help.
         """
 
         def settled() -> bool:
             for pod in self.pods:
-                if found := pod.hopeless():
-                    raise VainError(found)
+                if failure := pod.hopeless():
+                    raise VainError(failure)
             return all(pod.ready for pod in self.pods)
 
         await self.wait_until(settled, timeout)
 
     async def wait_until(self, condition: Callable[[], bool], timeout: float) -> None:
-        """Wait until something holds that depends on the pods' readiness. Raises ``TimeoutError``."""
+        """Wait for a condition that depends on the pods' readiness. Raises ``TimeoutError``."""
         try:
             async with asyncio.timeout(timeout):
                 while not condition():
@@ -109,12 +110,12 @@ class LocalCluster:
             raise TimeoutError(f"not ready after {timeout:g} s: {missing or 'the condition does not hold'}") from None
 
     async def start(self, session: aiohttp.ClientSession, commands: Commands, base_dir: Path, *, serial: bool) -> None:
-        """Make every pod's folders and begin to start them. ``serial``: engine pods start one after the other."""
-        maker = PodMaker(self._folders, base_dir, session, commands, self._guard, self._log)
+        """Create every pod's folders and start the pods. ``serial``: engine pods start one after the other."""
+        builder = PodBuilder(self._folders, base_dir, session, commands, self._guard, self._log)
         for number, plan in enumerate(self._plan.pods):
             ip = self._block.next_pod()
             facts = PodFacts(plan.name, plan.namespace, str(uuid.uuid4()), ip, NODE, plan.labels, plan.annotations)
-            self.pods.append(maker.make(plan, facts, self._plan, number, self._notify))
+            self.pods.append(builder.build(plan, facts, self._plan, number, self._notify))
         for service in self._plan.services:
             await self._serve(service)
         self._notify()
@@ -123,11 +124,11 @@ class LocalCluster:
         for pod in self.pods:
             mine = contextlib.nullcontext() if is_frontend(pod) else turn
             task = asyncio.create_task(pod.run(mine), name=f"pod {pod.name}")
-            task.add_done_callback(tell_failure(pod.say))
+            task.add_done_callback(log_failure(pod.log))
             self._tasks.append(task)
 
     async def stop(self) -> None:
-        """End every process, in the order in which pods are deleted."""
+        """Stop every process, in the order of pod deletion."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -197,10 +198,10 @@ async def run_local(
     engine_env: Path | None = None,
     log: LogSink | None = None,
 ) -> AsyncIterator[LocalCluster]:
-    """Run rendered objects as local processes until the block ends; nothing of them is left then.
+    """Run rendered objects as local processes until the block ends.
 
-    ``base_dir`` is where relative host paths start. Must be entered in the main thread, with which the processes die.
-    Raises :class:`LocalError` for what cannot be run here.
+    Relative host paths start at ``base_dir``. Enter it in the main thread: the processes die with the entering thread.
+    Raises :class:`LocalError` for objects that cannot be run here.
     """
     plan = make_plan(objects)
     ports = {port for pod in plan.pods for port in pod.ports}

@@ -1,4 +1,4 @@
-"""One pod as processes: sidecars first, each behind its startup probe; what ends is started again."""
+"""One container as a supervised process: probes, restarts with backoff, and a graceful stop."""
 
 import asyncio
 import time
@@ -13,35 +13,35 @@ from mmrouter_cli.local.run_plan import ContainerPlan
 FIRST_BACKOFF = 0.2
 LAST_BACKOFF = 5.0
 STEADY_SECONDS = 10.0
-"""A process that ran for so long begins again at the first backoff."""
+"""Uptime after which the backoff is reset."""
 
 VAIN_STARTS = 5
-"""A container that has ended so often by itself, and never came up, is not going to."""
+"""Number of failures before the first start-up from which the container counts as hopeless."""
 
 STARTING_STEP = 0.1
-"""Seconds between probes of what is not ready yet, where the probe's own period is longer: people are waiting."""
+"""Seconds between probes during a start, where the probe's own period is longer."""
 
 MEMORY_SECONDS = 2.0
-"""How often a container with a /dev/shm of its own is asked which shared memory it has made."""
+"""Interval at which the shared memory of a container with its own /dev/shm is recorded."""
 
 
 class VainError(Exception):
-    """A container ends again and again and never came up; the message says which, and its last words."""
+    """A container ends repeatedly without ever being up; the message names it and its last line of output."""
 
 
-def tell_failure(say: Callable[[str], None]) -> Callable[["asyncio.Task[None]"], None]:
-    """Return a callback that says what ended a task that should have gone on: that would be a mistake of ours."""
+def log_failure(log: Callable[[str], None]) -> Callable[["asyncio.Task[None]"], None]:
+    """Return a callback that logs the exception of a task that must not end."""
 
     def done(task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            say(f"internal error: {error!r}")
+            log(f"internal error: {error!r}")
 
     return done
 
 
 @dataclass(slots=True)
 class Container:
-    """A container as a process: what to run, and how it is doing."""
+    """A container as a process."""
 
     plan: ContainerPlan
     argv: tuple[str, ...]
@@ -55,9 +55,9 @@ class Container:
     changed: Callable[[], None]
     child: Child | None = None
     restarts: int = 0
-    vain: int = 0
-    """How often it has ended with a status other than 0 before it ever came up."""
-    last_words: str = ""
+    failed_starts: int = 0
+    """Number of failures before it was ever up."""
+    last_line: str = ""
     came_up: bool = False
     started: asyncio.Event = field(default_factory=asyncio.Event)
     ready: bool = False
@@ -75,33 +75,33 @@ class Container:
 
     @property
     def trouble(self) -> str:
-        """Say how its starts end, empty for one that came up or has not ended yet."""
-        if not self.vain:
+        """How its starts fail; empty for one that was up or has not ended."""
+        if not self.failed_starts:
             return ""
-        times = "once" if self.vain == 1 else f"{self.vain} times"
-        return f"has ended {times} before it was up, its last words: {self.last_words or 'none'}"
+        times = "once" if self.failed_starts == 1 else f"{self.failed_starts} times"
+        return f"has ended {times} before it was up, its last output: {self.last_line or 'none'}"
 
     def start(self) -> None:
         """Run the container until :meth:`stop`."""
         self.task = asyncio.create_task(self._supervise(), name=f"container {self.name}")
-        self.task.add_done_callback(tell_failure(self.log))
+        self.task.add_done_callback(log_failure(self.log))
 
     async def once(self) -> None:
         """Run an init container until it succeeds."""
         backoff = FIRST_BACKOFF
         while (code := await self._run()) != 0 and not self.stopping:
-            self.vain += code > 0
+            self.failed_starts += code > 0
             self.changed()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
 
     async def stop(self, grace: float) -> None:
-        """Ask the process to end, wait ``grace`` seconds, then end it."""
+        """Terminate the process, wait ``grace`` seconds, then kill it."""
         self.stopping = True
         if self.task is None:
             return
         if self.child is not None:
-            self._look_at_memory(self.child, every=0)
+            self._record_memory(self.child, every=0)
             self.child.terminate()
         else:
             self.task.cancel()
@@ -123,7 +123,7 @@ class Container:
             if time.monotonic() - began >= STEADY_SECONDS:
                 backoff = FIRST_BACKOFF
             if code > 0 and not self.came_up:
-                self.vain += 1
+                self.failed_starts += 1
             how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
             self.waiting_for = f"{how}, restarts in {backoff:g} s"
             self.log(self.waiting_for)
@@ -135,14 +135,14 @@ class Container:
     async def _run(self) -> int:
         """Start the process and wait for its end. A command that cannot be started ends with 127, as in a shell."""
         try:
-            self.child = await spawn(self.argv, env=self.env, folder=self.folder, guard=self.guard, line=self._hear)
+            self.child = await spawn(self.argv, env=self.env, folder=self.folder, guard=self.guard, line=self._on_line)
         except OSError as error:
-            self._hear(f"cannot be started: {error}")
+            self._on_line(f"cannot be started: {error}")
             return 127
-        if self.stopping:  # asked to stop while it was being born
+        if self.stopping:  # stopped while it was starting
             self.child.terminate()
         watch = asyncio.create_task(self._watch(self.child))
-        watch.add_done_callback(tell_failure(self.log))
+        watch.add_done_callback(log_failure(self.log))
         try:
             return await self.child.wait()
         finally:
@@ -152,9 +152,9 @@ class Container:
             self.started.clear()
             self._set_ready(False, "not running")
 
-    def _hear(self, line: str) -> None:
+    def _on_line(self, line: str) -> None:
         if line.strip():
-            self.last_words = line.strip()
+            self.last_line = line.strip()
         self.log(line)
 
     async def _watch(self, child: Child) -> None:
@@ -177,7 +177,7 @@ class Container:
                 self._set_ready(True, "")
             elif problem is not None and (failures >= readiness.failures or not self.ready):
                 self._set_ready(False, f"readiness probe: {problem}")
-            self._look_at_memory(child)
+            self._record_memory(child)
             await asyncio.sleep(readiness.period if self.ready else min(readiness.period, STARTING_STEP))
 
     async def _start_up(self, probe: Probe, child: Child) -> bool:
@@ -192,15 +192,15 @@ class Container:
                 self.log(f"{self.waiting_for} for {probe.failures * probe.period:g} s: killed")
                 child.kill()
                 return False
-            self._look_at_memory(child)
+            self._record_memory(child)
             await asyncio.sleep(min(probe.period, STARTING_STEP))
 
-    def _look_at_memory(self, child: Child, every: float = MEMORY_SECONDS) -> None:
+    def _record_memory(self, child: Child, every: float = MEMORY_SECONDS) -> None:
         if self.private_memory:
-            child.look_at_memory(every=every)
+            child.record_memory(every=every)
 
     def _has_come_up(self) -> None:
-        self.came_up, self.vain = True, 0
+        self.came_up, self.failed_starts = True, 0
 
     def _set_ready(self, ready: bool, waiting_for: str) -> None:
         self.waiting_for = waiting_for

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from mmrouter_cli.local.folders import LocalError
 
 LOOPBACK = "POD_LOOPBACK"
-"""The variable that differs from a cluster by design: a local pod's loopback is its own (docs/architecture.md)."""
+"""Variable with a local pod's own loopback address, unlike in a cluster (docs/architecture.md)."""
 
 LOCAL = {"MMROUTER_DISCOVERY": "file", "MMROUTER_BIND": "pod"}
-"""No API tells who is there: frontends read ``workers.json``. Pods share one network: each keeps to its address."""
+"""Without an API frontends read ``workers.json``; pods share one network, so each binds to its own address."""
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
@@ -23,7 +23,7 @@ _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """What the downward API tells about a pod."""
+    """The values of the downward API."""
 
     name: str
     namespace: str
@@ -35,7 +35,7 @@ class PodFacts:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace ``$(NAME)`` by known variables; ``$$`` is a dollar sign; what is not known stays as it is."""
+    """Replace ``$(NAME)`` by known variables and ``$$`` by a dollar sign; unknown references stay."""
     return _REFERENCE.sub(lambda match: "$" if match[1] is None else variables.get(match[1], match[0]), text)
 
 
@@ -89,7 +89,7 @@ def _from(
             if reference.get("optional"):
                 return None
             raise LocalError(f"environment variable {name}: {reference['name']} has no key {reference['key']}")
-    raise LocalError(f"environment variable {name}: {', '.join(source)} cannot be had locally")
+    raise LocalError(f"environment variable {name}: {', '.join(source)} is not supported locally")
 
 
 def _object(objects: Mapping[str, Mapping[str, bytes]], reference: Mapping[str, Any], kind: str) -> Mapping[str, bytes]:
@@ -121,10 +121,10 @@ def _field(path: str, name: str, pod: PodFacts) -> str:
 
 
 def rewriter(mounts: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that puts real folders for mount paths wherever they stand as paths in a text.
+    """Return a function that replaces mount paths by real folders wherever they occur as paths in a text.
 
-    The longest mount path wins, a path ends where no name can go on (``/tmp`` is not part of ``/tmpfs`` nor of
-    ``/a/tmp``), and what was put in is not looked at again.
+    The longest mount path wins, only complete path components match (``/tmp`` is no part of ``/tmpfs`` nor of
+    ``/a/tmp``), and replacements are not replaced again.
     """
     if not mounts:
         return lambda text: text
@@ -154,22 +154,22 @@ _INHERITED_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """Where commands come from. ``engine_folder`` is looked into first; ``None`` leaves the search to PATH."""
+    """Resolves commands; ``engine_folder`` is searched first, ``None`` searches PATH only."""
 
     engine_folder: Path | None
     hint: str
 
     def path(self, env: Mapping[str, str]) -> str:
-        """Return a process's PATH: engines, and the Python that they run in, are found as in their own image."""
+        """Return a process's PATH, in which engines and their Python come first, as in their own image."""
         own = env.get("PATH", os.defpath)
         return own if self.engine_folder is None else f"{self.engine_folder}{os.pathsep}{own}"
 
     def resolve(self, command: str, env: Mapping[str, str]) -> list[str]:
-        """Return the beginning of a command line that this machine can run. Raises :class:`LocalError`."""
+        """Return the start of a command line for this machine. Raises :class:`LocalError`."""
         if command == "mmrouter":
             return [sys.executable, "-m", "mmrouter_cli"]
         if command == "python3":
-            # An engine's image has one; this machine may have ours alone.
+            # An engine's image has a python3; this machine may only have ours.
             return [shutil.which(command, path=self.path(env)) or sys.executable]
         search = env.get("PATH", os.defpath)
         if command in ENGINE_COMMANDS and self.engine_folder is not None:
@@ -200,7 +200,7 @@ def engine_commands(engines: Engines, engine_env: Path | None, folder: Path) -> 
 
 
 def inherited_env() -> dict[str, str]:
-    """Return what every process may see of our own environment: places, languages, devices, and nothing private."""
+    """Return the inherited environment of every process: paths, locale and devices, nothing private."""
     return {
         name: value for name, value in os.environ.items() if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)
     }

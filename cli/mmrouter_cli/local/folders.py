@@ -1,4 +1,4 @@
-"""Where a local run keeps its files: one folder that only its owner can read, gone when the run ends."""
+"""The folders of a local run: private to its user and removed when the run ends."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ class LocalError(Exception):
 
 
 def run_root() -> Path:
-    """Return the folder below which every local run of this user has a folder with a ``run.json``. It may not exist."""
+    """Return the parent of all local runs' folders of this user, each with a ``run.json``; it may not exist."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(base) / f"mmrouter-{os.getuid()}"
 
@@ -32,9 +32,9 @@ class RunFolders:
 
 
 def make_folders(name: str) -> RunFolders:
-    """Make the folders of a run of this process. What runs left behind whose process is gone is removed first.
+    """Create the folders of a run of this process, after removing those of runs whose process has ended.
 
-    Raises :class:`LocalError` when the root belongs to somebody else.
+    Raises :class:`LocalError` when the root belongs to another user.
     """
     run = _make(run_root(), name)
     return RunFolders(run, _make(SHM / f"mmrouter-{os.getuid()}", name) if os.access(SHM, os.W_OK) else run)
@@ -43,7 +43,7 @@ def make_folders(name: str) -> RunFolders:
 def _make(root: Path, name: str) -> Path:
     for number in itertools.count():  # one process may have several runs
         folder = root / f"{name[:NAME_LENGTH]}{f'.{number}' if number else ''}-{os.getpid()}"
-        # Existing: another run of ours. Missing root: the last run in it ended at this moment.
+        # Existing: another run of this process. Missing root: the last run in it is ending.
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             _sweep(root)
             folder.mkdir(mode=0o700)
@@ -54,7 +54,7 @@ def _make(root: Path, name: str) -> Path:
 def _sweep(root: Path) -> None:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.lstat()
-    # A shared temporary folder: somebody else may have made this name, to read the secrets that will lie in it.
+    # In a shared temporary folder another user may have created this name to read the secrets in it.
     if status.st_uid != os.getuid() or root.is_symlink() or status.st_mode & 0o077:
         raise LocalError(f"{root} is not a private folder of this user: remove it")
     for folder in root.iterdir():
@@ -69,5 +69,5 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # somebody else's
+        return True  # another user's
     return True

@@ -1,4 +1,4 @@
-"""``mmrouter up`` in the foreground: start, show readiness as it comes, and stay until told to end."""
+"""`mmrouter up` in the foreground: start a deployment, show its readiness, run until a signal or the demo's end."""
 
 import asyncio
 import contextlib
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from mmrouter_cli import demo as tour
+from mmrouter_cli import demo as demo_workload
 from mmrouter_cli import local
-from mmrouter_cli.demo import DemoError, Shown
+from mmrouter_cli.demo import DemoError, DemoResult
 from mmrouter_cli.local.container import VainError
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.status.wait_ready import NotReadyError, wait_verified
@@ -29,8 +29,8 @@ async def run(
     demo: bool,
     wait_seconds: float,
     console: Console,
-) -> Shown | None:
-    """Run a deployment until ctrl-C, or until the demo is over; returns what the demo showed.
+) -> DemoResult | None:
+    """Run a deployment until ctrl-C, or until the demo is over; return the demo's result.
 
     When this returns or raises, no process and no file of the deployment is left. Raises :class:`NotReadyError`,
     :class:`DemoError`, ``mmrouter_cli.local.LocalError`` or ``mmrouter_lib.api.SpecError``.
@@ -50,23 +50,23 @@ async def run(
             with contextlib.suppress(asyncio.CancelledError):
                 await work
             return None
-        shown = work.result()
+        result = work.result()
         if not demo:
             await ended
         ended.cancel()
         console.print("stopping")
-        return shown
+        return result
 
 
 async def _work(
     cluster: Any, deployment: MMRouterDeployment, console: Console, wait_seconds: float, *, demo: bool
-) -> Shown | None:
-    """Wait until every worker is verified on every frontend; then the demo, where asked."""
+) -> DemoResult | None:
+    """Wait until every worker is verified on every frontend; then run the demo if requested."""
     try:
         await cluster.wait_ready(wait_seconds)
     except (TimeoutError, VainError) as error:
         raise NotReadyError(str(error)) from error
-    reach = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
-    await wait_verified(reach, deployment, console, wait_seconds)
+    endpoint = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
+    await wait_verified(endpoint, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")
-    return await asyncio.to_thread(tour.run, reach, deployment.spec.model.served_name) if demo else None
+    return await asyncio.to_thread(demo_workload.run, endpoint, deployment.spec.model.served_name) if demo else None

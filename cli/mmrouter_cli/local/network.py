@@ -18,7 +18,7 @@ FIRST_POD = 2
 class AddressBlock:
     """The addresses of one run: ``.1`` for Services, ``.2`` and up for pods.
 
-    Held by a listening socket, so that the kernel gives the block back however the process ends.
+    A listening socket reserves the block, which the kernel releases however the process ends.
     """
 
     number: int
@@ -30,7 +30,7 @@ class AddressBlock:
         return f"127.1.{self.number}.1"
 
     def next_pod(self) -> str:
-        """Return the address of one more pod. Raises :class:`LocalError` when there is none left."""
+        """Return the next pod's address. Raises :class:`LocalError` when none is left."""
         host = FIRST_POD + self.used
         if host > 253:
             raise LocalError("too many pods for one machine: 252 addresses are all there are")
@@ -69,7 +69,7 @@ def can_bind(host: str, port: int) -> bool:
 def _listen(host: str, port: int) -> socket.socket | None:
     lock = socket.socket()
     try:
-        lock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended run linger
+        lock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
         lock.bind((host, port))
         lock.listen(1)
     except OSError as error:
@@ -85,7 +85,7 @@ CHUNK = 256 * 1024
 
 
 class Forwarder:
-    """Forwards one port. ``backends`` names the addresses that are Ready at this moment."""
+    """Forwards one port, in turn to the addresses that ``backends`` returns as Ready."""
 
     def __init__(self, backends: Callable[[], Sequence[tuple[str, int]]]) -> None:
         self._backends = backends
@@ -94,11 +94,11 @@ class Forwarder:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> None:
-        """Begin. Raises ``OSError``."""
+        """Start to listen. Raises ``OSError``."""
         self._server = await asyncio.start_server(self._serve, host, port, backlog=1024)
 
     async def close(self) -> None:
-        """End, and cut what is open."""
+        """Stop listening and abort open connections."""
         if self._server is not None:
             self._server.close()
         for writer in list(self._open):
@@ -115,7 +115,7 @@ class Forwarder:
                 async with asyncio.timeout(CONNECT_SECONDS):
                     return await asyncio.open_connection(host, port)
             except (OSError, TimeoutError):
-                continue  # it ended a moment ago; its pod will not be Ready for long
+                continue  # it has just ended, and its pod is about to be unready
         return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,7 +124,7 @@ class Forwarder:
         try:
             upstream = await self._connect()
             if upstream is None:
-                writer.transport.abort()  # nobody is there: a reset, as a Service without endpoints gives
+                writer.transport.abort()  # no backend: reset, like a Service without endpoints
                 return
             up_reader, up_writer = upstream
             self._open.add(up_writer)
@@ -132,7 +132,7 @@ class Forwarder:
                 end.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.gather(_copy(reader, up_writer), _copy(up_reader, writer))
         except OSError:
-            # One side broke off in the middle: the other must see that, not a clean end.
+            # One side was aborted: abort the other instead of closing it cleanly.
             for end in (writer, upstream[1] if upstream else writer):
                 end.transport.abort()
         finally:

@@ -14,24 +14,24 @@ from mmrouter_cli.local.environment import Commands, PodFacts, expand, inherited
 from mmrouter_cli.local.folders import SHM, RunFolders
 from mmrouter_cli.local.probes import Target
 from mmrouter_cli.local.process import Guard, LogSink
-from mmrouter_cli.local.run_plan import ContainerPlan, Plan, PodPlan
+from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, RunPlan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 
 MAX_GRACE = 10.0
 TURN_SECONDS = 120.0
-"""How long one pod may keep the others from starting."""
+"""Longest time for which one pod delays the others' start."""
 
 
 @dataclass(slots=True)
 class LocalPod:
-    """A pod: its facts, its volumes, its containers."""
+    """A pod: its facts, volumes and containers."""
 
     plan: PodPlan
     facts: PodFacts
     volumes: dict[str, Path]
     init: list[Container]
     containers: list[Container]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     changed: Callable[[], None]
     was_ready: bool = False
     stopping: bool = False
@@ -54,11 +54,11 @@ class LocalPod:
 
     @property
     def ready(self) -> bool:
-        """Whether every container that stays is ready."""
-        return all(container.ready for container in self._staying)
+        """Whether every long-running container is ready."""
+        return all(container.ready for container in self._long_running)
 
     @property
-    def _staying(self) -> list[Container]:
+    def _long_running(self) -> list[Container]:
         return [container for container in self.init if container.plan.sidecar] + self.containers
 
     @property
@@ -74,24 +74,24 @@ class LocalPod:
         raise KeyError(name)
 
     def container_changed(self) -> None:
-        """Called when a container's readiness has changed."""
+        """React to a change of a container's readiness."""
         if self.ready != self.was_ready:
             self.was_ready = self.ready
             if not self.stopping:
-                self.say("Ready" if self.ready else f"not Ready ({self.waiting_for()})")
+                self.log("Ready" if self.ready else f"not Ready ({self.waiting_for()})")
         self.changed()
 
     def waiting_for(self) -> str:
-        """Say in words what keeps the pod from being Ready."""
-        return "; ".join(f"{c.name}: {c.trouble or c.waiting_for}" for c in self._staying if not c.ready)
+        """Return what keeps the pod from being Ready."""
+        return "; ".join(f"{c.name}: {c.trouble or c.waiting_for}" for c in self._long_running if not c.ready)
 
     def hopeless(self) -> str:
-        """Say which container ends again and again, and never came up; empty where none does."""
-        vain = (c for c in self.init + self.containers if c.vain >= VAIN_STARTS)
-        return "; ".join(f"{self.name}/{c.name} {c.trouble}" for c in vain)
+        """Return the containers that end repeatedly without ever being up; empty without any."""
+        failing = (c for c in self.init + self.containers if c.failed_starts >= VAIN_STARTS)
+        return "; ".join(f"{self.name}/{c.name} {c.trouble}" for c in failing)
 
     async def run(self, turn: AbstractAsyncContextManager[object]) -> None:
-        """Bring the pod up. Its containers start while it has its ``turn``, which it keeps until they have started."""
+        """Start the pod. Its containers start within its ``turn``, which it holds until they have started."""
         for container in self.init:
             if container.plan.sidecar:
                 container.start()
@@ -109,7 +109,7 @@ class LocalPod:
                     task.cancel()
 
     async def stop(self) -> None:
-        """Stop the containers, then the sidecars in reverse order: they relay what the others said last."""
+        """Stop the containers, then the sidecars in reverse order, which relay the containers' last messages."""
         self.stopping = True
         grace = min(self.plan.grace_seconds, MAX_GRACE)
         await asyncio.gather(*(container.stop(grace) for container in self.containers))
@@ -118,8 +118,8 @@ class LocalPod:
 
 
 @dataclass(frozen=True, slots=True)
-class PodMaker:
-    """What all pods of a run have in common. Relative host paths start at ``base_dir``."""
+class PodBuilder:
+    """Builds the pods of a run. Relative host paths start at ``base_dir``."""
 
     folders: RunFolders
     base_dir: Path
@@ -130,11 +130,14 @@ class PodMaker:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of every container, over its own."""
 
-    def make(self, plan: PodPlan, facts: PodFacts, objects: Plan, number: int, changed: Callable[[], None]) -> LocalPod:
-        """Make the folders of a pod. ``objects`` has the ConfigMaps and Secrets that it names; ``number`` is its own
-        in this run; ``changed`` is called when its readiness changes. Raises :class:`LocalError`.
+    def build(
+        self, plan: PodPlan, facts: PodFacts, objects: RunPlan, number: int, changed: Callable[[], None]
+    ) -> LocalPod:
+        """Build pod ``number`` of the run, with its folders. Raises :class:`LocalError`.
+
+        ``objects`` has the ConfigMaps and Secrets; ``changed`` is called when the pod's readiness changes.
         """
-        # Numbers, not names: paths stay short (see folders.NAME_LENGTH).
+        # Numbers keep paths short (see folders.NAME_LENGTH).
         folder, tmpfs = self.folders.run / str(number), self.folders.tmpfs / str(number)
         folder.mkdir()
         volumes = make_volumes(plan, objects, folder=folder, tmpfs=tmpfs, base_dir=self.base_dir)
@@ -144,7 +147,7 @@ class PodMaker:
             (pod.init if container in plan.init else pod.containers).append(made)
         return pod
 
-    def _container(self, plan: ContainerPlan, pod: LocalPod, folder: Path, objects: Plan) -> Container:
+    def _container(self, plan: ContainerPlan, pod: LocalPod, folder: Path, objects: RunPlan) -> Container:
         where = f"{pod.name}/{plan.name}"
         mounts = mount_paths(plan, pod.volumes, where)
         link_nested(mounts, (self.folders.run, self.folders.tmpfs))
@@ -159,7 +162,7 @@ class PodMaker:
         env["PATH"] = self.commands.path(env)
 
         def line(words: Sequence[str]) -> tuple[str, ...]:
-            # Expanded from the container's own view, so that a path is rewritten once.
+            # Expanded from the unrewritten environment, so that a path is rewritten once.
             first, *rest = (rewrite(expand(word, inside)) for word in words)
             return (*self.commands.resolve(first, env), *rest)
 

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Guard:
-    """The other end of ``guard.py``."""
+    """The run's end of the cleanup guard process."""
 
     def __init__(self, mark: str) -> None:
         script = Path(__file__).with_name("cleanup_guard.py")
@@ -33,33 +33,33 @@ class Guard:
         self._process = subprocess.Popen(  # noqa: S603 - our own script
             [sys.executable, "-I", "-S", str(script), f"{MARK}={mark}"],
             stdin=subprocess.PIPE,
-            # It must not keep a reader of our output waiting.
+            # Inherited output would keep readers of our output waiting.
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # killed: the parent-death signal of each child is left
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed: children still get the parent-death signal
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 
     def folder(self, path: Path) -> None:
-        """Have a folder removed in the end."""
-        self._tell(str(path))
+        """Register a folder to remove."""
+        self._send(str(path))
 
     def began(self, group: int) -> None:
-        """Have a process group killed in the end."""
-        self._tell(f"+{group}")
+        """Register a process group to kill."""
+        self._send(f"+{group}")
 
     def ended(self, group: int) -> None:
         """Forget a process group."""
-        self._tell(f"-{group}")
+        self._send(f"-{group}")
 
     async def close(self) -> None:
-        """Clean up now: what is left of the run is gone when this returns."""
+        """Clean up now and wait for it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -75,36 +75,36 @@ class Child:
     guard: Guard
     began: float
     memory: set[str] = field(default_factory=set)
-    looked: float = 0.0
+    recorded_at: float = 0.0
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def terminate(self) -> None:
-        """Ask the process to end, as a kubelet does: the first process, not its children."""
+        """Terminate the first process but not its children, as a kubelet does."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
 
-    def look_at_memory(self, *, every: float = 0.0) -> None:
-        """Remember which shared memory the group has, at most once in ``every`` seconds: a crash tells nobody."""
-        if time.time() - self.looked >= every:
-            self.looked = time.time()
+    def record_memory(self, *, every: float = 0.0) -> None:
+        """Record the group's shared memory, at most every ``every`` seconds, to remove it after a crash."""
+        if time.time() - self.recorded_at >= every:
+            self.recorded_at = time.time()
             self.memory |= shared_memory(members(self.pid), self.began)
 
     def kill(self) -> None:
-        """End the process and all that it started in its group."""
+        """Kill the process and its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
-        """Wait for the process; what it started dies with it, as in a container. Returns the exit status."""
+        """Wait for the process and kill its children, as in a container; return the exit status."""
         try:
             code = await self.process.wait()
         finally:
             self.kill()
             self.guard.ended(self.pid)
-        # Its output ends with the last process that holds it; one that left the group may hold it for long.
+        # A process that left the group may hold the output open for long.
         await asyncio.wait([self.output], timeout=OUTPUT_SECONDS)
         self.output.cancel()
         remove_unused(self.memory)
@@ -118,7 +118,7 @@ async def spawn(
     reader_end, writer_end = os.pipe()
     began = time.time()
     try:
-        # A pipe of our own: with asyncio's, wait() would wait for grandchildren that hold it, too.
+        # Not asyncio's pipe, whose wait() would also wait for grandchildren that hold it.
         process = await asyncio.create_subprocess_exec(
             *argv,
             env={**env, MARK: guard.mark},
@@ -141,7 +141,7 @@ async def spawn(
 def _die_with_parent() -> Callable[[], None] | None:
     if not sys.platform.startswith("linux"):
         return None
-    # Looked up here: between fork and exec only the call itself is safe.
+    # Resolved here, because between fork and exec only the call itself is safe.
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
     def before_exec() -> None:
@@ -174,7 +174,7 @@ async def _pump(descriptor: int, line: Callable[[str], None]) -> None:
 
 
 LogSink = Callable[[str, str], None]
-"""Called with a source (``pod/container``, or ``pod`` for what is said about it) and one line of text."""
+"""Called with a source (``pod/container``, or ``pod`` for messages about it) and one line of text."""
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
@@ -188,7 +188,7 @@ def console_sink(console: Console | None = None) -> LogSink:
         nonlocal width
         width = max(width, len(source))
         colour = COLOURS[zlib.crc32(source.encode()) % len(COLOURS)]
-        # Styled text instead of markup: what a process prints is shown, never interpreted.
+        # Styled text, because output must not be interpreted as markup.
         prefix = Text(f"{source:<{width}} | ", style=colour)
         target.print(prefix + Text.from_ansi(line, style=""), soft_wrap=True, highlight=False)
 

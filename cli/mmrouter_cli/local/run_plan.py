@@ -1,4 +1,4 @@
-"""Rendered Kubernetes objects -> what to run, typed. Pure; what has no meaning on one machine is named here."""
+"""The typed plan of a local run, read from rendered Kubernetes objects. Pure."""
 
 import base64
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from mmrouter_cli.local.probes import Probe, parse_probe
 from mmrouter_operator.render import CHILD_KINDS
 
 MEANINGLESS = frozenset(name for name, kind in CHILD_KINDS.items() if not kind.local)
-"""Kinds that only a cluster gives a meaning to. Of pods: resources, security context, placement, lifecycle hooks,
-readiness gates, and liveness probes (a machine that wakes from sleep would kill all its engines)."""
+"""Kinds without meaning outside a cluster. Of pods, these are ignored: resources, security context, placement,
+lifecycle hooks, readiness gates, and liveness probes (after sleep, a machine would kill all its engines)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ServicePlan:
 
 
 @dataclass(slots=True)
-class Plan:
+class RunPlan:
     """Everything to run. ConfigMaps and Secrets are name -> key -> bytes."""
 
     pods: list[PodPlan] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Plan:
     secrets: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
 
-def make_plan(objects: Iterable[dict[str, Any]]) -> Plan:
+def make_plan(objects: Iterable[dict[str, Any]]) -> RunPlan:
     """Read rendered objects. Raises :class:`LocalError` for a kind or a container that cannot be run here."""
-    plan = Plan()
+    plan = RunPlan()
     for obj in objects:
         kind, name = obj.get("kind"), obj["metadata"]["name"]
         match kind:
@@ -138,7 +138,7 @@ def _pods(obj: dict[str, Any]) -> list[PodPlan]:
 def _container(obj: dict[str, Any], where: str, *, init: bool = False) -> ContainerPlan:
     if not obj.get("command"):
         raise LocalError(
-            f"container {where} has no command: its image would say what to run, and no image is used here"
+            f"container {where} has no command: it would run its image's command, and images are not used locally"
         )
     for mount in obj.get("volumeMounts") or []:
         if "subPathExpr" in mount:

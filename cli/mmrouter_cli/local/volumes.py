@@ -5,18 +5,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mmrouter_cli.local.folders import SHM, LocalError
-from mmrouter_cli.local.run_plan import ContainerPlan, Plan, PodPlan
+from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, RunPlan
 
 
-def make_volumes(pod: PodPlan, plan: Plan, *, folder: Path, tmpfs: Path, base_dir: Path) -> dict[str, Path]:
-    """Make a pod's volumes and return volume name -> folder. Relative host paths start at ``base_dir``.
+def make_volumes(pod: PodPlan, plan: RunPlan, *, folder: Path, tmpfs: Path, base_dir: Path) -> dict[str, Path]:
+    """Create a pod's volumes and return volume name -> folder. Relative host paths start at ``base_dir``.
 
-    Raises :class:`LocalError` for a source that only a cluster has, or that is missing.
+    Raises :class:`LocalError` for a source that is missing or exists in clusters only.
     """
     return {volume["name"]: _make(volume, pod, plan, folder, tmpfs, base_dir) for volume in pod.volumes}
 
 
-def _make(volume: Mapping[str, Any], pod: PodPlan, plan: Plan, folder: Path, tmpfs: Path, base_dir: Path) -> Path:
+def _make(volume: Mapping[str, Any], pod: PodPlan, plan: RunPlan, folder: Path, tmpfs: Path, base_dir: Path) -> Path:
     where = f"pod {pod.name}, volume {volume['name']}"
     place = folder / str(volume["name"])
     if "emptyDir" in volume:
@@ -37,7 +37,7 @@ def _make(volume: Mapping[str, Any], pod: PodPlan, plan: Plan, folder: Path, tmp
         _write_source({"secret": {**secret, "name": secret["secretName"]}}, plan, place, where)
     else:
         kind = next((key for key in volume if key != "name"), "nothing")
-        raise LocalError(f"{where}: {kind} cannot be had locally; for a folder of this machine write hostPath")
+        raise LocalError(f"{where}: {kind} is not supported locally; for a folder of this machine write hostPath")
     return place
 
 
@@ -45,7 +45,7 @@ def _host_path(source: Mapping[str, Any], base_dir: Path, tmpfs: Path, where: st
     path = base_dir / str(source["path"])
     if source.get("type") == "DirectoryOrCreate":
         if path.is_relative_to(SHM):
-            # Memory that pods share: a folder of this run, beside the pods' own, so that it ends with the run.
+            # Memory shared by pods: a folder of this run, so that it is removed with the run.
             path = tmpfs.parent / "node" / path.relative_to(SHM)
         path.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -54,7 +54,7 @@ def _host_path(source: Mapping[str, Any], base_dir: Path, tmpfs: Path, where: st
     return path.resolve()
 
 
-def _write_source(source: Mapping[str, Any], plan: Plan, place: Path, where: str) -> None:
+def _write_source(source: Mapping[str, Any], plan: RunPlan, place: Path, where: str) -> None:
     for kind, objects in (("configMap", plan.config_maps), ("secret", plan.secrets)):
         if kind not in source:
             continue
@@ -72,12 +72,12 @@ def _write_source(source: Mapping[str, Any], plan: Plan, place: Path, where: str
             elif not optional:
                 raise LocalError(f"{where}: {kind} {reference['name']} has no key {item['key']}")
         return
-    raise LocalError(f"{where}: {', '.join(source)} cannot be had locally")
+    raise LocalError(f"{where}: {', '.join(source)} is not supported locally")
 
 
 def _write(place: Path, path: str, content: bytes, where: str) -> None:
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise LocalError(f"{where}: {path} points out of the volume")
+        raise LocalError(f"{where}: {path} points outside the volume")
     target = place / path
     target.parent.mkdir(parents=True, exist_ok=True)
     target.touch(mode=0o600)
@@ -100,9 +100,9 @@ def mount_paths(container: ContainerPlan, volumes: Mapping[str, Path], where: st
 
 
 def link_nested(mounts: Mapping[str, str], own: Iterable[Path]) -> None:
-    """Make a mount that lies inside another one visible there too, by a link, if that one is a folder of ours.
+    """Link a mount that lies inside another one into the outer folder, if that folder is part of the run.
 
-    A process that was told the outer folder finds the inner one below it, as it does in a pod.
+    A process that uses the outer folder then finds the inner one below it, as in a pod.
     """
     roots = tuple(own)
     for inner, target in mounts.items():

@@ -1,6 +1,6 @@
-"""Reading a capture: JSON lines, one per request, with the event frames that followed it.
+"""Reads captures: JSON lines, one per request, with the event frames that followed it.
 
-Two forms exist, one per engine. vLLM rows name their ``kind`` (``meta``, ``step``, ``render``, ``generate`` or
+There is one form per engine. vLLM rows name their ``kind`` (``meta``, ``step``, ``render``, ``generate`` or
 ``replay``); a frame is ``{"seq": hex, "payload": hex}``. SGLang rows name their ``case``; a frame is
 ``{"seq": number, "payload_hex": hex}``, and rows made without a server have a ``kind`` and ``events``.
 """
@@ -17,7 +17,7 @@ _VLLM_KINDS = frozenset({"meta", "render", "generate", "replay"})
 
 
 class CaptureError(Exception):
-    """The file is no capture, or nothing in it can be compared; the message says where and why."""
+    """The file is no capture or has nothing to compare; the message says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Capture:
 
 
 def read(path: Path, engine: EngineName | None) -> Capture:
-    """Read a capture. ``engine`` is needed only where no row shows whose events these are, else vLLM is assumed.
+    """Read a capture. ``engine`` is needed only where no row identifies it; without it vLLM is assumed.
 
     Raises :class:`CaptureError`, also for a capture of another engine than ``engine``.
     """
@@ -75,23 +75,20 @@ def read(path: Path, engine: EngineName | None) -> Capture:
     if not rows:
         raise CaptureError(f"{path} is empty")
     meta = rows[0].raw if rows[0].kind == "meta" else {}
-    shown = _shown_engine(rows)
-    if engine and shown and engine != shown:
-        raise CaptureError(f"{path} is a capture of {shown}, not of {engine}")
-    return Capture(path, engine or shown or "vllm", meta, tuple(row for row in rows if row.kind != "meta"))
+    detected = _detect_engine(rows)
+    if engine and detected and engine != detected:
+        raise CaptureError(f"{path} is a capture of {detected}, not of {engine}")
+    return Capture(path, engine or detected or "vllm", meta, tuple(row for row in rows if row.kind != "meta"))
 
 
 @contextmanager
 def comparing(capture: Capture, row: Row) -> Iterator[None]:
-    """Compare one row: a field of another shape than engines and recorders write is :class:`CaptureError`.
-
-    Rows are taken as they are, without a schema: they hold whatever a client sent and an engine answered.
-    """
+    """Raise :class:`CaptureError` for malformed fields of a row, which have no schema."""
     try:
         yield
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise CaptureError(f"{capture.path}, {row.where}: a field does not hold what it should ({said})") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise CaptureError(f"{capture.path}, {row.where}: a field has an unexpected value ({reason})") from error
 
 
 def _row(path: Path, number: int, line: bytes) -> Row:
@@ -117,8 +114,8 @@ def _frame(where: str, raw: Any) -> Frame:
         ) from error
 
 
-def _shown_engine(rows: Iterable[Row]) -> EngineName | None:
-    """Whose capture the rows are by what only one engine's rows have, ``None`` where none of them has that."""
+def _detect_engine(rows: Iterable[Row]) -> EngineName | None:
+    """Return the engine by fields that only its rows have, ``None`` without such fields."""
     for row in rows:
         if "page_size" in row.raw or "caller_hash" in row.kind or _in_frames(row, "payload_hex"):
             return "sglang"

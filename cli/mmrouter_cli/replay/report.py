@@ -1,16 +1,16 @@
-"""What a replay found."""
+"""The result of a replay: compared blocks, differences, and skipped rows."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass
-class Report:
-    """``blocks`` were published and compared, ``matched`` of them are those that the requests predict.
+class ReplayReport:
+    """``blocks`` were published and compared; the requests predict ``matched`` of them.
 
-    ``differences`` names, in order, every block that was published and not predicted, every block that was predicted
-    and not published, and every gap in the stream. ``skipped`` says which rows could not be rebuilt and why, with the
-    number of their blocks, which are not among ``blocks``; ``notes`` says on what the comparison rests.
+    ``differences``: in order, every block published but not predicted, every block predicted but not published, and
+    every gap in the stream. ``skipped``: rows that could not be rebuilt, with the reason and their number of blocks,
+    which are not among ``blocks``. ``notes``: the basis of the comparison.
     """
 
     engine: str
@@ -31,7 +31,7 @@ class Report:
         return f"blocks={self.blocks} matched={self.matched} unexplained={self.unexplained}"
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {
             "engine": self.engine,
             "blocks": self.blocks,

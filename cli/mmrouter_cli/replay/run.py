@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from mmrouter_cli.replay.capture import CaptureError, EngineName, read
-from mmrouter_cli.replay.report import Report
+from mmrouter_cli.replay.report import ReplayReport
 
 
-def replay(path: Path, *, model_dir: Path | None = None, engine: EngineName | None = None) -> Report:
+def replay(path: Path, *, model_dir: Path | None = None, engine: EngineName | None = None) -> ReplayReport:
     """Explain every block of a recorded event stream.
 
     With ``model_dir`` the prompts are rendered, tokenized and expanded by the library and must equal the ids that the

@@ -1,8 +1,8 @@
-"""An SGLang capture: every published page hash from the page's ids, and image runs from the images that were asked for.
+"""Replays an SGLang capture: recomputes every published page hash, and compares image runs with the requests.
 
-The rows describe requests in words, so a prompt is rebuilt from recorded ids where there are some, and otherwise by
-following the engine's pages back to their root. Its images' sentinels must be those of the given item hash, or those
-that the same image had when it was seen first.
+Rows describe requests in words, so a prompt is rebuilt from recorded ids if there are any, and otherwise by following
+the engine's pages back to their root. Its images' sentinels must be those of the given item hash, or those of the same
+image's first appearance.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 
 from mmrouter_cli.replay.capture import Capture, Row, comparing
 from mmrouter_cli.replay.model_folder import load as load_model
-from mmrouter_cli.replay.report import Report
+from mmrouter_cli.replay.report import ReplayReport
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines.base.events import Cleared, EventError, Stored
 from mmrouter_lib.engines.sglang.events import decode_batch
@@ -44,14 +44,14 @@ class _Page:
     parent: int | None
 
 
-def explain(capture: Capture, model_dir: Path | None) -> Report:
+def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
     """Compare a capture. Raises ``CaptureError`` for a row, or a ``model_dir``, that cannot be used.
 
     The model is only read: the rows hold no messages that could be rendered.
     """
     if model_dir is not None:
         load_model(model_dir)
-    report = Report("sglang")
+    report = ReplayReport("sglang")
     pages = _Pages(report, legacy=_legacy(capture))
     for row in capture.rows:
         with comparing(capture, row):
@@ -68,9 +68,9 @@ def explain(capture: Capture, model_dir: Path | None) -> Report:
 
 
 class _Pages:
-    """What the frames so far published."""
+    """The pages published so far."""
 
-    def __init__(self, report: Report, *, legacy: bool) -> None:
+    def __init__(self, report: ReplayReport, *, legacy: bool) -> None:
         self._report, self._legacy = report, legacy
         self._pages: dict[int, _Page] = {}
         self._hashes: dict[int, int] = {}  # key -> published hash
@@ -97,7 +97,7 @@ class _Pages:
                     self._pages.clear()
         request = row.raw.get("request")
         if isinstance(request, Mapping) and stored:
-            self._asked(row, request, stored)
+            self._compare_request(row, request, stored)
 
     def _store(self, row: Row, event: Stored) -> None:
         self._report.blocks += len(event.hashes)
@@ -106,8 +106,8 @@ class _Pages:
         elif (before := self._pages.get(event.parent)) is not None:
             prior, key = before.digest, before.key
         else:
-            said = f"the parent {event.parent:016x} of {len(event.hashes)} pages was never published"
-            self._report.differences += [f"{row.where}: {said}"] * len(event.hashes)
+            difference = f"the parent {event.parent:016x} of {len(event.hashes)} pages was never published"
+            self._report.differences += [f"{row.where}: {difference}"] * len(event.hashes)
             return
         size, parent = event.block_size, event.parent
         keys = chain(event.ids, size, len(event.hashes), {}, key)
@@ -123,7 +123,7 @@ class _Pages:
             self._pages[published] = _Page(prior, key, ids, parent)
             parent = published
 
-    def _asked(self, row: Row, request: Mapping[str, Any], stored: Sequence[Stored]) -> None:
+    def _compare_request(self, row: Row, request: Mapping[str, Any], stored: Sequence[Stored]) -> None:
         prompt = self._back(stored[-1].hashes[-1])
         given = _RANGE.fullmatch(str(request.get("input_ids", "")))
         names = _images(row, request)
@@ -141,7 +141,7 @@ class _Pages:
         # Two different images without a token between them would be one run here; templates put markers there.
         runs = list(_sentinel_runs(prompt))
         if len(runs) > len(names):
-            self._differs(row, f"count: {len(names)} images asked for, {len(runs)} published")
+            self._differs(row, f"count: {len(names)} images requested, {len(runs)} published")
         for name, run in zip(names, runs, strict=False):
             width = 1 if self._legacy else 4
             values = tuple(run[:width])
@@ -163,11 +163,11 @@ class _Pages:
             ids += part
         return ids
 
-    def _differs(self, row: Row, said: str) -> None:
-        self._report.differences.append(f"{row.where}: {said}")
+    def _differs(self, row: Row, difference: str) -> None:
+        self._report.differences.append(f"{row.where}: {difference}")
 
 
-def _offline(row: Row, report: Report) -> None:
+def _offline(row: Row, report: ReplayReport) -> None:
     """A row made with the engine's radix cache alone: tokens in, events out."""
     tokens = row.raw.get("tokens")
     stores = [event for event in row.raw.get("events", []) if event.get("type") == "BlockStored"]
@@ -191,7 +191,7 @@ def _offline(row: Row, report: Report) -> None:
 
 
 def _images(row: Row, request: Mapping[str, Any]) -> list[str]:
-    """Names under which the row's images can be known again: the same name stands for the same bytes."""
+    """Return names that identify the row's images: equal names are equal bytes."""
     named = request.get("images")
     if isinstance(named, list):
         return [str(name) for name in named]
@@ -201,7 +201,7 @@ def _images(row: Row, request: Mapping[str, Any]) -> list[str]:
 
 
 def _given(row: Row, request: Mapping[str, Any], names: Sequence[str], *, legacy: bool) -> tuple[int, ...] | None:
-    """The sentinels of an item hash that the caller gave; a malformed or surplus one is not taken by the engine."""
+    """Return the sentinels of a caller-given item hash; the engine ignores malformed or surplus ones."""
     hashes = request.get("mm_hashes")
     if "image_data" not in request or not isinstance(hashes, list) or len(hashes) != len(names):
         return None

@@ -1,4 +1,4 @@
-"""A vLLM capture: every stored block against the blocks that the requests so far predict."""
+"""Replays a vLLM capture: compares every stored block with the blocks that the requests so far predict."""
 
 from array import array
 from collections import Counter
@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 
 from mmrouter_cli.replay.capture import Capture, Row, comparing
-from mmrouter_cli.replay.report import Report
+from mmrouter_cli.replay.report import ReplayReport
 from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
 from mmrouter_lib.block_keys import block_keys, chain, namespace_seed
 from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
 from mmrouter_lib.engines.vllm.events import decode_batch
 
 KEY = bytes(range(32))
-"""Any key does: a replay is one deployment, alone."""
+"""An arbitrary key: a replay is one deployment."""
 
 
-def explain(capture: Capture, model_dir: Path | None) -> Report:
+def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
     """Compare a capture. Raises ``CaptureError`` for a model folder or a row that cannot be used."""
-    report = Report("vllm")
+    report = ReplayReport("vllm")
     requests = Requests(capture, model_dir)
     stream = _Stream(report)
     for row in capture.rows:
@@ -38,7 +38,7 @@ def explain(capture: Capture, model_dir: Path | None) -> Report:
     return report
 
 
-def _explain_row(row: Row, requests: Requests, stream: "_Stream", report: Report) -> None:
+def _explain_row(row: Row, requests: Requests, stream: "_Stream", report: ReplayReport) -> None:
     if row.kind == "replay":
         stream.replayed(row)
         return
@@ -55,9 +55,9 @@ def _explain_row(row: Row, requests: Requests, stream: "_Stream", report: Report
 
 
 class _Stream:
-    """What the frames so far say, in our keys."""
+    """The frames so far, in the router's keys."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReplayReport) -> None:
         self._report = report
         self._seq: int | None = None
         self._first: int | None = None
@@ -73,7 +73,7 @@ class _Stream:
         self._size = 0
 
     def skip(self, row: Row, why: str) -> None:
-        """Take a row's frames in, so that later blocks find their parents, and compare nothing."""
+        """Apply a row's frames without comparison, so that later blocks find their parents."""
         blocks = 0
         for frame in row.frames:
             self._follows(row, frame.seq, frame.payload)
@@ -85,7 +85,7 @@ class _Stream:
             self._report.skipped.append(f"{row.where}: {why}" + (f" ({blocks} blocks)" if blocks else ""))
 
     def compare(self, row: Row, prompt: Prompt | None) -> None:
-        """Compare a row's frames with everything that was asked for up to now."""
+        """Compare a row's frames with all requests so far."""
         batches = [list(self._events(row, frame.payload)) for frame in row.frames]
         stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
         own: array[int] = array("Q")
@@ -108,8 +108,8 @@ class _Stream:
             self._report.matched += matched
             if published > matched and not failed:
                 failed = True
-                said = self._difference(prompt, stored, size)
-                self._report.differences.append(f"{row.where}: {said}")
+                difference = self._difference(prompt, stored, size)
+                self._report.differences.append(f"{row.where}: {difference}")
             if published > matched:
                 more = published - matched - 1
                 self._report.differences += [f"{row.where}: one more block that nothing predicts"] * more
@@ -122,7 +122,7 @@ class _Stream:
                 ]
 
     def replayed(self, row: Row) -> None:
-        """Batches that the engine sent again must be those that it sent live."""
+        """Compare replayed batches with those that were sent live."""
         for part in row.raw.get("parts", []):
             if len(part) == 4 and part[3]:
                 live = self._live.get(seq := int(part[2], 16))
@@ -147,7 +147,7 @@ class _Stream:
         self._live[seq] = payload
 
     def _apply(self, row: Row, event: Any, prompt: Prompt | None) -> int:
-        """Take an event in; return how many of its blocks are predicted."""
+        """Apply an event; return how many of its blocks are predicted."""
         match event:
             case Stored() | Ragged():
                 self._windowed |= event.window is not None
@@ -170,7 +170,7 @@ class _Stream:
         return 0
 
     def _chain(self, event: Stored | Ragged) -> "array[int] | None":
-        """Return the keys of an event's blocks, as the sidecar makes them; ``None`` where its parent is not known."""
+        """Return the keys of an event's blocks, as the sidecar computes them; ``None`` for an unknown parent."""
         if isinstance(event, Ragged):
             placed = self._windows.place(event, _seed)
             hashes, keys = placed.hashes, placed.keys
@@ -193,12 +193,12 @@ class _Stream:
         return keys
 
     def _named_by_events(self, row: Row, prompt: Prompt, stored: Sequence[Stored]) -> Prompt:
-        """Take the identity of an image whose file is not at hand from the events, and say so."""
+        """Take the identity of an image without a file from the events, and note it."""
         if all(span.identity != UNKNOWN for span in prompt.spans):
             return prompt
         seen = {identity for event in stored for _, identity, _ in event.spans}
         name = seen.pop() if len(prompt.spans) == 1 and len(seen) == 1 else bytes(32)
-        self._report.notes.append(f"{row.where}: the image's file is not at hand; its name is the events' own")
+        self._report.notes.append(f"{row.where}: the image's file is missing; its name is taken from the events")
         spans = [replace(span, identity=span.identity or name) for span in prompt.spans]
         return replace(prompt, spans=tuple(spans))
 
@@ -210,19 +210,19 @@ class _Stream:
             if parent is not None and parent not in self._keys and self._windows.key(parent) is None:
                 return f"the parent {event.parent:016x} of stored blocks was never published"
         if prompt is None:
-            return "blocks were published and no request asked for them"
+            return "blocks were published without a request for them"
         if not stored:
             return "blocks were published that cannot be indexed"
         if size < 1:
             return f"the engine publishes blocks of {size} tokens"
         predicted = Prediction(prompt.ids, prompt.spans, size, prompt.salt, prompt.placeholder_id)
-        found = first_difference(predicted, stored)
-        if found is not None:
-            return f"{found.cause}: {found.message}"
+        first = first_difference(predicted, stored)
+        if first is not None:
+            return f"{first.cause}: {first.message}"
         lora = next((event.lora for event in stored if event.lora != prompt.lora), prompt.lora)
         if lora != prompt.lora:
             return f"salt: predicted LoRA {prompt.lora!r}, the engine used {lora!r}"
-        return "blocks were published whose place in the prompt cannot be told"
+        return "blocks were published whose place in the prompt is unknown"
 
 
 def _ids_differ(prompt: Prompt) -> str | None:
@@ -246,7 +246,7 @@ def _seed(lora: str | None, salt: str | None) -> int:
 
 
 def _stores(payload: bytes) -> list[dict[str, Any]]:
-    """The store events of a payload, read without the library's decoder: what it leaves out must not go unnoticed."""
+    """Return a payload's store events without the library's decoder, so that its omissions are noticed."""
     try:
         events = msgspec.msgpack.decode(payload)[1]
     except (msgspec.DecodeError, IndexError, TypeError):

@@ -1,4 +1,4 @@
-"""A vLLM capture's requests -> the prompts that they stand for."""
+"""Rebuilds the prompts of a vLLM capture's requests."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +18,16 @@ from mmrouter_lib.prompt import Expanded, PlaceholderError, Prompter, PromptImag
 
 MAX_PIXELS = 1 << 30
 UNKNOWN = b""
-"""Identity of an image that only the events name."""
+"""Identity of an image that only the events have."""
 
 
 class NotRebuiltError(Exception):
-    """This row's prompt cannot be known; the message says why."""
+    """This row's prompt is unknown; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one answered request made the engine compute: ids with the generated ones, and where images stand."""
+    """What the engine computed for a request: ids including generated ones, and the places of images."""
 
     ids: "array[int]"
     prompt_tokens: int
@@ -46,7 +46,7 @@ class _Image:
 
 
 class Requests:
-    """Rebuilds prompts, row by row and in order: an image that is given by uuid alone is one that came before."""
+    """Rebuilds prompts row by row, in order: an image with a uuid alone refers to an earlier one."""
 
     def __init__(self, capture: Capture, model_dir: Path | None) -> None:
         """Raises :class:`CaptureError` for a model folder that cannot be used."""
@@ -62,7 +62,7 @@ class Requests:
             self._prompter({})
 
     def prompt(self, row: Row) -> Prompt | None:
-        """Return what the row's request made the engine compute, ``None`` when it computed nothing.
+        """Return the prompt of a row's request, ``None`` if the engine computed nothing.
 
         Raises :class:`NotRebuiltError`.
         """
@@ -78,7 +78,7 @@ class Requests:
             raise NotRebuiltError("the capture does not hold its request")
         body = request.get("body")
         if not isinstance(body, dict):
-            return None  # a question to the server, nothing to compute
+            return None  # a query of the server, without a prompt
         if "messages" not in body:
             raise NotRebuiltError("the prompt is no chat" + (" but embeddings" if "prompt_embeds" in body else ""))
         images = [self._image(part, body) for part in _image_parts(body)]
@@ -139,17 +139,17 @@ class Requests:
     def _prompter(self, body: Mapping[str, Any]) -> tuple[Family, Prompter]:
         """The family and prompter under a request's processor options."""
         options = body.get("mm_processor_kwargs") or {}
-        known = self._prompters.get(key := repr(sorted(options.items())))
-        if known is None:
+        loaded = self._prompters.get(key := repr(sorted(options.items())))
+        if loaded is None:
             assert self._model_dir is not None
             processor = (
                 SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
                 if options
                 else None
             )
-            known = load_model(self._model_dir, processor)
-            self._prompters[key] = known
-        return known
+            loaded = load_model(self._model_dir, processor)
+            self._prompters[key] = loaded
+        return loaded
 
     def _image(self, part: Mapping[str, Any], body: Mapping[str, Any]) -> _Image:
         uuid = part.get("uuid")
@@ -180,7 +180,7 @@ class Requests:
                 header = probe(data, max_pixels=MAX_PIXELS, exif=rotates)
                 size = (header.width, header.height)
             except (ImageHeaderError, TooManyPixels):
-                pass  # the engine refused it too, or the row says that it did not
+                pass  # the engine rejected it too, or the row shows that it did not
         return _Image(identity, size, missing)
 
     def _places(
@@ -197,7 +197,7 @@ class Requests:
             if (total is None or ids.count(token) == total) and len(runs := _runs(ids, token)) == len(images)
         ]
         if len(fitting) != 1:
-            raise NotRebuiltError("where its images stand cannot be told from the ids alone: give --model")
+            raise NotRebuiltError("the places of its images do not follow from the ids alone: give --model")
         ((token, runs),) = fitting
         return tuple(
             Span(offset, length, image.identity) for (offset, length), image in zip(runs, images, strict=True)

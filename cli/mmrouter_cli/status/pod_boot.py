@@ -1,6 +1,6 @@
-"""What a pod waits for until it is Ready, and how long it waited for what. Pure: objects as the API server has them.
+"""The start of a pod in steps: how long each took until Ready, and what a pod still waits for. Pure.
 
-Kubernetes writes these times in whole seconds, so a step may be told a second too long or too short.
+Kubernetes records these times in whole seconds, so a step may be a second too long or too short.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,60 +14,60 @@ _GATES = {"mmrouter.io/routable": "every frontend held its index", "mmrouter.io/
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Something that happened on the way. ``at``: seconds since the pod was made; ``took``: since the step before."""
+class BootStep:
+    """One step. ``at``: seconds since the pod's creation; ``took``: since the step before."""
 
     until: str
-    """What it waited for: a clause that goes on after "until"."""
+    """The end of the wait: a clause after "until"."""
     at: float
     took: float
 
 
-def steps(pod: Object, events: Iterable[Object] = ()) -> list[Step]:
-    """Return the steps that a pod has behind it, in their order. ``events``: of its namespace, where they are known.
+def steps(pod: Object, events: Iterable[Object] = ()) -> list[BootStep]:
+    """Return a pod's completed steps in order. ``events``: of its namespace, if known.
 
-    Without events the time for an image is part of its container's start.
+    Without events, pulling an image counts as part of its container's start.
     """
     made = _time(pod["metadata"]["creationTimestamp"])
-    found, last = [], 0.0
+    result, last = [], 0.0
     for until, moment in _moments(pod, [event for event in events if _is_about(event, pod)]):
         at = max(last, moment - made)
-        found.append(Step(until, at, at - last))
+        result.append(BootStep(until, at, at - last))
         last = at
-    return found
+    return result
 
 
-def longest(done: Sequence[Step]) -> Step | None:
+def longest(done: Sequence[BootStep]) -> BootStep | None:
     """Return the step that took longest; ``None`` where none took a second."""
     return max((step for step in done if step.took >= 1), key=lambda step: step.took, default=None)
 
 
 def summary(pod: Object, events: Iterable[Object] = ()) -> str:
-    """Return in a sentence how long a pod took to Ready and what for, or what it still waits for."""
+    """Return a sentence on how long a pod took to Ready and why, or what it waits for."""
     done = steps(pod, events)
     most = longest(done)
     seconds = f"{done[-1].at:.0f} s" if done else "0 s"
-    said = f", {most.took:.0f} of them until {most.until}" if most is not None else ""
+    share = f", {most.took:.0f} of them until {most.until}" if most is not None else ""
     waiting = waits_for(pod)
     if waiting:
-        return f"not Ready: {waiting}; so far {seconds}{said}" if done else f"not Ready: {waiting}"
-    return f"Ready after {seconds}{said}"
+        return f"not Ready: {waiting}; so far {seconds}{share}" if done else f"not Ready: {waiting}"
+    return f"Ready after {seconds}{share}"
 
 
 def waits_for(pod: Object) -> str:
-    """Return what keeps a pod from being Ready now, empty for one that is."""
+    """Return what keeps a pod from being Ready, empty for one that is."""
     status = pod.get("status") or {}
     conditions = _conditions(pod)
     if _holds(conditions.get("Ready", {})):
         return ""
     scheduled = conditions.get("PodScheduled", {})
     if not (pod.get("spec") or {}).get("nodeName") and not _holds(scheduled):
-        return "no node takes it" if scheduled.get("reason") == "Unschedulable" else "it waits for the scheduler"
+        return "no node fits it" if scheduled.get("reason") == "Unschedulable" else "it waits for the scheduler"
     if not _holds(conditions.get("ContainersReady", {})):
         return _of_containers(pod) or f"starting ({status.get('phase', 'Pending')})"
     for gate in _gates(pod):
-        if not _holds(found := conditions.get(gate, {})):
-            return f"not yet {gate.rpartition('/')[2]}: {found.get('message') or 'nobody has looked at it yet'}"
+        if not _holds(condition := conditions.get(gate, {})):
+            return f"not yet {gate.rpartition('/')[2]}: {condition.get('message') or 'not examined yet'}"
     return "starting"
 
 
@@ -79,7 +79,7 @@ def _moments(pod: Object, events: Sequence[Object]) -> Iterator[tuple[str, float
     yield "a node took it", _time(scheduled["lastTransitionTime"])
     spec, states = pod.get("spec") or {}, _states(pod)
     native = {c["name"] for c in spec.get("initContainers") or [] if c.get("restartPolicy") == "Always"}
-    before = ""  # the native sidecar that must have started up before anything else begins
+    before = ""  # the native sidecar that must start before the next container
     for name, state in states.items():
         pulls = [_at(event) for event in events if event.get("reason") == "Pulling" and _container(event) == name]
         pulled = [_at(event) for event in events if event.get("reason") == "Pulled" and _container(event) == name]
@@ -112,20 +112,20 @@ def _conditions_of_a_start(pod: Object) -> Iterator[tuple[str, str]]:
 
 
 def _of_containers(pod: Object) -> str:
-    for name, found in _states(pod).items():
-        state = found.get("state") or {}
+    for name, container in _states(pod).items():
+        state = container.get("state") or {}
         if waiting := state.get("waiting"):
             reason = waiting.get("reason", "")
             if reason in ("", "ContainerCreating", "PodInitializing"):
-                return f"{name} is being made: its image, volumes and network"
+                return f"{name} is being created: its image, volumes and network"
             return f"{name}: {reason}"
         if "running" not in state:
             if (state.get("terminated") or {}).get("exitCode"):
                 return f"{name} ended with {state['terminated']['exitCode']}"
             continue
-        if found.get("started") is False:
+        if container.get("started") is False:
             return f"{name} is starting up"
-        if not found.get("ready"):
+        if not container.get("ready"):
             return f"{name} is not ready"
     return ""
 

@@ -1,7 +1,4 @@
-"""`mmrouter status`: how a deployment is doing, from its resource in a cluster or from a frontend's own state.
-
-Both become one view, which is a table for people and plain values for machines.
-"""
+"""The view of `mmrouter status`: a deployment's state from its resource in a cluster, or from its frontends' states."""
 
 import asyncio
 from collections import Counter
@@ -19,19 +16,19 @@ from mmrouter_cli.status.control_endpoint import ControlEndpoint
 from mmrouter_cli.status.frontend_state import Frontend, State, Unread, client, fetch
 
 EVERY_SECONDS = 1.0
-"""How often it is looked at with --watch."""
+"""Interval of --watch."""
 UNKNOWN = "-"
 
 Object = Mapping[str, Any]
 
 
 class StatusError(Exception):
-    """There is nothing to show; the message says why."""
+    """There is nothing to show."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
-    """One pool. ``None``: not known by this way."""
+    """One pool. ``None``: unknown from this source."""
 
     name: str
     role: str
@@ -43,7 +40,7 @@ class PoolRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """One engine pod. ``exact``: True, False or Unknown, and in brackets why."""
+    """One engine pod. ``exact``: True, False or Unknown, with the reason in brackets."""
 
     name: str
     pool: str
@@ -52,14 +49,14 @@ class WorkerRow:
     where: str = ""
     """Its node."""
     blocks: int | None = None
-    """Blocks that it holds, as frontends know."""
+    """Blocks that frontends know it to hold."""
     in_flight: int | None = None
     heard_seconds_ago: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything that is shown of one deployment."""
+    """The state of one deployment as it is displayed."""
 
     name: str
     phase: str
@@ -74,7 +71,7 @@ class View:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the view for machines."""
+        """Return the view as plain values."""
         return asdict(self)
 
 
@@ -82,8 +79,8 @@ class View:
 
 
 def of_resource(resource: Object, pods: Sequence[Object]) -> View:
-    """Return the view of a resource and its pods, as the API server has them."""
-    # The operator's view of a pod, read lazily: it is not needed for a URL.
+    """Return the view of a resource and its pods."""
+    # Imported here because it is not needed for a URL.
     from mmrouter_cli.status.pod_boot import waits_for
     from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
     from mmrouter_operator.model.views import pod_view
@@ -103,16 +100,16 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
             view.gates.get(ROUTABLE, False),
             "True"
             if view.gates.get(VERIFIED)
-            else f"Unknown ({_trouble(view) or waiting[view.name] or 'not proved yet'})",
+            else f"Unknown ({_waiting_reason(view) or waiting[view.name] or 'not proved yet'})",
             where=view.node,
         )
         for view in views
         if view.pool and not view.deleting
     )
     generation = metadata.get("generation", 0)
-    notes = ["no operator has looked at it yet"] if not status else []
+    notes = ["no operator has processed it yet"] if not status else []
     if status and status.get("observedGeneration", 0) < generation:
-        notes.append(f"the status speaks of generation {status.get('observedGeneration', 0)} of {generation}")
+        notes.append(f"the status is of generation {status.get('observedGeneration', 0)}, the spec of {generation}")
     return View(
         name=f"{metadata['namespace']}/{metadata['name']}",
         phase=status.get("phase", "Unknown"),
@@ -130,8 +127,8 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
     )
 
 
-def _trouble(view: Any) -> str:
-    """Return in a word what does not pass by itself."""
+def _waiting_reason(view: Any) -> str:
+    """Return the reason of a container that waits."""
     return str(view.waiting[1]) if view.waiting is not None else ""
 
 
@@ -139,15 +136,15 @@ def _trouble(view: Any) -> str:
 
 
 def of_states(url: str, answers: Mapping[str, State | Unread]) -> View:
-    """Return the view of what frontends say: counts of all of them, and each worker as the worst of them sees it."""
+    """Return the view of frontends' states: totals, and each worker in its worst state."""
     states = {name: answer for name, answer in answers.items() if not isinstance(answer, Unread)}
-    notes = [f"{name} cannot be asked: {a.why}" for name, a in answers.items() if isinstance(a, Unread)]
+    notes = [f"{name} cannot be queried: {a.why}" for name, a in answers.items() if isinstance(a, Unread)]
     ready = sum(bool(state.get("ready")) for state in states.values())
-    seen: dict[str, list[Mapping[str, Any]]] = {}
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
     for state in states.values():
         for worker in state["workers"]:
-            seen.setdefault(worker["uid"], []).append(worker)
-    workers = [_worker(rows) for rows in seen.values()]
+            rows_of.setdefault(worker["uid"], []).append(worker)
+    workers = [_worker(rows) for rows in rows_of.values()]
     workers += [
         WorkerRow(
             r["name"], r["pool"], r["answered"], "True" if r["verified"] else f"Unknown ({r['message'] or 'asked'})"
@@ -165,7 +162,7 @@ def of_states(url: str, answers: Mapping[str, State | Unread]) -> View:
         frontends=f"{ready}/{len(answers)}",
         exact_ratio=_ratio(states.values(), "exact_decisions", "decisions"),
         hit_ratio=_ratio(states.values(), "hit_blocks", "prompt_blocks"),
-        pools=_pools(workers, {row["pool"]: row["role"] for rows in seen.values() for row in rows}),
+        pools=_pools(workers, {row["pool"]: row["role"] for rows in rows_of.values() for row in rows}),
         workers=tuple(workers),
         notes=tuple(notes),
     )
@@ -210,7 +207,7 @@ def _ratio(states: Any, part: str, whole: str) -> str:
     return f"{min(sum(state.get(part, 0) for state in states) / total, 1.0):.3f}" if total else UNKNOWN
 
 
-# -- looking, once or again and again ------------------------------------------------------------------------------
+# -- reading, once or repeatedly -------- ------------------------------------------------------------------------------
 
 
 async def from_cluster(
@@ -230,7 +227,7 @@ async def from_cluster(
             while True:
                 try:
                     path = KINDS[RESOURCE].path(namespace, name or "")
-                    found = [await reader.read(path)] if name else await reader.items(path)
+                    resources = [await reader.read(path)] if name else await reader.items(path)
                     pods = await reader.items(KINDS["Pod"].path(namespace), labelSelector=DEPLOYMENT_LABEL)
                 except NotFound as error:
                     what = (
@@ -240,12 +237,12 @@ async def from_cluster(
                 except Unavailable as error:
                     if not views:
                         raise
-                    # Whoever watches wants to see it come back.
+                    # Keep watching until the cluster is back.
                     note = f"the cluster does not answer: {error}"
                     yield [replace(view, notes=(*view.notes, note)) for view in views]
                     await asyncio.sleep(EVERY_SECONDS)
                     continue
-                views = [of_resource(resource, _of(resource, pods)) for resource in found]
+                views = [of_resource(resource, _of(resource, pods)) for resource in resources]
                 yield views
                 if not watch:
                     return
@@ -260,12 +257,12 @@ def _of(resource: Object, pods: Sequence[Object]) -> list[Object]:
     return [pod for pod in pods if pod["metadata"]["labels"][DEPLOYMENT_LABEL] == resource["metadata"]["name"]]
 
 
-async def from_url(reach: ControlEndpoint, *, watch: bool) -> AsyncIterator[list[View]]:
+async def from_url(endpoint: ControlEndpoint, *, watch: bool) -> AsyncIterator[list[View]]:
     """Yield the view of a deployment through its control APIs."""
-    frontends = [Frontend(url.removeprefix("http://"), url) for url in reach.controls]
-    async with client(reach.token) as asking:
+    frontends = [Frontend(url.removeprefix("http://"), url) for url in endpoint.controls]
+    async with client(endpoint.token) as asking:
         while True:
-            yield [await _asked(asking, reach.url, frontends)]
+            yield [await _asked(asking, endpoint.url, frontends)]
             if not watch:
                 return
             await asyncio.sleep(EVERY_SECONDS)
@@ -273,14 +270,14 @@ async def from_url(reach: ControlEndpoint, *, watch: bool) -> AsyncIterator[list
 
 async def _asked(asking: httpx.AsyncClient, url: str, frontends: Sequence[Frontend]) -> View:
     answers = await asyncio.gather(*(fetch(asking, frontend) for frontend in frontends))
-    return of_states(url, {one.name: answer for one, answer in zip(frontends, answers, strict=True)})
+    return of_states(url, {frontend.name: answer for frontend, answer in zip(frontends, answers, strict=True)})
 
 
-# -- for people ----------------------------------------------------------------------------------------------------
+# -- display ------------------------------------------------------------------------------------------------------
 
 
 def drawn(views: Sequence[View]) -> RenderableType:
-    """Return what a terminal shows."""
+    """Return the views for a terminal."""
     if not views:
         return Text("there is no MMRouterDeployment in this namespace")
     return Group(*(part for view in views for part in _parts(view)))

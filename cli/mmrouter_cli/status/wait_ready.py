@@ -1,4 +1,4 @@
-"""Wait until a local deployment is not only ready but proved: every worker verified on every frontend."""
+"""Waits until every worker of a local deployment is verified on every frontend."""
 
 import asyncio
 from typing import Any
@@ -13,17 +13,17 @@ from mmrouter_lib.api import MMRouterDeployment
 STEP_SECONDS = 0.1
 SETTLED = frozenset({"verified", "degraded", "refused"})
 AWAITED = frozenset({"worker", "prefill", "decode", "encoder"})
-"""Roles of which every pod comes to a standing, or answers where nothing of it can be proved."""
+"""Roles whose pods reach a final standing, or answer where they cannot be proved."""
 
 
 class NotReadyError(Exception):
-    """Something did not come up in time; the message says what it waited for."""
+    """The deployment was not ready in time; the message says what is missing."""
 
 
 async def wait_verified(
     endpoint: ControlEndpoint, deployment: MMRouterDeployment, console: Console, seconds: float
 ) -> None:
-    """Print each worker's standing as it comes. Raises :class:`NotReadyError` with what is missing."""
+    """Wait, and print changes of workers' standing. Raises :class:`NotReadyError`."""
     wanted = sum(pool.replicas for pool in deployment.spec.pools if pool.role in AWAITED)
     shown: dict[tuple[str, str], str] = {}
     missing = "no frontend answered"
@@ -48,7 +48,7 @@ async def wait_verified(
 
 
 def _is_settled(worker: dict[str, Any]) -> bool:
-    """Whether nothing more is to come of it; of an encoder of SGLang, once it answers."""
+    """Whether a worker's standing is final; SGLang's encoders only have to answer."""
     return worker["standing"] in SETTLED or worker.get("cause") == NOT_PROBED
 
 
@@ -64,7 +64,7 @@ def _show(console: Console, shown: dict[tuple[str, str], str], control: str, wor
     line = worker["standing"]
     if worker["canary"] == "False":
         line += f" ({worker['canary_cause']}: {worker['canary_message']})"
-    where = (control, worker["uid"])
-    if shown.get(where) != line:
-        shown[where] = line
+    key = (control, worker["uid"])
+    if shown.get(key) != line:
+        shown[key] = line
         console.print(f"{control.removeprefix('http://')} {worker['name']}: {line}", highlight=False, markup=False)

@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from mmrouter_cli.demo import Row, Step, _failure, hit_ratio, show, workload
+from mmrouter_cli.demo import Step, StepRow, _failure, hit_ratio, show, workload
 
 
 def row(**values):
     base = {"name": "x", "worker": "a", "blocks": 6, "overlap": 6, "prompt_tokens": 100, "cached_tokens": 96}
-    return Row(**{**base, "exactness": "exact", "why": "", "milliseconds": 1.0, **values})
+    return StepRow(**{**base, "exactness": "exact", "why": "", "milliseconds": 1.0, **values})
 
 
 def test_the_hit_ratio_is_a_ratio_of_sums_and_absent_counts_as_none():

@@ -119,12 +119,12 @@ RUNNING = {"running": {"startedAt": at(5)}}
     ("pod", "says"),
     [
         (changed(engine_pod(), "engine", state=WAITING), "engine: ImagePullBackOff"),
-        (changed(engine_pod(), "engine", state=MAKING), "engine is being made: its image, volumes and network"),
+        (changed(engine_pod(), "engine", state=MAKING), "engine is being created: its image, volumes and network"),
         (changed(engine_pod(), "engine", state=RUNNING, started=False), "engine is starting up"),
         (changed(engine_pod(), "engine", state=RUNNING, started=True), "engine is not ready"),
         (changed(engine_pod(), "sidecar", state={"terminated": {"exitCode": 1}}), "sidecar ended with 1"),
-        (engine_pod(gates=()), "not yet routable: nobody has looked at it yet"),
-        (engine_pod(gates=(31,)), "not yet verified: nobody has looked at it yet"),
+        (engine_pod(gates=()), "not yet routable: not examined yet"),
+        (engine_pod(gates=(31,)), "not yet verified: not examined yet"),
     ],
 )
 def test_what_a_pod_waits_for_now_is_the_first_thing_that_is_not_there(pod: Object, says: str) -> None:
@@ -139,9 +139,7 @@ def test_what_the_operator_says_of_a_gate_is_repeated() -> None:
     assert waits_for(pod) == "not yet verified: no frontend has proved it yet"
 
 
-@pytest.mark.parametrize(
-    ("reason", "says"), [("Unschedulable", "no node takes it"), ("", "it waits for the scheduler")]
-)
+@pytest.mark.parametrize(("reason", "says"), [("Unschedulable", "no node fits it"), ("", "it waits for the scheduler")])
 def test_a_pod_without_a_node_has_no_step_behind_it(reason: str, says: str) -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": reason}
     pod = {

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mmrouter_cli.app import app
-from mmrouter_cli.replay import CaptureError, Report, replay
+from mmrouter_cli.replay import CaptureError, ReplayReport, replay
 from mmrouter_lib.engines.sglang.identity import page_hashes
 
 REPOSITORY = Path(__file__).parents[3]
@@ -27,10 +27,10 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture
-def changed(tmp_path: Path) -> Callable[[Callable[[Rows], None]], Report]:
+def changed(tmp_path: Path) -> Callable[[Callable[[Rows], None]], ReplayReport]:
     """Replay the shipped capture after a change to its rows, with the model."""
 
-    def run(change: Callable[[Rows], None]) -> Report:
+    def run(change: Callable[[Rows], None]) -> ReplayReport:
         rows = [json.loads(line) for line in OWN.read_text().splitlines()]
         shutil.copytree(OWN.parent / "images", tmp_path / "images", dirs_exist_ok=True)
         change(rows)
@@ -152,10 +152,10 @@ def test_the_command_exits_0_for_a_whole_match_and_1_for_a_difference(tmp_path):
         ("[1]", "an object is expected"),
         ('{"kind": "step", "frames": [{"seq": "zz", "payload": ""}]}', "a frame has seq and a payload in hex"),
         ('{"kind": "step", "request": null, "frames": []}', "nothing can be compared"),
-        ('{"request": {"body": {"messages": ["x"]}}}', r"line 1 \(step\): a field does not hold what it should"),
-        ('{"request": {"body": {"messages": []}}, "reply": 5}', "a field does not hold what it should"),
-        ('{"kind": "generate", "features": {"mm_hashes": 1}}', "a field does not hold what it should"),
-        ('{"kind": "radix", "page_size": 4, "events": 5}', "a field does not hold what it should"),
+        ('{"request": {"body": {"messages": ["x"]}}}', r"line 1 \(step\): a field has an unexpected value"),
+        ('{"request": {"body": {"messages": []}}, "reply": 5}', "a field has an unexpected value"),
+        ('{"kind": "generate", "features": {"mm_hashes": 1}}', "a field has an unexpected value"),
+        ('{"kind": "radix", "page_size": 4, "events": 5}', "a field has an unexpected value"),
     ],
 )
 def test_a_file_that_is_no_capture_is_refused_with_a_sentence_and_exit_2(tmp_path, text, says):
@@ -317,7 +317,7 @@ def test_every_page_of_the_recorded_sglang_engines_is_explained(shared_capture, 
     [
         ("text_ids", lambda r: r["request"].update(input_ids="101..122"), "template: the published ids"),
         ("chat_A_B", lambda r: r["request"].update(images=["B", "A"]), "identity: image B has the sentinels"),
-        ("chat_A_B", lambda r: r["request"].update(images=["A"]), "count: 1 images asked for, 2 published"),
+        ("chat_A_B", lambda r: r["request"].update(images=["A"]), "count: 1 images requested, 2 published"),
         (
             "gen_A_mm_hash16",
             lambda r: r["request"].update(mm_hashes=["00112233445566fe"]),

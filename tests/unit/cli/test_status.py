@@ -77,13 +77,13 @@ def test_a_resource_without_status_shows_nothing_that_nobody_said() -> None:
     del made["status"]
     view = of_resource(made, [])
     assert (view.phase, view.exact_ratio, view.hit_ratio, view.frontends) == ("Unknown", *[UNKNOWN] * 3)
-    assert "no operator has looked at it yet" in text(view)
+    assert "no operator has processed it yet" in text(view)
 
 
 def test_an_older_generation_is_said() -> None:
     made = d.resource()
     made["metadata"]["generation"] = 9
-    assert "generation 3 of 9" in text(of_resource(made, []))
+    assert "generation 3, the spec of 9" in text(of_resource(made, []))
 
 
 def test_a_message_with_brackets_is_shown_as_it_is() -> None:
@@ -126,7 +126,7 @@ def test_a_failed_canary_shows_its_cause() -> None:
 def test_a_frontend_that_does_not_answer_is_told_and_the_others_are_shown() -> None:
     view = told(a=d.state(), b=Unread("connection refused"))
     assert (view.frontends, view.phase) == ("1/2", "Starting")
-    assert "b cannot be asked: connection refused" in text(view)
+    assert "b cannot be queried: connection refused" in text(view)
 
 
 def test_nobody_answers() -> None:
@@ -259,7 +259,7 @@ def test_without_any_cluster_it_says_what_it_looked_for(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     result = run(command)
     assert result.exit_code == 2
-    assert result.stderr.startswith("mmrouter: no cluster is known")
+    assert result.stderr.startswith("mmrouter: no cluster is configured")
     assert result.stderr.count("\n") == 1
 
 
@@ -267,8 +267,8 @@ def test_without_any_cluster_it_says_what_it_looked_for(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("vl", "--url", "http://x"), "give one of the two"),
-        (("--url", "http://x", "-n", "home"), "give one of the two"),
+        (("vl", "--url", "http://x"), "--url excludes"),
+        (("--url", "http://x", "-n", "home"), "--url excludes"),
         (("--url", "http://192.0.2.1:1"), "name its control API with --control and --token"),
         (("--control", "http://x"), "--url"),
         (("vl", "--kubeconfig", "/nowhere/config"), "there is no file /nowhere/config"),

@@ -7,9 +7,11 @@ import httpx
 import pytest
 
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
-from mmrouter_cli.verify import Gate, Seen, _agree, _repeats, _said, as_json
+from mmrouter_cli.verify import Observation, Verifier, as_json, check_cached_tokens, check_repeats, refusal_message
 
-GOOD = Seen("r-1", "a", "exact", overlap=6, blocks=6, block_size=16, prompt_tokens=100, engine_tokens=100, cached=96)
+GOOD = Observation(
+    "r-1", "a", "exact", overlap=6, blocks=6, block_size=16, prompt_tokens=100, engine_tokens=100, cached=96
+)
 
 
 @pytest.mark.parametrize(("tokens", "blocks", "cached"), [(100, 6, 96), (96, 6, 80), (97, 6, 96), (15, 0, 0)])
@@ -18,8 +20,8 @@ def test_an_engine_never_serves_the_last_token_from_its_cache(tokens, blocks, ca
 
 
 def test_whole_hits_on_the_same_worker_pass():
-    assert _repeats("x", GOOD, [GOOD, GOOD], strict=True).passed
-    assert _agree("x", [GOOD, GOOD]).passed
+    assert check_repeats("x", GOOD, [GOOD, GOOD], strict=True).passed
+    assert check_cached_tokens("x", [GOOD, GOOD]).passed
 
 
 @pytest.mark.parametrize(
@@ -32,14 +34,14 @@ def test_whole_hits_on_the_same_worker_pass():
     ],
 )
 def test_one_bad_repeat_fails_and_is_named(broken, says):
-    check = _repeats("x", GOOD, [GOOD, replace(GOOD, **broken)], strict=True)
+    check = check_repeats("x", GOOD, [GOOD, replace(GOOD, **broken)], strict=True)
     assert not check.passed
     assert says in check.message
 
 
 @pytest.mark.parametrize(("cached", "says"), [(None, "absent"), (80, "says 80"), (0, "says 0"), (100, "says 100")])
 def test_cached_tokens_must_be_there_and_agree(cached, says):
-    check = _agree("x", [GOOD, replace(GOOD, cached=cached)])
+    check = check_cached_tokens("x", [GOOD, replace(GOOD, cached=cached)])
     assert not check.passed
     assert says in check.message
 
@@ -66,24 +68,24 @@ PARTIAL = replace(GOOD, exactness="partial", overlap=2, before=2, cached=96)
 
 
 def test_a_partial_decision_passes_only_without_strict_and_only_for_what_it_promises():
-    assert not _repeats("x", GOOD, [PARTIAL], strict=True).passed
-    allowed = _repeats("x", GOOD, [PARTIAL], strict=False)
+    assert not check_repeats("x", GOOD, [PARTIAL], strict=True).passed
+    allowed = check_repeats("x", GOOD, [PARTIAL], strict=False)
     assert allowed.passed
     assert "before the first image" in allowed.message
     assert "--no-strict allows" in gate(strict=False)._exact("x", PARTIAL).message
     # An overlap past the image would be a false one, a shorter one a miss of what is known.
     for overlap in (1, 3, 6):
-        assert not _repeats("x", GOOD, [replace(PARTIAL, overlap=overlap)], strict=False).passed
+        assert not check_repeats("x", GOOD, [replace(PARTIAL, overlap=overlap)], strict=False).passed
 
 
 def test_a_partial_decision_may_underestimate_the_engine_and_never_overestimate_it():
-    assert _agree("x", [PARTIAL]).passed
-    assert not _agree("x", [replace(PARTIAL, cached=16)]).passed
+    assert check_cached_tokens("x", [PARTIAL]).passed
+    assert not check_cached_tokens("x", [replace(PARTIAL, cached=16)]).passed
 
 
 def test_affinity_fails_with_and_without_strict():
     for strict in (True, False):
-        check = _repeats("x", GOOD, [replace(GOOD, exactness="affinity")], strict=strict)
+        check = check_repeats("x", GOOD, [replace(GOOD, exactness="affinity")], strict=strict)
         assert "affinity, not exact" in check.message
 
 
@@ -152,10 +154,10 @@ def _common(left: list[str], right: list[str]) -> int:
     return next((n for n, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(left))
 
 
-def gate(deployment: Deployment | None = None, *, strict: bool = True) -> Gate:
+def gate(deployment: Deployment | None = None, *, strict: bool = True) -> Verifier:
     client = httpx.Client(transport=httpx.MockTransport(deployment or Deployment()))
     reach = ControlEndpoint("http://deployment", ("http://control",), "token")
-    return Gate(reach, api_key=None, client=client, strict=strict)
+    return Verifier(reach, api_key=None, client=client, strict=strict)
 
 
 def test_a_deployment_that_does_all_that_is_asked_passes():
@@ -199,5 +201,5 @@ def test_without_strict_a_deployment_that_predicts_up_to_the_image_passes_and_sa
     ],
 )
 def test_a_refusal_is_told_by_its_sentence(answer, says):
-    assert says in _said(answer)
-    assert "{" not in _said(answer)
+    assert says in refusal_message(answer)
+    assert "{" not in refusal_message(answer)

@@ -75,7 +75,7 @@ def test_the_loopback_of_a_local_pod_is_its_own_address() -> None:
     ("source", "message"),
     [
         ({"fieldRef": {"fieldPath": "status.phase"}}, "status.phase is not known"),
-        ({"resourceFieldRef": {"resource": "limits.cpu"}}, "resourceFieldRef cannot be had"),
+        ({"resourceFieldRef": {"resource": "limits.cpu"}}, "resourceFieldRef is not supported"),
         ({"secretKeyRef": {"name": "none", "key": "k"}}, "there is no Secret none"),
         ({"configMapKeyRef": {"name": "c", "key": "none"}}, "c has no key none"),
     ],

@@ -153,7 +153,7 @@ async def test_what_ends_again_and_again_and_never_came_up_is_not_waited_for(run
     web = kit.server()
     web["args"] = ["exit", "3"]
     async with run(kit.deployment("web", web), kit.deployment("fine", kit.server()), ready=False) as cluster:
-        said = rf"^web-0/web has ended {VAIN_STARTS} times before it was up, its last words: none$"
+        said = rf"^web-0/web has ended {VAIN_STARTS} times before it was up, its last output: none$"
         with pytest.raises(VainError, match=said):
             await cluster.wait_ready(60)
         assert len(log.of("web-0/web")) == VAIN_STARTS
@@ -242,7 +242,7 @@ async def test_shared_memory_ends_with_the_container_that_made_it(run: Any, kit:
         await _until(lambda: log.of("web-0/web"))
         first = Path(log.of("web-0/web")[0])
         assert first.exists()
-        container.child.look_at_memory()  # as the next probe would
+        container.child.record_memory()  # as the next probe would
         container.child.process.kill()
         await cluster.wait_until(lambda: container.restarts == 1, 5)
         await _until(lambda: len(log.of("web-0/web")) == 3)
@@ -280,7 +280,7 @@ async def test_engines_start_one_after_the_other_when_they_are_real(run: Any, ki
     [
         (
             {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "x"}}]},
-            "persistentVolumeClaim cannot be had",
+            "persistentVolumeClaim is not supported",
         ),
         ({"volumes": [{"name": "v", "hostPath": {"path": "nowhere"}}]}, "nowhere does not exist"),
         ({"volumes": [{"name": "v", "secret": {"secretName": "none"}}]}, "there is no secret none here"),
