@@ -106,7 +106,7 @@ def is_exported(mapping: mmap.mmap) -> bool:
     """Whether any buffer points into a mapping: memoryviews, slices of them, arrays.
 
     A memoryview does not count its slices, but a mapping counts every export and refuses to be resized while there are
-    any. An impossible size is asked for, so the check makes no system call.
+    any. The size is impossible, so the check makes no system call.
     """
     try:
         mapping.resize(-1)

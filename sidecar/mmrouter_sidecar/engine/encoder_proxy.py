@@ -67,7 +67,7 @@ class EncoderProxy:
         self._reported = asyncio.Event()
         self._busy: dict[str, Counter[bytes]] = {}
         self._down: dict[str, _Down] = {}
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._freed = asyncio.Condition()
         self._session: aiohttp.ClientSession | None = None
 
@@ -92,6 +92,11 @@ class EncoderProxy:
         self._reported.set()
 
     @property
+    def idle(self) -> bool:
+        """Whether no image is at an encoder."""
+        return not self._busy
+
+    @property
     def encoders(self) -> tuple[Encoder, ...]:
         """All encoders that a router reports; one that is gone is found by a failed request."""
         return tuple({encoder.name: encoder for _, report in self._reports.values() for encoder in report}.values())
@@ -100,8 +105,8 @@ class EncoderProxy:
         """Forward a request and its answer. Answers 503, as the engine expects, if no encoder could encode it."""
         size = request.content_length or 0
         async with self._freed:
-            await self._freed.wait_for(lambda: not self._held_bytes or self._held_bytes + size <= BUDGET_BYTES)
-            self._held_bytes += size
+            await self._freed.wait_for(lambda: not self.held_bytes or self.held_bytes + size <= BUDGET_BYTES)
+            self.held_bytes += size
         try:
             body = await request.read()
             try:
@@ -112,7 +117,7 @@ class EncoderProxy:
             answer = await self._encoded(key, body)
         finally:
             async with self._freed:
-                self._held_bytes -= size
+                self.held_bytes -= size
                 self._freed.notify_all()
         return web.Response(status=answer.status, body=answer.body, content_type="application/json")
 

@@ -70,7 +70,7 @@ class Janitor:
         while True:
             spent = await asyncio.to_thread(self._safely, self._reclaim)
             if time.monotonic() >= scan_at:
-                scanned = await asyncio.to_thread(self._safely, self._scan)
+                scanned = await asyncio.to_thread(self._safely, self.scan)
                 scan_at = time.monotonic() + max(SCAN_PERIOD, scanned / CPU_SHARE)
             await asyncio.sleep(min(MAX_PERIOD, max(PERIOD, spent / CPU_SHARE)))
 
@@ -101,12 +101,12 @@ class Janitor:
 
     def _begin(self) -> None:
         marks = self._marks()
-        self._touch()
+        self.touch()
         if cleanup_rules.alone(marks, self._mark, self._now()) and not self._engine_answers():
-            self._clear_all()
+            self.clear_all()
         else:
             self._reclaim()
-        self._scan()
+        self.scan()
 
     def _end(self) -> None:
         self._ended = True
@@ -114,7 +114,7 @@ class Janitor:
             with suppress(FileNotFoundError):
                 (self._root / self._mark).unlink()
             if cleanup_rules.alone(self._marks(), self._mark, self._now()):
-                self._clear_all()
+                self.clear_all()
                 return
         self._reclaim()
 
@@ -122,7 +122,7 @@ class Janitor:
         """Remove the files of dead writers; ``ahead``: seconds added to the age of leases."""
         self._count("dead_writer", reclaim(self._root, self._now() + ahead))
 
-    def _clear_all(self) -> None:
+    def clear_all(self) -> None:
         """Remove everything: no pod uses the directory, so leases have no reader and other files no owner."""
         self._reclaim(MAX_LEASE_SECONDS)
         sizes = cleanup_rules.by_top_level(self._book())
@@ -141,9 +141,9 @@ class Janitor:
                     continue
                 self._removed("left_behind", *sizes.get(name, (0, 0)))
 
-    def _scan(self) -> None:
+    def scan(self) -> None:
         """Scan all files, report the usage, and remove encoder files if necessary."""
-        self._touch()
+        self.touch()
         book = self._book()
         usage = self._usage(book)
         removals = cleanup_rules.removals(book, usage, self._wall())
@@ -213,7 +213,7 @@ class Janitor:
     def _marks(self) -> dict[str, float]:
         return dict(_marks(self._root))
 
-    def _touch(self) -> None:
+    def touch(self) -> None:
         """Update this pod's mark."""
         path, now = self._root / self._mark, self._now()
         path.touch(0o640)

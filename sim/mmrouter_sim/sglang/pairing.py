@@ -93,6 +93,10 @@ class RoomReader:
         except (OSError, ValueError) as error:
             raise TransferError("the decode engine is gone") from error
 
+    def has_left(self) -> bool:
+        """Whether the decode engine has disconnected."""
+        return self._reader.at_eof()
+
     def close(self) -> None:
         """Close the connection."""
         self._writer.close()
@@ -103,7 +107,7 @@ class PairRooms:
 
     def __init__(self, config: PairSide, cost: Cost) -> None:
         self.config, self._cost = config, cost
-        self._readers: dict[int, asyncio.Future[RoomReader]] = {}
+        self.readers: dict[int, asyncio.Future[RoomReader]] = {}
         self._taken: set[int] = set()
 
     @contextlib.asynccontextmanager
@@ -121,7 +125,7 @@ class PairRooms:
             raise TransferError(f"no decode engine connected to room {room}") from error
         finally:
             self._taken.discard(room)
-            self._readers.pop(room, None)
+            self.readers.pop(room, None)
             if reader is not None:
                 reader.close()
 
@@ -167,8 +171,8 @@ class PairRooms:
 
     def _forget(self, room: int, reader_future: "asyncio.Future[RoomReader]") -> None:
         """Close the connection of a room without a prefill request."""
-        if room not in self._taken and self._readers.get(room) is reader_future:
-            self._readers.pop(room).result().close()
+        if room not in self._taken and self.readers.get(room) is reader_future:
+            self.readers.pop(room).result().close()
 
     def _reader_of(self, room: int) -> "asyncio.Future[RoomReader]":
-        return self._readers.setdefault(room, asyncio.get_running_loop().create_future())
+        return self.readers.setdefault(room, asyncio.get_running_loop().create_future())

@@ -1,4 +1,4 @@
-"""An engine's socket behaviour and a router's, on loopback; everything in between is the sidecar under test."""
+"""A fake engine and a fake router on loopback, with the sidecar under test between them."""
 
 import asyncio
 import itertools
@@ -231,7 +231,7 @@ class Running:
     """A sidecar in this process."""
 
     def __init__(self, settings: Settings) -> None:
-        self.sidecar = Sidecar(settings)
+        self.settings, self.sidecar = settings, Sidecar(settings)
         self.task = asyncio.create_task(self.sidecar.run())
 
     def metric(self, name: str, **labels: str) -> float:

@@ -1,4 +1,4 @@
-"""What the janitor decides, from values to values."""
+"""The rules of the shared directory's janitor."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ def going(found: Ledger, limit: int, *, was_above: bool = False) -> list[tuple[s
     return [(one.entry.path.partition("/")[0], one.reason) for one in removals(found, figures, NOW)]
 
 
-def test_what_was_not_used_for_longest_goes_first_and_only_so_much_that_the_low_mark_is_reached() -> None:
+def test_least_recently_used_files_are_removed_down_to_the_low_mark() -> None:
     found = book(*(encoders(name, 100, age) for name, age in (("b", 200), ("c", 150), ("a", 300), ("d", 100))))
     assert going(found, 1000) == []
     assert going(found, 500) == [("a", "pressure")]
@@ -46,18 +46,18 @@ def test_what_was_not_used_for_longest_goes_first_and_only_so_much_that_the_low_
     assert [name for name, _ in going(found, 1)] == ["a", "b", "c", "d"]
 
 
-def test_what_a_request_in_flight_may_name_stays_whatever_the_pressure() -> None:
+def test_recently_used_files_stay_under_any_pressure() -> None:
     found = book(encoders("young", 900, UNUSED_SECONDS - 1), encoders("old", 10, UNUSED_SECONDS))
     assert going(found, 100) == [("old", "pressure")]
 
 
-def test_what_nobody_used_for_an_hour_goes_also_where_there_is_room() -> None:
+def test_files_unused_for_an_hour_are_removed_without_pressure() -> None:
     found = book(encoders("old", 10, FORGOTTEN_SECONDS), encoders("young", 10, FORGOTTEN_SECONDS - 1))
     assert going(found, 10_000) == [("old", "unused")]
     assert going(found, 0) == [("old", "unused")]
 
 
-def test_only_encoders_files_go() -> None:
+def test_only_encoder_files_are_removed() -> None:
     others = (
         Entry("pool-a/slot-1", 500, "leased", "w", True),
         Entry("pool-a/plain-1", 500, "leased", "w", True),
@@ -68,7 +68,7 @@ def test_only_encoders_files_go() -> None:
     assert going(book(*others), 100) == []
 
 
-def test_the_file_systems_own_room_counts_as_the_limit_does() -> None:
+def test_the_space_of_the_file_system_bounds_as_the_limit_does() -> None:
     full = book(encoders("a", 100, 200), encoders("b", 100, 100), capacity=1000, available=150)
     assert pressure(full, 0) == 0.85
     assert going(full, 0) == [("a", "pressure"), ("b", "pressure")]
@@ -90,7 +90,7 @@ def test_above_the_high_mark_it_stays_above_until_it_is_below_the_low_one() -> N
     st.integers(0, 10**10),
     st.integers(0, 10**10),
 )
-def test_after_a_look_it_is_below_the_mark_or_nothing_is_left_that_may_go(
+def test_after_removals_usage_is_below_the_mark_or_no_file_is_removable(
     files: list[tuple[int, float]], limit: int, room: int
 ) -> None:
     entries = [encoders(f"{number}", size, age) for number, (size, age) in enumerate(files)]
@@ -118,13 +118,13 @@ def test_after_a_look_it_is_below_the_mark_or_nothing_is_left_that_may_go(
         ({"sidecar-me": 1000.0, "sidecar-b": 1000.0 - PRESENT_SECONDS}, True),
     ],
 )
-def test_a_pod_is_alone_when_no_other_one_was_heard_of_for_as_long_as_a_restart_takes(
+def test_a_pod_is_alone_when_other_marks_are_older_than_a_restart_takes(
     marks: dict[str, float], is_alone: bool
 ) -> None:
     assert alone(marks, "sidecar-me", 1000.0) is is_alone
 
 
-def test_bytes_are_told_by_what_they_are_and_by_where_they_lie() -> None:
+def test_bytes_are_summed_by_state_and_by_top_level_entry() -> None:
     found = book(
         Entry("pool-a/owner", 4096, "owner", "w", True),
         Entry("pool-a/slot-1", 10, "leased", "w", True),
@@ -140,6 +140,6 @@ def test_bytes_are_told_by_what_they_are_and_by_where_they_lie() -> None:
     assert sum(by_state(found).values()) == found.bytes == shared(found, 0, was_above=False).taken
 
 
-def test_figures_are_what_the_feed_carries() -> None:
+def test_usage_is_a_frame_of_the_feed() -> None:
     found = book(encoders("a", 90, 1), capacity=1000, available=700)
     assert shared(found, 100, was_above=False) == feed.SharedDirectory(90, 100, 700, 1000, True)

@@ -1,4 +1,4 @@
-"""The proxy between an engine and its encoders, over real connections: affinity, failover, and what it counts."""
+"""The encoder proxy over real connections: affinity, failover, and metrics."""
 
 import asyncio
 import itertools
@@ -113,7 +113,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-async def test_an_image_keeps_to_its_encoder_and_the_request_arrives_as_it_was_sent(rig: Rig) -> None:
+async def test_an_image_stays_with_its_encoder_and_requests_are_forwarded_unchanged(rig: Rig) -> None:
     rig.tell("e1", "e2")
     bodies = [rig.owned_by("e1"), rig.owned_by("e2")]
     for slot in range(3):
@@ -124,7 +124,7 @@ async def test_an_image_keeps_to_its_encoder_and_the_request_arrives_as_it_was_s
 
 
 @pytest.mark.parametrize(("says", "cause"), [(DIES, "lost"), (503, "busy"), (HANGS, "timeout")])
-async def test_an_encoder_that_fails_gives_its_images_up_until_it_is_back(
+async def test_images_of_a_failed_encoder_move_until_it_is_back(
     rig: Rig, says: int | str, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Time enough on a busy machine for an encoder that does not hang.
@@ -146,7 +146,7 @@ async def test_an_encoder_that_fails_gives_its_images_up_until_it_is_back(
         assert rig.count("encoders", state="down") == 0
 
 
-async def test_an_encoder_that_cannot_be_reached_is_left_alone_for_longer_each_time(rig: Rig) -> None:
+async def test_the_pause_of_an_unreachable_encoder_grows(rig: Rig) -> None:
     rig.tell("e1", "e2")
     await rig.sites["e1"].runner.cleanup()
     body = rig.owned_by("e1")
@@ -159,7 +159,7 @@ async def test_an_encoder_that_cannot_be_reached_is_left_alone_for_longer_each_t
     assert len(rig.sites["e2"].got) == 2 * len(module.BACK_SECONDS)
 
 
-async def test_an_image_under_which_two_encoders_end_is_not_carried_to_a_third(rig: Rig) -> None:
+async def test_an_image_that_killed_two_encoders_is_not_sent_to_a_third(rig: Rig) -> None:
     third = rig.sites["e3"] = Site("e3")
     await third.start()
     rig.tell("e1", "e2", "e3")
@@ -173,9 +173,7 @@ async def test_an_image_under_which_two_encoders_end_is_not_carried_to_a_third(r
 
 
 @pytest.mark.parametrize(("says", "outcome"), [(400, "refused"), (500, "failed"), (504, "failed")])
-async def test_what_an_encoder_says_of_an_image_is_passed_on_and_no_other_is_asked(
-    rig: Rig, says: int, outcome: str
-) -> None:
+async def test_an_encoders_error_answer_is_forwarded_without_a_retry(rig: Rig, says: int, outcome: str) -> None:
     """It has told the engine's socket that the image failed: another one's embedding would come too late."""
     rig.tell("e1", "e2")
     for site in rig.sites.values():
@@ -185,7 +183,7 @@ async def test_what_an_encoder_says_of_an_image_is_passed_on_and_no_other_is_ask
     assert rig.outcomes() == {outcome: 1}
 
 
-async def test_without_encoders_the_engine_is_told_so(rig: Rig) -> None:
+async def test_without_encoders_the_answer_is_503(rig: Rig) -> None:
     rig.tell()
     status, said = await rig.post(rig.body("data:x"))
     assert (status, json.loads(said)["status"]) == (503, "error")
@@ -193,14 +191,14 @@ async def test_without_encoders_the_engine_is_told_so(rig: Rig) -> None:
     assert rig.outcomes() == {"unserved": 1, "refused": 1}
 
 
-async def test_a_request_waits_until_somebody_has_said_who_encodes(rig: Rig) -> None:
+async def test_a_request_waits_for_the_first_list_of_encoders(rig: Rig) -> None:
     asked = asyncio.create_task(rig.post(rig.body("data:x")))
-    await until(lambda: rig.proxy._held_bytes > 0)
+    await until(lambda: rig.proxy.held_bytes > 0)
     rig.tell("e1")
     assert (await asked)[0] == 200
 
 
-async def test_an_encoder_with_more_than_its_share_passes_images_on(rig: Rig) -> None:
+async def test_an_encoder_above_its_share_spills_images(rig: Rig) -> None:
     rig.tell("e1", "e2")
     first, second = rig.sites.values()
     first.says = second.says = HANGS
@@ -219,7 +217,7 @@ async def test_an_encoder_with_more_than_its_share_passes_images_on(rig: Rig) ->
     await asyncio.gather(*waiting, repeated, return_exceptions=True)
 
 
-async def test_an_engine_that_gives_up_takes_its_image_back(rig: Rig) -> None:
+async def test_a_cancelled_request_frees_its_bytes(rig: Rig) -> None:
     rig.tell("e1")
     site = rig.sites["e1"]
     site.says = HANGS
@@ -227,33 +225,33 @@ async def test_an_engine_that_gives_up_takes_its_image_back(rig: Rig) -> None:
     await site.came.wait()
     asked.cancel()
     await site.left.wait()
-    await until(lambda: rig.proxy._held_bytes == 0)
-    assert rig.proxy._busy == {}
+    await until(lambda: rig.proxy.held_bytes == 0)
+    assert rig.proxy.idle
     assert rig.count("encode_failures_total", cause="lost") == 0
 
 
-async def test_more_bytes_than_there_is_room_for_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_above_the_byte_budget_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     body = rig.body("data:" + "x" * 1000)
     monkeypatch.setattr(module, "BUDGET_BYTES", 2 * len(body))
     rig.tell("e1")
     site = rig.sites["e1"]
     site.says = HANGS
     waiting = [asyncio.create_task(rig.post(body)) for _ in range(4)]
-    await until(lambda: len(site.got) == 2 and rig.proxy._held_bytes == 2 * len(body))
+    await until(lambda: len(site.got) == 2 and rig.proxy.held_bytes == 2 * len(body))
     waiting[0].cancel()
     waiting[1].cancel()
     await until(lambda: len(site.got) == 4)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await until(lambda: rig.proxy._held_bytes == 0)
+    await until(lambda: rig.proxy.held_bytes == 0)
 
 
-async def test_what_any_router_says_counts_and_one_that_is_silent_has_no_say_beside_others(rig: Rig) -> None:
+async def test_lists_of_all_routers_are_merged_and_silent_routers_expire(rig: Rig) -> None:
     rig.tell("e1", router="r1")
     rig.tell("e2", router="r2")
     assert {encoder.name for encoder in rig.proxy.encoders} == {"e1", "e2"}
     rig.now += module.REPORT_SECONDS + 1
-    assert {encoder.name for encoder in rig.proxy.encoders} == {"e1", "e2"}  # nobody speaks: the last word holds
+    assert {encoder.name for encoder in rig.proxy.encoders} == {"e1", "e2"}  # without new reports the last one is valid
     rig.tell("e2", router="r2")
     assert {encoder.name for encoder in rig.proxy.encoders} == {"e2"}

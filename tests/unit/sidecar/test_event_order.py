@@ -1,4 +1,4 @@
-"""Order of an engine's stream: whatever is lost, doubled or late, batches leave once, in order, or a loss is said."""
+"""Batches that are lost, duplicated or late leave the event stream once and in order, or as a reported loss."""
 
 import random
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ class World:
 
 
 @given(st.integers(0, 2**32), st.integers(0, 60))
-def test_every_batch_leaves_once_and_in_order_while_the_engine_still_has_it(seed: int, steps: int) -> None:
+def test_every_batch_is_emitted_once_in_order_while_the_engine_has_it(seed: int, steps: int) -> None:
     world = World(random.Random(seed))
     world.take(world.stream.connected())
     for _ in range(steps):
@@ -108,7 +108,7 @@ def test_every_batch_leaves_once_and_in_order_while_the_engine_still_has_it(seed
 
 
 @given(st.integers(0, 2**32), st.integers(0, 80), st.integers(1, 4))
-def test_a_short_replay_buffer_loses_openly_and_never_reorders(seed: int, steps: int, buffer: int) -> None:
+def test_a_short_replay_buffer_reports_losses_and_never_reorders(seed: int, steps: int, buffer: int) -> None:
     world = World(random.Random(seed), buffer=buffer)
     world.take(world.stream.connected())
     for _ in range(steps):
@@ -134,7 +134,7 @@ def test_a_late_replay_changes_nothing_that_was_applied_live() -> None:
     assert stream.replay_ended() == []
 
 
-def test_a_gap_is_asked_for_from_the_first_missing_number() -> None:
+def test_a_gap_is_requested_from_the_first_missing_number() -> None:
     stream = EventStream()
     stream.live(0, payload(0))
     assert stream.live(3, payload(3)) == [ReplayRequest(1)]
@@ -152,7 +152,7 @@ def test_an_answer_older_than_the_gap_does_not_count_as_a_loss() -> None:
     assert seqs(stream.replayed(1, payload(1))) == [1, 2]
 
 
-def test_history_that_the_engine_no_longer_has_is_lost_openly() -> None:
+def test_history_that_the_engine_no_longer_has_is_reported_as_lost() -> None:
     stream = EventStream()
     stream.live(0, payload(0))
     stream.live(9, payload(9))
@@ -192,7 +192,7 @@ def test_a_number_older_than_every_memory_is_another_engine(monkeypatch: pytest.
     assert stream.live(3, payload(3))[0] == Lost("backwards")
 
 
-def test_a_restarted_sidecar_goes_on_when_the_engine_proves_to_be_the_same() -> None:
+def test_a_restarted_sidecar_resumes_when_the_proof_matches() -> None:
     stream = EventStream((41, digest_of(payload(41))))
     assert stream.connected() == [ReplayRequest(41)]
     assert stream.live(43, payload(43)) == []
@@ -202,7 +202,7 @@ def test_a_restarted_sidecar_goes_on_when_the_engine_proves_to_be_the_same() -> 
 
 
 @pytest.mark.parametrize("answer", [[], [(41, payload(41, "b"))], [(50, payload(50))], [(0, payload(0, "b"))]])
-def test_a_restarted_sidecar_believes_nothing_that_is_not_proved(answer: list[tuple[int, bytes]]) -> None:
+def test_a_restarted_sidecar_discards_unproved_batches(answer: list[tuple[int, bytes]]) -> None:
     stream = EventStream((41, digest_of(payload(41))))
     stream.connected()
     stream.live(1, payload(1, "b"))
@@ -211,7 +211,7 @@ def test_a_restarted_sidecar_believes_nothing_that_is_not_proved(answer: list[tu
     assert seqs(stream.replayed(0, payload(0, "b"))) == [0, 1]
 
 
-def test_without_answers_a_gap_is_given_up_after_some_patience() -> None:
+def test_a_gap_is_given_up_after_unanswered_replays() -> None:
     stream = EventStream()
     stream.live(0, payload(0))
     stream.live(2, payload(2))
@@ -222,13 +222,13 @@ def test_without_answers_a_gap_is_given_up_after_some_patience() -> None:
     assert seqs(steps) == [2]
 
 
-def test_an_unanswered_question_without_a_gap_is_asked_on() -> None:
+def test_an_unanswered_replay_without_a_gap_is_requested_again() -> None:
     stream = EventStream()
     stream.connected()
     assert [stream.replay_failed() for _ in range(10)] == [[ReplayRequest(0)]] * 10
 
 
-def test_what_waits_behind_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_behind_a_gap_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HELD", 10)
     stream = EventStream()
     stream.live(0, payload(0))
@@ -238,7 +238,7 @@ def test_what_waits_behind_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert seqs(steps) == list(range(2, 40))
 
 
-def test_after_the_engines_end_numbers_begin_anew() -> None:
+def test_numbers_restart_after_the_end_of_the_engine() -> None:
     stream = EventStream()
     for seq in range(3):
         stream.live(seq, payload(seq))

@@ -1,4 +1,4 @@
-"""Runs of sentinels, however events cut them: sighted once per place, from their true start, with their whole cycle."""
+"""Runs of sentinels, split over events in any way, are observed once per place with their start and whole cycle."""
 
 from array import array
 from itertools import pairwise
@@ -61,7 +61,7 @@ parts = st.lists(st.integers(1, 9) | st.tuples(st.integers(0, 3), st.integers(5,
 
 
 @given(parts, st.lists(st.integers(0, 80), max_size=6), st.booleans())
-def test_every_image_is_sighted_at_its_place_with_its_cycle(
+def test_every_image_is_observed_at_its_place_with_its_cycle(
     parts: list[int | tuple[int, int]], cuts: list[int], legacy: bool
 ) -> None:
     # Equal images back to back are one run where the cycle happens to meet: nothing could tell them apart.
@@ -88,7 +88,7 @@ def test_two_images_side_by_side_are_two_runs() -> None:
     assert (second.offset, second.length, second.sentinels) == (2, 10, sentinels(2, legacy=False))
 
 
-def test_an_image_is_sighted_again_at_another_place_and_not_at_the_same() -> None:
+def test_an_image_is_observed_once_per_place() -> None:
     seen = ImageObservations()
     ids, _ = prompt([2, (1, 8), 2])
     assert len(look(seen, ids, [0, 3])) == 1
@@ -110,7 +110,7 @@ def test_after_a_restart_a_run_at_an_events_start_proves_no_beginning() -> None:
     assert [s.parent for s in look(fresh, text, [0, 1, 3])] == [block_keys(text, SIZE, (), SEED)[0]]
 
 
-def test_what_another_process_saw_is_not_told_twice() -> None:
+def test_restored_observations_are_not_reported_again() -> None:
     ids, _ = prompt([2, (1, 8), 2])
     first, second = ImageObservations(), ImageObservations()
     look(first, ids, [0, 3])

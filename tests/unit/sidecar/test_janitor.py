@@ -1,4 +1,4 @@
-"""The janitor on a real tmpfs: what the dead left goes, before the engine runs, and what anybody may name stays."""
+"""The janitor on a real tmpfs removes files of dead writers before the engine runs, and keeps files in use."""
 
 import asyncio
 import os
@@ -75,7 +75,7 @@ def node(settings: Settings, shared: Path) -> Node:
     return Node(settings, shared)
 
 
-async def test_what_the_last_pod_of_a_node_left_is_cleared_before_the_next_ones_engine_runs(node: Node) -> None:
+async def test_files_of_the_last_pod_are_cleared_before_the_next_engine_runs(node: Node) -> None:
     node.crashed()
     node.encoded("m1-aa")
     (node.folder / "core.1234").write_bytes(bytes(MIB))
@@ -90,7 +90,7 @@ async def test_what_the_last_pod_of_a_node_left_is_cleared_before_the_next_ones_
     living.close()
 
 
-async def test_beside_another_pod_leases_last_until_their_ends_and_files_of_others_stay(node: Node) -> None:
+async def test_with_another_pod_present_leases_and_other_files_stay(node: Node) -> None:
     await node.janitor("pod-2").begin()
     node.crashed()
     node.encoded("m1-aa")
@@ -104,7 +104,7 @@ async def test_beside_another_pod_leases_last_until_their_ends_and_files_of_othe
     assert sorted(os.listdir(node.folder)) == ["m1-aa", "sidecar-pod-1", "sidecar-pod-2"]
 
 
-async def test_a_pod_that_was_killed_is_waited_for_as_long_as_a_restart_takes(node: Node) -> None:
+async def test_a_killed_pod_counts_as_present_for_the_time_of_a_restart(node: Node) -> None:
     await node.janitor("pod-2").begin()
     node.encoded("m1-aa")
     node.ahead = cleanup_rules.PRESENT_SECONDS - 10
@@ -115,7 +115,7 @@ async def test_a_pod_that_was_killed_is_waited_for_as_long_as_a_restart_takes(no
     assert os.listdir(node.folder) == ["sidecar-pod-3"]
 
 
-async def test_a_sidecar_that_is_started_again_beside_its_running_engine_leaves_its_files(node: Node) -> None:
+async def test_a_restarted_sidecar_keeps_the_files_of_its_running_engine(node: Node) -> None:
     node.encoded("m1-aa")
     server = await asyncio.start_server(lambda *_: None, node.settings.pod_ip, 0)
     port = server.sockets[0].getsockname()[1]
@@ -130,7 +130,7 @@ async def test_a_sidecar_that_is_started_again_beside_its_running_engine_leaves_
     assert not (node.folder / ENCODERS).exists()
 
 
-async def test_the_last_pod_of_a_node_leaves_nothing_and_one_that_is_not_the_last_what_others_use(node: Node) -> None:
+async def test_the_last_pod_of_a_node_clears_everything_and_others_do_not(node: Node) -> None:
     one, two = node.janitor("pod-1"), node.janitor("pod-2")
     await one.begin()
     await two.begin()
@@ -144,21 +144,19 @@ async def test_the_last_pod_of_a_node_leaves_nothing_and_one_that_is_not_the_las
     assert os.listdir(node.folder) == []
 
 
-async def test_a_look_that_is_under_way_at_the_pods_end_leaves_no_mark_behind(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ascan_in_progress_at_the_end_leaves_no_mark(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is cancelled, the thread is not."""
     one = node.janitor()
     await one.begin()
     looking, end = threading.Event(), threading.Event()
-    real = Janitor._scan
+    real = Janitor.scan
 
     def slow(self: Janitor) -> None:
         looking.set()
         assert end.wait(10)
         real(self)
 
-    monkeypatch.setattr(Janitor, "_scan", slow)
+    monkeypatch.setattr(Janitor, "scan", slow)
     task = asyncio.create_task(one.run())
     await asyncio.to_thread(looking.wait, 10)
     task.cancel()
@@ -173,7 +171,7 @@ async def test_a_look_that_is_under_way_at_the_pods_end_leaves_no_mark_behind(
     assert os.listdir(node.folder) == []
 
 
-async def test_nothing_is_followed_out_of_the_directory(node: Node, tmp_path: Path) -> None:
+async def test_links_out_of_the_directory_are_not_followed(node: Node, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / cleanup_rules.ENCODER_FILE).write_bytes(b"x")
@@ -190,7 +188,7 @@ async def test_nothing_is_followed_out_of_the_directory(node: Node, tmp_path: Pa
     assert (outside / cleanup_rules.ENCODER_FILE).exists()
 
 
-async def test_encoders_files_make_room_those_first_that_were_not_read_for_longest(node: Node) -> None:
+async def test_least_recently_read_encoder_files_are_removed_first(node: Node) -> None:
     await node.janitor("pod-2").begin()
     for number in range(6):
         node.encoded(f"m1-{number}", MIB, unused=600 - number)
@@ -217,7 +215,7 @@ def clock_of_files(folder: Path) -> int:
     return probe.stat().st_mtime_ns
 
 
-async def test_each_reading_of_an_encoders_file_shows_and_not_only_the_first(node: Node, tmp_path: Path) -> None:
+async def test_every_read_of_an_encoder_file_is_recorded(node: Node, tmp_path: Path) -> None:
     """relatime notes a reading only where the file was changed since the last one that it noted."""
     await node.janitor("pod-2").begin()
     path = node.encoded("m1-aa", unused=30)
@@ -233,9 +231,7 @@ async def test_each_reading_of_an_encoders_file_shows_and_not_only_the_first(nod
     assert seen == sorted(set(seen))
 
 
-async def test_a_file_that_was_used_since_it_was_looked_at_is_not_removed(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_used_since_thescan_is_not_removed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     await node.janitor("pod-2").begin()
     path = node.encoded("m1-aa", unused=2 * cleanup_rules.FORGOTTEN_SECONDS)
     real = cleanup_rules.removals
@@ -255,7 +251,7 @@ async def test_a_file_that_was_used_since_it_was_looked_at_is_not_removed(
     assert (path.exists(), node.removed("unused")) == (False, 1)
 
 
-async def test_a_folder_that_an_encoder_may_be_about_to_write_into_stays_and_one_long_empty_goes(node: Node) -> None:
+async def test_only_folders_that_were_empty_for_long_are_removed(node: Node) -> None:
     await node.janitor("pod-2").begin()
     for name, age in (("m1-young", 10), ("m1-old", cleanup_rules.FORGOTTEN_SECONDS + 1), ("m1-full", 1e6)):
         folder = node.folder / "deep" / name
@@ -268,7 +264,7 @@ async def test_a_folder_that_an_encoder_may_be_about_to_write_into_stays_and_one
     assert sorted(path.name for path in (node.folder / "deep").iterdir()) == ["m1-full", "m1-young"]
 
 
-async def test_the_bytes_are_told_by_state_and_the_pressure_with_them(node: Node) -> None:
+async def test_metrics_have_bytes_by_state_and_the_pressure(node: Node) -> None:
     await node.janitor("pod-2").begin()
     pool = Pool(node.folder, "w", limit_bytes=8 * MIB)
     pool.put(b"x", "r")
@@ -283,7 +279,7 @@ async def test_the_bytes_are_told_by_state_and_the_pressure_with_them(node: Node
     pool.close()
 
 
-async def test_a_directory_that_cannot_be_used_is_counted_and_stops_nothing(node: Node, start: Any) -> None:
+async def test_an_unusable_directory_is_counted_and_the_sidecar_runs_on(node: Node, start: Any) -> None:
     gone = node.folder / "not there"
     one = node.janitor(shared_dir=gone)
     await one.begin()
@@ -293,37 +289,35 @@ async def test_a_directory_that_cannot_be_used_is_counted_and_stops_nothing(node
     assert running.metric("shm_errors_total") >= 1
 
 
-async def test_two_janitors_at_once_do_not_undo_each_other(node: Node) -> None:
+async def test_two_concurrent_janitors_do_not_conflict(node: Node) -> None:
     for _ in range(5):
         node.crashed()
     for number in range(20):
         node.encoded(f"m1-{number}", unused=10_000)
     both = [node.janitor("pod-1"), node.janitor("pod-2")]
     for one in both:
-        one._touch()
+        one.touch()
     await asyncio.gather(*(one.begin() for one in both))
     assert node.removed("dead_writer") == 5
     assert node.removed("unused") == 20
     assert node.metric("shm_errors_total") == 0
 
 
-async def test_pods_that_start_at_the_same_time_leave_each_other_their_marks(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pods_that_start_together_keep_each_others_marks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.encoded("m1-aa")
     one, two = node.janitor("pod-1"), node.janitor("pod-2")
-    real = one._clear_all
+    real = one.clear_all
 
     def meanwhile() -> None:
-        two._touch()
+        two.touch()
         real()
 
-    monkeypatch.setattr(one, "_clear_all", meanwhile)
+    monkeypatch.setattr(one, "clear_all", meanwhile)
     await one.begin()
     assert sorted(os.listdir(node.folder)) == ["sidecar-pod-1", "sidecar-pod-2"]
 
 
-async def test_a_sidecar_clears_before_it_answers_and_tells_routers_how_full_the_directory_is(
+async def test_a_sidecar_clears_before_it_is_ready_and_reports_usage_to_routers(
     node: Node, start: Any, router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PERIOD", "SCAN_PERIOD"):

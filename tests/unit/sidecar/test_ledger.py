@@ -1,4 +1,4 @@
-"""The ledger: copies counted, net changes exact, nothing claimed whose key is not known."""
+"""The ledger counts copies, reports exact net changes, and publishes no block without a key."""
 
 import hashlib
 from array import array
@@ -98,7 +98,7 @@ def keys(ledger: Ledger, place: Place = GPU) -> set[int]:
 
 @given(actions)
 @settings(max_examples=40)
-def test_net_changes_followed_one_by_one_give_what_the_engine_holds(kit: Any, steps: list[tuple[str, Any]]) -> None:
+def test_the_sum_of_net_changes_is_what_the_engine_holds(kit: Any, steps: list[tuple[str, Any]]) -> None:
     model, ledger, followed = Model(), Ledger(seed), set()
     for action, value in [*steps, ("flush", None)]:
         events = perform(model, action, value, kit)
@@ -186,7 +186,7 @@ def test_blocks_of_an_unknown_parent_are_not_published_but_their_copies_count(ki
     assert len(keys(ledger)) == 2
 
 
-def test_removing_what_was_put_aside_is_no_surprise(kit: Any) -> None:
+def test_removals_of_blocks_put_aside_are_not_unknown(kit: Any) -> None:
     ledger = Ledger(seed)
     apply(ledger, kit, kit.stored([2], 1), kit.stored([2], 1), kit.removed(2), kit.removed(2))
     assert (ledger.aside, ledger.counts["unknown_removed"]) == (0, 0)
@@ -198,7 +198,7 @@ def test_an_entry_of_another_block_size_is_put_aside(kit: Any) -> None:
     assert (len(keys(ledger)), ledger.counts["block_size"], ledger.block_size) == (1, 1, 4)
 
 
-def test_groups_media_and_ranks_hold_apart_and_a_clear_empties_one_rank(kit: Any) -> None:
+def test_groups_media_and_ranks_are_separate_and_a_clear_empties_one_rank(kit: Any) -> None:
     ledger = Ledger(seed)
     apply(ledger, kit, kit.stored([1]), kit.stored([1], group_idx=1), kit.stored([1], medium="CPU"))
     apply(ledger, kit, kit.stored([1]), rank=1)
@@ -236,7 +236,7 @@ def test_salt_lora_and_images_separate_equal_tokens(kit: Any) -> None:
     assert len(keys(ledger)) == 5
 
 
-def test_an_image_is_sighted_once_with_its_parent_place_and_length(kit: Any) -> None:
+def test_an_image_is_observed_once_with_its_parent_place_and_length(kit: Any) -> None:
     ledger, wire = Ledger(seed), to_wire(b"\1" * 32)
     event = kit.stored([1, 2, 3], ids=[7, 8, 9, 50, 50, 60], extra_keys=[None, [[wire, 1]], [[wire, -1]]])
     apply(ledger, kit, event, event)
@@ -258,7 +258,7 @@ def test_the_key_of_an_image_block_is_the_one_that_the_router_computes(kit: Any)
     assert keys(ledger) == set(block_keys(array("I", [1, 2, 3, 4]), 2, [Span(1, 2, identity)], seed()))
 
 
-def test_what_is_ignored_is_counted_by_reason(kit: Any) -> None:
+def test_ignored_events_are_counted_by_reason(kit: Any) -> None:
     ledger = Ledger(seed)
     apply(ledger, kit, kit.stored([1], kv_cache_spec_kind="mamba"), kit.stored([], ids=[]))
     apply(ledger, kit, kit.stored([1], ids=[1, 2]), rank=0)
@@ -267,7 +267,7 @@ def test_what_is_ignored_is_counted_by_reason(kit: Any) -> None:
     assert ledger.counts["rank_mismatch"] == 1
 
 
-def test_a_reset_forgets_changes_that_nobody_took(kit: Any) -> None:
+def test_a_reset_drops_pending_changes(kit: Any) -> None:
     ledger = Ledger(seed)
     apply(ledger, kit, kit.stored([1]))
     ledger.reset()
@@ -275,14 +275,14 @@ def test_a_reset_forgets_changes_that_nobody_took(kit: Any) -> None:
     assert ledger.take().changes == []
 
 
-def test_case_42_an_event_of_another_block_size_is_not_indexed_and_counted(kit: Any) -> None:
+def test_case_42_an_event_of_another_block_size_is_counted_and_not_indexed(kit: Any) -> None:
     ledger = Ledger(seed)
     apply(ledger, kit, kit.stored([1, 2], size=16))
     apply(ledger, kit, kit.stored([3], 2, size=32))
     assert (len(keys(ledger)), ledger.counts["block_size"], ledger.aside) == (2, 1, 1)
 
 
-def test_a_part_of_a_block_that_came_first_makes_way_for_the_groups_blocks(kit: Any) -> None:
+def test_a_part_of_a_block_is_replaced_by_the_groups_blocks(kit: Any) -> None:
     """A prompt shorter than a hybrid model's block leaves one entry of the finer hash's size (facts 2.4)."""
     ledger = Ledger(seed)
     apply(ledger, kit, kit.stored([7], ids=[1, 2], size=2))
@@ -327,7 +327,7 @@ def test_case_45_groups_that_are_no_prefix_are_not_indexed_and_the_others_are_na
     assert again.groups == ledger.groups
 
 
-def test_case_46_a_salted_child_of_an_unknown_parent_is_put_aside_and_never_taken_for_unsalted(kit: Any) -> None:
+def test_case_46_a_salted_child_of_an_unknown_parent_is_put_aside(kit: Any) -> None:
     ledger = Ledger(seed)
     apply(ledger, kit, kit.stored([2], 1, ids=[7, 8]))  # only a prompt's first block shows the salt
     assert (ledger.held, ledger.counts["unknown_parent"]) == (0, 1)
@@ -373,6 +373,6 @@ def test_each_medium_is_a_place_of_its_own(kit: Any) -> None:
 
 
 @pytest.mark.parametrize("keys", [(5, 6), (5, 6, 7, 8)])
-def test_blocks_and_keys_of_other_numbers_are_never_taken_for_each_others(keys: tuple[int, ...]) -> None:
+def test_hashes_and_keys_of_different_counts_are_refused(keys: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="zip"):
         BlockTable().add((1, 2, 3), array("Q", keys))

@@ -1,4 +1,4 @@
-"""What autoscalers read of an engine, from the sidecar: one value per pod, and nothing of an engine that is down."""
+"""Load metrics for autoscalers: one value per pod, and none while the engine is down."""
 
 import asyncio
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_the_busy_ratio_is_that_of_the_last_minute() -> None:
     assert gauges(load)["mmrouter_sidecar_busy_ratio"] == 0.0
 
 
-def test_an_engine_that_never_spoke_has_no_gauge() -> None:
+def test_an_engine_without_a_sample_has_no_gauge() -> None:
     """A zero would be taken for an idle engine, and scale its pool down."""
     load = EngineLoad()
     assert gauges(load) == {}

@@ -1,4 +1,4 @@
-"""An engine without events is missed as soon as it ends, and not for a connection that it closes."""
+"""``watch_listener`` reports the end of an engine without events, and not a closed connection."""
 
 import asyncio
 import itertools
@@ -58,7 +58,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_each_end_is_told_once_however_soon_the_next_engine_is_there(monkeypatch):
+async def test_each_end_is_reported_once_even_after_a_fast_restart(monkeypatch):
     monkeypatch.setattr(engine_probe, "RECONNECT_SECONDS", 0.02)
     engine = Engine()
     async with watched(engine) as ends:
@@ -70,22 +70,22 @@ async def test_each_end_is_told_once_however_soon_the_next_engine_is_there(monke
     assert ends == [1, 2]
 
 
-async def test_an_engine_that_was_never_there_has_not_ended(monkeypatch):
+async def test_an_engine_that_never_listened_has_not_ended(monkeypatch):
     monkeypatch.setattr(engine_probe, "RECONNECT_SECONDS", 0.001)
     engine, asked = Engine(), []
-    connect = engine_probe._connect
+    connect = asyncio.open_connection
 
     async def counted(ip: str, port: int):
         asked.append(ip)
         return await connect(ip, port)
 
-    monkeypatch.setattr(engine_probe, "_connect", counted)
+    monkeypatch.setattr(asyncio, "open_connection", counted)
     async with watched(engine) as ends:
         await until(lambda: len(asked) > 3)
     assert ends == []
 
 
-async def test_an_engine_that_closes_a_connection_and_listens_on_has_not_ended(monkeypatch):
+async def test_a_closed_connection_is_no_end_while_the_engine_listens(monkeypatch):
     monkeypatch.setattr(engine_probe, "RECONNECT_SECONDS", 0.001)
     engine = Engine()
     await engine.start()

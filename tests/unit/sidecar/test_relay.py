@@ -85,7 +85,7 @@ def bench(settings: Settings, kit: Any) -> Iterator[Bench]:
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 60))
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
-def test_any_snapshot_with_the_deltas_after_it_is_what_the_ledger_holds(
+def test_a_snapshot_and_its_deltas_equal_the_ledger(
     settings: Settings, kit: Any, tmp_path: Path, seed: int, steps: int
 ) -> None:
     bench = Bench(replace(settings, state_dir=Path(tempfile.mkdtemp(dir=tmp_path))), kit, seed)
@@ -113,7 +113,7 @@ def test_any_snapshot_with_the_deltas_after_it_is_what_the_ledger_holds(
 
 @given(seed=st.integers(0, 2**32), share=st.floats(0, 1))
 @hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
-def test_a_journal_cut_at_any_byte_goes_on_from_a_state_that_was(
+def test_a_journal_cut_at_any_byte_restores_an_earlier_state(
     settings: Settings, kit: Any, tmp_path: Path, seed: int, share: float
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
@@ -157,7 +157,7 @@ def test_a_journal_cut_at_any_byte_goes_on_from_a_state_that_was(
     third.relay.close()
 
 
-def test_a_journal_with_a_changed_byte_is_believed_only_up_to_there(bench: Bench, kit: Any) -> None:
+def test_a_journal_is_read_up_to_the_first_changed_byte(bench: Bench, kit: Any) -> None:
     states = [bench.state]
     for number in range(1, 6):
         bench.batch(kit.stored([number]))
@@ -173,7 +173,7 @@ def test_a_journal_with_a_changed_byte_is_believed_only_up_to_there(bench: Bench
     again.relay.close()
 
 
-def test_what_was_flushed_survives_a_kill_and_what_was_not_is_the_engines_to_replay(bench: Bench, kit: Any) -> None:
+def test_flushed_batches_survive_a_kill_and_others_are_replayed(bench: Bench, kit: Any) -> None:
     bench.batch(kit.stored([1]))
     bench.relay.flush()
     flushed = bench.state
@@ -184,7 +184,7 @@ def test_what_was_flushed_survives_a_kill_and_what_was_not_is_the_engines_to_rep
     again.relay.close()
 
 
-def test_after_a_restart_numbers_and_names_go_on_and_the_ring_is_gone(bench: Bench, kit: Any) -> None:
+def test_a_restart_keeps_numbers_and_names_but_not_the_delta_history(bench: Bench, kit: Any) -> None:
     bench.batch(kit.stored([1, 2]))
     bench.relay.flush()
     held = bench.index()
@@ -222,7 +222,7 @@ def test_a_rewritten_journal_holds_the_same_state(bench: Bench, kit: Any, monkey
     again.relay.close()
 
 
-def test_a_journal_of_another_model_or_key_is_not_believed(bench: Bench, kit: Any) -> None:
+def test_a_journal_of_another_model_or_key_is_discarded(bench: Bench, kit: Any) -> None:
     bench.batch(kit.stored([1, 2]))
     bench.relay.close()
     for change in ({"model": "other"}, {"identity_key": bytes(32)}):
@@ -232,16 +232,17 @@ def test_a_journal_of_another_model_or_key_is_not_believed(bench: Bench, kit: An
         again.relay.close()
 
 
-def test_a_full_disk_ends_the_journal_and_not_the_sidecar(bench: Bench, kit: Any) -> None:
+def test_a_full_disk_ends_the_journal_and_not_the_sidecar(
+    bench: Bench, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.batch(kit.stored([1]))
     bench.relay.flush()
-    full = os.open("/dev/full", os.O_WRONLY)
-    journal = bench.relay._journal
-    assert journal is not None
-    os.dup2(full, journal._fd)
-    os.close(full)
+    full, write = os.open("/dev/full", os.O_WRONLY), os.write
+    monkeypatch.setattr(os, "write", lambda _, raw: write(full, raw))
     bench.batch(kit.stored([2], 1))
     bench.relay.flush()
+    monkeypatch.undo()
+    os.close(full)
     assert bench.of(feed.Delta)[-1].seq == 2
     assert not (bench.settings.state_dir / "ledger.journal").exists()
     bench.relay.close()
@@ -252,7 +253,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_sidecar(bench: Bench, kit: Any
     again.relay.close()
 
 
-def test_an_unwritable_state_folder_is_survived(settings: Settings, kit: Any, tmp_path: Path) -> None:
+def test_an_unwritable_state_folder_disables_the_journal(settings: Settings, kit: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     bench = Bench(replace(settings, state_dir=tmp_path / "file" / "below"), kit)
     bench.batch(kit.stored([1]))
@@ -287,7 +288,7 @@ def test_lost_history_of_one_rank_keeps_the_others_and_the_name(bench: Bench, ki
     assert not [delta for delta in bench.of(feed.Delta) if delta.epoch > epoch], "an epoch begins with a snapshot"
 
 
-def test_questions_about_an_old_epoch_are_refused(bench: Bench) -> None:
+def test_requests_for_an_old_epoch_are_refused(bench: Bench) -> None:
     old = bench.relay.epoch
     bench.relay.engine_ended(DISCONNECTED)
     for request in (feed.ReplayRequest(1, old, 1), feed.DetailRequest(2, old, 1, 1), feed.CanaryClaim(3, old, "r", 1)):
@@ -325,7 +326,7 @@ def test_detail_returns_the_batches_behind_a_delta_as_the_engine_sent_them(bench
     assert not part.gone
 
 
-def test_rings_are_bounded_and_say_what_is_gone(settings: Settings, kit: Any) -> None:
+def test_histories_are_bounded_and_report_missing_parts(settings: Settings, kit: Any) -> None:
     bench = Bench(replace(settings, buffer_events=5), kit)
     for number in range(1, 11):
         bench.batch(kit.stored([number]))
@@ -355,7 +356,7 @@ def test_long_answers_come_in_parts_of_bounded_size(bench: Bench, kit: Any, monk
     assert len(parts) > 1
 
 
-def test_heartbeats_tell_every_change_at_once_and_nothing_twice(bench: Bench) -> None:
+def test_heartbeats_report_every_change_once(bench: Bench) -> None:
     before = len(bench.of(feed.Heartbeat))
     bench.relay.update_facts(state="up", version="0.32.0")
     bench.relay.update_facts(state="up", version="0.32.0")
@@ -367,7 +368,7 @@ def test_heartbeats_tell_every_change_at_once_and_nothing_twice(bench: Bench) ->
     assert (beats[-1].block_size, beats[-1].digests, beats[-1].revision) == (32, {"config.json": "ab"}, "c0ffee")
 
 
-def test_one_router_holds_the_canary_and_its_result_stands_to_the_epochs_end(bench: Bench) -> None:
+def test_one_router_holds_the_canary_and_its_result_lasts_for_the_epoch(bench: Bench) -> None:
     epoch = bench.relay.epoch
 
     def claim(router: str) -> Any:
@@ -402,12 +403,12 @@ def test_a_claim_ends_with_its_lease(settings: Settings, kit: Any) -> None:
     relay.close()
 
 
-def test_an_engine_whose_events_cannot_be_read_is_a_clear_error(settings: Settings) -> None:
+def test_an_unknown_engine_type_is_an_error(settings: Settings) -> None:
     with pytest.raises(SettingsError, match="other"):
         EventRelay(replace(settings, engine="other"), Metrics(), lambda frame: None)
 
 
-def test_routers_hear_of_groups_before_the_first_delta_that_needs_them(bench: Bench, kit: Any) -> None:
+def test_groups_are_published_before_the_first_delta_that_needs_them(bench: Bench, kit: Any) -> None:
     before = len(bench.frames)
     window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
     bench.batch(kit.stored([1], **window), kit.stored([1], group_idx=1, kv_cache_spec_kind="full_attention"))
@@ -428,7 +429,7 @@ def test_routers_hear_of_groups_before_the_first_delta_that_needs_them(bench: Be
     again.relay.close()
 
 
-def test_sightings_are_told_again_on_request_and_forgotten_with_the_engine(
+def test_observations_are_sent_on_request_and_dropped_with_the_engine(
     bench: Bench, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bench.ask(feed.ObservationsRequest(3)) == [feed.ObservationsPart(3, (), last=True)]
@@ -445,8 +446,10 @@ def test_sightings_are_told_again_on_request_and_forgotten_with_the_engine(
     assert bench.ask(feed.ObservationsRequest(6)) == [feed.ObservationsPart(6, (), last=True)]
 
 
-def test_a_restarted_sidecar_remembers_what_routers_learned_from(settings: Settings, kit: Any) -> None:
-    """No engine tells its sentinels twice: a held image is hit, not stored again."""
+def test_a_restarted_sidecar_keeps_sentinel_observations(
+    settings: Settings, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines do not repeat sentinels, because a held image is hit and not stored again."""
     bench = Bench(replace(settings, engine="sglang"), kit)
     ids = [7, 8, *run_ids(sentinels(5, legacy=False), 6)]
     bench.batch(
@@ -458,14 +461,17 @@ def test_a_restarted_sidecar_remembers_what_routers_learned_from(settings: Setti
     bench.relay.close()
     again = Bench(bench.settings, kit)
     assert again.ask(feed.ObservationsRequest(1))[0].sightings == (sighting,)
-    again.relay._compact(again.relay._journal)  # type: ignore[arg-type]
+    monkeypatch.setattr(journal_module, "MIN_COMPACT_BYTES", 0)
+    monkeypatch.setattr(journal_module, "COMPACT_FACTOR", 0)
+    again.batch({"type": "AllBlocksCleared"})
+    again.relay.flush()  # rewrites the journal
     again.relay.close()
     third = Bench(bench.settings, kit)
     assert third.ask(feed.ObservationsRequest(1))[0].sightings == (sighting,)
     third.relay.close()
 
 
-def test_what_a_router_has_under_way_is_published_to_all_and_not_answered(bench: Bench) -> None:
+def test_a_routers_work_is_published_to_all_without_an_answer(bench: Bench) -> None:
     work = feed.Work("router-a", 0, 2, 12.5, 80.0)
     assert bench.ask(work) == []
     assert bench.of(feed.Work) == [work]

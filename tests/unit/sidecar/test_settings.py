@@ -1,4 +1,4 @@
-"""What a sidecar is told, and the process that is told it."""
+"""The settings of a sidecar, and the process that reads them."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
         ("sglang", "encoder", "/health", 30.0, False),
     ],
 )
-def test_an_engine_is_asked_for_its_health_as_its_role_answers(
+def test_the_health_check_depends_on_the_role(
     environment: dict[str, str], engine: str, role: str, path: str, seconds: float, publishes: bool
 ) -> None:
     file = Path(environment["MMROUTER_CONFIG"]) / "deployment.json"
@@ -92,7 +92,7 @@ def test_files_and_variables_become_settings(environment: dict[str, str], settin
     assert told.fingerprint != settings.fingerprint
 
 
-def test_the_nodes_directory_and_its_limit_are_read_where_the_pod_has_it(environment: dict[str, str]) -> None:
+def test_the_shared_directory_and_its_limit_are_optional(environment: dict[str, str]) -> None:
     assert (load(environment).shared_dir, load(environment).shared_bytes) == (None, 0)
     environment |= {"MMROUTER_SHARED_DIR": "/var/lib/mmrouter/shared", "MMROUTER_SHARED_LIMIT_BYTES": "8589934592"}
     told = load(environment)
@@ -143,7 +143,7 @@ def until(process: "subprocess.Popen[str]", words: str) -> str:
     return next(line for line in process.stderr if words in line)
 
 
-def test_a_killed_process_goes_on_and_a_terminated_one_ends_in_order(environment: dict[str, str]) -> None:
+def test_a_killed_process_resumes_and_a_terminated_one_ends_in_order(environment: dict[str, str]) -> None:
     first = run(environment)
     worker = until(first, "ready").split("worker ")[1]
     first.kill()
@@ -156,14 +156,14 @@ def test_a_killed_process_goes_on_and_a_terminated_one_ends_in_order(environment
     assert "stopped at seq 0" in rest
 
 
-def test_a_wrong_configuration_ends_with_status_2_and_a_sentence(environment: dict[str, str]) -> None:
+def test_a_wrong_configuration_exits_with_status_2_and_a_message(environment: dict[str, str]) -> None:
     process = run(environment | {"POD_UID": ""})
     _, said = process.communicate(timeout=20)
     assert process.returncode == 2
     assert said.splitlines()[-1].endswith("configuration: POD_UID is not set")
 
 
-def test_a_resource_that_its_models_refuse_ends_with_status_2_and_a_sentence(environment: dict[str, str]) -> None:
+def test_an_invalid_resource_exits_with_status_2_and_a_message(environment: dict[str, str]) -> None:
     (Path(environment["MMROUTER_CONFIG"]) / "deployment.json").write_text('{"spec": {}}')
     process = run(environment)
     _, said = process.communicate(timeout=20)
@@ -171,12 +171,12 @@ def test_a_resource_that_its_models_refuse_ends_with_status_2_and_a_sentence(env
     assert "configuration: " in said.splitlines()[-1]
 
 
-def test_settings_reach_the_process_that_serves_as_they_were_read(environment: dict[str, str]) -> None:
+def test_settings_round_trip_to_the_serving_process(environment: dict[str, str]) -> None:
     told = load(environment)
     assert from_json(to_json(told)) == told
 
 
-def test_what_serves_imports_neither_the_resources_models_nor_a_terminal_library() -> None:
+def test_the_serving_process_imports_no_models_and_no_terminal_library() -> None:
     code = "import sys, mmrouter_sidecar.app; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "aiohttp" in loaded
@@ -184,7 +184,7 @@ def test_what_serves_imports_neither_the_resources_models_nor_a_terminal_library
         assert unwanted not in loaded
 
 
-def test_only_files_that_decide_over_prompts_are_digested(tmp_path: Path) -> None:
+def test_only_files_that_affect_prompts_are_digested(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json", "chat_template.jinja", "model-00001.safetensors", "README.md"):
         (tmp_path / name).write_text(name)
     first = metadata.digests(tmp_path)

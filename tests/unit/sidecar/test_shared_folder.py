@@ -1,4 +1,4 @@
-"""Opening the node's shared folder, with real folders and real identities."""
+"""Access to the node's shared folder, with real folders and users."""
 
 import os
 import stat
@@ -9,12 +9,12 @@ import pytest
 from mmrouter_sidecar.shared_memory.shared_folder import MODE, SharedFolderError, main, open_folder
 
 GROUP = 65533
-NOBODY = 65534
+OTHER_USER = 65534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="not run: needs root, as the init container does")
 
 
-def as_somebody(folder: Path, user: int, group: int) -> bool:
+def has_access_as(folder: Path, user: int, group: int) -> bool:
     """Open a folder from a process of another user, which has no capability; return whether that worked."""
     child = os.fork()
     if child == 0:
@@ -32,7 +32,7 @@ def as_somebody(folder: Path, user: int, group: int) -> bool:
 
 
 @needs_root
-def test_the_folder_is_the_groups_and_so_is_what_is_made_in_it(tmp_path: Path) -> None:
+def test_the_folder_and_new_files_belong_to_the_group(tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir(mode=0o755)
     assert main([str(folder), str(GROUP)]) == 0
@@ -50,17 +50,17 @@ def test_an_owner_in_the_group_needs_no_capability(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     folder = tmp_path / "shared"
     folder.mkdir(mode=0o755)
-    os.chown(folder, NOBODY, NOBODY)
-    assert as_somebody(folder, NOBODY, GROUP)
+    os.chown(folder, OTHER_USER, OTHER_USER)
+    assert has_access_as(folder, OTHER_USER, GROUP)
     assert (folder.stat().st_gid, stat.S_IMODE(folder.stat().st_mode)) == (GROUP, MODE)
 
 
 @needs_root
-def test_a_folder_of_somebody_else_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     folder = tmp_path / "shared"
     folder.mkdir(mode=0o755)
-    assert not as_somebody(folder, NOBODY, GROUP)
+    assert not has_access_as(folder, OTHER_USER, GROUP)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
@@ -73,14 +73,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert stat.S_IMODE(target.stat().st_mode) == 0o755
 
 
-def test_a_missing_folder_and_wrong_use_end_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_and_wrong_usage_have_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none"), "1"]) == 1
     assert "No such file or directory" in capsys.readouterr().err
     assert main(["one"]) == main(["a", "b"]) == main([]) == 2
     assert "usage: mmrouter shared-memory" in capsys.readouterr().err
 
 
-def test_outside_a_cluster_a_folder_of_ones_own_will_do(tmp_path: Path) -> None:
+def test_outside_a_cluster_an_own_folder_suffices(tmp_path: Path) -> None:
     """There the group does not exist, and everything runs as one user."""
     folder = tmp_path / "mine"
     folder.mkdir(mode=0o700)

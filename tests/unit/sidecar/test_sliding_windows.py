@@ -184,13 +184,13 @@ def test_images_and_salts_before_a_window_are_never_over_estimated(
             routed.take(kit, engine.drop(drop))
     cache = routed.ledger.tables.get(GPU)
     assert (len(cache.blocks) + len(cache.aside) if cache else 0) == len(engine.held)
-    if window > 24:  # the window covers every prompt: all is told
+    if window > 24:  # the window covers every prompt: all blocks are in the events
         assert not (cache and cache.aside)
 
 
 @given(st.lists(mixed, min_size=1, max_size=6), windows, chunks)
 @settings(max_examples=20)
-def test_a_restarted_ledger_goes_on_with_blocks_that_were_never_stored(
+def test_a_restarted_ledger_continues_blocks_that_were_never_stored(
     kit: Any, history: list[Prompt], window: int, chunk: int
 ) -> None:
     engine, routed, middle = Engine(window, chunk), Routed(), Routed()

@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 def keys(one: Any, *ids: int, size: int = 2) -> set[int]:
     """Keys of a prompt without images, as a router predicts them."""
-    seed = one.sidecar.relay._settings.seed(None, None)
+    seed = one.settings.seed(None, None)
     return set(block_keys(array("I", ids), size, [], seed))
 
 
@@ -43,9 +43,7 @@ async def counted(counter: Callable[[], float]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_what_the_engine_stores_and_removes_reaches_the_router_in_order(
-    start: Any, engines: Any, router: Any, kit: Any
-) -> None:
+async def test_stores_and_removals_reach_the_router_in_order(start: Any, engines: Any, router: Any, kit: Any) -> None:
     one = await start()
     await router.heartbeat()
     engine = engines()
@@ -65,7 +63,7 @@ async def test_what_the_engine_stores_and_removes_reaches_the_router_in_order(
     assert index == {(0, 0, "GPU"): keys(one, 5, 6, 7, 8, 1, 1)}
 
 
-async def test_what_was_published_before_the_subscription_is_replayed(
+async def test_batches_from_before_the_subscription_are_replayed(
     start: Any, engines: Any, router: Any, kit: Any
 ) -> None:
     one = await start()
@@ -91,7 +89,7 @@ async def test_a_gap_is_filled_by_a_replay_and_order_is_kept(start: Any, engines
     assert one.metric("events_total", what="unknown_parent") == 0
 
 
-async def test_a_dropped_tail_is_found_when_nothing_follows(
+async def test_a_dropped_tail_is_requested_after_silence(
     start: Any, engines: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.05)
@@ -121,7 +119,7 @@ async def test_duplicates_and_late_replays_never_bring_back_a_removed_block(
     assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6) | keys(one, 1, 1)}
 
 
-async def test_history_beyond_the_engines_buffer_is_lost_openly(
+async def test_history_beyond_the_engines_buffer_is_reported_as_lost(
     start: Any, engines: Any, router: Any, kit: Any
 ) -> None:
     one = await start()
@@ -167,7 +165,7 @@ async def test_a_stranger_on_the_event_port_ends_no_epoch(start: Any, engines: A
     await applied(one, 1)
     epoch = one.sidecar.relay.epoch
     for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n"):
-        _, writer = await asyncio.open_connection(one.sidecar.relay._settings.loopback, 5557)
+        _, writer = await asyncio.open_connection(one.settings.loopback, 5557)
         writer.write(greeting)
         writer.close()
         await writer.wait_closed()
@@ -176,7 +174,7 @@ async def test_a_stranger_on_the_event_port_ends_no_epoch(start: Any, engines: A
     assert one.sidecar.relay.epoch == epoch
 
 
-async def test_a_restarted_sidecar_goes_on_with_its_journal_and_the_engines_buffer(
+async def test_a_restarted_sidecar_resumes_from_journal_and_replay(
     start: Any, engines: Any, router: Any, kit: Any
 ) -> None:
     one = await start()
@@ -194,9 +192,7 @@ async def test_a_restarted_sidecar_goes_on_with_its_journal_and_the_engines_buff
     assert again.metric("epochs_total", reason="other_instance") == 0
 
 
-async def test_a_restarted_sidecar_finds_out_that_the_engine_was_replaced(
-    start: Any, engines: Any, router: Any, kit: Any
-) -> None:
+async def test_a_restarted_sidecar_detects_a_replaced_engine(start: Any, engines: Any, router: Any, kit: Any) -> None:
     one = await start()
     engine = engines()
     for number in range(3):
@@ -231,8 +227,8 @@ async def test_ranks_have_streams_of_their_own_and_end_together(
     assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6)}, "the rank that lives is read anew"
 
 
-@pytest.mark.parametrize("who", ["stranger", "nobody"])
-async def test_only_the_routers_key_is_let_in_and_refusals_are_counted(
+@pytest.mark.parametrize("who", ["stranger", "anonymous"])
+async def test_only_the_routers_key_is_accepted_and_refusals_are_counted(
     start: Any, settings: Any, curve: Any, who: str
 ) -> None:
     one = await start()
@@ -273,7 +269,7 @@ async def test_another_version_of_the_feed_is_refused_by_name(start: Any, router
     assert await router.ask(feed.SnapshotRequest), "the connection stays usable"
 
 
-async def test_a_canary_claim_and_its_result_travel(start: Any, router: Any) -> None:
+async def test_a_canary_claim_and_its_result_are_exchanged(start: Any, router: Any) -> None:
     one = await start()
     epoch = one.sidecar.relay.epoch
     (granted,) = await router.ask(lambda number: feed.CanaryClaim(number, epoch, "router-a", 10.0))
@@ -285,7 +281,7 @@ async def test_a_canary_claim_and_its_result_travel(start: Any, router: Any) -> 
     assert beat.canary == canary
 
 
-async def test_every_captured_stream_of_a_real_engine_is_held_as_its_events_say(
+async def test_every_captured_engine_stream_yields_its_blocks(
     start: Any, engines: Any, router: Any, settings: Any
 ) -> None:
     folder = Path(os.environ.get("MMROUTER_CAPTURES", REPOSITORY.parent / "shared" / "captures")) / "vllm"
@@ -352,7 +348,7 @@ async def test_health_load_and_geometry_come_from_the_engines_http_side(
     assert one.metric("probe_failures_total", path="/health") >= 1
 
 
-async def test_a_router_tells_of_encoders_where_the_engine_asks_any(start: Any, router: Any, settings: Any) -> None:
+async def test_a_router_reports_encoders_to_an_engine_that_uses_them(start: Any, router: Any, settings: Any) -> None:
     one = await start(replace(settings, encodes_elsewhere=True))
     told = feed.EncoderAddresses(1, "r", (("e1", settings.pod_ip),))
     assert await router.ask_raw(feed.encode(told)) == [feed.Accepted(1)]
@@ -362,9 +358,7 @@ async def test_a_router_tells_of_encoders_where_the_engine_asks_any(start: Any, 
         assert answer.status == 400
 
 
-async def test_where_the_engine_encodes_by_itself_nobody_is_told_of_encoders(
-    start: Any, router: Any, settings: Any
-) -> None:
+async def test_an_engine_without_encoders_refuses_a_list_of_them(start: Any, router: Any, settings: Any) -> None:
     await start()
     (refused,) = await router.ask_raw(feed.encode(feed.EncoderAddresses(1, "r", ())))
     assert isinstance(refused, feed.Refused)
@@ -373,7 +367,7 @@ async def test_where_the_engine_encodes_by_itself_nobody_is_told_of_encoders(
         assert answer.status == 404
 
 
-async def test_what_was_proved_of_an_engine_that_publishes_nothing_ends_when_it_goes_down(
+async def test_an_engine_without_events_gets_a_new_epoch_when_it_goes_down(
     start: Any, http_engine: Any, router: Any, settings: Any
 ) -> None:
     """No connection tells that it ended, as an engine's publisher does."""
@@ -387,7 +381,7 @@ async def test_what_was_proved_of_an_engine_that_publishes_nothing_ends_when_it_
     assert (down.canary, down.epoch > up.epoch, down.worker != up.worker) == (None, True, True)
 
 
-async def test_an_sglang_engine_says_what_identity_depends_on(
+async def test_an_sglang_engine_reports_identity_settings(
     start: Any, http_engine: Any, router: Any, settings: Any
 ) -> None:
     http_engine["server"] = {
@@ -400,7 +394,7 @@ async def test_an_sglang_engine_says_what_identity_depends_on(
     http_engine["metrics"] = "sglang:num_running_reqs 2.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.25\n"
     await start(replace(settings, engine="sglang"))
     beat = await router.heartbeat(lambda beat: beat.engine_state == "up")
-    assert (beat.engine_version, beat.facts) == ("", {})  # it says nothing of its model yet, and is asked again
+    assert (beat.engine_version, beat.facts) == ("", {})  # no information about its model yet; the request is repeated
     http_engine["model"] = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
     beat = await router.heartbeat(lambda beat: beat.engine_version != "")
     assert (beat.engine, beat.engine_version, beat.block_size) == ("sglang", "0.5.23", 32)
@@ -418,7 +412,7 @@ async def test_an_sglang_engine_says_what_identity_depends_on(
     await router.heartbeat(lambda beat: beat.engine_state == "down")
 
 
-async def test_an_encoder_is_asked_its_own_path_and_once_it_is_up_only_seldom(
+async def test_an_encoder_has_its_own_health_path_and_a_long_period(
     start: Any, http_engine: Any, router: Any, settings: Any
 ) -> None:
     """Its answer is an encoded image; its load is read as often as any engine's."""
@@ -426,7 +420,7 @@ async def test_an_encoder_is_asked_its_own_path_and_once_it_is_up_only_seldom(
     http_engine["metrics"] = "sglang:num_running_reqs 1.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.5\n"
     await start(replace(settings, engine="sglang", health_path="/health", health_seconds=30.0))
     async with asyncio.timeout(15):
-        while len(http_engine["asked"]) < 2:  # one that is not up yet is asked at the usual pace
+        while len(http_engine["asked"]) < 2:  # an encoder that is not up has the usual period
             await asyncio.sleep(0.002)
     http_engine["health"] = 200
     await router.heartbeat(lambda beat: beat.engine_state == "up")
@@ -464,7 +458,7 @@ async def test_readiness_metrics_and_the_drain_hook(
         assert answer.status == 503
 
 
-async def test_a_taken_address_ends_the_sidecar_with_an_error(start: Any, settings: Any) -> None:
+async def test_an_address_in_use_ends_the_sidecar_with_an_error(start: Any, settings: Any) -> None:
     await start()
     with pytest.raises(AssertionError, match="address already in use"):
         await start(replace(settings, state_dir=settings.state_dir / "other"))

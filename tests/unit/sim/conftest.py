@@ -253,10 +253,9 @@ async def serve_sglang(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Clie
 
 @pytest.fixture
 def unused_port() -> Callable[[int], int]:
-    """Return the first of ``count`` neighbouring loopback ports that nobody listens on.
+    """Return the first of ``count`` free neighbouring loopback ports.
 
-    They lie below those that a kernel hands out by itself: between being found and being bound, no connection that
-    somebody opens beside us can be given one of them.
+    They are below the kernel's ephemeral range, so no outgoing connection can take one before it is bound.
     """
 
     def find(count: int) -> int:

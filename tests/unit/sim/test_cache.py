@@ -1,4 +1,4 @@
-"""What a simulated engine says that it holds: all that keys of ours are made of, so that an index can be held to it."""
+"""``/sim/cache`` lists the blocks of a simulated engine with everything that keys are made of."""
 
 from array import array
 
@@ -38,7 +38,7 @@ async def test_the_keys_of_a_cache_are_those_of_the_prompts_and_answers_in_it(se
     assert keys_of(told, seed) == {"0": expected}
 
 
-async def test_what_was_given_up_is_told_only_where_something_hangs_on_it(serve):
+async def test_evicted_blocks_are_listed_only_as_ancestors(serve):
     client = await serve("--block-size", "16", "--max-model-len", "640", "--sim-blocks", "42")
     for number in range(6):
         await client.chat(f"{number} {LONG}", max_tokens=40, ignore_eos=True)
@@ -51,7 +51,7 @@ async def test_what_was_given_up_is_told_only_where_something_hangs_on_it(serve)
     assert all(block["held"] or place in hung_on for place, block in enumerate(blocks))
 
 
-async def test_ranks_are_told_apart(serve):
+async def test_ranks_are_listed_separately(serve):
     client = await serve("--data-parallel-size", "2")
     await client.post("/v1/chat/completions", chat_body(LONG), headers={"x-data-parallel-rank": "1"})
     _, told = await client.get("/sim/cache")
@@ -59,7 +59,7 @@ async def test_ranks_are_told_apart(serve):
     assert (len(held["0"]), bool(held["1"])) == (0, True)
 
 
-async def test_a_cache_is_told_to_whoever_has_the_key(serve):
+async def test_the_cache_route_needs_the_key(serve):
     client = await serve("--api-key", "k1")
     assert (await client.get("/sim/cache"))[0] == 401
     assert (await client.get("/sim/cache", headers={"authorization": "Bearer k1"}))[0] == 200
@@ -80,6 +80,6 @@ def test_a_belief_differs_where_it_was_wrong_the_whole_time(before, believed, af
     assert difference({"0": before}, {"0": believed}, {"0": after}) == says
 
 
-def test_a_rank_that_nobody_told_of_is_one_that_holds_nothing():
+def test_a_missing_rank_counts_as_empty():
     assert difference({"0": set()}, {}, {"0": set()}) == ""
     assert difference({"0": {1}}, {}, {"0": {1}}) == "rank 0: 1 of 1 held are not known, 0 are not held"

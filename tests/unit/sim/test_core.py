@@ -1,4 +1,4 @@
-"""Properties of the simulated engine's core, whatever requests come in whatever order."""
+"""Properties of the simulated engine's core for any requests in any order."""
 
 from array import array
 from collections import Counter
@@ -18,7 +18,7 @@ from mmrouter_sim.core.step_cost import Cost
 SIZE = 4
 
 
-def engine(blocks=16, *, batched=16, seqs=4, largest=8, caching=True):
+def engine(blocks=16, *, batched=16, seqs=4, largest=8, caching=True, seed=1):
     limits = Limits(
         blocks=blocks,
         block_size=SIZE,
@@ -28,7 +28,7 @@ def engine(blocks=16, *, batched=16, seqs=4, largest=8, caching=True):
         largest_image=largest,
         prefix_caching=caching,
     )
-    return Scheduler(limits, cost=Cost(jitter=0.5), seed=1, hash_seed="s")
+    return Scheduler(limits, cost=Cost(jitter=0.5), seed=seed, hash_seed="s")
 
 
 def request(tokens, *, answer=1, media=(), salt=None, name="r", report=False):
@@ -214,7 +214,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_announced_chunk_by_chunk():
     assert events[1].parent_block_hash == events[0].block_hashes[-1]
 
 
-def test_a_full_pool_makes_requests_wait_and_growing_answers_push_the_youngest_out():
+def test_a_full_pool_queues_requests_and_preempts_the_youngest():
     rank = engine(blocks=7, batched=100)
     old, young = request(range(10), answer=12, name="old"), request(range(50, 60), answer=12, name="young")
     blocked = request(range(70, 80), name="blocked")
@@ -327,8 +327,7 @@ def test_time_is_tokens_over_rates_divided_by_speed_within_the_jitter():
 
 def test_a_seed_gives_the_same_times_again():
     def times(seed):
-        rank = engine()
-        rank._rng.seed(seed)
+        rank = engine(seed=seed)
         rank.add(request(range(40), answer=5))
         found = []
         while not rank.idle:

@@ -58,7 +58,7 @@ def config(**fields):
     return EventsConfig(enable_kv_cache_events=True, **fields)
 
 
-async def test_a_publisher_told_a_concrete_address_connects_and_loses_nothing_to_a_subscriber_that_was_first(context):
+async def test_a_concrete_address_connects_and_an_earlier_subscriber_misses_nothing(context):
     sub, endpoint = subscriber(context, bind="tcp://127.0.0.1")
     made = await publisher(config(endpoint=endpoint, topic="kv"), rank=0)
     try:
@@ -130,7 +130,7 @@ async def test_a_replay_below_the_high_water_mark_is_whole_and_a_long_one_to_a_s
         made.close()
     numbers = [int.from_bytes(message[2], "big") for message in got]
     assert numbers == sorted(set(numbers))
-    assert len(numbers) < 9901  # the engine's socket drops what does not fit, and nobody is told
+    assert len(numbers) < 9901  # the engine's socket silently drops messages beyond its mark
 
 
 async def test_each_rank_has_its_own_ports_and_numbers(serve, context, unused_port):

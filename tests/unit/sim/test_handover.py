@@ -1,4 +1,4 @@
-"""Simulated engines that hand blocks and embeddings to each other: what is seen outside is a real engine's.
+"""Transfers of blocks and embeddings between simulated engines look like a real engine's from outside.
 
 Forms and figures are those of the captures ``qwen2vl_pd_nixl`` and ``qwen2vl_encoder_disagg``.
 """
@@ -81,7 +81,7 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-async def test_a_prefill_tells_who_holds_its_blocks_and_keeps_them(nixl):
+async def test_a_prefill_returns_the_owner_of_its_blocks_and_holds_them(nixl):
     first = await nixl()
     reply = await prefilled(first, text(LONG), image(png(), "u-1"))
     params, prompt = reply["kv_transfer_params"], reply["usage"]["prompt_tokens"]
@@ -116,7 +116,7 @@ async def test_the_decoder_computes_nothing_publishes_ordinary_blocks_and_frees_
     assert first.engine.runners[0].scheduler.pool.used == 0
 
 
-async def test_an_answer_is_the_same_whoever_computed_its_prompt(nixl):
+async def test_an_answer_does_not_depend_on_which_engine_computed_its_prompt(nixl):
     first, second, whole = await nixl(), await nixl(), await nixl()
     content = (text(LONG), image(png("blue"), "u-2"))
     params = (await prefilled(first, *content))["kv_transfer_params"]
@@ -125,7 +125,7 @@ async def test_an_answer_is_the_same_whoever_computed_its_prompt(nixl):
     assert apart["choices"][0]["message"] == alone["choices"][0]["message"]
 
 
-async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends(nixl):
+async def test_unfetched_blocks_are_freed_when_their_lease_ends(nixl):
     first = await nixl(kv_connector_extra_config={"kv_lease_duration": 0.05})
     await prefilled(first, text(LONG))
     await until(lambda: held(first) == 0)
@@ -133,7 +133,7 @@ async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends(nixl):
 
 
 @pytest.mark.parametrize(("policy", "status"), [("fail", 500), ("recompute", 200)])
-async def test_a_transfer_that_does_not_come_fails_or_is_computed_as_the_flags_say(nixl, policy, status):
+async def test_a_failed_transfer_fails_or_is_computed_by_flag(nixl, policy, status):
     first = await nixl(kv_connector_extra_config={"kv_lease_duration": 0.01})
     second = await nixl(kv_load_failure_policy=policy)
     params = (await prefilled(first, text(LONG)))["kv_transfer_params"]
@@ -142,7 +142,7 @@ async def test_a_transfer_that_does_not_come_fails_or_is_computed_as_the_flags_s
     assert (await samples(second))["vllm:nixl_num_failed_transfers_total", "0"] == 1
 
 
-async def test_a_request_that_is_given_up_holds_no_blocks(nixl):
+async def test_an_aborted_request_holds_no_blocks(nixl):
     first = await nixl("--sim-prefill-rate", "0.1")
     computing = asyncio.create_task(prefilled(first, text(LONG)))
     await until(lambda: not first.engine.runners[0].scheduler.idle)
@@ -151,7 +151,7 @@ async def test_a_request_that_is_given_up_holds_no_blocks(nixl):
     assert (held(first), first.engine.runners[0].scheduler.pool.used) == (0, 0)
 
 
-async def test_an_encoder_answers_without_tokens_and_says_which_items_it_encoded(ec, tmp_path):
+async def test_an_encoder_answers_without_tokens_and_lists_its_items(ec, tmp_path):
     encoder = await ec("ec_producer", folder=tmp_path)
     again = [text("look"), image(png(), "u-1"), image(png("blue"), "u-2"), image(png(), "u-1")]
     status, reply = await encoder.chat(again, max_tokens=1)
@@ -188,7 +188,7 @@ async def test_a_reader_fetches_from_the_encoder_that_the_parameters_name(ec):
     assert (await samples(reader))["mmrouter_sim_visual_tokens_total", "0"] == 0
 
 
-async def test_an_embedding_that_does_not_come_is_encoded_by_the_reader(ec):
+async def test_a_missing_embedding_is_encoded_by_the_reader(ec):
     reader = await ec("ec_consumer")
     content = [text(LONG), image(png(), "u-1")]
     gone = {"u-1": {"item_indices": [0], "metadata": {}, "peer_host": "127.0.0.1", "peer_port": 9}}
@@ -198,7 +198,7 @@ async def test_an_embedding_that_does_not_come_is_encoded_by_the_reader(ec):
     assert (await samples(reader))["mmrouter_sim_visual_tokens_total", "0"] == visual
 
 
-def test_an_encoder_keeps_what_fits_and_drops_what_was_unused_longest():
+def test_an_encoder_drops_the_least_recently_used_embedding():
     kept = StoredEmbeddings(room=10)
     kept.put("a", 4)
     kept.put("b", 4)

@@ -93,7 +93,7 @@ async def test_a_salt_keeps_equal_prompts_apart(serve):
     assert cached == [False, False, False, True]
 
 
-async def test_a_stream_says_the_same_as_a_whole_answer(serve):
+async def test_a_stream_has_the_text_of_a_whole_answer(serve):
     client = await serve()
     body = chat_body(LONG, max_tokens=30, return_token_ids=True)
     _, whole = await client.post(CHAT, body)
@@ -181,7 +181,7 @@ async def test_identity_is_the_uuid_and_else_the_engines_hash_of_the_file(serve)
     await client.chat([image(data)])
     await client.chat([image(data, "u-9")])
     rank = client.engine.runners[0].scheduler
-    assert set(rank.encoder._size) == {default_identifier("m", data), "u-9"}
+    assert rank.encoder.identifiers == {default_identifier("m", data), "u-9"}
 
 
 def test_the_engines_own_image_name_is_that_of_a_real_engine(captures):
@@ -190,7 +190,7 @@ def test_the_engines_own_image_name_is_that_of_a_real_engine(captures):
         assert default_identifier("models/qwen2vl", (captures / "images" / name).read_bytes()) in lines
 
 
-async def test_a_known_uuid_needs_no_bytes_and_bytes_that_contradict_it_are_not_looked_at(serve):
+async def test_a_known_uuid_needs_no_bytes_and_contradicting_bytes_are_ignored(serve):
     client = await serve("--block-size", "4")
     null = {"type": "image_url", "image_url": None, "uuid": "u-1"}
     status, reply = await client.chat([null, text("what")])
@@ -321,7 +321,7 @@ async def test_dev_mode_resets_the_caches(serve, monkeypatch):
     assert status == 400
 
 
-async def test_models_and_version_say_what_is_served(serve):
+async def test_models_and_version_routes(serve):
     client = await serve("--max-model-len", "1000", "--served-model-name", "tiny", "alias")
     _, models = await client.get("/v1/models")
     assert [(entry["id"], entry["max_model_len"]) for entry in models["data"]] == [("tiny", 1000), ("alias", 1000)]

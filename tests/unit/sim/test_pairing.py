@@ -64,7 +64,7 @@ async def test_only_the_prefill_engine_computes_and_only_it_keeps_a_cache(prefil
     await both(first, second)
     (_, again), (_, answer) = await both(first, second)
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached > 0  # the decoder tells what it was told
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached > 0  # the decoder passes it on
     counters = second.engine.runners[0].scheduler.counters
     assert counters.visual_tokens == 0
     assert counters.external_hits == 2 * (again["usage"]["prompt_tokens"] - 1)
@@ -83,7 +83,7 @@ async def test_a_decode_engine_keeps_a_cache_where_a_flag_says_so(prefill, decod
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_without_a_room_nobody_answers(prefill, decode, side):
+async def test_without_a_room_both_engines_refuse(prefill, decode, side):
     client = await (prefill if side == "prefill" else decode)()
     status, answer = await ask(client, {})
     assert status == 400
@@ -92,17 +92,17 @@ async def test_without_a_room_nobody_answers(prefill, decode, side):
     assert (chunk["error"]["code"], "without bootstrap room" in chunk["error"]["message"]) == (400, True)
 
 
-async def test_engines_whose_partner_never_comes_give_up(prefill, decode, monkeypatch):
+async def test_engines_without_a_peer_time_out(prefill, decode, monkeypatch):
     monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "0.05")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "0.05")
     first, second = await prefill(), await decode()
     assert (await ask(first, at(first, 1)))[0] == 500
     assert (await ask(second, at(first, 2)))[0] == 500
-    assert first.engine.runners[0].scheduler.counters.prompt_tokens == 0  # computed for nobody
-    await until(lambda: not first.engine.pairing._readers)
+    assert first.engine.runners[0].scheduler.counters.prompt_tokens == 0  # nothing was computed
+    await until(lambda: not first.engine.pairing.readers)
 
 
-async def test_engines_whose_partner_gives_up_fail(prefill, decode):
+async def test_engines_fail_when_their_peer_gives_up(prefill, decode):
     first, second = await prefill("--sim-prefill-rate", "0.1"), await decode()
     waiting, computing = (asyncio.create_task(ask(client, at(first))) for client in (second, first))
     await until(lambda: not first.engine.runners[0].scheduler.idle)
@@ -115,10 +115,10 @@ async def test_engines_whose_partner_gives_up_fail(prefill, decode):
 async def test_a_prefill_engine_whose_reader_left_fails_and_holds_nothing(prefill, decode):
     first, second = await prefill(), await decode()
     leaving = asyncio.create_task(ask(second, at(first)))
-    await until(lambda: any(came.done() for came in first.engine.pairing._readers.values()))
-    (came,) = first.engine.pairing._readers.values()
+    await until(lambda: any(came.done() for came in first.engine.pairing.readers.values()))
+    (came,) = first.engine.pairing.readers.values()
     leaving.cancel()
-    await until(came.result()._reader.at_eof)
+    await until(came.result().has_left)
     assert (await ask(first, at(first)))[0] == 500
     assert held(first) == 0
 
@@ -154,7 +154,7 @@ async def test_a_pair_streams_and_serves_plain_completions(prefill, decode):
     assert (len(one), len(answer)) == (1, 4)
 
 
-async def test_an_engine_says_which_side_it_is(prefill, decode, serve_sglang):
+async def test_server_info_has_the_role_in_a_pair(prefill, decode, serve_sglang):
     for client, mode in ((await prefill(), "prefill"), (await decode(), "decode"), (await serve_sglang(), "null")):
         assert (await client.get("/server_info"))[1]["disaggregation_mode"] == mode
         assert (await client.get("/model_info"))[1]["disaggregation_mode"] == mode

@@ -1,4 +1,4 @@
-"""The plugin's routes, simulated: a processed image goes from a renderer to an engine, and a chat names it."""
+"""The plugin's routes in simulated engines: hand a processed image from a renderer to an engine, and use it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -102,7 +102,7 @@ async def test_an_image_that_a_renderer_processed_needs_no_bytes_and_is_the_same
     )
 
 
-async def test_what_was_released_is_not_read_and_what_is_held_is_not_read_again(two):
+async def test_released_items_are_refused_and_held_ones_not_fetched_again(two):
     first, second = await two.offered("shm"), await two.offered("shm")
     assert (await two.renderer.post(RELEASE_PATH, json=release_request(first.lease))).json() == {"released": 1}
     assert (await two.taken(first.offers)).refused == {NAME: "stale"}
@@ -111,18 +111,18 @@ async def test_what_was_released_is_not_read_and_what_is_held_is_not_read_again(
     assert (await two.taken(second.offers)).held == {NAME}  # from where it is
 
 
-async def test_what_is_too_large_to_travel_inline_is_withheld(two):
+async def test_items_above_the_inline_limit_are_withheld(two):
     rendered = await two.offered("inline", inline_bytes=100)
     assert (rendered.offers, rendered.withheld) == ({}, {NAME: "large"})
 
 
-async def test_engines_that_process_otherwise_take_nothing(environment, tiny):
+async def test_engines_with_other_settings_refuse_items(environment, tiny):
     other = Two(tiny, mm_processor_kwargs='{"max_pixels": 3136}')
     assert (await other.taken((await other.offered("shm")).offers)).refused == {NAME: "settings"}
     await other.close()
 
 
-async def test_each_side_says_what_it_is_and_serves_its_own_routes_only(two):
+async def test_each_side_reports_its_role_and_serves_only_its_routes(two):
     said = [read_status((await server.get(STATUS_PATH)).content) for server in (two.renderer, two.engine)]
     assert [(one.role, one.node, one.enabled) for one in said] == [("renderer", "n", True), ("engine", "n", True)]
     assert [[one.offers(way) for way in ("shm", "nixl", "inline")] for one in said] == [[True, False, True]] * 2

@@ -87,7 +87,7 @@ async def test_a_process_serves_then_drains_on_sigterm_and_exits_cleanly(vllm, t
          1, "event sockets"),
     ],
 )  # fmt: skip
-def test_what_the_engine_would_not_start_with_ends_the_process_with_a_reason(args, status, words, tiny, capsys, caplog):
+def test_invalid_settings_end_the_process_with_a_reason(args, status, words, tiny, capsys, caplog):
     from mmrouter_sim.__main__ import main
 
     try:
@@ -123,7 +123,7 @@ def test_the_rendered_command_line_is_understood():
     assert settings.shutdown_seconds == 60
 
 
-def test_every_flag_that_we_render_is_known(tiny):
+def test_every_rendered_flag_is_known(tiny):
     api = pytest.importorskip("mmrouter_lib.api")
     from mmrouter_lib.engines.vllm.launch import launch
 
@@ -147,7 +147,7 @@ def test_every_flag_that_we_render_is_known(tiny):
     assert settings.events.hwm == 10_000
 
 
-def test_knobs_of_the_simulator_come_from_the_environment_too(monkeypatch):
+def test_simulator_flags_have_environment_variables(monkeypatch):
     monkeypatch.setenv("MMROUTER_SIM_SPEED", "8")
     monkeypatch.setenv("MMROUTER_SIM_BLOCKS", "77")
     monkeypatch.setenv("MMROUTER_SIM_REPLAY_STEPS", "5")

@@ -92,7 +92,7 @@ def test_items_salts_and_padding_are_the_engines(captures):
                 assert padded(ids, [(0xAA, 3, 6), (0xBB, 12, 3)]).tolist() == out
 
 
-def test_the_core_tells_what_the_engine_told(captures):
+def test_the_core_publishes_the_captured_events(captures):
     """Five requests in a row: the same events, and the same tokens from the cache."""
     found = {row["case"]: row for row in rows(captures / "qwen3_vl.page4.jsonl")}
     answer = found["chat_A"]["reply"]["body"]

@@ -1,4 +1,4 @@
-"""Simulated SGLang engines that have their images encoded elsewhere: spread at random, named by what came back."""
+"""Simulated SGLang engines with encoders: images are distributed at random and named by their embeddings."""
 
 import pytest
 from unit.sim.test_http import image, png, text
@@ -55,7 +55,7 @@ async def test_an_engine_beside_encoders_cannot_show_a_prompts_ids(pair):
 @pytest.mark.parametrize(
     "body", [{}, {"req_id": "r", "mm_items": []}, {"mm_items": ["x"], "num_parts": 1, "part_idx": 1}]
 )
-async def test_what_is_no_share_of_a_request_is_refused(pair, body):
+async def test_an_invalid_share_is_refused(pair, body):
     encoder, _ = pair
     whole = {"req_id": "r", "modality": "IMAGE", "prefill_host": "127.0.0.1", "num_parts": 1, "part_idx": 0} | body
     status, answer = await encoder.post("/encode", whole)
