@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 import zmq
-from unit.router.test_placer import BLOCK, KEYS, Rig, deployment
+from unit.router.rig import BLOCK, KEYS, Rig, deployment
 
 from mmrouter_router import app
 from mmrouter_router.app import Router

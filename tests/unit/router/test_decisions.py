@@ -21,7 +21,7 @@ def trace(tokens: int) -> DecisionTrace:
         ([99, 4, 4, 4, 1, 1], [3, 4, 5]),
     ],
 )
-def test_the_newest_traces_are_kept_as_long_as_they_fit(prompts, kept):
+def test_newest_traces_are_kept_within_the_token_bound(prompts, kept):
     decisions = DecisionLog(size=3, tokens=10)
     for number, tokens in enumerate(prompts):
         decisions.add(str(number), replace(trace(tokens), request_id=str(number)))

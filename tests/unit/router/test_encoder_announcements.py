@@ -54,7 +54,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("role", ["worker", "prefill"])
-async def test_whoever_asks_encoders_is_told_of_those_that_are_up_and_nobody_else(role):
+async def test_only_engines_that_ask_encoders_get_the_list(role):
     rig = Rig()
     rig.pod("asks", role)
     rig.pod("d1", "decode")
@@ -66,7 +66,7 @@ async def test_whoever_asks_encoders_is_told_of_those_that_are_up_and_nobody_els
     assert dict(rig.sidecars["asks"].told[0].encoders)["e1"] == rig.fleet.workers["e1"].member.ip
 
 
-async def test_a_change_is_told_at_once_and_what_is_known_from_time_to_time():
+async def test_change_is_announced_at_once_and_repeated():
     rig = Rig()
     rig.pod("w", "worker")
     one = rig.pod("e1", "encoder")
@@ -80,7 +80,7 @@ async def test_a_change_is_told_at_once_and_what_is_known_from_time_to_time():
     assert await rig.names() == {"w": [["e2"]]}
 
 
-async def test_an_encoder_whose_gates_are_closed_is_told_of_only_where_there_is_no_other_and_in_time():
+async def test_unadmitted_encoder_is_listed_alone_or_after_the_timeout():
     rig = Rig()
     rig.pod("w", "worker")
     new = rig.pod("e1", "encoder", admitted=False)
@@ -91,7 +91,7 @@ async def test_an_encoder_whose_gates_are_closed_is_told_of_only_where_there_is_
     assert await rig.names() == {"w": [["e1", "e2"]]}
 
 
-async def test_a_sidecar_that_does_not_answer_is_asked_again_and_holds_up_nobody():
+async def test_silent_sidecar_is_retried_without_blocking_others():
     rig = Rig()
     rig.pod("w1", "worker")
     rig.pod("w2", "worker")
@@ -102,7 +102,7 @@ async def test_a_sidecar_that_does_not_answer_is_asked_again_and_holds_up_nobody
     assert await rig.names() == {"w1": [["e1"]]}
 
 
-async def test_that_there_is_no_encoder_is_told_too():
+async def test_empty_list_is_announced():
     rig = Rig()
     rig.pod("w", "worker")
     assert await rig.names() == {"w": [[]]}

@@ -51,7 +51,7 @@ def finish_all(encoders, outcome, now, value=None):
 # -- auto
 
 
-def test_an_image_goes_where_it_is_estimated_to_be_done_first():
+def test_image_goes_to_the_earliest_estimated_finish():
     encoders = machine()
     chosen = [encoders.place(f"r{n}", [image(n)], 0.0).placed[0] for n in range(4)]
     # 0.1, 0.2 and then 0.27 s on the second encoder before 0.3 s on the first
@@ -60,18 +60,18 @@ def test_an_image_goes_where_it_is_estimated_to_be_done_first():
     assert dict(chosen[0].weighed) == pytest.approx({"fast": 0.1, "middle": 0.267, "slow": 0.8}, abs=0.001)
 
 
-def test_images_of_one_request_are_spread_where_that_makes_the_request_earlier():
+def test_images_are_spread_if_the_request_finishes_earlier():
     outcome = machine().place("r", images("abcd"), 0.0)
     assert sorted(where(outcome)) == ["fast", "fast", "fast", "middle"]
     assert max(placed.finish for placed in outcome.placed) == pytest.approx(0.3)
 
 
-def test_an_image_that_does_not_hold_its_request_up_leaves_the_fast_encoder_to_others():
+def test_small_image_takes_the_slow_encoder_if_it_does_not_delay_the_request():
     outcome = machine().place("r", [image("large", 8000), image("small", 500)], 0.0)
     assert where(outcome) == ["fast", "slow"]  # 0.5 s there is before the 1 s that the large one takes anyway
 
 
-def test_what_waits_moves_to_an_encoder_that_is_done_sooner_than_estimated():
+def test_waiting_image_moves_to_an_encoder_that_finishes_early():
     encoders = machine("auto", "fast", "slow")
     first = encoders.place("a", [image("a", 80_000)], 0.0)
     second = encoders.place("b", [image("b", 8000)], 0.0)
@@ -84,7 +84,7 @@ def test_what_waits_moves_to_an_encoder_that_is_done_sooner_than_estimated():
     assert view(encoders, "slow", 1.0).waiting == 0
 
 
-def test_what_waits_moves_away_from_an_encoder_that_is_slower_than_estimated():
+def test_waiting_image_leaves_a_slow_encoder():
     encoders = machine("auto", "fast", "slow")
     runs = [start.run for n in range(6) for start in encoders.place(f"r{n}", [image(n)], 0.0).starts]
     assert view(encoders, "slow").running == 0
@@ -94,7 +94,7 @@ def test_what_waits_moves_away_from_an_encoder_that_is_slower_than_estimated():
     assert view(encoders, "slow", 1.2).running == 1
 
 
-def test_an_encoder_that_joins_takes_work_that_waits_and_begins_with_what_its_like_measured():
+def test_new_encoder_takes_work_and_inherits_its_kinds_estimate():
     encoders = machine("auto", "fast")
     started = encoders.place("r", images(range(20)), 0.0).starts
     encoders.finished(started[0].run, 0.05)
@@ -105,7 +105,7 @@ def test_an_encoder_that_joins_takes_work_that_waits_and_begins_with_what_its_li
     assert view(encoders, "fast-2").measured == 0
 
 
-def test_a_small_request_passes_a_large_one_but_not_for_longer_than_that_is_large():
+def test_small_request_passes_a_large_one_for_a_bounded_time():
     encoders = machine("auto", "fast")
     encoders.place("running", [image("x")], 0.0)
     large = encoders.place("large", images(range(10)), 0.0)
@@ -116,7 +116,7 @@ def test_a_small_request_passes_a_large_one_but_not_for_longer_than_that_is_larg
     assert late.placed[0].finish > max(placed.finish for placed in large.placed)
 
 
-def test_equal_finishes_go_to_the_smallest_id_in_whatever_order_encoders_joined():
+def test_equal_finishes_go_to_the_smallest_id():
     for order in ("abc", "cba", "bca"):
         encoders = EncoderScheduler(first=lambda kind: Line(0.0, 0.001))
         for name in order:
@@ -128,7 +128,7 @@ def test_equal_finishes_go_to_the_smallest_id_in_whatever_order_encoders_joined(
 # -- modes by weight
 
 
-def test_case_66_of_the_field_eight_to_one_by_request_over_18_requests():
+def test_weights_eight_to_one_over_18_requests():
     encoders = EncoderScheduler("perRequest", first=lambda kind: Line(0.0, 0.001))
     encoders.join(Encoder("a", "x", weight=8), 0.0)
     encoders.join(Encoder("b", "x", weight=1), 0.0)
@@ -139,12 +139,12 @@ def test_case_66_of_the_field_eight_to_one_by_request_over_18_requests():
     assert counted.index("b") not in (0, 8)  # smooth: in the middle of its round
 
 
-def test_per_image_takes_turns_image_by_image():
+def test_per_image_mode_takes_turns_by_image():
     outcome = machine("perImage").place("r", images(range(6)), 0.0)
     assert where(outcome) == ["fast", "middle", "slow"] * 2
 
 
-def test_any_number_of_encoders_shares_by_weight():
+def test_encoders_share_by_weight():
     encoders = EncoderScheduler("perImage", first=lambda kind: Line(0.0, 0.001))
     for name, weight in (("a", 5), ("b", 3), ("c", 2), ("d", 0)):
         encoders.join(Encoder(name, "x", weight=weight), 0.0)
@@ -153,7 +153,7 @@ def test_any_number_of_encoders_shares_by_weight():
 
 
 @pytest.mark.parametrize("mode", ["perImage", "perRequest"])
-def test_one_encoder_that_is_left_gets_all_whatever_its_weight(mode):
+def test_last_encoder_gets_all_images_with_any_weight(mode):
     encoders = EncoderScheduler(mode, first=lambda kind: Line(0.0, 0.001))
     encoders.join(Encoder("a", "x", weight=9), 0.0)
     encoders.join(Encoder("b", "x", weight=0), 0.0)
@@ -161,7 +161,7 @@ def test_one_encoder_that_is_left_gets_all_whatever_its_weight(mode):
     assert where(encoders.place("r", images("uvw"), 0.0)) == ["b"] * 3
 
 
-def test_a_request_without_room_in_one_place_is_refused_by_request_and_taken_by_image():
+def test_request_larger_than_each_queue_is_refused_per_request_only():
     per_request = machine("perRequest", queue=2)  # 3 places each, the slot included
     assert per_request.place("r", images(range(4)), 0.0).full == QueuesFull(None)
     assert len(machine("perImage", queue=2).place("r", images(range(4)), 0.0).placed) == 4
@@ -170,7 +170,7 @@ def test_a_request_without_room_in_one_place_is_refused_by_request_and_taken_by_
 # -- what is held, and what is on its way
 
 
-def test_case_67_of_the_field_a_held_embedding_skips_the_encoder_and_an_evicted_one_does_not():
+def test_held_embedding_skips_the_encoder():
     encoders = EncoderScheduler(first=speed)
     encoders.join(Encoder("fast", "fast", cache_entries=2), 0.0)
     for name in "ab":
@@ -184,14 +184,14 @@ def test_case_67_of_the_field_a_held_embedding_skips_the_encoder_and_an_evicted_
     assert view(encoders, "fast").held == 2
 
 
-def test_an_embedding_that_turns_out_to_be_gone_is_encoded_again():
+def test_forgotten_embedding_is_encoded_again():
     encoders = machine("auto", "fast")
     finish_all(encoders, encoders.place("r", [image("a")], 0.0), 1.0)
     encoders.forget("fast", b"a")
     assert len(encoders.place("s", [image("a")], 2.0).starts) == 1
 
 
-def test_the_cache_model_is_bounded_in_bytes_too():
+def test_cache_model_is_bounded_in_bytes():
     encoders = EncoderScheduler(first=speed)
     encoders.join(Encoder("fast", "fast", cache_bytes=25), 0.0)
     for name in "abc":
@@ -202,7 +202,7 @@ def test_the_cache_model_is_bounded_in_bytes_too():
     assert (view(encoders, "fast").held, view(encoders, "fast").held_bytes) == (1, 10)
 
 
-def test_an_image_that_is_being_encoded_is_waited_for_and_encoded_once():
+def test_image_in_flight_is_joined():
     encoders = machine()
     first = encoders.place("a", [image("x"), image("x")], 0.0)
     second = encoders.place("b", [image("x")], 0.05)
@@ -213,7 +213,7 @@ def test_an_image_that_is_being_encoded_is_waited_for_and_encoded_once():
     assert [(r.request, len(r.answers)) for r in ready] == [("a", 2), ("b", 1)]
 
 
-def test_case_63_of_the_field_answers_keep_the_order_of_the_images_when_they_finish_reversed():
+def test_answers_keep_the_order_of_the_images():
     encoders = machine("perImage")
     outcome = encoders.place("r", images("abc"), 0.0)
     ready = [encoders.finished(start.run, 1.0, start.image.key).ready for start in reversed(outcome.starts)]
@@ -221,14 +221,14 @@ def test_case_63_of_the_field_answers_keep_the_order_of_the_images_when_they_fin
     assert [answer.value for answer in ready[-1][0].answers] == [b"a", b"b", b"c"]
 
 
-def test_a_request_without_images_is_ready_at_once():
+def test_request_without_images_is_ready_at_once():
     assert machine().place("r", [], 0.0).ready[0].answers == ()
 
 
 # -- bounds
 
 
-def test_a_request_without_room_is_refused_as_a_whole_and_says_when_to_come_back():
+def test_full_queues_refuse_the_whole_request_with_retry_after():
     encoders = machine("auto", "fast", "slow", queue=1)
     encoders.place("a", images("wxyz"), 0.0)
     before = encoders.statuses(0.0)
@@ -238,22 +238,22 @@ def test_a_request_without_room_is_refused_as_a_whole_and_says_when_to_come_back
     assert encoders.place("d", [image("w")], 0.0).placed[0].how == "joined"  # needs no room
 
 
-def test_without_an_encoder_there_is_never_room():
+def test_without_encoders_queues_are_full():
     assert EncoderScheduler().place("r", [image("a")], 0.0).full == QueuesFull(None)
 
 
-def test_more_slots_are_sent_at_once():
+def test_all_slots_are_used_at_once():
     outcome = machine("auto", "fast", slots=3).place("r", images(range(5)), 0.0)
     assert len(outcome.starts) == 3
 
 
 @pytest.mark.parametrize("bad", [{"weight": -1}, {"queue": -1}, {"slots": 0}, {"cache_bytes": -1}])
-def test_bounds_that_make_no_sense_are_refused(bad):
+def test_invalid_bounds_are_refused(bad):
     with pytest.raises(ValueError, match="negative, or it has no slot"):
         Encoder("a", "cpu", **bad)
 
 
-def test_a_request_cannot_be_placed_twice_nor_show_one_key_in_two_sizes():
+def test_duplicate_requests_and_inconsistent_images_are_refused():
     encoders = machine()
     encoders.place("r", [image("a")], 0.0)
     with pytest.raises(ValueError, match="is being encoded"):
@@ -265,7 +265,7 @@ def test_a_request_cannot_be_placed_twice_nor_show_one_key_in_two_sizes():
 # -- cancelled, failed, gone, stalled
 
 
-def test_case_65_of_the_field_what_a_cancelled_request_had_is_taken_back_at_once():
+def test_cancelled_request_is_withdrawn_at_once():
     encoders = machine("auto", "fast")
     running = encoders.place("a", images("uv"), 0.0).starts[0].run
     waiting = encoders.place("b", [image("w")], 0.0)
@@ -277,7 +277,7 @@ def test_case_65_of_the_field_what_a_cancelled_request_had_is_taken_back_at_once
     assert view(encoders, "fast").held == 0
 
 
-def test_an_image_that_another_request_wants_too_outlives_the_first():
+def test_shared_image_outlives_a_cancelled_request():
     encoders = machine("auto", "fast")
     run = encoders.place("a", [image("x")], 0.0).starts[0].run
     encoders.place("b", [image("x")], 0.0)
@@ -285,7 +285,7 @@ def test_an_image_that_another_request_wants_too_outlives_the_first():
     assert [r.request for r in encoders.finished(run, 0.1).ready] == ["b"]
 
 
-def test_work_of_an_encoder_that_leaves_goes_to_the_others_and_what_it_runs_may_end():
+def test_leaving_encoder_finishes_running_work_only():
     encoders = machine("auto", "fast", "slow")
     outcome = encoders.place("r", images(range(4)), 0.0)
     assert set(where(outcome)) == {"fast"}
@@ -298,7 +298,7 @@ def test_work_of_an_encoder_that_leaves_goes_to_the_others_and_what_it_runs_may_
     assert [r.request for r in finish_all(encoders, left, 5.0)] == ["r"]
 
 
-def test_when_the_last_encoder_leaves_requests_that_wait_for_it_are_lost():
+def test_requests_fail_when_the_last_encoder_leaves():
     encoders = machine("auto", "fast")
     outcome = encoders.place("a", [image("x")], 0.0)
     encoders.place("b", images("yz"), 0.0)
@@ -307,7 +307,7 @@ def test_when_the_last_encoder_leaves_requests_that_wait_for_it_are_lost():
     assert encoders.statuses(0.1) == ()
 
 
-def test_a_failed_image_goes_to_another_encoder_and_the_failed_one_rests_then_gets_one():
+def test_failed_image_is_retried_elsewhere_and_the_encoder_backs_off():
     encoders = machine("auto", "fast", "slow")
     run = encoders.place("r", [image("a")], 0.0).starts[0].run
     outcome = encoders.failed(run, 0.01)
@@ -321,7 +321,7 @@ def test_a_failed_image_goes_to_another_encoder_and_the_failed_one_rests_then_ge
     assert set(where(encoders.place("u", images("ef"), 9.2))) == {"fast"}
 
 
-def test_an_image_that_fails_everywhere_is_given_up_with_its_requests_and_nothing_of_them_stays():
+def test_image_that_fails_everywhere_fails_its_requests():
     encoders = machine(slots=2)
     runs = [s.run for s in encoders.place("r", [image("a"), image("b", 9000)], 0.0).starts if s.image.key == b"a"]
     for _ in range(ATTEMPTS):
@@ -332,7 +332,7 @@ def test_an_image_that_fails_everywhere_is_given_up_with_its_requests_and_nothin
     assert all(v.waiting == v.running == 0 for v in encoders.statuses(0.0))
 
 
-def test_an_image_that_an_encoder_refuses_loses_its_requests_and_does_not_blame_the_encoder():
+def test_refused_image_fails_its_requests_without_backoff():
     encoders = machine("auto", "fast")
     run = encoders.place("r", images("ab"), 0.0).starts[0].run
     outcome = encoders.failed(run, 0.1, refused=True)
@@ -341,7 +341,7 @@ def test_an_image_that_an_encoder_refuses_loses_its_requests_and_does_not_blame_
     assert view(encoders, "fast").waiting == view(encoders, "fast").running == 0
 
 
-def test_an_encoder_that_stalls_loses_all_its_work_and_its_history():
+def test_stalled_encoder_loses_its_work_and_estimate():
     encoders = machine("auto", "fast", "slow")
     run = encoders.place("r", [image("warm", 8000)], 0.0).starts[0].run
     encoders.finished(run, 1.0)
@@ -357,13 +357,13 @@ def test_an_encoder_that_stalls_loses_all_its_work_and_its_history():
     assert [r.request for r in finish_all(encoders, outcome, at + 1)] == ["r"]
 
 
-def test_an_encoder_that_has_not_encoded_yet_is_given_time():
+def test_cold_encoder_gets_more_time():
     encoders = machine("auto", "fast", "slow")
     encoders.place("r", [image("a")], 0.0)
     assert encoders.next_tick(0.0) == STALL_COLD
 
 
-def test_the_last_encoder_keeps_its_work_and_is_looked_at_again():
+def test_last_encoder_keeps_its_work_when_stalled():
     encoders = machine("auto", "fast")
     run = encoders.place("r", [image("a")], 0.0).starts[0].run
     assert encoders.tick(STALL_COLD).aborts == ()
@@ -371,7 +371,7 @@ def test_the_last_encoder_keeps_its_work_and_is_looked_at_again():
     assert encoders.finished(run, 500.0).ready
 
 
-def test_an_encoder_that_nobody_needs_is_tried_again_after_its_trouble_and_rests_longer_each_time():
+def test_failed_encoder_is_retried_with_growing_backoff():
     encoders = machine("auto", "fast", "slow")
     for number in range(3):  # each time it has its one image to see, and fails on it
         at = 100.0 * number

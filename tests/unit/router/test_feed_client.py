@@ -135,5 +135,5 @@ async def listened(
 
 
 @pytest.mark.parametrize("version", feed.ACCEPTED)
-def test_a_router_of_this_version_follows_a_sidecar_of_every_accepted_version(version: int) -> None:
+def test_feeds_of_all_accepted_versions_are_followed(version: int) -> None:
     asyncio.run(followed(version, f"127.97.{os.getpid() // 250 % 250 + 1}.{os.getpid() % 250 + 1}"))

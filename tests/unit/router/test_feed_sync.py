@@ -74,7 +74,7 @@ class View:
 
 
 @given(st.integers(0, 2**32), st.integers(5, 60))
-def test_any_loss_duplication_and_delay_ends_in_equality(seed, rounds):
+def test_index_converges_under_loss_duplication_and_delay(seed, rounds):
     rng = random.Random(seed)
     sidecar, view = Sidecar(), View()
     air: list = []
@@ -127,7 +127,7 @@ def synced_view(sidecar: Sidecar) -> View:
     return view
 
 
-def test_a_new_epoch_empties_the_view_before_anything_of_it_is_applied():
+def test_new_epoch_resets_before_applying():
     sidecar = Sidecar()
     sidecar.change({1, 2, 3}, set())
     view = synced_view(sidecar)
@@ -139,7 +139,7 @@ def test_a_new_epoch_empties_the_view_before_anything_of_it_is_applied():
     assert view.held == {9}
 
 
-def test_a_late_delta_of_an_ended_epoch_changes_nothing():
+def test_late_delta_of_an_ended_epoch_is_ignored():
     sidecar = Sidecar()
     late = sidecar.change({1}, set())
     sidecar.restart()
@@ -149,7 +149,7 @@ def test_a_late_delta_of_an_ended_epoch_changes_nothing():
     assert view.sync.synced
 
 
-def test_a_heartbeat_shows_that_the_newest_delta_was_lost():
+def test_heartbeat_reveals_a_lost_last_delta():
     sidecar = Sidecar()
     view = synced_view(sidecar)
     sidecar.change({5}, set())
@@ -159,7 +159,7 @@ def test_a_heartbeat_shows_that_the_newest_delta_was_lost():
     assert view.held == {5}
 
 
-def test_a_sidecar_that_is_heard_again_is_asked_for_a_snapshot_at_once_and_only_once():
+def test_stale_feed_requests_one_snapshot():
     sidecar = Sidecar()
     view = synced_view(sidecar)
     view.sync.synced = False  # it was silent for too long
@@ -171,7 +171,7 @@ def test_a_sidecar_that_is_heard_again_is_asked_for_a_snapshot_at_once_and_only_
     assert (view.sync.synced, view.held) == (True, {5})
 
 
-def test_case_48_a_gap_ends_in_one_snapshot_whose_number_is_where_the_stream_goes_on():
+def test_gap_ends_in_one_snapshot_and_the_stream_continues():
     sidecar, view = Sidecar(), View()
     view.reply(sidecar.answer(view.asked.pop()))
     for number in range(RING + 3):
@@ -188,7 +188,7 @@ def test_case_48_a_gap_ends_in_one_snapshot_whose_number_is_where_the_stream_goe
     assert view.held == sidecar.held
 
 
-def test_a_gap_longer_than_the_ring_asks_for_a_snapshot():
+def test_gap_longer_than_the_ring_requests_a_snapshot():
     sidecar = Sidecar()
     view = synced_view(sidecar)
     for number in range(RING + 3):

@@ -1,20 +1,16 @@
-"""Retries before the first byte, against real engines on loopback addresses of their own."""
+"""Retries before the first byte, against engines on loopback addresses."""
 
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 from array import array
 
 import pytest
 import pytest_asyncio
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from unit.router.rig import LoopbackEngine, outcomes, resource, synced
 
-from mmrouter_lib import feed
-from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder, Quarantine
@@ -36,28 +32,23 @@ BROKEN = b'HTTP/1.1 500 Internal Server Error\r\ncontent-length: 15\r\n\r\n{"err
 HEADERS_ONLY = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-class Engine:
-    """Answers every request with ``says``; ``dies`` closes the connection after it."""
+class Engine(LoopbackEngine):
+    """Answers every request with ``answer``; ``dies`` closes the connection after it."""
 
-    def __init__(self, says: bytes, *, dies: bool = False) -> None:
-        self.says, self.dies, self.asked = says, dies, 0
-        self.ip = f"127.77.{os.getpid() % 250}.{next(_hosts)}"
+    def __init__(self, answer: bytes, *, dies: bool = False) -> None:
+        super().__init__()
+        self.answer, self.dies = answer, dies
 
-    async def serve(self) -> None:
-        self.server = await asyncio.start_server(self._connection, self.ip, HTTP_PORT)
+    @property
+    def asked(self) -> int:
+        return len(self.requests)
 
-    async def _connection(self, reader, writer) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if b"content-length" in line)
-                await reader.readexactly(length)
-                self.asked += 1
-                writer.write(self.says)
-                await writer.drain()
-                if self.dies:
-                    writer.transport.abort()
-                    return
+    async def respond(self, reader, writer, headers) -> bool:
+        writer.write(self.answer)
+        await writer.drain()
+        if self.dies:
+            writer.transport.abort()
+        return not self.dies
 
 
 class Rig:
@@ -68,14 +59,7 @@ class Rig:
         self.fleet = Fleet(self.metrics)
         self.upstream = Upstream(connect_seconds=10)
         self.engines: list[Engine] = []
-        spec = {
-            "model": {"id": "m"},
-            "engine": {"type": "vllm", "blockSize": 16},
-            "routing": {"policy": "roundRobin"},
-            "pools": [{"name": "worker", "role": "worker", "replicas": 3, "accelerator": {"kind": "cpu"}}],
-        }
-        resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-        self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
+        self.placer = Placer(resource(routing={"policy": "roundRobin"}), self.fleet)
         self.forwarder = Forwarder(self.placer, EngineClient(self.upstream, "vllm", "secret"), self.metrics)
 
     async def engine(self, says: bytes | None, *, dies: bool = False) -> Engine:
@@ -84,13 +68,7 @@ class Rig:
             await engine.serve()
         name = "abcdef"[len(self.engines)]
         self.engines.append(engine)
-        worker = self.fleet.join(Member(name, name, engine.ip, "worker", "worker"))
-        self.fleet.feed_connected(worker)
-        part = feed.SnapshotPart(worker.sync.request_id, f"{name}/1", 1, 0, 0, 0, "GPU", b"", True)
-        self.fleet.on_reply(worker, part)
-        canary = feed.CanaryReport(1, "True")
-        beat = feed.Heartbeat(f"{name}/1", 1, 0, "vllm", "up", "0", 16, "m", "", {}, 1, False, canary)
-        self.fleet.on_published(worker, beat)
+        synced(self.fleet, Member(name, name, engine.ip, "worker", "worker"))
         return engine
 
     async def send(self, fingerprint: bytes = b"f"):
@@ -104,12 +82,7 @@ async def rig():
     yield rig
     rig.upstream.close()
     for engine in rig.engines:
-        if hasattr(engine, "server"):
-            engine.server.close()
-
-
-def outcomes(reply):
-    return [(a["worker"], a["outcome"].split(":")[0]) for a in reply.trace.attempts]
+        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +96,7 @@ def outcomes(reply):
         (HEADERS_ONLY, True, "engine_lost"),
     ],
 )
-async def test_before_the_first_byte_another_worker_is_asked(rig, says, dies, cause):
+async def test_another_worker_is_tried_before_the_first_byte(rig, says, dies, cause):
     await rig.engine(says, dies=dies)
     await rig.engine(OK)
     reply = await rig.send()
@@ -135,7 +108,7 @@ async def test_before_the_first_byte_another_worker_is_asked(rig, says, dies, ca
 
 
 @pytest.mark.parametrize(("says", "dies", "cause"), [(None, False, "connect"), (BUSY, False, "busy")])
-async def test_each_attempt_is_a_span_of_its_own_that_says_how_it_failed(rig, says, dies, cause):
+async def test_each_attempt_has_a_span_with_its_error(rig, says, dies, cause):
     await rig.engine(says, dies=dies)
     await rig.engine(OK)
     collected = InMemorySpanExporter()
@@ -154,7 +127,7 @@ async def test_each_attempt_is_a_span_of_its_own_that_says_how_it_failed(rig, sa
     assert len([s for s in collected.get_finished_spans() if s.name == "schedule"]) == 2
 
 
-async def test_an_engines_own_500_is_not_tried_elsewhere(rig):
+async def test_engine_500_is_not_retried(rig):
     await rig.engine(BROKEN)
     second = await rig.engine(OK)
     reply = await rig.send()
@@ -163,7 +136,7 @@ async def test_an_engines_own_500_is_not_tried_elsewhere(rig):
     reply.close()
 
 
-async def test_no_request_takes_down_a_third_engine_or_a_second_one_twice(rig):
+async def test_request_is_quarantined_after_two_deaths(rig):
     for _ in range(3):
         await rig.engine(b"", dies=True)
     with pytest.raises(RequestError) as caught:
@@ -176,7 +149,7 @@ async def test_no_request_takes_down_a_third_engine_or_a_second_one_twice(rig):
     assert json.loads(caught.value.to_body())["error"]["message"]
 
 
-async def test_another_request_is_not_held_responsible(rig):
+async def test_quarantine_does_not_affect_other_requests(rig):
     await rig.engine(b"", dies=True)
     await rig.engine(OK)
     (await rig.send(b"one")).close()
@@ -184,7 +157,7 @@ async def test_another_request_is_not_held_responsible(rig):
     assert b"one" not in rig.forwarder.quarantine
 
 
-async def test_nobody_left_is_a_503_that_says_when_to_come_back(rig):
+async def test_no_worker_left_is_503_with_retry_after(rig):
     await rig.engine(None)
     with pytest.raises(RequestError) as caught:
         await rig.send()
@@ -192,7 +165,7 @@ async def test_nobody_left_is_a_503_that_says_when_to_come_back(rig):
     assert int(caught.value.headers["Retry-After"]) >= 1
 
 
-async def test_a_cancelled_request_leaves_no_booking(rig):
+async def test_cancelled_request_releases_its_booking(rig):
     engine = await rig.engine(b"")
     task = asyncio.create_task(rig.send())
     while not engine.asked:
@@ -204,7 +177,7 @@ async def test_a_cancelled_request_leaves_no_booking(rig):
     assert rig.fleet.workers["a"].usage[0].requests == 0
 
 
-def test_the_quarantine_is_bounded():
+def test_quarantine_is_bounded():
     quarantine = Quarantine(size=3)
     for number in range(5):
         quarantine.add(b"%d" % number)

@@ -44,7 +44,7 @@ MISSING = b'{"error":{"message":"Cache miss for image at index 0 but data is not
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_taken_from_the_size_on_at_which_it_is_the_cheaper_way():
+def test_file_is_used_from_the_break_even_size():
     costs = WayCosts({"file": Line(1e-3, 1e-9), "bytes": Line(0.0, 1e-9)})
     taken = [not costs.why_no_file(size) for size in (1_000, 100_000, 10_000_000)]
     assert taken == [False, False, True]
@@ -55,7 +55,7 @@ def test_a_file_is_taken_from_the_size_on_at_which_it_is_the_cheaper_way():
 
 
 @given(st.lists(st.floats(0, 60), min_size=8, max_size=8))
-def test_a_quarter_of_wild_times_changes_no_decision(wild):
+def test_estimates_tolerate_a_quarter_of_outliers(wild):
     costs = WayCosts()
     for number in range(24):
         size = 100_000 * (1 + number % 4)
@@ -67,7 +67,7 @@ def test_a_quarter_of_wild_times_changes_no_decision(wild):
     assert costs.why_no_file(1_000)
 
 
-def test_a_renderer_is_asked_while_answers_are_sooner_with_it_and_now_and_then_after():
+def test_renderer_is_used_while_it_is_faster_and_still_explored():
     costs = WayCosts()
     for _ in range(20):
         processed = not costs.why_unprocessed(500)
@@ -77,7 +77,7 @@ def test_a_renderer_is_asked_while_answers_are_sooner_with_it_and_now_and_then_a
     assert costs.why_unprocessed(4) == "small"
 
 
-def test_whatever_it_costs_means_every_way_that_is_there():
+def test_always_ignores_costs():
     costs = WayCosts(always=True)
     assert (costs.why_no_file(1), costs.why_unprocessed(1)) == ("", "")
 
@@ -97,7 +97,7 @@ def test_whatever_it_costs_means_every_way_that_is_there():
         (Endpoint("n", True), Endpoint("m", True, above=True), "other_node"),
     ],
 )
-def test_a_file_leads_to_engines_of_the_same_node_that_have_the_folder(router, engine, why):
+def test_file_requires_the_same_node_and_folder(router, engine, why):
     assert why_no_file(router, engine) == why
 
 
@@ -130,7 +130,7 @@ def test_a_file_leads_to_engines_of_the_same_node_that_have_the_folder(router, e
         ),
     ],
 )
-def test_a_processed_image_goes_where_both_plugins_have_the_way(mode, renderer, engine, whys):
+def test_processed_way_requires_both_plugins(mode, renderer, engine, whys):
     assert list(why_not_processed(mode, renderer, engine).values()) == whys
 
 
@@ -139,7 +139,7 @@ def test_a_processed_image_goes_where_both_plugins_have_the_way(mode, renderer, 
     st.sampled_from(["", "no_folder", "other_node", "resting"]),
     st.dictionaries(st.sampled_from(["nixl", "shm", "inline"]), st.sampled_from(["", "absent", "other_node"])),
 )
-def test_every_image_has_a_way_and_every_way_that_it_does_not_take_a_reason(sizes, file, processed):
+def test_every_image_has_a_way_and_every_skipped_way_a_reason(sizes, file, processed):
     loads = [ImageLoad(str(number), size, 100) for number, size in enumerate(sizes)]
     found = plan_handover(loads, WayEligibility(file, processed), WayCosts())
     for load in loads:
@@ -154,7 +154,7 @@ def test_every_image_has_a_way_and_every_way_that_it_does_not_take_a_reason(size
 # -- what keeps failing ------------------------------------------------------------------------------------------------
 
 
-def test_a_way_that_keeps_failing_rests_longer_each_time_and_one_success_is_enough():
+def test_failing_way_backs_off_until_a_success():
     now = 0.0
     resting = WayBackoff(lambda: now)
     for _ in range(FAILURES - 1):
@@ -253,7 +253,7 @@ def rig(tmp_path):
     return Rig(tmp_path)
 
 
-async def test_a_large_image_is_a_file_while_the_engine_reads_it_and_gone_when_it_answers(tmp_path):
+async def test_large_image_is_a_file_until_the_answer(tmp_path):
     rig = Rig(tmp_path, clock=time.monotonic)
     answer = await rig.send(LARGE, 10)
     assert (answer.status, rig.got) == (200, [[b"\0" * LARGE, "bytes"]])
@@ -265,7 +265,7 @@ async def test_a_large_image_is_a_file_while_the_engine_reads_it_and_gone_when_i
     assert second["instead_of"] == [{"how": "file", "reason": "bytes_cheaper"}]
 
 
-async def test_case_61_of_the_field_an_engine_that_cannot_read_a_file_gets_the_bytes_and_the_request_succeeds(rig):
+async def test_refused_file_falls_back_to_bytes(rig):
     rig.answers = [(500, GONE), (200, b"ok")]
     answer = await rig.send(LARGE)
     assert (answer.status, rig.got) == (200, [[b"\0" * LARGE], ["bytes"]])
@@ -273,7 +273,7 @@ async def test_case_61_of_the_field_an_engine_that_cannot_read_a_file_gets_the_b
     assert rig.left() == []
 
 
-async def test_a_way_that_engines_refuse_is_left_alone_for_a_while(rig):
+async def test_refused_way_backs_off(rig):
     for _ in range(FAILURES):
         rig.answers = [(500, GONE)]
         await rig.send(LARGE)
@@ -287,20 +287,20 @@ async def test_a_way_that_engines_refuse_is_left_alone_for_a_while(rig):
     ("status", "said"),
     [(400, b"maximum context length"), (503, GONE), (500, b"cannot schedule new futures"), (404, GONE)],
 )
-async def test_what_is_not_about_a_file_is_the_answer_and_nothing_is_sent_again(rig, status, said):
+async def test_unrelated_error_is_returned_without_retry(rig, status, said):
     rig.answers = [(status, said)]
     answer = await rig.send(LARGE)
     assert (answer.status, len(rig.got), rig.left()) == (status, 1, [])
 
 
-async def test_a_request_that_fails_with_bytes_too_says_nothing_against_files(rig):
+async def test_failure_with_bytes_does_not_count_against_files(rig):
     for _ in range(FAILURES):
         rig.answers = [(500, GONE), (400, b"cannot identify image file")]
         assert (await rig.send(LARGE)).status == 400
     assert not rig.handover.backoff.skips(rig.worker.id, "file")
 
 
-async def test_a_folder_above_its_mark_stops_hand_overs_and_no_request(tmp_path):
+async def test_full_folder_falls_back_to_bytes(tmp_path):
     rig = Rig(tmp_path, limit=2 * LARGE)
     held = await rig.folder.put("other", Media(bytes(LARGE), "image/png", "data"))
     assert (await rig.send(LARGE)).status == 200
@@ -311,7 +311,7 @@ async def test_a_folder_above_its_mark_stops_hand_overs_and_no_request(tmp_path)
     assert rig.got[-1] == [b"\0" * LARGE]
 
 
-async def test_a_node_whose_janitor_says_that_its_folder_is_too_full_is_spared_until_it_says_otherwise(rig):
+async def test_node_above_its_watermark_gets_bytes(rig):
     for above, seen in ((True, "bytes"), (False, b"\0" * LARGE)):
         shared = feed.SharedDirectory(0, 1, 1, 1, above)
         rig.worker.heartbeat = feed.Heartbeat("u/1", 1, 0, "vllm", "up", "", 16, "m", "main", {}, shared=shared)
@@ -320,14 +320,14 @@ async def test_a_node_whose_janitor_says_that_its_folder_is_too_full_is_spared_u
     assert rig.counted() == {("file", "full"): 1, ("bytes", ""): 1, ("file", ""): 1}
 
 
-async def test_an_engine_of_another_node_gets_bytes(tmp_path):
+async def test_engine_on_another_node_gets_bytes(tmp_path):
     rig = Rig(tmp_path, node="m")
     await rig.send(LARGE)
     assert rig.got == [["bytes"]]
     assert rig.counted() == {("file", "other_node"): 1, ("bytes", ""): 1}
 
 
-async def test_the_next_engine_after_a_lost_one_is_planned_for_anew(rig):
+async def test_retry_at_another_engine_is_planned_again(rig):
     rig.answers = [UpstreamError("gone", sent=True)]
     parcel = rig.parcel(LARGE)
     with pytest.raises(UpstreamError):
@@ -338,7 +338,7 @@ async def test_the_next_engine_after_a_lost_one_is_planned_for_anew(rig):
     assert [(one["engine"], one["how"]) for one in rig.told] == [("w-0", "file"), ("w-1", "bytes")]
 
 
-async def test_case_65_of_the_field_a_client_that_leaves_and_a_lost_engine_leave_no_file(rig):
+async def test_cancelled_request_and_lost_engine_leave_no_file(rig):
     rig.answers = [UpstreamError("gone", sent=True)]
     with pytest.raises(UpstreamError):
         await rig.send(LARGE)
@@ -359,7 +359,7 @@ async def test_case_65_of_the_field_a_client_that_leaves_and_a_lost_engine_leave
     assert ("file", "") not in rig.counted()
 
 
-async def test_case_65_of_the_field_a_client_that_leaves_while_its_file_is_written_leaves_no_file(rig):
+async def test_cancellation_during_the_write_leaves_no_file(rig):
     task = asyncio.create_task(rig.send(LARGE * 4))
     await asyncio.sleep(0)  # the thread has it now
     task.cancel()
@@ -370,7 +370,7 @@ async def test_case_65_of_the_field_a_client_that_leaves_while_its_file_is_writt
     assert rig.got == []
 
 
-async def test_two_requests_that_show_one_image_share_its_file(rig):
+async def test_requests_share_the_file_of_one_image(rig):
     seen: list[str] = []
 
     async def looks(body: bytes) -> BufferedAnswer:
@@ -385,7 +385,7 @@ async def test_two_requests_that_show_one_image_share_its_file(rig):
     assert rig.left() == []
 
 
-def test_a_plan_names_what_was_passed_over_in_the_order_of_the_ladder():
+def test_plan_lists_skipped_ways_in_order():
     found = plan_handover(
         [ImageLoad("a", 10, 1)], WayEligibility("", {"nixl": "absent", "shm": "", "inline": ""}), WayCosts()
     )

@@ -22,7 +22,7 @@ def leading(held: set[int], keys: list[int]) -> int:
 
 
 @given(st.lists(STEP, max_size=40), KEYS)
-def test_index_equals_one_set_per_candidate_through_any_history(steps, prompt):
+def test_index_matches_a_model_of_sets(steps, prompt):
     index = Index()
     slots = [index.join() for _ in range(6)]
     model: list[set[int]] = [set() for _ in slots]
@@ -57,7 +57,7 @@ def longest_hit(held: set[int], keys: list[int], need: int) -> int:
     st.lists(st.integers(0, 9), max_size=14, unique=True),
     st.lists(st.integers(1, 15), min_size=4, max_size=4),
 )
-def test_case_45_windows_are_hit_by_the_rule(held, prompt, needs):
+def test_sliding_window_hits_match_the_rule(held, prompt, needs):
     index = Index()
     slots = {index.join(): (keys, need) for keys, need in zip(held, needs, strict=False)}
     for slot, (keys, _) in slots.items():
@@ -70,14 +70,14 @@ def test_case_45_windows_are_hit_by_the_rule(held, prompt, needs):
 
 
 @given(st.integers(1, 5000), st.integers(1, 64))
-def test_a_hit_needs_the_blocks_of_one_window_less_the_token_that_asks(window, size):
+def test_window_blocks_exclude_the_querying_token(window, size):
     need = window_blocks(window, size)
     assert need >= 1
     assert need * size >= window - 1
     assert need == 1 or (need - 1) * size < window - 1
 
 
-def test_a_window_hits_behind_blocks_that_are_gone_and_a_prefix_does_not():
+def test_window_hits_after_evicted_blocks():
     index = Index()
     slot = index.join()
     index.store(slot, range(46, 78))
@@ -88,14 +88,14 @@ def test_a_window_hits_behind_blocks_that_are_gone_and_a_prefix_does_not():
     assert index.match_windows(range(78), {slot: window_blocks(1024, 32)}) == {slot: 0}
 
 
-def test_an_overlap_ends_at_the_first_missing_block_even_if_later_ones_are_held():
+def test_overlap_ends_at_the_first_missing_block():
     index = Index()
     slot = index.join()
     index.store(slot, [1, 2, 4, 5])
     assert index.match([1, 2, 3, 4, 5], [slot]) == {slot: 2}
 
 
-def test_a_retired_candidate_matches_nothing_at_once_and_its_slot_is_reused_only_after_the_sweep():
+def test_retired_slot_is_reused_only_after_the_sweep():
     index = Index()
     old = index.join()
     index.store(old, range(100))
@@ -110,7 +110,7 @@ def test_a_retired_candidate_matches_nothing_at_once_and_its_slot_is_reused_only
     assert index.match([1, 2], [old]) == {old: 0}
 
 
-def test_two_hundred_candidates_need_no_more_than_one_entry_per_key():
+def test_index_has_one_entry_per_key():
     index = Index()
     slots = [index.join() for _ in range(200)]
     for slot in slots:
@@ -120,5 +120,5 @@ def test_two_hundred_candidates_need_no_more_than_one_entry_per_key():
 
 
 @given(st.integers(0, 2**200))
-def test_bits_are_the_positions_that_are_set(mask):
+def test_bits_lists_set_positions(mask):
     assert sum(1 << number for number in bits(mask)) == mask

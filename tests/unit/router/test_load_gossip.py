@@ -1,4 +1,4 @@
-"""Routers that tell each other what they have under way: each counts the others' as they count it themselves."""
+"""Routers that gossip their load: each counts its peers' load as they count it themselves."""
 
 import asyncio
 from array import array
@@ -6,34 +6,16 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.router.rig import BLOCK, Clock, resource, synced
 
 from mmrouter_lib import feed
-from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.block_keys import pack_keys
 from mmrouter_router.fleet.load_gossip import EXPIRY_SECONDS, REPEAT_SECONDS, LoadGossip
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import Booking, Placer
 from mmrouter_router.telemetry.metrics import Metrics
 
-BLOCK = 16
 ENGINES = ("a", "b")
-POOL = {"name": "worker", "role": "worker", "replicas": 2, "accelerator": {"kind": "cpu"}}
-DEPLOYMENT = parse_deployment(
-    {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": "t"},
-        "spec": {"model": {"id": "m"}, "engine": {"type": "vllm", "blockSize": BLOCK}, "pools": [POOL]},
-    }
-)
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Sidecars:
@@ -74,18 +56,10 @@ class Router:
             name, self.fleet, lambda uid: Line(sidecars, uid), lambda: not self.alone, lambda: None, clock
         )
         self.fleet.on_work(self.gossip.on_work)
-        self.placer = Placer(DEPLOYMENT, self.fleet, changed=self.gossip.changed)
+        self.placer = Placer(resource(), self.fleet, changed=self.gossip.changed)
         sidecars.routers.append(self)
         for engine in ENGINES:
-            worker = self.fleet.join(Member(f"uid-{engine}", engine, "127.0.0.1", "worker", "worker"))
-            self.fleet.feed_connected(worker)
-            part = feed.SnapshotPart(worker.sync.request_id, f"uid-{engine}/x", 1, 0, 0, 0, "GPU", pack_keys(()), True)
-            self.fleet.on_reply(worker, part)
-            beat = feed.Heartbeat(f"uid-{engine}/x", 1, 0, "vllm", "up", "", BLOCK, "m", "", {})
-            proved = {name: getattr(beat, name) for name in beat.__struct_fields__} | {
-                "canary": feed.CanaryReport(1, "True")
-            }
-            self.fleet.on_published(worker, feed.Heartbeat(**proved))
+            synced(self.fleet, Member(f"uid-{engine}", engine, "127.0.0.1", "worker", "worker"))
 
     def send(self, seed: int) -> tuple[str, Booking]:
         """Place a prompt that nobody has seen; return the engine's name and the booking."""
@@ -120,7 +94,7 @@ def routers(sidecars: Sidecars, clock: Clock) -> list[Router]:
     return [Router(name, sidecars, clock) for name in ("one", "two")]
 
 
-async def test_an_engine_that_another_router_has_filled_is_not_taken_for_an_idle_one(routers: list[Router]) -> None:
+async def test_engine_filled_by_a_peer_is_not_idle(routers: list[Router]) -> None:
     one, two = routers
     first, _ = one.send(1)
     assert two.send(1)[0] == first, "it does not know better"
@@ -139,7 +113,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_after_all_have_told_each_counts_what_the_others_have_as_they_do(steps: list[tuple[int, str, int]]) -> None:
+def test_peers_converge_to_equal_loads(steps: list[tuple[int, str, int]]) -> None:
     sidecars, clock = Sidecars(), Clock()
     routers = [Router(name, sidecars, clock) for name in ("one", "two", "three")]
     open_: list[list[Booking]] = [[], [], []]
@@ -166,9 +140,7 @@ def test_after_all_have_told_each_counts_what_the_others_have_as_they_do(steps: 
             assert router.theirs(engine) == pytest.approx(tuple(map(sum, zip(*others, strict=True))))
 
 
-async def test_many_changes_are_one_frame_for_each_engine_and_none_when_nothing_changed(
-    routers: list[Router], sidecars: Sidecars
-) -> None:
+async def test_changes_are_batched_per_engine(routers: list[Router], sidecars: Sidecars) -> None:
     one = routers[0]
     for seed in range(20):
         one.send(seed)[1].end()
@@ -180,7 +152,7 @@ async def test_many_changes_are_one_frame_for_each_engine_and_none_when_nothing_
     assert sidecars.frames == []
 
 
-async def test_a_router_without_peers_tells_nobody(routers: list[Router], sidecars: Sidecars) -> None:
+async def test_router_without_peers_sends_nothing(routers: list[Router], sidecars: Sidecars) -> None:
     routers[0].alone = True
     routers[0].send(1)
     assert not routers[0].gossip.wake.is_set(), "nor does it wake up to find that out"
@@ -188,9 +160,7 @@ async def test_a_router_without_peers_tells_nobody(routers: list[Router], sideca
     assert sidecars.frames == []
 
 
-async def test_what_a_silent_router_had_is_forgotten_and_what_one_that_speaks_has_is_not(
-    routers: list[Router], clock: Clock
-) -> None:
+async def test_load_of_a_silent_router_expires(routers: list[Router], clock: Clock) -> None:
     one, two = routers
     engine, _ = one.send(1)
     await one.gossip.publish()
@@ -203,9 +173,7 @@ async def test_what_a_silent_router_had_is_forgotten_and_what_one_that_speaks_ha
     assert REPEAT_SECONDS < EXPIRY_SECONDS / 2, "one frame may be lost"
 
 
-async def test_what_does_not_change_is_told_again_and_again(
-    routers: list[Router], sidecars: Sidecars, clock: Clock
-) -> None:
+async def test_unchanged_load_is_repeated(routers: list[Router], sidecars: Sidecars, clock: Clock) -> None:
     one, two = routers
     engine, _ = one.send(1)
     running = asyncio.create_task(one.gossip.run())
@@ -223,13 +191,13 @@ async def test_what_does_not_change_is_told_again_and_again(
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 7])
-async def test_a_rank_that_the_engine_has_not_is_nobodys(routers: list[Router], rank: int) -> None:
+async def test_unknown_rank_is_ignored(routers: list[Router], rank: int) -> None:
     worker = routers[0].worker("a")
     routers[0].fleet.on_published(worker, feed.Work("stranger", rank, 5, 1.0, 1.0))
     assert rank not in worker.usage
 
 
-async def test_a_queue_of_requests_that_routers_told_of_is_not_counted_twice(routers: list[Router]) -> None:
+async def test_engine_queue_excludes_gossiped_requests(routers: list[Router]) -> None:
     one, two = routers
     engine, _ = one.send(1)
     await one.gossip.publish()

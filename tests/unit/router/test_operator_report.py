@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from unit.router.engine import Engine
-from unit.router.test_placer import Rig, prepared
+from unit.router.rig import Rig, prepared
 
 from mmrouter_lib import feed
 from mmrouter_router.api.control import state_of

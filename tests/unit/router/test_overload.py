@@ -4,8 +4,8 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.router.rig import BLOCK, IDS, KEYS, Rig, deployment, prepared
 from unit.router.test_app import heard, member, router
-from unit.router.test_placer import BLOCK, IDS, KEYS, Rig, deployment, prepared
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.discovery import Membership

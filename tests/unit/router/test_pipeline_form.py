@@ -22,7 +22,7 @@ resources = subsets.map(lambda pools: pools | PAIR if pools & PAIR else pools)
 
 
 @given(st.sampled_from(["vllm", "sglang"]), resources, subsets)
-def test_a_form_uses_only_pods_that_can_work_and_names_every_pool_that_it_goes_without(engine, pools, up):
+def test_form_uses_able_pods_and_lists_degraded_pools(engine, pools, up):
     able = pools & up
     found = choose_form(engine, pools, able)
     assert found.answers <= able
@@ -34,7 +34,7 @@ def test_a_form_uses_only_pods_that_can_work_and_names_every_pool_that_it_goes_w
 
 
 @given(resources, subsets)
-def test_a_vllm_deployment_answers_while_any_engine_with_a_language_model_is_up(pools, up):
+def test_vllm_answers_while_any_language_model_is_up(pools, up):
     able = pools & up
     assert bool(choose_form("vllm", pools, able).answers) == bool(able - {"encoder"})
 
@@ -58,14 +58,14 @@ def test_a_vllm_deployment_answers_while_any_engine_with_a_language_model_is_up(
         ("sglang", "encoder prefill decode", "encoder prefill decode", "prefill-decode", ()),
     ],
 )
-def test_a_pool_that_is_down_leaves_the_next_simpler_form(engine, pools, able, name, degraded):
+def test_form_degrades_with_a_pool_down(engine, pools, able, name, degraded):
     found = choose_form(engine, pools.split(), able.split())
     assert (found.name, found.degraded) == (name, degraded)
     assert found.answers
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_only_engines_of_sglang_get_a_request_at_once(engine):
+def test_only_sglang_is_paired(engine):
     pair = choose_form(engine, PAIR, PAIR)
     assert pair.prefills
     assert pair.paired == (engine == "sglang")
@@ -73,17 +73,17 @@ def test_only_engines_of_sglang_get_a_request_at_once(engine):
 
 
 @pytest.mark.parametrize(("engine", "roles"), [("vllm", "worker prefill decode"), ("sglang", "worker prefill")])
-def test_what_answers_chats_can_be_proved_and_a_decode_engine_of_sglang_publishes_nothing(engine, roles):
+def test_canary_roles_and_publishing_roles(engine, roles):
     assert {role for role in (*ROLES, "renderer") if publishes_blocks(engine, role)} == set(roles.split())
     assert {role for role in (*ROLES, "renderer") if canary_applies(role)} == {"worker", "prefill", "decode"}
 
 
 @pytest.mark.parametrize("able", ["prefill", "decode", "encoder", ""])
-def test_half_a_pair_of_sglang_answers_nobody(able):
+def test_half_an_sglang_pair_answers_nothing(able):
     assert not choose_form("sglang", ("encoder", "prefill", "decode"), able.split()).answers
 
 
-def test_case_57_a_well_cached_or_short_prompt_is_computed_where_it_is_decoded():
+def test_short_remaining_prompt_is_computed_locally():
     policy = OffloadPolicy()
     assert policy.reason_local(104) == "short"  # 104 of 1000 tokens remain
     assert policy.reason_local(2048) == ""
@@ -103,25 +103,25 @@ def local_share(policy, tokens):
     return sum(bool(policy.reason_local(tokens)) for _ in range(4 * EXPLORE)) / (4 * EXPLORE)
 
 
-def test_the_way_that_was_measured_faster_is_taken_and_the_other_still_tried():
+def test_faster_path_is_taken_and_the_other_explored():
     slow_transfer = learn(OffloadPolicy(), local=lambda n: n * 1e-4, remote=lambda n: 0.5 + n * 1e-4)
     assert local_share(slow_transfer, 1500) == 1 - 1 / EXPLORE
     busy_decoder = learn(OffloadPolicy(), local=lambda n: n * 1e-3, remote=lambda n: 0.01 + n * 1e-4)
     assert local_share(busy_decoder, 1500) == 1 / EXPLORE
 
 
-def test_a_transfer_with_a_fixed_price_is_worth_it_for_long_prompts_only():
+def test_fixed_transfer_cost_pays_off_for_long_prompts():
     policy = learn(OffloadPolicy(), local=lambda n: n * 1e-3, remote=lambda n: 1.5 + n * 1e-4)
     assert local_share(policy, 600) > 0.9
     assert local_share(policy, 6000) < 0.1
 
 
-def test_with_a_bound_of_0_every_prompt_goes_to_a_prefill_engine():
+def test_bound_of_0_always_offloads():
     policy = learn(OffloadPolicy(0), local=lambda n: 0.0, remote=lambda n: 9.0)
     assert local_share(policy, 0) == local_share(policy, 6000) == 0
 
 
-def test_short_prompts_do_not_teach():
+def test_short_prompts_are_not_measured():
     policy = OffloadPolicy()
     for _ in range(100):
         policy.observe(SHORT_TOKENS - 1, 9.0, remote=True)

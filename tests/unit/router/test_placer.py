@@ -7,83 +7,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.router.rig import BLOCK, IDS, KEYS, SEED, Rig, deployment, prepared
 
 from mmrouter_lib import feed
-from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_router.fleet.rank_load import LoadColumns, PeerUsage, RankUsage
-from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.fleet.workers import Member, Worker
 from mmrouter_router.request.prepare import Prepared
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer
 from mmrouter_router.scheduling.scoring import WEIGHTS
-from mmrouter_router.telemetry.metrics import Metrics
 
-BLOCK = 16
-IDS = array("I", range(100))
-SEED = 5
-KEYS = block_keys(IDS, BLOCK, (), SEED)
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-WORKERS = {"name": "worker", "role": "worker", "replicas": 3, "accelerator": {"kind": "cpu"}}
 ENCODERS = {"name": "encoder", "role": "encoder", "replicas": 1, "accelerator": {"kind": "cpu"}}
 
 
-def deployment(*pools, **verification):
-    return parse_deployment(
-        {
-            "apiVersion": "mmrouter.io/v1alpha1",
-            "kind": "MMRouterDeployment",
-            "metadata": {"name": "t"},
-            "spec": {
-                "model": {"id": "m"},
-                "engine": {"type": "vllm", "blockSize": BLOCK},
-                "pools": [WORKERS, *pools],
-                "verification": {"timeoutSeconds": 60, **verification},
-            },
-        }
-    )
-
-
-class Rig:
-    def __init__(self, **verification) -> None:
-        self.clock = Clock()
-        self.fleet = Fleet(Metrics(), clock=self.clock)
-        self.placer = Placer(deployment(**verification), self.fleet)
-
-    def worker(self, name: str, keys=(), canary: str = "True", ranks: int = 1, admitted: bool = True, **beat) -> Worker:
-        worker = self.fleet.join(Member(f"uid-{name}", name, "127.0.0.1", "worker", "worker", admitted=admitted))
-        self.fleet.feed_connected(worker)
-        self.sync(worker, keys, rank=ranks - 1)
-        self.beat(worker, canary, ranks=ranks, **beat)
-        return worker
-
-    def sync(self, worker: Worker, keys, epoch: int = 1, seq: int = 0, rank: int = 0) -> None:
-        asked = worker.sync.request_id
-        identity = f"{worker.member.uid}/boot-{epoch}"
-        part = feed.SnapshotPart(asked, identity, epoch, seq, rank, 0, "GPU", pack_keys(keys), True)
-        self.fleet.on_reply(worker, part)
-
-    def beat(self, worker: Worker, canary: str = "True", epoch: int = 1, **values) -> None:
-        result = feed.CanaryReport(epoch, canary) if canary else None
-        base = feed.Heartbeat(
-            f"{worker.member.uid}/boot-{epoch}", epoch, worker.sync.seq, "vllm", "up", "0.32.0", BLOCK, "m", "", {}
-        )
-        fields = {name: getattr(base, name) for name in base.__struct_fields__}
-        self.fleet.on_published(worker, feed.Heartbeat(**{**fields, "canary": result, **values}))
-
-
-def prepared(exactness: str = "exact", ids: array = IDS) -> Prepared:
-    return Prepared(None, None, (), ids, (), exactness, (), SEED, 77)
-
-
-def test_the_holder_of_the_longest_prefix_is_chosen_and_its_overlap_is_exact():
+def test_longest_prefix_holder_is_chosen_exactly():
     rig = Rig()
     rig.worker("a", KEYS[:2])
     rig.worker("b", KEYS)
@@ -115,14 +52,14 @@ def test_overlap_is_per_rank():
         ("False", "Refuse", 0, "refused", "refused"),
     ],
 )
-def test_standing_follows_canary_policy_gates_and_time(canary, policy, seconds, standing, gated):
+def test_eligibility_follows_canary_policy_gates_and_time(canary, policy, seconds, standing, gated):
     rig = Rig(onFailure=policy)
     workers = rig.worker("a", canary=canary), rig.worker("b", canary=canary, admitted=False)
     rig.clock.now += seconds
     assert tuple(map(rig.placer.eligibility, workers)) == (standing, gated)
 
 
-def test_a_pending_worker_serves_only_where_nobody_else_can_and_never_as_exact():
+def test_pending_worker_is_a_last_resort_without_exactness():
     rig = Rig()
     pending = rig.worker("a", KEYS, canary="")
     decision = rig.placer.place(prepared())
@@ -132,7 +69,7 @@ def test_a_pending_worker_serves_only_where_nobody_else_can_and_never_as_exact()
     assert rig.placer.place(prepared()).target.worker is verified
 
 
-def test_a_proved_worker_serves_beside_others_only_once_its_gates_are_open():
+def test_verified_worker_waits_for_its_readiness_gates():
     rig = Rig()
     new = rig.worker("new", KEYS, admitted=False)
     rig.worker("old")
@@ -143,7 +80,7 @@ def test_a_proved_worker_serves_beside_others_only_once_its_gates_are_open():
     assert (decision.target.worker, decision.choice.winner.overlap, decision.exactness) == (new, 6, "exact")
 
 
-def test_gates_that_nobody_opens_count_no_more_after_the_time():
+def test_closed_gates_are_ignored_after_the_timeout():
     rig = Rig()
     new = rig.worker("new", KEYS, admitted=False)
     rig.clock.now += 1
@@ -153,7 +90,7 @@ def test_gates_that_nobody_opens_count_no_more_after_the_time():
     assert rig.placer.place(prepared()).target.worker is new
 
 
-def test_where_nobody_else_can_serve_a_proved_worker_serves_exactly_and_one_that_differs_without_overlap():
+def test_last_resort_keeps_overlap_of_verified_workers_only():
     rig = Rig()
     rig.worker("new", KEYS, admitted=False)
     decision = rig.placer.place(prepared())
@@ -164,14 +101,14 @@ def test_where_nobody_else_can_serve_a_proved_worker_serves_exactly_and_one_that
 
 
 @pytest.mark.parametrize("values", [{"engine_state": "down"}, {"engine_state": "starting"}, {"draining": True}])
-def test_an_engine_that_is_not_up_or_drains_is_not_offered(values):
+def test_down_or_draining_engine_is_no_candidate(values):
     rig = Rig()
     rig.worker("a", KEYS, **values)
     with pytest.raises(NoWorkerError, match="a unsynced"):
         rig.placer.place(prepared())
 
 
-def test_a_new_epoch_forgets_the_cache_and_the_canary():
+def test_new_epoch_drops_cache_and_canary():
     rig = Rig()
     worker = rig.worker("a", KEYS)
     rig.beat(worker, canary="", epoch=2)
@@ -182,14 +119,14 @@ def test_a_new_epoch_forgets_the_cache_and_the_canary():
     assert rig.placer.place(prepared()).choice.winner.overlap == 0
 
 
-def test_a_silent_feed_takes_the_worker_out():
+def test_silent_feed_removes_the_worker():
     rig = Rig()
     worker = rig.worker("a", KEYS)
     rig.fleet.mark_stale(worker)
     assert rig.placer.eligibility(worker) == "unsynced"
 
 
-def test_an_engine_whose_feed_is_silent_serves_as_a_last_resort_without_overlap():
+def test_silent_feed_serves_as_last_resort_without_overlap():
     rig = Rig()
     silent = rig.worker("a", KEYS)
     rig.fleet.mark_stale(silent)
@@ -214,7 +151,7 @@ WINDOW = {"groups": (feed.CacheGroup(0, "sliding_window", 2 * BLOCK + 1),)}
 FULL_SECOND = {"groups": (feed.CacheGroup(0, "sliding_window", 64), feed.CacheGroup(1, "full_attention"))}
 
 
-def test_case_45_a_window_alone_is_hit_behind_what_it_dropped():
+def test_window_group_hits_after_dropped_blocks():
     rig = Rig()
     rig.worker("a", KEYS[2:4], **WINDOW)
     rig.worker("b", KEYS[:3])
@@ -222,7 +159,7 @@ def test_case_45_a_window_alone_is_hit_behind_what_it_dropped():
     assert scores == {"a": 4, "b": 3}
 
 
-def test_the_block_with_a_prompts_last_token_is_not_among_what_a_window_can_hit():
+def test_block_with_the_last_token_is_not_hit_by_a_window():
     rig = Rig()
     ids = IDS[: 4 * BLOCK]
     rig.worker("a", KEYS[2:4], **WINDOW)
@@ -231,7 +168,7 @@ def test_the_block_with_a_prompts_last_token_is_not_among_what_a_window_can_hit(
     assert longer.choice.winner.overlap == 4
 
 
-def test_case_45_the_full_group_decides_also_where_it_is_not_the_first():
+def test_full_attention_group_decides_in_any_position():
     """What came of the other group is asked for again once the groups are known."""
     rig = Rig()
     worker = rig.worker("a")
@@ -253,7 +190,7 @@ def test_case_45_the_full_group_decides_also_where_it_is_not_the_first():
     assert worker.delta_event.is_set()
 
 
-def test_groups_that_are_named_before_anything_came_cost_no_second_snapshot():
+def test_groups_before_the_snapshot_need_no_second_one():
     rig = Rig()
     worker = rig.fleet.join(Member("uid-a", "a", "127.0.0.1", "worker", "worker"))
     rig.fleet.feed_connected(worker)
@@ -266,7 +203,7 @@ def test_groups_that_are_named_before_anything_came_cost_no_second_snapshot():
     assert rig.placer.place(prepared()).choice.winner.overlap == 2
 
 
-def test_case_49_a_cleared_rank_and_a_worker_that_left():
+def test_cleared_rank_and_removed_worker():
     rig = Rig()
     worker = rig.worker("a", KEYS[:2], ranks=2)
     for seq, rank in ((1, 0), (2, 1)):
@@ -280,7 +217,7 @@ def test_case_49_a_cleared_rank_and_a_worker_that_left():
     assert len(rig.fleet.index) == 0
 
 
-def test_keys_are_asked_for_per_identity_scope():
+def test_keys_depend_on_the_scope():
     """Two SGLang releases make different sentinels of an image; vLLM workers share one prompt."""
     rig = Rig()
     asked = []
@@ -298,7 +235,7 @@ def test_keys_are_asked_for_per_identity_scope():
     assert {scope[0][:6] if scope else None for _, scope in asked} == {"0.5.23", "0.5.24", None}
 
 
-def test_a_booking_counts_prefill_until_the_first_byte_and_blocks_until_the_end():
+def test_booking_releases_prefill_at_first_byte_and_blocks_at_end():
     rig = Rig()
     worker = rig.worker("a", KEYS[:2])
     booking = rig.placer.begin(rig.placer.place(prepared()))
@@ -316,7 +253,7 @@ def announce(rig: Rig, worker: Worker, keys) -> None:
     rig.fleet.on_published(worker, delta)
 
 
-def test_a_second_request_follows_the_first_to_what_is_being_computed():
+def test_second_request_follows_promised_blocks():
     """The holder of a block has less to do with the prompt than whoever is idle, before it has told anything."""
     rig = Rig()
     for name in "abc":
@@ -330,7 +267,7 @@ def test_a_second_request_follows_the_first_to_what_is_being_computed():
     assert rig.placer.place(prepared()).choice.winner.coming == 0
 
 
-def test_blocks_that_are_told_are_no_longer_in_the_queue_and_count_once():
+def test_stored_blocks_leave_the_queue_once():
     rig = Rig()
     worker = rig.worker("a")
     bookings = [rig.placer.begin(rig.placer.place(prepared())) for _ in range(3)]
@@ -351,7 +288,7 @@ def test_blocks_that_are_told_are_no_longer_in_the_queue_and_count_once():
 @given(
     st.lists(st.tuples(st.sampled_from(["begin", "told", "answered", "end", "epoch"]), st.integers(0, 6)), max_size=25)
 )
-def test_a_queue_is_never_negative_and_empty_when_nobody_is_left(steps):
+def test_queue_is_never_negative_and_ends_empty(steps):
     rig = Rig()
     worker, other = rig.worker("a"), rig.worker("b")
     bookings, epoch = [], 1
@@ -380,7 +317,7 @@ def test_a_queue_is_never_negative_and_empty_when_nobody_is_left(steps):
 IMAGE = Span(BLOCK, 3 * BLOCK, bytes(32))
 
 
-def test_an_image_is_encoded_whole_unless_all_of_it_is_hit():
+def test_partly_hit_image_is_encoded_whole():
     rig = Rig()
     keys = block_keys(IDS, BLOCK, (IMAGE,), SEED)
     rig.worker("part", keys[:3])
@@ -392,7 +329,7 @@ def test_an_image_is_encoded_whole_unless_all_of_it_is_hit():
     assert scores == {"whole": 0.0, "part": pytest.approx(image), "none": pytest.approx(image)}
 
 
-def test_encoding_an_image_waits_in_the_queue_until_the_first_byte():
+def test_encoding_counts_as_queue_until_the_first_byte():
     rig = Rig()
     worker = rig.worker("a")
     booking = rig.placer.begin(rig.placer.place(replace(prepared(), spans=(IMAGE,))))
@@ -404,14 +341,14 @@ def test_encoding_an_image_waits_in_the_queue_until_the_first_byte():
     assert usage.prefill == 0
 
 
-def test_where_encoders_are_an_engine_encodes_nothing():
+def test_with_encoders_an_engine_encodes_nothing():
     rig = Rig()
     placer = Placer(deployment(ENCODERS), rig.fleet)
     rig.worker("a")
     assert placer.place(replace(prepared(), spans=(IMAGE,))).choice.winner.encode == 0
 
 
-def test_a_request_that_is_not_predicted_goes_by_consistent_hash_and_says_so():
+def test_unpredicted_request_uses_consistent_hash():
     rig = Rig()
     rig.worker("a", KEYS)
     rig.worker("b")
@@ -420,7 +357,7 @@ def test_a_request_that_is_not_predicted_goes_by_consistent_hash_and_says_so():
     assert (decision.policy, decision.exactness, decision.reasons) == ("consistentHash", "affinity", ("field:unknown",))
 
 
-def test_two_block_sizes_are_looked_up_by_keys_of_their_own_size():
+def test_each_block_size_uses_its_own_keys():
     rig = Rig()
     rig.worker("a", KEYS)
     rig.worker("b", block_keys(IDS, 32, (), SEED), block_size=32)
@@ -429,7 +366,7 @@ def test_two_block_sizes_are_looked_up_by_keys_of_their_own_size():
     assert (scores["b"].overlap, scores["b"].blocks) == (3, 3)
 
 
-def test_excluded_workers_are_not_tried_again():
+def test_excluded_workers_are_skipped():
     rig = Rig()
     rig.worker("a", KEYS)
     rig.worker("b")
@@ -495,7 +432,7 @@ def told(placer: Placer) -> object:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 2), st.integers(0, 6)), max_size=12))
-def test_a_placer_that_has_seen_everything_decides_as_one_that_sees_the_fleet_for_the_first_time(steps):
+def test_cached_groups_decide_as_fresh_ones(steps):
     """What is kept from one request to the next is never older than the fleet."""
     rig = Rig()
     workers = [rig.worker("a", KEYS[:2]), rig.worker("b", KEYS), rig.worker("c", canary="")]
@@ -533,7 +470,7 @@ def columns(rig: Rig):
         max_size=30,
     )
 )
-def test_what_a_decision_sees_of_loads_is_what_each_rank_has_after_any_history(steps):
+def test_load_columns_match_rank_usages(steps):
     rig, bookings = Rig(), []
     workers = [rig.worker(name) for name in "abcd"]
     for what, number, value in steps:

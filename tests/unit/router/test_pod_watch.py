@@ -100,7 +100,7 @@ def names(roster) -> list[str]:
 QUIET = (200, (), [])
 
 
-async def test_it_goes_on_from_the_last_version_that_it_has_seen(keys, tmp_path):
+async def test_watch_resumes_from_the_last_version(keys, tmp_path):
     bookmark = {"kind": "Pod", "metadata": {"resourceVersion": "9"}}
     events = [event("ADDED", pod("b", "7")), event("BOOKMARK", bookmark)]
     api = Api(keys, tmp_path, listing("5", pod("a", "3")), (200, (), events), QUIET)
@@ -110,7 +110,7 @@ async def test_it_goes_on_from_the_last_version_that_it_has_seen(keys, tmp_path)
         assert [names(roster) for roster in api.told] == [["a"], ["a", "b"]]
 
 
-async def test_an_event_that_changes_nothing_for_us_is_not_told(keys, tmp_path):
+async def test_irrelevant_event_is_not_published(keys, tmp_path):
     other = pod("a", "6")
     other["metadata"] = {**other["metadata"], "annotations": {"seen": "yes"}}
     api = Api(keys, tmp_path, listing("5", pod("a", "3")), (200, (), [event("MODIFIED", other)]), QUIET)
@@ -120,7 +120,7 @@ async def test_an_event_that_changes_nothing_for_us_is_not_told(keys, tmp_path):
         assert len(api.told) == 1
 
 
-async def test_a_throttling_server_gets_the_pause_that_it_asks_for(keys, tmp_path):
+async def test_retry_after_is_respected(keys, tmp_path):
     busy = (429, ("retry-after: 1",), [b"Too many requests, please try again later.\n"])
     api = Api(keys, tmp_path, busy, listing("5", pod("a", "3")), QUIET)
     began = asyncio.get_running_loop().time()
@@ -142,7 +142,7 @@ async def test_a_throttling_server_gets_the_pause_that_it_asks_for(keys, tmp_pat
     ],
     ids=["half an event", "no json", "another shape", "cut short", "a 500", "a 403"],
 )
-async def test_a_watch_that_breaks_is_counted_and_resumed_and_nobody_is_dropped(keys, tmp_path, broken, reason):
+async def test_broken_watch_is_resumed_without_dropping_members(keys, tmp_path, broken, reason):
     news = (200, (), [event("ADDED", pod("b", "8"))])
     api = Api(keys, tmp_path, listing("5", pod("a", "3")), broken, news, QUIET)
     async with api.running():
@@ -153,7 +153,7 @@ async def test_a_watch_that_breaks_is_counted_and_resumed_and_nobody_is_dropped(
 
 
 @pytest.mark.parametrize("how", ["event", "status"])
-async def test_an_expired_version_begins_with_a_new_list_that_drops_who_has_gone(keys, tmp_path, how):
+async def test_expired_version_relists_and_drops_removed_pods(keys, tmp_path, how):
     status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version: 5 (99)"}
     gone = (200, (), [event("ERROR", status)]) if how == "event" else (410, (), [json.dumps(status).encode()])
     api = Api(keys, tmp_path, listing("5", pod("a", "3")), gone, listing("100", pod("b", "98")), QUIET)
@@ -164,14 +164,14 @@ async def test_an_expired_version_begins_with_a_new_list_that_drops_who_has_gone
         assert api.errors("expired") == 1
 
 
-async def test_a_list_that_is_no_json_is_asked_for_again(keys, tmp_path):
+async def test_invalid_list_is_requested_again(keys, tmp_path):
     api = Api(keys, tmp_path, (200, (), [b"<html>"]), listing("5", pod("a", "3")), QUIET)
     async with api.running():
         await api.until(lambda: api.told)
         assert api.errors("broken") == 1
 
 
-async def test_a_server_that_ends_every_watch_at_once_is_asked_after_ever_longer_pauses(keys, tmp_path, monkeypatch):
+async def test_immediately_ending_watch_backs_off(keys, tmp_path, monkeypatch):
     monkeypatch.setattr(list_watch, "STEADY_SECONDS", 60.0)  # on a busy machine, "at once" may take a second
     ended = (200, (), [event("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "6"}})])
     api = Api(keys, tmp_path, listing("5"), ended)

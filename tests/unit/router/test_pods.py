@@ -45,13 +45,13 @@ def labelled(**labels):
     return changed(metadata__labels=names)
 
 
-def test_an_engine_pod_is_a_member_with_its_place_and_role():
+def test_engine_pod_is_a_member():
     assert parse_pod(POD) == Member(
         "u1", "demo-worker-1", "10.0.0.7", "worker", "worker", "n1", ready=True, draining=False
     )
 
 
-def test_an_engine_pod_says_with_whom_it_can_exchange_blocks():
+def test_labels_determine_compatibility():
     found = parse_pod(labelled(role="prefill", pool="p", compatibility="ab12"))
     assert isinstance(found, Member)
     assert found.compatibility == "ab12"
@@ -61,14 +61,14 @@ def test_an_engine_pod_says_with_whom_it_can_exchange_blocks():
     assert parse_pod(POD).compatibility == ""
 
 
-def test_a_pod_whose_weights_load_is_ready_for_its_feed_because_the_sidecar_has_started():
+def test_started_sidecar_makes_a_pod_ready():
     assert parse_pod(POD).ready
     starting = [{"name": "sidecar", "started": False}]
     assert not parse_pod(changed(status__initContainerStatuses=starting)).ready
     assert not parse_pod(changed(status__initContainerStatuses=None)).ready
 
 
-def test_the_condition_ready_says_nothing_because_its_gates_wait_for_this_router():
+def test_ready_condition_is_ignored():
     conditions = [{"type": "Ready", "status": "True"}]
     pod = changed(status__conditions=conditions, status__initContainerStatuses=None)
     assert not parse_pod(pod).ready
@@ -80,7 +80,7 @@ def gated(*true, gates=("mmrouter.io/routable", "mmrouter.io/verified")):
     return changed(spec__readinessGates=named, status__conditions=conditions)
 
 
-def test_a_pod_is_let_in_once_both_of_our_gates_are_open():
+def test_pod_is_admitted_once_both_gates_are_open():
     routable, verified = gates = "mmrouter.io/routable", "mmrouter.io/verified"
     assert not parse_pod(gated()).admitted
     assert not parse_pod(gated(routable)).admitted
@@ -91,19 +91,19 @@ def test_a_pod_is_let_in_once_both_of_our_gates_are_open():
     assert not parse_pod(unwritten).admitted
 
 
-def test_a_pod_without_our_gates_is_let_in_whatever_others_it_has():
+def test_pod_without_own_gates_is_admitted():
     assert parse_pod(POD).admitted
     assert parse_pod(gated(gates=("example.com/warm",))).admitted
 
 
-def test_a_renderer_has_no_sidecar_and_is_ready_with_its_containers():
+def test_renderer_is_ready_with_its_containers():
     pod = labelled(pool="render", role="renderer")
     assert not parse_pod(pod).ready
     pod["status"]["conditions"] = [{"type": "ContainersReady", "status": "True"}, {"type": "Ready", "status": "False"}]
     assert parse_pod(pod).ready
 
 
-def test_a_pod_that_is_being_deleted_stays_and_drains():
+def test_deleted_pod_drains():
     member = parse_pod(changed(metadata__deletionTimestamp="2026-01-01T00:00:00Z"))
     assert member.draining
 
@@ -112,32 +112,32 @@ def test_a_pod_that_is_being_deleted_stays_and_drains():
     "places",
     [{"status__podIP": None}, {"status__podIP": ""}, {"status__phase": "Failed"}, {"status__phase": "Succeeded"}],
 )
-def test_a_pod_without_an_address_or_at_its_end_is_nobody(places):
+def test_pod_without_address_or_ended_is_ignored(places):
     assert parse_pod(changed(**places)) is None
 
 
 @pytest.mark.parametrize("role", ["worker", "prefill", "decode", "encoder", "renderer"])
-def test_every_role_of_the_resource_is_known(role):
+def test_every_role_is_parsed(role):
     assert parse_pod(labelled(pool="p", role=role)).role == role
 
 
 @pytest.mark.parametrize("labels", [{"pool": "p", "role": "unheard-of"}, {"role": "worker"}, {"pool": "p"}, {}])
-def test_a_pod_of_no_pool_or_of_an_unknown_role_is_nobody(labels):
+def test_pod_of_no_pool_or_unknown_role_is_ignored(labels):
     assert parse_pod(labelled(**labels)) is None
 
 
 @pytest.mark.parametrize("pod", [{}, {"metadata": None, "status": None}, {"metadata": {"uid": "u"}, "status": {}}])
-def test_half_an_object_is_nobody(pod):
+def test_incomplete_object_is_ignored(pod):
     assert parse_pod(pod) is None
 
 
-def test_the_roster_has_the_other_frontends_and_never_the_router_itself():
+def test_membership_excludes_the_router_itself():
     mine, other = Peer("f1", "demo-frontend-a", "10.0.0.1"), Peer("f2", "demo-frontend-b", "10.0.0.2")
     found = membership_of([other, parse_pod(POD), mine], "f1", leaving=False)
     assert (found.peers, found.members, found.leaving) == ((other,), (parse_pod(POD),), False)
 
 
-def test_equal_pods_in_another_order_are_an_equal_roster():
+def test_membership_does_not_depend_on_order():
     second = parse_pod(changed(metadata__uid="u2", metadata__name="demo-worker-0"))
     everybody = [parse_pod(POD), second, Peer("f2", "b", "10.0.0.2"), Peer("f3", "a", "10.0.0.3")]
     assert membership_of(everybody, "f1", leaving=False) == membership_of(everybody[::-1], "f1", leaving=False)

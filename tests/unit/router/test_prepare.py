@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from PIL import Image
-from unit.router.test_placer import Rig
+from unit.router.rig import Rig
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.api import parse_deployment

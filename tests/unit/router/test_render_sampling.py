@@ -101,14 +101,14 @@ def sent(prepared) -> bytes:
     return encode_body(rewrite_chat(prepared.request.body, images, model="t", cache_salt="tenant").body)
 
 
-async def test_a_known_family_is_what_a_renderer_makes_of_it(rig, prepare):  # noqa: F811
+async def test_prediction_of_a_known_family_matches_the_renderer(rig, prepare):  # noqa: F811
     await rig.with_renderer()
     found = await rig.asked(await prepare(text("look "), image("a"), text(" and "), image("b", 56), stream=True))
     assert (found.result, found.cause) == ("True", ""), found
     assert rig.counted("True") == 1
 
 
-async def test_a_partial_prompt_is_compared_up_to_its_image(rig, prepare):  # noqa: F811
+async def test_partial_prompt_is_compared_up_to_its_image(rig, prepare):  # noqa: F811
     await rig.with_renderer()
     whole = await prepare(text("look "), image("a"), text(" and "), image("b", 56))
     images = (whole.images[0], replace(whole.images[1], unresolved="image_format:x"))
@@ -117,7 +117,7 @@ async def test_a_partial_prompt_is_compared_up_to_its_image(rig, prepare):  # no
 
 
 @pytest.mark.parametrize("cause", ["template", "count", "identity"])
-async def test_a_broken_prediction_is_counted_with_its_cause(rig, prepare, cause):  # noqa: F811
+async def test_wrong_prediction_is_counted_with_its_cause(rig, prepare, cause):  # noqa: F811
     await rig.with_renderer()
     good = await prepare(text("look "), image("a"), text(" please"))
     span = good.spans[0]
@@ -140,7 +140,7 @@ async def test_a_broken_prediction_is_counted_with_its_cause(rig, prepare, cause
     assert (rig.counted("False", cause), rig.counted("True")) == (1, 0)
 
 
-async def test_a_renderer_that_fails_is_unknown_with_its_cause(rig, prepare):  # noqa: F811
+async def test_failing_renderer_gives_unknown(rig, prepare):  # noqa: F811
     prompt = await prepare(text("look"))
     assert (await rig.asked(prompt)).cause == "renderer_nobody"
     await rig.with_renderer()
@@ -150,7 +150,7 @@ async def test_a_renderer_that_fails_is_unknown_with_its_cause(rig, prepare):  #
     assert (rig.counted("Unknown", "renderer_nobody"), rig.counted("Unknown", "renderer_refused")) == (1, 1)
 
 
-async def test_samples_and_their_bytes_are_bounded_and_what_does_not_fit_is_counted(rig, prepare):  # noqa: F811
+async def test_render_samples_and_bytes_are_bounded(rig, prepare):  # noqa: F811
     prompt = await prepare(text("look"), image("a"))
     body = sent(prompt)
     size = len(body) + 4 * len(prompt.ids)
@@ -171,7 +171,7 @@ async def test_samples_and_their_bytes_are_bounded_and_what_does_not_fit_is_coun
     assert rig.metrics.parity_dropped._value.get() == 5
 
 
-async def test_what_is_not_sampled_or_not_predicted_by_us_holds_nothing(rig, prepare):  # noqa: F811
+async def test_unsampled_request_holds_no_bytes(rig, prepare):  # noqa: F811
     prompt = await prepare(text("look"))
     sampler = rig.sampler(queue=1)
     sampler.offer(kept("unsampled"), prompt, lambda: b"{}")

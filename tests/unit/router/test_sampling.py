@@ -5,6 +5,7 @@ from array import array
 
 import msgspec
 import pytest
+from unit.router.rig import synced
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
@@ -25,7 +26,7 @@ SPANS = (Span(5, 6, A),)
 
 
 class Sidecar:
-    """A worker's feed as far as it is asked for what was published."""
+    """A worker's feed client that returns published batches."""
 
     def __init__(self, batches=(), *, gone: bool = False, silent: bool = False) -> None:
         self.batches, self.gone, self.silent, self.asked = batches, gone, silent, []
@@ -43,13 +44,7 @@ class Rig:
         self.metrics = Metrics()
         self.metrics.parity.describe("vllm", "qwen2_vl")
         self.fleet = Fleet(self.metrics)
-        self.worker = self.fleet.join(Member("a", "a", "127.0.0.1", "worker", "worker"))
-        self.fleet.feed_connected(self.worker)
-        part = feed.SnapshotPart(self.worker.sync.request_id, "a/1", 1, 0, 0, 0, "GPU", b"", True)
-        self.fleet.on_reply(self.worker, part)
-        self.fleet.on_published(
-            self.worker, feed.Heartbeat("a/1", 1, 0, "vllm", "up", "0", BLOCK, "m", "", {}, 1, False, None)
-        )
+        self.worker = synced(self.fleet, Member("a", "a", "127.0.0.1", "worker", "worker"), canary="")
 
     def expected(self, **changes) -> ExpectedBlocks:
         values = {"ids": IDS, "spans": SPANS, "salt": None, **changes}
@@ -105,7 +100,7 @@ async def verdict(rig: Rig, sidecar: Sidecar, expected: ExpectedBlocks | None = 
     return await check_parity(expected or rig.expected(), rig.fleet, sidecar, seconds=0.02)
 
 
-async def test_blocks_that_are_held_are_a_match_and_nothing_is_asked(rig):
+async def test_held_blocks_match_without_a_request(rig):
     rig.stores(rig.expected().keys)
     sidecar = Sidecar()
     found = await verdict(rig, sidecar)
@@ -113,7 +108,7 @@ async def test_blocks_that_are_held_are_a_match_and_nothing_is_asked(rig):
     assert sidecar.asked == []
 
 
-async def test_blocks_that_come_within_the_bound_are_a_match(rig):
+async def test_blocks_within_the_timeout_match(rig):
     waiting = asyncio.create_task(check_parity(rig.expected(), rig.fleet, Sidecar(), seconds=5))
     await asyncio.sleep(0)
     keys = rig.expected().keys
@@ -132,13 +127,13 @@ async def test_blocks_that_come_within_the_bound_are_a_match(rig):
         ("salt", {"salt": "t1"}),
     ],
 )
-async def test_a_miss_names_its_cause_from_what_was_published(rig, cause, published):
+async def test_miss_names_its_cause(rig, cause, published):
     rig.stores([1, 2, 3])
     found = await verdict(rig, Sidecar([batch(**published)]))
     assert (found.result, found.cause) == ("False", cause)
 
 
-async def test_the_first_differing_block_is_shown_as_both_sides_have_it(rig):
+async def test_both_sides_of_a_block_are_shown(rig):
     rig.stores([1])
     found = await verdict(rig, Sidecar([batch(ids=[*IDS[:12], 80, *IDS[13:]])]))
     shown = verdict_json(found, rig.expected(), None)
@@ -154,7 +149,7 @@ async def test_the_first_differing_block_is_shown_as_both_sides_have_it(rig):
     assert sides["predicted"]["text"] == "[5][3 image tokens]"
 
 
-async def test_blocks_of_other_prompts_are_not_taken_for_the_engines_view_of_this_one(rig):
+async def test_blocks_of_other_prompts_give_unknown(rig):
     rig.stores([1])
     other = batch(ids=[1, 2, 3, 4, *range(50, 66)], spans=())
     found = await verdict(rig, Sidecar([other]))
@@ -162,7 +157,7 @@ async def test_blocks_of_other_prompts_are_not_taken_for_the_engines_view_of_thi
     assert "resembles" in found.difference.message
 
 
-async def test_what_cannot_be_told_is_unknown_and_never_a_difference(rig):
+async def test_missing_evidence_gives_unknown(rig):
     rig.stores([1])
     assert (await verdict(rig, Sidecar(gone=True))).result == "Unknown"
     assert (await verdict(rig, Sidecar(silent=True))).result == "Unknown"
@@ -172,7 +167,7 @@ async def test_what_cannot_be_told_is_unknown_and_never_a_difference(rig):
     assert (await verdict(rig, Sidecar())).cause == "unknown"
 
 
-async def test_an_engine_that_began_anew_is_not_asked_about_what_was_before(rig):
+async def test_restarted_engine_gives_unknown(rig):
     expected = rig.expected()
     rig.worker.sync.epoch = 2
     found = await verdict(rig, sidecar := Sidecar([batch(salt="x")]), expected)
@@ -184,7 +179,7 @@ def trace(rig: Rig, request_id: str) -> DecisionTrace:
     return DecisionTrace(request_id, None, len(IDS), array("Q"), [], expected=rig.expected())
 
 
-async def test_the_share_is_taken_by_request_id_and_is_the_same_everywhere(rig):
+async def test_sampling_depends_on_the_request_id_only(rig):
     ids = [f"r-{number}" for number in range(4000)]
     tenth = ParitySampler(0.1, rig.fleet, lambda uid: None, rig.metrics)
     again = ParitySampler(0.1, Fleet(Metrics()), lambda uid: None, Metrics())
@@ -195,7 +190,7 @@ async def test_the_share_is_taken_by_request_id_and_is_the_same_everywhere(rig):
     assert not any(ParitySampler(0.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
 
 
-async def test_samples_are_compared_in_the_background_counted_and_kept_with_their_decision(rig):
+async def test_samples_are_checked_in_the_background(rig):
     sidecar = Sidecar([batch(salt="t1")])
     sampler = ParitySampler(1.0, rig.fleet, lambda uid: sidecar, rig.metrics, seconds=0.02)
     rig.stores(rig.expected().keys)
@@ -213,14 +208,14 @@ async def test_samples_are_compared_in_the_background_counted_and_kept_with_thei
     assert rig.counted() == {("True", ""): 1, ("False", "salt"): 1}
 
 
-async def test_work_is_bounded_and_what_does_not_fit_is_counted(rig):
+async def test_parity_samples_are_bounded(rig):
     sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=2)
     for number in range(5):
         sampler.offer(trace(rig, f"r-{number}"))
     assert rig.metrics.parity_dropped._value.get() == 3
 
 
-async def test_a_request_that_was_not_predicted_is_no_sample(rig):
+async def test_unpredicted_request_is_not_sampled(rig):
     sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=1)
     sampler.offer(DecisionTrace("r-1", None, 0, array("Q"), []))
     assert sampler._queue.empty()
@@ -235,26 +230,26 @@ class Image:
         self.identity, self.resolved = identity, resolved
 
 
-def test_all_complete_blocks_of_an_exact_prompt_are_expected(rig):
+def test_exact_prompt_expects_all_complete_blocks(rig):
     found = expected_blocks(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)
     assert found is not None
     assert found.keys == rig.expected().keys
     assert found.prediction.placeholder_id == PAD
 
 
-def test_of_a_partial_prompt_only_the_blocks_before_its_image_are_expected(rig):
+def test_partial_prompt_expects_blocks_before_its_image(rig):
     found = expected_blocks(prepared("partial", images=(Image(B, False),)), rig.worker, 0, BLOCK)
     assert found is not None
     assert found.keys == rig.expected().keys[:1]
     assert found.prediction.spans == ()
 
 
-def test_nothing_is_expected_of_affinity_or_of_less_than_a_block(rig):
+def test_affinity_or_short_prompt_expects_nothing(rig):
     assert expected_blocks(prepared("affinity"), rig.worker, 0, BLOCK) is None
     assert expected_blocks(prepared(images=(Image(A, True),)), rig.worker, 0, 64) is None
 
 
-def test_of_a_sliding_window_the_blocks_that_a_hit_needs_are_expected(rig):
+def test_sliding_window_expects_the_blocks_of_a_hit(rig):
     rig.worker.group = feed.CacheGroup(0, "sliding_window", 5)
     whole = rig.expected().keys
     found = expected_blocks(prepared(images=(Image(A, True),)), rig.worker, 0, BLOCK)

@@ -46,7 +46,7 @@ def pick(candidates, policy="kv", overlap_weight=1.0, fingerprint=7, turn=0, wei
     )
 
 
-def test_case_51_of_the_field_the_middle_one_wins():
+def test_best_tradeoff_of_overlap_and_load_wins():
     rows = [candidate(n, overlap=o, active=a) for n, o, a in (("a", 2, 10), ("b", 5, 5), ("c", 8, 9))]
     choice = pick(rows, weights=FIELD)
     assert choice.winner.name == "b"
@@ -54,7 +54,7 @@ def test_case_51_of_the_field_the_middle_one_wins():
 
 
 @given(CANDIDATES, st.integers(0, 2**63), st.sampled_from(["kv", "leastLoaded", "roundRobin", "consistentHash"]))
-def test_the_choice_does_not_depend_on_the_order_of_candidates(rows, fingerprint, policy):
+def test_choice_does_not_depend_on_candidate_order(rows, fingerprint, policy):
     forward = pick(rows, policy=policy, fingerprint=fingerprint, turn=3)
     backward = pick(rows[::-1], policy=policy, fingerprint=fingerprint, turn=3)
     assert forward.winner == backward.winner
@@ -66,7 +66,7 @@ def hit(row):
 
 
 @given(CANDIDATES, st.builds(Weights, compute=st.floats(0.1, 10), decode=st.floats(0.001, 1)))
-def test_kv_never_prefers_a_candidate_that_is_worse_in_everything(rows, weights):
+def test_kv_never_prefers_a_dominated_candidate(rows, weights):
     best = pick(rows, weights=weights).winner
     for row in rows:
         loads = [(best.prefill, row.prefill), (best.active, row.active), (best.waiting, row.waiting)]
@@ -75,7 +75,7 @@ def test_kv_never_prefers_a_candidate_that_is_worse_in_everything(rows, weights)
 
 
 @given(CANDIDATES, st.data())
-def test_who_hits_more_or_has_less_to_do_is_not_ranked_lower_for_it(rows, data):
+def test_more_overlap_or_less_load_never_ranks_lower(rows, data):
     number = data.draw(st.integers(0, len(rows) - 1))
     row = rows[number]
     better = data.draw(
@@ -96,7 +96,7 @@ def test_who_hits_more_or_has_less_to_do_is_not_ranked_lower_for_it(rows, data):
 
 
 @given(CANDIDATES, st.sampled_from(["kv", "leastLoaded"]), st.integers(0, 2**63), st.sampled_from([0.0, 0.5, 1.0]))
-def test_the_winner_is_the_first_of_all_when_each_is_looked_at(rows, policy, fingerprint, weight):
+def test_winner_is_the_first_of_all_scores(rows, policy, fingerprint, weight):
     bare = [replace(row, encode=0.0, scored=True) for row in rows]
     idle = [replace(row, prefill=0.0, active=0.0, waiting=0.0) for row in bare]
     for case in (rows, bare, idle, idle * 40):
@@ -106,7 +106,7 @@ def test_the_winner_is_the_first_of_all_when_each_is_looked_at(rows, policy, fin
 
 
 @given(CANDIDATES)
-def test_a_column_that_is_empty_is_one_of_zeros(rows):
+def test_empty_column_equals_zeros(rows):
     bare = CandidateTable.of([replace(row, coming=0, encode=0.0, waiting=0.0) for row in rows])
     short = dataclasses.replace(bare, coming=(), encode=(), waiting=())
     assert list(short) == list(bare)
@@ -118,49 +118,49 @@ def test_a_column_that_is_empty_is_one_of_zeros(rows):
 
 
 @given(CANDIDATES)
-def test_without_overlap_weight_a_cache_does_not_matter(rows):
+def test_zero_overlap_weight_ignores_caches(rows):
     bare = [replace(row, overlap=0, coming=0, encode=0.0) for row in rows]
     assert pick(rows, overlap_weight=0.0).winner.id == pick(bare, overlap_weight=0.0).winner.id
 
 
 @given(CANDIDATES)
-def test_the_terms_of_a_score_add_up_to_its_cost(rows):
+def test_score_terms_add_up_to_the_cost(rows):
     for score in pick(rows).scores:
         assert score.cost == pytest.approx(sum(score.terms.values()))
 
 
-def test_an_unverified_candidates_overlap_does_not_count():
+def test_unverified_overlap_does_not_count():
     rows = [candidate("a", overlap=10, scored=False), candidate("b", overlap=1)]
     assert pick(rows).winner.name == "b"
     assert pick([candidate("a", coming=10, scored=False), candidate("b", overlap=1)]).winner.name == "b"
 
 
-def test_a_holder_wins_until_its_queue_is_longer_than_what_computing_anew_weighs():
+def test_holder_wins_until_its_queue_outweighs_recomputing():
     rows = [candidate("holder", overlap=6), candidate("idle")]
     longest = 6 * WEIGHTS.compute
     assert pick([replace(rows[0], prefill=longest - 1), rows[1]]).winner.name == "holder"
     assert pick([replace(rows[0], prefill=longest + 1), rows[1]]).winner.name == "idle"
 
 
-def test_what_is_being_computed_counts_as_what_is_held_and_the_reason_says_so():
+def test_blocks_being_computed_count_as_held():
     rows = [candidate("holder", overlap=4), candidate("busy", overlap=2, coming=5)]
     choice = pick(rows)
     assert choice.winner.name == "busy"
     assert choice.reason.endswith("2 of 10 blocks held, 5 more being computed")
 
 
-def test_an_image_that_has_to_be_encoded_again_is_worth_more_than_its_blocks():
+def test_encoding_adds_to_the_cost_of_missing_blocks():
     rows = [candidate("text", overlap=5, encode=3.0), candidate("image", overlap=5, prefill=4.0)]
     assert pick(rows).winner.name == "image"
     assert pick(rows, weights=Weights(compute=1.0)).winner.name == "text"
 
 
-def test_round_robin_visits_every_candidate_once_per_round():
+def test_round_robin_visits_each_candidate_once_per_round():
     rows = [candidate(n) for n in "abcd"]
     assert sorted(pick(rows, policy="roundRobin", turn=t).winner.name for t in range(4)) == list("abcd")
 
 
-def test_consistent_hash_moves_only_the_requests_of_the_candidate_that_left():
+def test_consistent_hash_moves_only_requests_of_a_removed_candidate():
     rows = [candidate(n) for n in "abcd"]
     before = {f: pick(rows, policy="consistentHash", fingerprint=f).winner.name for f in range(200)}
     after = {f: pick(rows[:-1], policy="consistentHash", fingerprint=f).winner.name for f in range(200)}
@@ -168,7 +168,7 @@ def test_consistent_hash_moves_only_the_requests_of_the_candidate_that_left():
     assert len(set(after.values())) == 3
 
 
-def test_equal_costs_go_to_the_emptier_cache_and_then_to_the_rendezvous_hash():
+def test_ties_go_to_the_emptier_cache_then_the_hash():
     rows = [candidate("a", held=5), candidate("b", held=3)]
     assert pick(rows).winner.name == "b"
     equal = [candidate("a"), candidate("b"), candidate("c")]
@@ -176,6 +176,6 @@ def test_equal_costs_go_to_the_emptier_cache_and_then_to_the_rendezvous_hash():
     assert len({pick(equal, fingerprint=9).winner.name for _ in range(5)}) == 1
 
 
-def test_no_candidate_is_the_callers_error():
+def test_no_candidate_raises_value_error():
     with pytest.raises(ValueError, match="no candidate"):
         pick([])

@@ -4,7 +4,7 @@ import json
 from array import array
 from types import SimpleNamespace
 
-from unit.router.test_placer import BLOCK, Rig
+from unit.router.rig import BLOCK, Rig
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
@@ -63,7 +63,7 @@ class Learner(Rig):
             self.fleet.on_published(self.engine, sighting)
 
 
-def test_an_image_is_partial_until_the_engine_was_seen_to_store_it_and_exact_from_then_on():
+def test_image_becomes_exact_once_its_blocks_are_seen():
     rig = Learner()
     first = rig.request(b"a")
     decision = rig.send(rig.placer, first)
@@ -75,7 +75,7 @@ def test_an_image_is_partial_until_the_engine_was_seen_to_store_it_and_exact_fro
     assert (other.exactness, other.choice.winner.overlap) == ("partial", TEXT // BLOCK)
 
 
-def test_all_images_of_a_request_are_learned_one_after_the_other():
+def test_images_of_a_request_are_learned_in_order():
     rig = Learner()
     both = rig.request(b"a", b"b")
     assert rig.send(rig.placer, both).reasons == ("learning:image 0",)
@@ -86,7 +86,7 @@ def test_all_images_of_a_request_are_learned_one_after_the_other():
     assert (swapped.exactness, swapped.choice.winner.overlap) == ("exact", TEXT // BLOCK)
 
 
-def test_images_that_are_sent_without_a_place_keep_sightings_from_teaching():
+def test_unaligned_images_suspend_alignment():
     rig = Learner()
     unplaced = rig.request(b"b")
     unplaced.exactness, unplaced.ids, unplaced.spans = "affinity", array("I"), ()
@@ -97,7 +97,7 @@ def test_images_that_are_sent_without_a_place_keep_sightings_from_teaching():
     assert rig.placer.place(rig.request(b"a")).exactness == "partial"
 
 
-def test_an_image_is_asked_about_when_it_is_requested_again_and_still_unknown():
+def test_image_is_probed_when_requested_again():
     rig = Learner()
     questions = rig.learning.probes
     for number, waiting in ((1, 0), (2, 1), (3, 1), (4, 2)):
@@ -110,7 +110,7 @@ def test_an_image_is_asked_about_when_it_is_requested_again_and_still_unknown():
     assert questions.full()
 
 
-def test_images_that_wait_to_be_asked_about_are_bounded_in_bytes(monkeypatch):
+def test_waiting_probes_are_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr(learning, "MAX_PROBE_BYTES", 10)
     rig = Learner()
     waiting = rig.learning.probes
@@ -125,7 +125,7 @@ def test_images_that_wait_to_be_asked_about_are_bounded_in_bytes(monkeypatch):
         assert rig.learning.probes.qsize() == count
 
 
-def test_engines_with_other_flags_are_another_scope():
+def test_other_flags_are_another_scope():
     rig = Learner()
     first = rig.request(b"a")
     rig.send(rig.placer, first)

@@ -1,20 +1,16 @@
-"""Requests that two engines serve together, against engines on loopback addresses of their own: all or nothing."""
+"""Requests served by a prefill and a decode engine of SGLang, against engines on loopback addresses."""
 
 import asyncio
-import contextlib
 import itertools
-import json
-import os
 from array import array
 
 import pytest
 import pytest_asyncio
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from unit.router.rig import LoopbackEngine, outcomes, resource, synced
 
-from mmrouter_lib import feed
-from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient
@@ -49,45 +45,39 @@ SOON = 0.4
 """Seconds after which what hangs is given up; whoever does not hang must answer within them on a busy machine, too."""
 
 
-class Engine:
-    """Answers as ``says`` tells; notes what it got, and who left before it spoke.
+class Engine(LoopbackEngine):
+    """Answers as ``says`` tells, and counts requests that were aborted before the answer.
 
-    ``MEETS``: it answers once the other engine of the room does its part. ``rooms``: those in which one does.
+    ``MEETS``: it answers once the other engine of the bootstrap room does its part. ``rooms``: those in which one does.
     """
 
     def __init__(self, says: bytes, rooms: set[str]) -> None:
+        super().__init__()
         self.says, self.rooms = says, rooms
-        self.asked: list[tuple[str, dict[str, str], dict]] = []
         self.left = 0
         self.came, self.gone = asyncio.Event(), asyncio.Event()
-        self.ip = f"127.79.{os.getpid() % 250}.{next(_hosts)}"
 
-    async def serve(self) -> None:
-        self.server = await asyncio.start_server(self._connection, self.ip, HTTP_PORT)
+    @property
+    def asked(self) -> list[tuple[str, dict[str, str], dict]]:
+        return self.requests
 
-    async def _connection(self, reader, writer) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-                headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines if line)}
-                raw = await reader.readexactly(int(headers["content-length"]))
-                self.asked.append((first.split()[1], headers, json.loads(raw)))
-                self.came.set()
-                if self.says == DIES:
-                    writer.transport.abort()
-                    return
-                if self.says in (HANGS, MEETS) and await self._left(reader, headers[ROOM]):
-                    self.left += 1
-                    self.gone.set()
-                    writer.close()
-                    return
-                if self.says.startswith(b"HTTP/1.1 200") and self.says != STREAMED:
-                    self.rooms.add(headers.get(ROOM, ""))
-                writer.write(OK if self.says == MEETS else self.says)
-                await writer.drain()
+    async def respond(self, reader, writer, headers) -> bool:
+        self.came.set()
+        if self.says == DIES:
+            writer.transport.abort()
+            return False
+        if self.says in (HANGS, MEETS) and await self._left(reader, headers[ROOM]):
+            self.left += 1
+            self.gone.set()
+            writer.close()
+            return False
+        if self.says.startswith(b"HTTP/1.1 200") and self.says != STREAMED:
+            self.rooms.add(headers.get(ROOM, ""))
+        writer.write(OK if self.says == MEETS else self.says)
+        return True
 
     async def _left(self, reader, room: str) -> bool:
-        """Wait for whoever comes first: the partner, or the end of the request."""
+        """Wait for the partner or the end of the request; return whether it was the latter."""
         reading = asyncio.ensure_future(reader.read(1))
         while not reading.done() and (self.says == HANGS or room not in self.rooms):
             await asyncio.wait((reading,), timeout=0.005)
@@ -109,9 +99,8 @@ class Rig:
         self.upstream = Upstream(connect_seconds=10)
         pools = [{"name": role, "role": role, "replicas": 2, "accelerator": {"kind": "cpu"}} for role in roles]
         engine = {"type": "sglang", "image": "i", "blockSize": BLOCK, "kvConnector": {"transferBackend": "nixl"}}
-        spec |= {"model": {"id": "m"}, "engine": engine, "routing": {"policy": policy}, "pools": pools}
-        resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-        self.placer = Placer(parse_deployment({**resource, "spec": spec}), self.fleet)
+        spec |= {"engine": engine, "routing": {"policy": policy}, "pools": pools}
+        self.placer = Placer(resource(**spec), self.fleet)
         self.stages = Stages("sglang", roles, self.fleet, self.placer, self.metrics, None)
         exchange = EngineClient(self.upstream, "sglang", "secret")
         self.forwarder = Forwarder(
@@ -124,13 +113,8 @@ class Rig:
         if up:
             await engine.serve()
         role = {"p": "prefill", "d": "decode"}[name[0]]
-        worker = self.fleet.join(Member(name, name, engine.ip, role, role, **member))
-        self.fleet.feed_connected(worker)
-        asked = worker.sync.request_id
-        self.fleet.on_reply(worker, feed.SnapshotPart(asked, f"{name}/1", 1, 0, 0, 0, "GPU", pack_keys(keys), True))
-        canary = feed.CanaryReport(1, "True") if (role != "decode" if proved is None else proved) else None
-        beat = feed.Heartbeat(f"{name}/1", 1, 0, "sglang", "up", "0", BLOCK, "m", "", {}, ranks, False, canary)
-        self.fleet.on_published(worker, beat)
+        canary = "True" if (role != "decode" if proved is None else proved) else ""
+        synced(self.fleet, Member(name, name, engine.ip, role, role, **member), keys, canary, ranks, engine="sglang")
         return engine
 
     async def send(self, fields=(), path: str = "/v1/chat/completions", fingerprint: bytes = b"f"):
@@ -163,12 +147,7 @@ async def make():
     for rig in rigs:
         rig.upstream.close()
         for engine in rig.engines.values():
-            if hasattr(engine, "server"):
-                engine.server.close()
-
-
-def outcomes(reply):
-    return [(a["worker"], a["outcome"].split(":")[0]) for a in reply.trace.attempts]
+            engine.close()
 
 
 def stages(reply):
@@ -176,7 +155,7 @@ def stages(reply):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-async def test_both_engines_get_one_request_and_meet_in_one_room_and_the_decoder_answers(make, path):
+async def test_both_engines_get_the_request_and_the_decoder_answers(make, path):
     rig = make()
     prefill = await rig.engine("p1", answer(200, b"one token"))
     decode = await rig.engine("d1", answer(200, b"many tokens"))
@@ -193,7 +172,7 @@ async def test_both_engines_get_one_request_and_meet_in_one_room_and_the_decoder
     await rig.nothing_is_booked()
 
 
-async def test_the_decision_is_the_prefills_and_its_stages_have_their_times(make):
+async def test_reply_has_the_prefill_decision_and_stage_times(make):
     rig = make(policy="kv")
     await rig.engine("p1")
     await rig.engine("p2", keys=KEYS[:4])
@@ -207,7 +186,7 @@ async def test_the_decision_is_the_prefills_and_its_stages_have_their_times(make
     assert rig.metrics.chain.labels("prefill", "done")._value.get() == 1
 
 
-async def test_every_request_has_a_room_of_its_own(make):
+async def test_each_request_has_its_own_bootstrap_room(make):
     rig = make()
     prefill, decode = await rig.engine("p1"), await rig.engine("d1")
     for _ in range(50):
@@ -217,7 +196,7 @@ async def test_every_request_has_a_room_of_its_own(make):
     assert sorted(rooms) == sorted(headers[ROOM] for _, headers, _ in prefill.asked)
 
 
-async def test_ranks_are_told_to_both_and_the_room_leads_to_the_prefills(make):
+async def test_ranks_are_sent_to_both_engines(make):
     rig = make(policy="kv")
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", ranks=2)
     # The first rank of both is busy.
@@ -242,7 +221,7 @@ async def test_ranks_are_told_to_both_and_the_room_leads_to_the_prefills(make):
     ],
     ids=["not-there", "dies", "503", "500", "429", "fails-in-stream"],
 )
-async def test_a_prefill_that_fails_ends_the_decoders_request_and_another_pair_is_tried(make, says, up, cause):
+async def test_failed_prefill_aborts_the_decoder_and_retries(make, says, up, cause):
     rig = make()
     await rig.engine("p1", says, up=up)
     await rig.engine("p2")
@@ -259,7 +238,7 @@ async def test_a_prefill_that_fails_ends_the_decoders_request_and_another_pair_i
     await rig.nothing_is_booked()
 
 
-async def test_a_prefill_that_hangs_is_given_up_in_time_and_another_pair_is_tried(make):
+async def test_hung_prefill_times_out_and_retries(make):
     rig = make(prefill_seconds=SOON)
     hangs = await rig.engine("p1", HANGS)
     await rig.engine("p2")
@@ -274,7 +253,7 @@ async def test_a_prefill_that_hangs_is_given_up_in_time_and_another_pair_is_trie
     await rig.nothing_is_booked()
 
 
-async def test_a_decoder_that_hangs_under_two_pairs_is_not_asked_a_third_time(make):
+async def test_decoder_hung_in_two_pairs_is_excluded(make):
     rig = make(prefill_seconds=SOON)
     prefills = [await rig.engine(name, HANGS) for name in ("p1", "p2", "p3")]
     decodes = [await rig.engine(name, HANGS) for name in ("d1", "d2")]
@@ -286,7 +265,7 @@ async def test_a_decoder_that_hangs_under_two_pairs_is_not_asked_a_third_time(ma
     await rig.nothing_is_booked()
 
 
-async def test_an_answer_that_has_begun_is_never_given_up_however_long_its_prefill_takes(make):
+async def test_started_answer_is_never_timed_out(make):
     rig = make(prefill_seconds=SOON)
     prefill = await rig.engine("p1", HANGS)
     await rig.engine("p2")
@@ -299,7 +278,7 @@ async def test_an_answer_that_has_begun_is_never_given_up_however_long_its_prefi
     reply.close()
 
 
-async def test_what_is_the_clients_fault_reaches_it_as_the_engines_error_and_nobody_else_is_asked(make):
+async def test_client_error_of_the_prefill_is_returned_without_retry(make):
     rig = make()
     await rig.engine("p1", WRONG)
     other, decode = await rig.engine("p2"), await rig.engine("d1", HANGS)
@@ -319,7 +298,7 @@ async def test_what_is_the_clients_fault_reaches_it_as_the_engines_error_and_nob
     [(DIES, "engine_lost"), (answer(503), "busy"), (answer(500), "transfer"), (STREAMED, "transfer")],
     ids=["dies", "503", "500", "fails-in-stream"],
 )
-async def test_a_decoder_that_fails_ends_the_prefills_request_and_another_pair_is_tried(make, says, cause):
+async def test_failed_decoder_aborts_the_prefill_and_retries(make, says, cause):
     rig = make()
     prefill = await rig.engine("p1", MEETS)
     await rig.engine("d1", says)
@@ -332,7 +311,7 @@ async def test_a_decoder_that_fails_ends_the_prefills_request_and_another_pair_i
     await rig.nothing_is_booked()
 
 
-async def test_a_decoder_that_cannot_be_reached_ends_the_prefills_request(make):
+async def test_unreachable_decoder_aborts_the_prefill(make):
     rig = make()
     prefill = await rig.engine("p1", MEETS)
     await rig.engine("d1", up=False)
@@ -344,7 +323,7 @@ async def test_a_decoder_that_cannot_be_reached_ends_the_prefills_request(make):
     await rig.nothing_is_booked()
 
 
-async def test_a_decoders_error_of_the_client_is_passed_on_and_ends_the_prefills_request(make):
+async def test_client_error_of_the_decoder_is_returned_and_aborts_the_prefill(make):
     rig = make()
     prefill = await rig.engine("p1", HANGS)
     await rig.engine("d1", WRONG)
@@ -356,7 +335,7 @@ async def test_a_decoders_error_of_the_client_is_passed_on_and_ends_the_prefills
     await rig.nothing_is_booked()
 
 
-async def test_a_client_that_leaves_ends_both(make):
+async def test_disconnected_client_aborts_both(make):
     rig = make()
     prefill, decode = await rig.engine("p1", HANGS), await rig.engine("d1", HANGS)
     work = asyncio.create_task(rig.send())
@@ -372,7 +351,7 @@ async def test_a_client_that_leaves_ends_both(make):
     await rig.nothing_is_booked()
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_answer_ends_both(make):
+async def test_client_disconnecting_mid_answer_aborts_both(make):
     rig = make()
     prefill = await rig.engine("p1", HANGS)
     await rig.engine("d1", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nfirst")
@@ -384,7 +363,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_answer_ends_both(make):
     await rig.nothing_is_booked()
 
 
-async def test_a_prefills_answer_is_read_to_its_end_though_the_clients_was_whole_before(make):
+async def test_prefill_answer_is_drained_after_the_clients(make):
     rig = make()
     prefill = await rig.engine("p1", answer(200, b"x" * 3_000_000))
     await rig.engine("d1")
@@ -397,7 +376,7 @@ async def test_a_prefills_answer_is_read_to_its_end_though_the_clients_was_whole
     assert rig.upstream.idle_connections(prefill.ip, HTTP_PORT) == 1  # one connection, given back each time
 
 
-async def test_under_two_engines_that_end_a_request_is_refused_from_then_on(make):
+async def test_pair_request_is_quarantined_after_two_deaths(make):
     rig = make()
     prefills = [await rig.engine("p1", DIES), await rig.engine("p2", DIES)]
     await rig.engine("d1", HANGS)
@@ -410,7 +389,7 @@ async def test_under_two_engines_that_end_a_request_is_refused_from_then_on(make
     await rig.nothing_is_booked()
 
 
-async def test_only_engines_of_one_layout_make_a_pair(make):
+async def test_pair_requires_equal_layouts(make):
     rig = make()
     old, new = await rig.engine("p1", compatibility="old"), await rig.engine("p2", compatibility="new")
     await rig.engine("d0", compatibility="alone")
@@ -422,7 +401,7 @@ async def test_only_engines_of_one_layout_make_a_pair(make):
 
 
 @pytest.mark.parametrize("alone", ["p1", "d1"])
-async def test_without_a_pair_nobody_is_asked(make, alone):
+async def test_without_a_pair_no_engine_is_asked(make, alone):
     rig = make()
     engine = await rig.engine(alone)
     with pytest.raises(RequestError) as refused:
@@ -431,7 +410,7 @@ async def test_without_a_pair_nobody_is_asked(make, alone):
     assert rig.metrics.degraded.labels("no_pair")._value.get() == 1
 
 
-async def test_engines_of_unequal_layouts_count_as_no_pair_and_the_form_says_so(make):
+async def test_unequal_layouts_degrade_the_form(make):
     rig = make()
     engines = [await rig.engine("p1", compatibility="old"), await rig.engine("d1", compatibility="new")]
     assert rig.stages.form().degraded == ("no_pair",)
@@ -445,7 +424,7 @@ async def test_engines_of_unequal_layouts_count_as_no_pair_and_the_form_says_so(
     assert rig.metrics.degraded.labels("no_pair")._value.get() == 1
 
 
-async def test_when_every_prefill_has_failed_the_client_may_try_again(make):
+async def test_all_prefills_failed_is_a_retryable_error(make):
     rig = make()
     await rig.engine("p1", answer(500))
     await rig.engine("d1", HANGS)
@@ -456,7 +435,7 @@ async def test_when_every_prefill_has_failed_the_client_may_try_again(make):
     await rig.nothing_is_booked()
 
 
-async def test_each_half_is_a_span_of_its_own_that_says_how_it_failed(make):
+async def test_each_half_has_a_span_with_its_error(make):
     rig = make()
     await rig.engine("p1", answer(500))
     await rig.engine("p2")
@@ -479,7 +458,7 @@ async def test_each_half_is_a_span_of_its_own_that_says_how_it_failed(make):
         assert [(s.attributes["mmrouter.worker"], s.attributes.get("error.type")) for s in found] == told
 
 
-async def test_equal_engines_of_both_roles_take_turns(make):
+async def test_equal_engines_take_turns(make):
     rig = make()
     engines = [await rig.engine(name) for name in ("p1", "p2", "d1", "d2")]
     for _ in range(4):
@@ -487,7 +466,7 @@ async def test_equal_engines_of_both_roles_take_turns(make):
     assert [len(engine.asked) for engine in engines] == [2, 2, 2, 2]
 
 
-async def test_a_prefill_engine_is_proved_together_with_a_decode_engine_of_its_layout(make):
+async def test_prefill_engine_is_probed_with_a_decoder_of_its_layout(make):
     rig = make()
     other = await rig.engine("d0", compatibility="b")
     prefill, decode = await rig.engine("p1", compatibility="a", ranks=2), await rig.engine("d1", compatibility="a")
@@ -499,7 +478,7 @@ async def test_a_prefill_engine_is_proved_together_with_a_decode_engine_of_its_l
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(answer(500), HANGS), (HANGS, answer(500)), (DIES, HANGS)])
-async def test_a_proof_that_fails_on_one_side_leaves_nobody_waiting(make, prefill, decode):
+async def test_failed_probe_aborts_the_other_half(make, prefill, decode):
     rig = make()
     engines = [await rig.engine("p1", prefill), await rig.engine("d1", decode)]
     with pytest.raises(ProbeRequestError):
@@ -509,7 +488,7 @@ async def test_a_proof_that_fails_on_one_side_leaves_nobody_waiting(make, prefil
             await asyncio.wait_for(engine.gone.wait(), 5)
 
 
-async def test_without_a_decode_engine_nothing_is_proved(make):
+async def test_probe_needs_a_partner(make):
     rig = make()
     prefill = await rig.engine("p1")
     with pytest.raises(ProbeRequestError, match="decode"):
@@ -517,7 +496,7 @@ async def test_without_a_decode_engine_nothing_is_proved(make):
     assert prefill.asked == []
 
 
-async def test_a_decode_engine_is_proved_by_its_half_of_an_answer(make):
+async def test_decode_engine_is_probed_by_its_half(make):
     rig = make()
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", answer(200, b'{"usage": {}}'), ranks=2)
     await rig.engine("p2", compatibility="other")
@@ -528,7 +507,7 @@ async def test_a_decode_engine_is_proved_by_its_half_of_an_answer(make):
     assert one["x-override-routed-dp-rank"] == two["x-override-disagg-prefill-dp-rank"] == str(int(one[ROOM]) % 2)
 
 
-async def test_an_engine_that_hangs_keeps_nobody_waiting_for_its_proof(make):
+async def test_probe_of_a_hung_engine_times_out(make):
     rig = make()
     engines = [await rig.engine("p1", MEETS), await rig.engine("d1", HANGS)]
     with pytest.raises(ProbeRequestError, match=r"p1 and d1 gave no answer within 0\.4 s"):
@@ -537,7 +516,7 @@ async def test_an_engine_that_hangs_keeps_nobody_waiting_for_its_proof(make):
         await asyncio.wait_for(engine.gone.wait(), 5)
 
 
-async def test_a_proved_partner_is_asked_and_else_any_so_that_one_that_hangs_keeps_nobody_unproved(make):
+async def test_verified_partner_is_preferred_for_probes(make):
     rig = make()
     for name in ("p1", "p2", "p3"):
         await rig.engine(name, proved=name == "p3")
@@ -548,7 +527,7 @@ async def test_a_proved_partner_is_asked_and_else_any_so_that_one_that_hangs_kee
     assert {rig.placer.partner(prefill).worker.member.name for _ in range(64)} == {"d1", "d2"}
 
 
-async def test_a_decode_engine_that_never_proved_itself_is_not_used_where_what_is_unproved_is_refused(make):
+async def test_unverified_decoder_is_unused_under_refuse(make):
     rig = make(verification={"onFailure": "Refuse", "timeoutSeconds": 1})
     await rig.engine("p1")
     silent, proved = await rig.engine("d1"), await rig.engine("d2", proved=True)

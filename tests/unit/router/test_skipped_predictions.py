@@ -11,8 +11,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.engine import Engine
+from unit.router.rig import IDS, KEYS, Rig, prepared
 from unit.router.test_app import OWN_IP, heard, member
-from unit.router.test_placer import IDS, KEYS, Rig, prepared
 from unit.router.test_prepare import image, settings, text
 
 from mmrouter_lib.api import parse_deployment

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, replace
 
 import pytest
-from unit.router.test_placer import BLOCK, SEED, Rig
+from unit.router.rig import BLOCK, SEED, Rig
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_router.dispatch.stages import Stages
@@ -86,7 +86,7 @@ class Staging(Rig):
         return staged, json.loads(outgoing.body(staged.fields)), [(note.stage, note.outcome) for note in staged.reports]
 
 
-async def test_a_prompt_is_computed_where_most_of_it_is_held_and_fetched_by_the_decoder():
+async def test_prompt_is_prefilled_at_the_best_holder():
     rig = Staging("prefill", "decode")
     rig.engine("prefill", "p1")
     rig.engine("prefill", "p2", KEYS[:30])
@@ -100,7 +100,7 @@ async def test_a_prompt_is_computed_where_most_of_it_is_held_and_fetched_by_the_
     assert "kv_transfer_params" not in json.loads(Outgoing("/", {"model": "m"}).plain)
 
 
-async def test_a_prompt_that_the_decoder_holds_goes_there_alone():
+async def test_prompt_held_by_the_decoder_skips_prefill():
     rig = Staging("prefill", "decode")
     rig.engine("prefill", "p1")
     rig.engine("decode", "d1", KEYS[: (LENGTH - 100) // BLOCK])
@@ -111,7 +111,7 @@ async def test_a_prompt_that_the_decoder_holds_goes_there_alone():
     assert "kv_transfer_params" not in body
 
 
-async def test_only_engines_that_can_exchange_blocks_are_paired():
+async def test_stages_pair_compatible_engines_only():
     rig = Staging("prefill", "decode")
     old, new, decoder = rig.engine("prefill", "p1", KEYS), rig.engine("prefill", "p2"), rig.engine("decode", "d1")
     for worker, layout in ((old, "a"), (new, "b"), (decoder, "b")):
@@ -137,7 +137,7 @@ async def test_only_engines_that_can_exchange_blocks_are_paired():
         (TimeoutError(), "timeout", False),
     ],
 )
-async def test_a_failed_prefill_leaves_the_prompt_to_the_decoder(answer, outcome, lost):
+async def test_failed_prefill_falls_back_to_the_decoder(answer, outcome, lost):
     rig = Staging("prefill", "decode")
     rig.engine("prefill", "p1")
     rig.engine("decode", "d1")
@@ -158,7 +158,7 @@ async def test_a_failed_prefill_leaves_the_prompt_to_the_decoder(answer, outcome
         ({}, {"alone": True}, "transfer"),
     ],
 )
-async def test_what_one_engine_has_to_do_is_not_split(fields, options, outcome):
+async def test_unsplittable_request_stays_at_one_engine(fields, options, outcome):
     rig = Staging("prefill", "decode")
     rig.engine("prefill", "p1")
     rig.engine("decode", "d1")
@@ -167,7 +167,7 @@ async def test_what_one_engine_has_to_do_is_not_split(fields, options, outcome):
     assert rig.prefills == []
 
 
-async def test_every_image_of_which_a_block_is_missing_is_encoded_and_named_to_the_worker():
+async def test_images_with_missing_blocks_are_encoded():
     rig = Staging("encoder", "worker")
     rig.engine("worker", "w1")
     _, body, notes = await rig.before()
@@ -180,7 +180,7 @@ async def test_every_image_of_which_a_block_is_missing_is_encoded_and_named_to_t
 
 
 @pytest.mark.parametrize(("blocks", "encoded"), [(10, ["m1-a", "m1-b"]), (11, ["m1-b"]), (41, ["m1-b"]), (42, [])])
-async def test_an_image_whose_blocks_are_held_is_not_encoded_again(blocks, encoded):
+async def test_image_with_held_blocks_is_not_encoded(blocks, encoded):
     rig = Staging("encoder", "worker")
     rig.engine("worker", "w1", KEYS[:blocks])
     _, _, notes = await rig.before()
@@ -188,21 +188,21 @@ async def test_an_image_whose_blocks_are_held_is_not_encoded_again(blocks, encod
     assert notes == [("encode", "done" if encoded else "held")]
 
 
-async def test_an_unproved_workers_blocks_do_not_spare_the_encoding():
+async def test_unverified_blocks_do_not_skip_encoding():
     rig = Staging("encoder", "worker")
     rig.engine("worker", "w1", KEYS, canary="")
     await rig.before()
     assert rig.encoded == ["m1-a", "m1-b"]
 
 
-async def test_images_of_a_prompt_that_nobody_can_predict_are_encoded():
+async def test_images_of_an_unpredicted_prompt_are_encoded():
     rig = Staging("encoder", "worker")
     rig.engine("worker", "w1")
     await rig.before(replace(prepared(), spans=(), ids=array("I")))
     assert rig.encoded == ["m1-a", "m1-b"]
 
 
-async def test_images_that_no_encoder_encodes_are_the_workers():
+async def test_failed_encoding_falls_back_to_the_worker():
     rig = Staging("encoder", "worker")
     rig.engine("worker", "w1")
     rig.encode_status = 500
@@ -211,7 +211,7 @@ async def test_images_that_no_encoder_encodes_are_the_workers():
     assert "ec_transfer_params" not in body
 
 
-async def test_in_a_whole_chain_the_prefill_engine_gets_the_embeddings_and_the_decoder_the_blocks():
+async def test_full_form_passes_embeddings_to_prefill_and_blocks_to_decode():
     rig = Staging("encoder", "prefill", "decode")
     rig.engine("prefill", "p1")
     rig.engine("decode", "d1")
@@ -222,7 +222,7 @@ async def test_in_a_whole_chain_the_prefill_engine_gets_the_embeddings_and_the_d
     assert body["kv_transfer_params"] == PARAMS
 
 
-async def test_a_pool_without_a_pod_is_gone_without():
+async def test_form_omits_a_pool_without_pods():
     rig = Staging("encoder", "prefill", "decode")
     rig.encoding.update([])
     rig.engine("decode", "d1")
@@ -230,7 +230,7 @@ async def test_a_pool_without_a_pod_is_gone_without():
     assert (shape.name, shape.degraded) == ("whole", ("no_prefill", "no_encoder"))
 
 
-async def test_a_pod_that_failed_the_request_is_gone_without_before_anybody_says_that_it_is_down():
+async def test_form_omits_pods_that_failed_the_request():
     rig = Staging("prefill", "decode")
     rig.engine("prefill", "p1")
     decode = rig.engine("decode", "d1")
@@ -241,7 +241,7 @@ async def test_a_pod_that_failed_the_request_is_gone_without_before_anybody_says
     assert rig.stages.form({decode.member.uid}).answers == {"decode"}
 
 
-async def test_a_request_that_is_given_up_leaves_nothing_booked():
+async def test_cancelled_stages_leave_no_booking():
     rig = Staging("prefill", "decode")
     prefill = rig.engine("prefill", "p1")
     rig.engine("decode", "d1")
@@ -260,7 +260,7 @@ async def test_a_request_that_is_given_up_leaves_nothing_booked():
     assert (prefill.usage[0].requests, prefill.usage[0].active) == (0, 0)
 
 
-async def test_how_long_answers_took_is_learned_for_both_ways():
+async def test_answer_times_of_both_paths_are_measured():
     rig = Staging("prefill", "decode")
     rig.engine("prefill", "p1")
     rig.engine("decode", "d1")

@@ -65,7 +65,7 @@ def take(table: SentinelTable, aligner: Aligner, lessons) -> list[bytes]:
     return learned
 
 
-def test_an_image_is_learned_from_the_place_where_it_was_asked_for():
+def test_image_is_learned_from_its_requested_place():
     table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     request = asked(6, b"a", 6)
@@ -75,7 +75,7 @@ def test_an_image_is_learned_from_the_place_where_it_was_asked_for():
     assert table.get(b"a").values == TRUTH[b"a"]
 
 
-def test_only_requests_that_wait_for_what_was_learned_are_looked_at_again(monkeypatch):
+def test_only_requests_waiting_for_a_learned_image_are_recomputed(monkeypatch):
     table, looked = SentinelTable(), []
     aligner = Aligner(table)
     first, second = asked(6, b"a", 6, b"b", 6), asked(6, b"c", 6, b"d", 6)
@@ -89,7 +89,7 @@ def test_only_requests_that_wait_for_what_was_learned_are_looked_at_again(monkey
         looked.clear()
 
 
-def test_the_second_image_is_learned_once_the_first_one_gives_its_place():
+def test_second_image_is_learned_once_the_first_fixes_its_place():
     table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     request = asked(6, b"a", 6, b"b", 6)
@@ -100,7 +100,7 @@ def test_the_second_image_is_learned_once_the_first_one_gives_its_place():
     assert table.get(b"b").values == TRUTH[b"b"]
 
 
-def test_two_images_at_one_place_teach_nothing_and_say_so():
+def test_two_images_at_one_place_are_ambiguous():
     table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     one, other = asked(6, b"a", 6), asked(6, b"b", 6)
@@ -112,7 +112,7 @@ def test_two_images_at_one_place_teach_nothing_and_say_so():
             assert aligner.ambiguous(sighting[0])
 
 
-def test_of_two_images_at_one_place_the_second_is_learned_when_the_first_is_known():
+def test_second_image_at_a_place_is_learned_once_the_first_is_known():
     table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     for request, name in ((asked(6, b"a", 6), b"a"), (asked(6, b"b", 6), b"b")):
@@ -122,7 +122,7 @@ def test_of_two_images_at_one_place_the_second_is_learned_when_the_first_is_know
 
 
 @pytest.mark.parametrize(("length", "teaches"), [(3, False), (4, True), (5, True), (6, False)])
-def test_a_run_too_short_to_show_the_cycle_or_longer_than_the_image_teaches_nothing(length, teaches):
+def test_run_of_wrong_length_is_ignored(length, teaches):
     table = SentinelTable()
     aligner = Aligner(table)
     request = asked(8, b"a", 6)
@@ -132,7 +132,7 @@ def test_a_run_too_short_to_show_the_cycle_or_longer_than_the_image_teaches_noth
     assert bool(aligner.add_sighting(place, values, length, trusted=True)) is teaches
 
 
-def test_what_was_seen_before_an_image_was_asked_for_is_not_that_image():
+def test_sighting_before_the_request_is_another_image():
     table = SentinelTable()
     aligner = Aligner(table)
     request = asked(8, b"a", 6)
@@ -143,7 +143,7 @@ def test_what_was_seen_before_an_image_was_asked_for_is_not_that_image():
     assert len(table) == 0
 
 
-def test_what_others_may_have_sent_teaches_nothing():
+def test_untrusted_sighting_is_ignored():
     table, engine = SentinelTable(), Engine(TRUTH)
     aligner = Aligner(table)
     request = asked(6, b"a", 6)
@@ -152,7 +152,7 @@ def test_what_others_may_have_sent_teaches_nothing():
     assert aligner.add_sighting(*sighting, trusted=False) == []
 
 
-def test_forgetting_an_image_that_was_asked_for_is_known():
+def test_eviction_of_a_requested_image_marks_the_aligner_lost():
     table = SentinelTable()
     aligner = Aligner(table, max_places=1)
     aligner.add_request(asked(6, b"a", 6))
@@ -167,7 +167,7 @@ _prompt = st.lists(_part, min_size=1, max_size=6).map(lambda parts: asked(*parts
 
 @settings(max_examples=120)
 @given(data=st.data(), single=st.booleans(), predicted=st.booleans())
-def test_no_order_of_requests_answers_and_sightings_ever_teaches_a_wrong_image(data, single, predicted):
+def test_no_interleaving_teaches_a_wrong_image(data, single, predicted):
     truth = TRUTH_SINGLE if single else TRUTH
     table, engine = SentinelTable(), Engine(truth)
     aligner = Aligner(table)

@@ -43,7 +43,7 @@ def known(*, calibrated: bool) -> SentinelStore:
 
 
 @pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated", "calibrated meanwhile"])
-async def test_an_image_is_hashed_once_for_all_scopes_and_a_large_one_in_a_thread(threads, calibrated):
+async def test_image_is_hashed_once_and_a_large_one_in_a_thread(threads, calibrated):
     small = picture("a", 112, 112)
     large = picture("b", 112, 112) + bytes(IN_THREAD)
     own = settings(engine="sglang")
@@ -66,7 +66,7 @@ async def test_an_image_is_hashed_once_for_all_scopes_and_a_large_one_in_a_threa
     assert threads[large][0] is not threading.current_thread()
 
 
-async def test_nothing_is_hashed_where_nothing_is_predicted(threads):
+async def test_images_are_not_hashed_without_predictions(threads):
     own = settings(engine="sglang")
     media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     preparer = Preparer(own, media)

@@ -25,7 +25,7 @@ def prompt(parts: list[int]) -> tuple["array[int]", tuple[Span, ...]]:
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.sets(st.integers(0, 3)))
-def test_keys_are_equal_up_to_the_first_unknown_image_and_unique_from_there(parts, known):
+def test_keys_are_unique_from_the_first_unknown_image(parts, known):
     ids, spans = prompt(parts)
     exact = fill_sentinels(ids, spans, VALUES.get)
     one, two = [fill_sentinels(ids, spans, lambda name: VALUES[name] if name[0] in known else None) for _ in range(2)]
@@ -42,7 +42,7 @@ def test_keys_are_equal_up_to_the_first_unknown_image_and_unique_from_there(part
     assert not rest[0] & rest[1]
 
 
-def test_sentinels_cycle_from_the_start_of_each_run_and_cover_it_alone():
+def test_sentinels_cycle_within_each_run():
     ids, spans = prompt([0, 7, 2, 5, 4])
     filled = fill_sentinels(ids, spans, VALUES.get).ids
     for span in spans:
@@ -62,7 +62,7 @@ def stored(ids: "array[int]", first: int, end: int) -> Stored:
 
 
 @given(st.integers(0, 3), st.integers(0, 9), st.integers(1, 9))
-def test_an_image_is_observed_wherever_events_are_cut_and_never_another_ones(offset, cut, tokens):
+def test_image_is_observed_across_split_events(offset, cut, tokens):
     ids = array("I", [*range(10, 10 + 2 * SIZE + offset), *[1] * tokens, *range(50, 60)])
     span = Span(2 * SIZE + offset, tokens, b"\x01")
     mine = fill_sentinels(ids, [span], VALUES.get).ids
@@ -75,7 +75,7 @@ def test_an_image_is_observed_wherever_events_are_cut_and_never_another_ones(off
     assert observe_sentinels(ids, span, SIZE, [stored(foreign, 0, len(foreign) // SIZE)]) is None
 
 
-def test_a_single_value_is_observed_as_one_and_text_at_an_images_place_as_nothing():
+def test_single_sentinel_and_text_are_told_apart():
     ids = array("I", [*range(10, 18), *[1] * 6, *range(50, 60)])
     span = Span(8, 6, b"x")
     single = array("Q", ids)

@@ -88,25 +88,25 @@ def place(request: SentRequest) -> tuple[int | None, int]:
         ("0.5.10", "qwen3_vl", 0, False),
     ],
 )
-def test_version_model_type_and_flags_decide_whether_sentinels_can_be_predicted(version, model_type, cache, predicts):
+def test_version_model_type_and_flags_decide_predictability(version, model_type, cache, predicts):
     chosen = plan_fingerprints(version, {"model_type": model_type, "mm_preprocess_cache_size_mb": json.dumps(cache)})
     assert bool(chosen.candidates) is predicts
     assert chosen.why
 
 
 @pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
-def test_an_engine_beside_encoders_names_images_by_embeddings_that_nobody_predicts(fingerprint):
+def test_language_only_engine_is_not_predictable(fingerprint):
     beside = facts(fingerprint, mm_preprocess_cache_size_mb=64, language_only=True)
     assert plan_fingerprints("0.5.23", beside).candidates == ()
     assert plan_fingerprints("0.5.23", beside | {"language_only": "false"}).candidates
 
 
 @pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
-def test_the_fingerprint_of_the_recorded_engines_is_the_first_that_is_tried(fingerprint):
+def test_recorded_fingerprint_is_the_first_candidate(fingerprint):
     assert plan_fingerprints("0.5.23", facts(fingerprint, mm_preprocess_cache_size_mb=64)).candidates[0] == fingerprint
 
 
-def test_nothing_is_predicted_before_a_fingerprint_is_proven_and_every_image_after_it():
+def test_predictions_start_with_a_proven_fingerprint():
     rig = Rig(facts())
     assert (rig.provider(), rig.values(IMAGE)) == ("learned", None)
     rig.observed(CANARY, made_of(CANARY))
@@ -116,20 +116,20 @@ def test_nothing_is_predicted_before_a_fingerprint_is_proven_and_every_image_aft
 @pytest.mark.parametrize(
     "near", [{"transformers": "5.18.0"}, {"transformers": "5.21.1"}, {"feature_transport": "cuda_ipc"}]
 )
-def test_an_engine_with_another_library_or_transport_is_calibrated_by_trying(near):
+def test_other_library_or_transport_is_found_among_candidates(near):
     fingerprint = Fingerprint(**{name: getattr(QWEN3, name) for name in QWEN3.__struct_fields__} | near)
     rig = Rig(facts())
     rig.observed(CANARY, made_of(CANARY, fingerprint))
     assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE, fingerprint))
 
 
-def test_a_router_that_starts_later_is_calibrated_by_what_a_sidecar_remembers_of_another_ones_canary():
+def test_recalled_sightings_calibrate_a_new_router():
     rig = Rig(facts())
     rig.known.on_sighting(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=False)
     assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE))
 
 
-def test_an_engine_that_no_fingerprint_explains_is_learned_from():
+def test_unexplained_engine_is_learned():
     rig = Rig(facts())
     rig.observed(CANARY, (2000001, 2000002, 2000003, 2000004))
     assert (rig.provider(), rig.values(IMAGE)) == ("learned", None)
@@ -139,7 +139,7 @@ def test_an_engine_that_no_fingerprint_explains_is_learned_from():
     assert rig.provider() == "learned"  # what was demoted stays so
 
 
-def test_a_prediction_that_an_observation_contradicts_demotes_the_scope_and_leaves_what_was_proven():
+def test_contradicted_prediction_demotes_the_scope_and_keeps_proofs():
     rig = Rig(facts())
     rig.observed(CANARY, made_of(CANARY))
     assert rig.values(IMAGE) == made_of(IMAGE)
@@ -153,7 +153,7 @@ def test_a_prediction_that_an_observation_contradicts_demotes_the_scope_and_leav
     assert "predict" in rig.known.provider(SCOPE)[1]
 
 
-def test_a_predicted_image_is_proven_by_its_first_sighting_and_refuted_by_another_one():
+def test_first_sighting_proves_or_refutes_a_prediction():
     for seen, event in ((made_of(IMAGE), "proven"), (made_of(OTHER, QWEN25), "demoted")):
         rig = Rig(facts())
         rig.now += BLIND_SECONDS
@@ -165,7 +165,7 @@ def test_a_predicted_image_is_proven_by_its_first_sighting_and_refuted_by_anothe
         assert rig.values(IMAGE) == seen
 
 
-def test_sightings_teach_only_while_nobody_else_sends_images():
+def test_sightings_are_ignored_while_other_routers_send_images():
     rig = Rig(facts(model_type="llava"))
     values = (2000001,)
 
@@ -182,7 +182,7 @@ def test_sightings_teach_only_while_nobody_else_sends_images():
     assert learned()
 
 
-def test_an_ended_epoch_is_forgotten():
+def test_ended_epoch_is_dropped():
     rig = Rig(facts(model_type="llava"))
     rig.now += BLIND_SECONDS
     rig.known.on_request(SCOPE, LINE, asked(IMAGE))
@@ -191,7 +191,7 @@ def test_an_ended_epoch_is_forgotten():
     assert rig.values(IMAGE) is None
 
 
-def test_the_image_that_was_not_asked_for_the_longest_leaves_a_full_table():
+def test_full_table_evicts_the_least_recently_used_image():
     table = SentinelTable(size=2)
     for number, name in enumerate((b"1", b"2")):
         table.put(name, (number,), proven=True)

@@ -48,7 +48,7 @@ def cause(p, *events):
     return found.cause if found else None
 
 
-def test_equal_streams_have_no_difference_whole_split_or_continued():
+def test_equal_streams_have_no_difference():
     p = prediction()
     assert cause(p, published(p)) is None
     first, rest = published(p, blocks=2), published(p, start=2)
@@ -56,7 +56,7 @@ def test_equal_streams_have_no_difference_whole_split_or_continued():
     assert cause(p, rest) is None
 
 
-def test_events_of_other_requests_do_not_disturb():
+def test_events_of_other_requests_are_ignored():
     p = prediction()
     other = replace(published(prediction(ids=[50 + i for i in range(17)], spans=())), hashes=(7, 8, 9, 10))
     assert cause(p, other, published(p)) is None
@@ -71,11 +71,11 @@ def test_events_of_other_requests_do_not_disturb():
         ("identity", prediction(spans=())),
     ],
 )
-def test_the_first_difference_names_its_cause(expected, engine):
+def test_first_difference_names_its_cause(expected, engine):
     assert cause(prediction(), published(engine)) == expected
 
 
-def test_block_size_salt_truncation_and_silence_are_told_apart():
+def test_block_size_salt_truncation_and_silence_are_distinct_causes():
     p = prediction()
     assert cause(p, published(p, size=8)) == "block_size"
     assert cause(p, published(p, salt="t1-x")) == "salt"
@@ -83,7 +83,7 @@ def test_block_size_salt_truncation_and_silence_are_told_apart():
     assert cause(p) == "no_events"
 
 
-def test_the_sentence_names_token_and_block():
+def test_message_names_token_and_block():
     engine = prediction(ids=[1, 2, 3, 4, 5, *[PAD] * 6, 7, 80, 9, 10, 11, 12])
     found = first_difference(prediction(), [published(engine)])
     assert found is not None

@@ -61,7 +61,7 @@ def test_equal_prompts_have_no_difference(pieces):
 
 
 @given(prompts(), st.data())
-def test_another_token_outside_images_is_a_template_wherever_it_stands(pieces, data):
+def test_text_difference_has_cause_template(pieces, data):
     where = data.draw(st.sampled_from(range(0, len(pieces), 2)))
     change = data.draw(st.sampled_from(["replaced", "added", "gone"]))
     text = list(pieces[where])
@@ -79,7 +79,7 @@ def test_another_token_outside_images_is_a_template_wherever_it_stands(pieces, d
 
 
 @given(prompts(), st.data())
-def test_an_image_of_another_length_is_a_count(pieces, data):
+def test_image_length_difference_has_cause_count(pieces, data):
     where = data.draw(st.sampled_from(range(1, len(pieces), 2)))
     identity, length = pieces[where]
     longer = [*pieces[:where], (identity, length + data.draw(lengths)), *pieces[where + 1 :]]
@@ -90,20 +90,20 @@ def test_an_image_of_another_length_is_a_count(pieces, data):
 
 
 @given(prompts(), st.data())
-def test_another_image_is_an_identity_whatever_its_length(pieces, data):
+def test_other_image_has_cause_identity(pieces, data):
     where = data.draw(st.sampled_from(range(1, len(pieces), 2)))
     changed = [*pieces[:where], (OTHER, data.draw(lengths)), *pieces[where + 1 :]]
     assert outcome(judged(pieces, changed)) == ("False", "identity")
 
 
 @given(prompts())
-def test_one_image_more_or_less_is_an_identity(pieces):
+def test_missing_or_extra_image_has_cause_identity(pieces):
     more = [*pieces, (OTHER, 3)]
     assert outcome(judged(pieces, more)) == ("False", "identity")
     assert outcome(judged(more, pieces)) == ("False", "identity")
 
 
-def test_the_first_of_several_differences_is_named():
+def test_first_of_several_differences_counts():
     ours = [[1, 2], (b"a" * 32, 4), [3, 4], (b"b" * 32, 4), [5]]
     assert judged(ours, [[1, 2], (b"a" * 32, 5), [3, 7], (OTHER, 4), [5]]).cause == "count"
     assert judged(ours, [[1, 2], (b"a" * 32, 4), [3, 7], (OTHER, 4), [5]]).cause == "template"
@@ -111,7 +111,7 @@ def test_the_first_of_several_differences_is_named():
 
 
 @given(prompts(), st.data())
-def test_of_a_partial_prompt_only_what_is_before_its_image_is_compared(pieces, data):
+def test_partial_prompt_is_compared_before_its_image(pieces, data):
     where = data.draw(st.sampled_from(range(1, len(pieces), 2)))
     known = pieces[:where]
     assert outcome(judged(known, [*known, (OTHER, data.draw(lengths)), data.draw(texts)], whole=False)) == ("True", "")
@@ -120,7 +120,7 @@ def test_of_a_partial_prompt_only_what_is_before_its_image_is_compared(pieces, d
     assert judged(known, known, whole=False).cause == "identity"
 
 
-def test_the_place_that_differs_is_shown_as_both_sides_have_it():
+def test_both_sides_of_a_difference_are_shown():
     head = list(range(1, 41))
     found = judged([head, (b"a" * 32, 6), [50]], [head, (b"a" * 32, 9), [50]])
     shown = rendering_json(found, None)
@@ -146,7 +146,7 @@ def prepared(pieces, exactness="exact", *, resolved=True, rendered=False) -> Pre
     return Prepared(None, None, images, ids, spans, exactness, (), 1, 1, rendered=rendered)
 
 
-def test_only_what_we_predicted_ourselves_is_compared():
+def test_only_own_predictions_are_compared():
     pieces = [[1, 2], (b"a" * 32, 4), [3]]
     ids, spans = build(pieces)
     assert predicted_prompt(prepared(pieces)) == PredictedPrompt(ids, spans)

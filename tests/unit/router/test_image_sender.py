@@ -71,7 +71,7 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-async def test_answers_come_back_untouched_under_their_images_identities(encoding, pool):
+async def test_answers_are_returned_unchanged_by_identity(encoding, pool):
     done = await encoding.encode("r1", [shown("x"), shown("y"), shown("x")])
     where = {name: encoder for encoder, name in pool.sent}
     assert done.params == {name: {"item_indices": [0], "peer_host": where[name]} for name in ("x", "y")}
@@ -80,7 +80,7 @@ async def test_answers_come_back_untouched_under_their_images_identities(encodin
     assert done.seconds >= 0
 
 
-async def test_an_image_of_many_requests_is_sent_once_while_it_is_on_its_way_and_while_it_is_held(encoding, pool):
+async def test_shared_image_is_sent_once(encoding, pool):
     pool.hold("x")
     waiting = [asyncio.create_task(encoding.encode(f"r{n}", [shown("x")])) for n in range(5)]
     await until(lambda: pool.sent)
@@ -90,7 +90,7 @@ async def test_an_image_of_many_requests_is_sent_once_while_it_is_on_its_way_and
     assert [name for _, name in pool.sent] == ["x"]
 
 
-async def test_what_an_encoder_says_of_an_embeddings_size_counts_against_its_bound(encoding, pool):
+async def test_reported_embedding_size_counts_against_the_cache_bound(encoding, pool):
     pool.size = {"size_bytes": 60}
     encoding.update([Encoder("a", "cpu", cache_bytes=100)])
     for name in ("x", "y", "x"):
@@ -99,7 +99,7 @@ async def test_what_an_encoder_says_of_an_embeddings_size_counts_against_its_bou
     assert [(view.held, view.held_bytes) for view in encoding.scheduler.statuses(0.0)] == [(1, 60)]
 
 
-async def test_an_image_is_in_the_trace_of_the_request_that_asked_first(encoding, pool):
+async def test_image_belongs_to_the_trace_of_the_first_request(encoding, pool):
     pool.hold("x")
     first = asyncio.create_task(encoding.encode("r1", [shown("x")], {"traceparent": "one"}))
     await until(lambda: pool.sent)
@@ -110,7 +110,7 @@ async def test_an_image_is_in_the_trace_of_the_request_that_asked_first(encoding
     assert pool.traced == {"x": {"traceparent": "one"}, "y": {"traceparent": "two"}}
 
 
-async def test_an_image_that_nobody_waits_for_any_more_is_aborted_and_one_that_somebody_does_is_not(encoding, pool):
+async def test_only_unneeded_images_are_aborted(encoding, pool):
     pool.hold("x", "y")
     first = asyncio.create_task(encoding.encode("r1", [shown("x"), shown("y")]))
     second = asyncio.create_task(encoding.encode("r2", [shown("y")]))
@@ -124,21 +124,21 @@ async def test_an_image_that_nobody_waits_for_any_more_is_aborted_and_one_that_s
 
 
 @pytest.mark.parametrize("answer", [500, 503, 429, UpstreamError("gone", sent=True)])
-async def test_an_image_goes_to_another_encoder_when_one_fails(encoding, pool, answer):
+async def test_failed_image_is_sent_to_another_encoder(encoding, pool, answer):
     pool.answers["a"] = answer
     for number in range(4):
         done = await encoding.encode(f"r{number}", [shown(f"x{number}")])
         assert done.params[f"x{number}"]["peer_host"] == "b"
 
 
-async def test_an_answer_without_the_embedding_is_a_failure(encoding, pool):
+async def test_answer_without_the_embedding_fails(encoding, pool):
     pool.answers["a"] = pool.answers["b"] = 204
     with pytest.raises(EncodeError) as error:
         await encoding.encode("r1", [shown("x")])
     assert error.value.reason == "attempts"
 
 
-async def test_an_image_that_an_encoder_refuses_is_tried_nowhere_else(encoding, pool):
+async def test_refused_image_is_not_retried(encoding, pool):
     pool.answers["a"] = pool.answers["b"] = 400
     with pytest.raises(EncodeError) as error:
         await encoding.encode("r1", [shown("x")])
@@ -146,7 +146,7 @@ async def test_an_image_that_an_encoder_refuses_is_tried_nowhere_else(encoding, 
     assert len(pool.sent) == 1
 
 
-async def test_what_an_encoder_had_that_left_goes_to_the_others(encoding, pool):
+async def test_work_of_a_removed_encoder_moves(encoding, pool):
     pool.hold("x", "y", "z", "v")
     asked = asyncio.create_task(encoding.encode("r1", [shown(name) for name in "xyzv"]))
     await until(lambda: len(pool.sent) == 2)
@@ -158,7 +158,7 @@ async def test_what_an_encoder_had_that_left_goes_to_the_others(encoding, pool):
     assert sum(encoder == "a" for encoder, _ in pool.sent) <= 1
 
 
-async def test_an_encoder_that_comes_back_takes_images_again_and_holds_none(encoding, pool):
+async def test_returning_encoder_starts_with_an_empty_cache(encoding, pool):
     encoding.update([Encoder("a", "cpu")])
     pool.hold("x")
     asked = asyncio.create_task(encoding.encode("r1", [shown("x")]))
@@ -176,7 +176,7 @@ async def test_an_encoder_that_comes_back_takes_images_again_and_holds_none(enco
     assert {encoder for encoder, _ in pool.sent} == {"a"}
 
 
-async def test_without_an_encoder_or_room_it_is_said_at_once(encoding, pool):
+async def test_missing_or_full_encoders_fail_at_once(encoding, pool):
     pool.hold("x")
     with pytest.raises(EncodeError) as error:
         await encoding.encode("r1", [shown(f"i{number}") for number in range(50)])
@@ -188,7 +188,7 @@ async def test_without_an_encoder_or_room_it_is_said_at_once(encoding, pool):
         await encoding.encode("r2", [shown("x")])
 
 
-async def test_a_stalled_encoders_work_moves_without_anybody_calling(pool):
+async def test_stalled_work_moves_by_the_timer(pool):
     stalls = ImageSender(EncoderScheduler(), pool.post)
     stalls.update([Encoder("a", "nvidia"), Encoder("b", "cpu")])
     task = asyncio.create_task(stalls.run())
