@@ -94,10 +94,12 @@ def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, byt
         raise ValueError(f"{len(ids)} ids do not hold {blocks} blocks of {block_size}")
     if native.chain is not None and (keys := native.chain(ids, block_size, blocks, extras, parent)) is not None:
         return array("Q", keys)
-    return _chain(ids, block_size, blocks, extras, parent)
+    return python_chain(ids, block_size, blocks, extras, parent)
 
 
-def _chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key) -> "array[int]":
+def python_chain(
+    ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key
+) -> "array[int]":
     """The reference implementation, used where :mod:`mmrouter_lib.native` has none."""
     if blocks == 1 and not extras:  # the usual event while an engine decodes
         return array("Q", (xxh3_64_intdigest(ids if len(ids) == block_size else ids[:block_size], parent),))

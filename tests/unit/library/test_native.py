@@ -81,7 +81,7 @@ def test_keys_are_those_of_the_python_form(
     ids = array(typecode, data.draw(st.binary(min_size=(n := item * (count * size + tail)), max_size=n)))
     numbers = st.integers(0, max(0, count - 1))
     extras = data.draw(st.dictionaries(numbers, st.binary(max_size=400)) if count else st.just({}))
-    expected = blocks._chain(ids, size, count, extras, seed)
+    expected = blocks.python_chain(ids, size, count, extras, seed)
     assert blocks.chain(ids, size, count, extras, seed) == expected
     assert native.chain is not None
     raw = native.chain(ids, size, count, extras, seed)

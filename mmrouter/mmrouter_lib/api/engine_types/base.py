@@ -1,6 +1,6 @@
 """What the resource's rules depend on per engine type: owned flags, default block sizes, supported roles."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,9 +13,15 @@ class OwnedFlag(NamedTuple):
     """An engine flag that ``engine.args`` and ``pools[].args`` must not set."""
 
     name: str
-    field: str
-    """Field of ``spec`` to use instead, empty where there is none."""
+    field: str | None
+    """Field of ``spec`` to use instead."""
     why: str
+
+
+def owned(why: str, field: str | None, names: str) -> Iterator[OwnedFlag]:
+    """Yield the flags in ``names``, separated by blanks."""
+    for name in names.split():
+        yield OwnedFlag(name, field, why)
 
 
 @dataclass(frozen=True, slots=True)

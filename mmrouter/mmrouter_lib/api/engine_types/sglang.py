@@ -1,77 +1,59 @@
 """SGLang's part of the resource's rules: the flags that args must not set, and default page sizes."""
 
-from mmrouter_lib.api.engine_types.base import EngineTraits, OwnedFlag
+from mmrouter_lib.api.engine_types.base import EngineTraits, owned
 
 _MODEL = "routers and engines read the same model files"
-_TOKENIZER = "routers tokenize prompts themselves, with the model's own tokenizer"
-_LISTENER = "routers and probes reach the engine at its pod's address and the port of every engine"
-_KEY = "the operator makes one key for engines and routers"
-_API = "routers speak HTTP with the engine's OpenAI server"
 _BLOCKS = "routers predict block keys from it"
-_EVENTS = "the sidecar reads the engine's events"
-_USAGE = "routers verify predictions by the cached tokens that answers report"
 _TEMPLATE = "routers render prompts with the same template"
-_PROCESSOR = "routers count image tokens with the same options"
 _ROLE = "a pool's role decides what its engines compute"
 _TRANSFER = "engines find each other by the operator's wiring"
 _RANKS = "routers and sidecars count the ranks of a pool"
 
 OWNED_FLAGS = (
-    OwnedFlag("--model-path", "model.id", _MODEL),
-    OwnedFlag("--model", "model.id", _MODEL),
-    OwnedFlag("--model-type", "", "the operator says it, so that the engine looks no type up"),
-    OwnedFlag("--revision", "model.revision", _MODEL),
-    OwnedFlag("--tokenizer-path", "", _TOKENIZER),
-    OwnedFlag("--tokenizer-mode", "", _TOKENIZER),
-    OwnedFlag("--tokenizer-worker-num", "", "several tokenizer processes check no API key"),
-    OwnedFlag("--skip-tokenizer-init", "", _TOKENIZER),
-    OwnedFlag("--served-model-name", "model.servedName", "routers answer under the same name"),
-    OwnedFlag("--trust-remote-code", "model.trustRemoteCode", _MODEL),
-    OwnedFlag("--config", "engine.args", "a file of flags would hide flags from this check"),
-    OwnedFlag("--host", "", _LISTENER),
-    OwnedFlag("--port", "", _LISTENER),
-    OwnedFlag("--fastapi-root-path", "", _LISTENER),
-    OwnedFlag("--ssl-keyfile", "", _LISTENER),
-    OwnedFlag("--ssl-certfile", "", _LISTENER),
-    OwnedFlag("--api-key", "", _KEY),
-    OwnedFlag("--admin-api-key", "", _KEY),
-    OwnedFlag("--grpc-mode", "", _API),
-    OwnedFlag("--smg-grpc-mode", "", _API),
-    OwnedFlag("--page-size", "engine.blockSize", _BLOCKS),
-    OwnedFlag("--disable-radix-cache", "", _BLOCKS),
-    OwnedFlag("--enable-session-radix-cache", "", _BLOCKS),
-    OwnedFlag("--kv-events-config", "", _EVENTS),
-    OwnedFlag("--enable-metrics", "", "the sidecar reads the engine's load"),
-    OwnedFlag("--enable-cache-report", "", _USAGE),
-    OwnedFlag("--chat-template", "engine.chatTemplate", _TEMPLATE),
-    OwnedFlag("--hf-chat-template-name", "engine.chatTemplate", _TEMPLATE),
-    OwnedFlag("--trust-request-chat-template", "", _TEMPLATE),
-    OwnedFlag("--default-chat-template-kwargs", "", _TEMPLATE),
-    OwnedFlag("--allow-auto-truncate", "", "routers predict blocks from whole prompts"),
-    OwnedFlag("--mm-process-config", "engine.processor", _PROCESSOR),
-    OwnedFlag("--trust-mm-content-hashes", "", "clients could name the pixels of other tenants"),
-    OwnedFlag("--limit-mm-data-per-request", "routing.media.maxImages", "routers refuse requests with more images"),
-    OwnedFlag("--encoder-only", "pools[].role", _ROLE),
-    OwnedFlag("--language-only", "pools[].role", _ROLE),
-    OwnedFlag("--language-model-only", "", _ROLE),
-    OwnedFlag("--encoder-transfer-backend", "engine.ecConnector", _TRANSFER),
-    OwnedFlag("--encoder-urls", "", _TRANSFER),
-    OwnedFlag("--encoder-register-urls", "", _TRANSFER),
-    OwnedFlag("--encoder-bootstrap-port", "", _TRANSFER),
-    OwnedFlag("--enable-prefix-mm-cache", "", "encoders keep embeddings for the language engines"),
-    OwnedFlag("--enable-adaptive-dispatch-to-encoder", "", "encoders encode all images"),
-    OwnedFlag("--disaggregation-mode", "pools[].role", _ROLE),
-    OwnedFlag("--disaggregation-transfer-backend", "engine.kvConnector", _TRANSFER),
-    OwnedFlag("--disaggregation-ib-device", "engine.kvConnector", _TRANSFER),
-    OwnedFlag("--disaggregation-bootstrap-port", "", _TRANSFER),
-    OwnedFlag("--tensor-parallel-size", "pools[].parallelism.tensor", _RANKS),
-    OwnedFlag("--tp-size", "pools[].parallelism.tensor", _RANKS),
-    OwnedFlag("--tp", "pools[].parallelism.tensor", _RANKS),
-    OwnedFlag("--data-parallel-size", "pools[].parallelism.data", _RANKS),
-    OwnedFlag("--dp-size", "pools[].parallelism.data", _RANKS),
-    OwnedFlag("--dp", "pools[].parallelism.data", _RANKS),
-    OwnedFlag("--decode-context-parallel-size", "", "it multiplies the block size"),
-    OwnedFlag("--dcp-size", "", "it multiplies the block size"),
+    *owned(_MODEL, "model.id", "--model-path --model"),
+    *owned("the operator says it, so that the engine looks no type up", None, "--model-type"),
+    *owned(_MODEL, "model.revision", "--revision"),
+    *owned(
+        "routers tokenize prompts themselves, with the model's own tokenizer",
+        None,
+        "--tokenizer-path --tokenizer-mode --skip-tokenizer-init",
+    ),
+    *owned("several tokenizer processes check no API key", None, "--tokenizer-worker-num"),
+    *owned("routers answer under the same name", "model.servedName", "--served-model-name"),
+    *owned(_MODEL, "model.trustRemoteCode", "--trust-remote-code"),
+    *owned("a file of flags would hide flags from this check", "engine.args", "--config"),
+    *owned(
+        "routers and probes reach the engine at its pod's address and the port of every engine",
+        None,
+        "--host --port --fastapi-root-path --ssl-keyfile --ssl-certfile",
+    ),
+    *owned("the operator makes one key for engines and routers", None, "--api-key --admin-api-key"),
+    *owned("routers speak HTTP with the engine's OpenAI server", None, "--grpc-mode --smg-grpc-mode"),
+    *owned(_BLOCKS, "engine.blockSize", "--page-size"),
+    *owned(_BLOCKS, None, "--disable-radix-cache --enable-session-radix-cache"),
+    *owned("the sidecar reads the engine's events", None, "--kv-events-config"),
+    *owned("the sidecar reads the engine's load", None, "--enable-metrics"),
+    *owned("routers verify predictions by the cached tokens that answers report", None, "--enable-cache-report"),
+    *owned(_TEMPLATE, "engine.chatTemplate", "--chat-template --hf-chat-template-name"),
+    *owned(_TEMPLATE, None, "--trust-request-chat-template --default-chat-template-kwargs"),
+    *owned("routers predict blocks from whole prompts", None, "--allow-auto-truncate"),
+    *owned("routers count image tokens with the same options", "engine.processor", "--mm-process-config"),
+    *owned("clients could name the pixels of other tenants", None, "--trust-mm-content-hashes"),
+    *owned("routers refuse requests with more images", "routing.media.maxImages", "--limit-mm-data-per-request"),
+    *owned(_ROLE, "pools[].role", "--encoder-only --language-only --disaggregation-mode"),
+    *owned(_ROLE, None, "--language-model-only"),
+    *owned(_TRANSFER, "engine.ecConnector", "--encoder-transfer-backend"),
+    *owned(
+        _TRANSFER,
+        None,
+        "--encoder-urls --encoder-register-urls --encoder-bootstrap-port --disaggregation-bootstrap-port",
+    ),
+    *owned("encoders keep embeddings for the language engines", None, "--enable-prefix-mm-cache"),
+    *owned("encoders encode all images", None, "--enable-adaptive-dispatch-to-encoder"),
+    *owned(_TRANSFER, "engine.kvConnector", "--disaggregation-transfer-backend --disaggregation-ib-device"),
+    *owned(_RANKS, "pools[].parallelism.tensor", "--tensor-parallel-size --tp-size --tp"),
+    *owned(_RANKS, "pools[].parallelism.data", "--data-parallel-size --dp-size --dp"),
+    *owned("it multiplies the block size", None, "--decode-context-parallel-size --dcp-size"),
 )
 """``--mm-preprocess-cache-size-mb`` is not owned: users may raise it, or set it for a model whose name does not show
 that it is a Qwen-VL; the sidecar reads the resulting value from the engine."""

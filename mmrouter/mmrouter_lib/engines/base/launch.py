@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmrouter_lib.api import EngineType, MMRouterDeployment, Pool
@@ -59,6 +59,25 @@ class LaunchError(ValueError):
     def __init__(self, path: str, message: str) -> None:
         self.path = path
         super().__init__(message)
+
+
+EVENTS_HWM = 10_000
+"""Messages that an engine queues while its sidecar is away. They use the engine's memory: far below its own 100,000."""
+REPLAY_STEPS = 10_000
+
+
+def events_config() -> dict[str, Any]:
+    """Return ``--kv-events-config``. A concrete host makes the publisher connect and the sidecar bind.
+
+    See docs/engine-facts/vllm.md#event-sockets and docs/engine-facts/sglang.md#kv-event-flags.
+    """
+    return {
+        "publisher": "zmq",
+        "endpoint": f"tcp://$(POD_LOOPBACK):{EVENTS_PORT}",
+        "replay_endpoint": f"tcp://$(POD_LOOPBACK):{REPLAY_PORT}",
+        "buffer_steps": REPLAY_STEPS,
+        "hwm": EVENTS_HWM,
+    }
 
 
 def uses_plugin(dep: "MMRouterDeployment") -> bool:

@@ -9,12 +9,11 @@ from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR
 from mmrouter_lib.engines.base.devices import DEVICES
 from mmrouter_lib.engines.base.launch import (
     BOOTSTRAP_PORT,
-    EVENTS_PORT,
     HTTP_PORT,
-    REPLAY_PORT,
     EngineLauncher,
     Launch,
     LaunchError,
+    events_config,
     flag,
 )
 from mmrouter_lib.engines.sglang.disaggregation import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
@@ -22,10 +21,6 @@ from mmrouter_lib.engines.sglang.encoder_requests import TRANSFER, urls
 
 API_KEY_ENV = "SGLANG_API_KEY"
 """Variable that the ``--api-key`` argument expands; the engine itself reads none."""
-
-EVENTS_HWM = 10_000
-"""Messages that an engine queues while its sidecar is away. They use the engine's memory: far below its own 100,000."""
-REPLAY_STEPS = 10_000
 
 PREPROCESS_CACHE_MB = 256
 """Host memory for processed images in Qwen-VL engines. Any size above 0 makes an image's identity a function of its
@@ -110,7 +105,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
 def _cache_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
     flags = flag("--page-size", block_size_of(dep, pool))
     # A decode engine keeps no prefix cache, so it has no events (docs/engine-facts/sglang.md#block-size-and-timing).
-    return flags if pool.role == "decode" else [*flags, *flag("--kv-events-config", _events_config())]
+    return flags if pool.role == "decode" else [*flags, *flag("--kv-events-config", events_config())]
 
 
 def asks_encoders(dep: MMRouterDeployment, pool: Pool) -> bool:
@@ -160,17 +155,6 @@ def _chosen(path: str, connector: Mapping[str, Any], keys: Mapping[str, str]) ->
         if not isinstance(value, str) or not value:
             raise LaunchError(f"{path}.{key}", f"is a text, not {value!r:.80}")
     return [part for key, value in connector.items() for part in flag(keys[key], value)]
-
-
-def _events_config() -> dict[str, Any]:
-    """A concrete host makes the publisher connect, the sidecar bind (docs/engine-facts/sglang.md#kv-event-flags)."""
-    return {
-        "publisher": "zmq",
-        "endpoint": f"tcp://$(POD_LOOPBACK):{EVENTS_PORT}",
-        "replay_endpoint": f"tcp://$(POD_LOOPBACK):{REPLAY_PORT}",
-        "buffer_steps": REPLAY_STEPS,
-        "hwm": EVENTS_HWM,
-    }
 
 
 def _environment(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:

@@ -6,17 +6,16 @@ change a prompt (docs/engine-facts/vllm.md#renderer). An encoder has no KV cache
 :mod:`mmrouter_lib.engines.vllm.connectors`.
 """
 
-from typing import Any, Final
+from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
 from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
 from mmrouter_lib.engines.base.launch import (
-    EVENTS_PORT,
     HTTP_PORT,
-    REPLAY_PORT,
     SIDE_CHANNEL_PORT,
     EngineLauncher,
     Launch,
+    events_config,
     flag,
     plugin_command,
     uses_plugin,
@@ -25,10 +24,6 @@ from mmrouter_lib.engines.vllm.connectors import KV_EXACT_BLOCK_SIZE, KV_EXACT_F
 
 API_KEY_ENV = "VLLM_API_KEY"
 """Variable from which the engine reads the key that requests must carry."""
-
-EVENTS_HWM = 10_000
-"""Messages that an engine queues while its sidecar is away. They use the engine's memory: far below its own 100,000."""
-REPLAY_STEPS = 10_000
 
 KV_LAYOUT_FLAGS: Final = frozenset(
     {"--dtype", "--kv-cache-dtype", "--quantization", "-q", "--calculate-kv-scales", "--hf-overrides"}
@@ -57,7 +52,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
             *flag("--block-size", block_size_of(dep, pool)),
             "--enable-prefix-caching",
             *flag("--prefix-caching-hash-algo", "sha256_cbor"),
-            *flag("--kv-events-config", _events_config()),
+            *flag("--kv-events-config", {"enable_kv_cache_events": True, **events_config()}),
             "--enable-prompt-tokens-details",
         ]
     # At its start an encoder encodes the largest item of each modality that it accepts.
@@ -94,18 +89,6 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         health_path="/health",
         ports={SIDE_CHANNEL: SIDE_CHANNEL_PORT} if pool.role in ("encoder", "prefill", "decode") else {},
     )
-
-
-def _events_config() -> dict[str, Any]:
-    """A concrete host makes the publisher connect, and the sidecar bind (docs/engine-facts/vllm.md#event-sockets)."""
-    return {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://$(POD_LOOPBACK):{EVENTS_PORT}",
-        "replay_endpoint": f"tcp://$(POD_LOOPBACK):{REPLAY_PORT}",
-        "buffer_steps": REPLAY_STEPS,
-        "hwm": EVENTS_HWM,
-    }
 
 
 def _environment() -> dict[str, str]:
