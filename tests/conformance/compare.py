@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from conformance.engine_process import BLOCK_SIZE
 from conformance.predict import Predictor
 from conformance.workload import Case
 
@@ -179,3 +180,16 @@ def _compare_one(
                 else f"block {number} predicted, never published"
             )
         held[key] = None
+
+
+def repeats(exchanges: Sequence[Exchange]) -> tuple[int, int]:
+    """Return, over all requests that were sent before word for word, the blocks that hit and those that could."""
+    seen: set[str] = set()
+    hits = most = 0
+    for exchange in exchanges:
+        sent = repr((exchange.case.body, exchange.case.salt))
+        if sent in seen:
+            hits += exchange.cached_tokens // BLOCK_SIZE
+            most += (len(exchange.prompt_ids) - 1) // BLOCK_SIZE
+        seen.add(sent)
+    return hits, most

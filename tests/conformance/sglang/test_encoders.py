@@ -3,17 +3,16 @@
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
-from conformance.engine_process import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
+from conformance.engine_process import START_SECONDS, require_memory
+from conformance.resources import sglang_manifest
 from local.rig import Deployment, running
 from local.staged_deployments import decided
-from scenarios import Chat
+from scenarios import Chat, open_chat
 from waiting import wait_for
 
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -23,38 +22,13 @@ LEAST_IMAGES, MOST_IMAGES = 4, 24
 """Of two encoders, one gets them all once in 8 million times."""
 
 
-def resource(model_dir: Path) -> dict[str, Any]:
-    env = [{"name": key, "value": value} for key, value in SGLANG_ENVIRONMENT.items()]
-
-    def pool(role: str, replicas: int) -> dict[str, Any]:
-        return {
-            "name": role,
-            "role": role,
-            "replicas": replicas,
-            "accelerator": {"kind": "cpu"},
-            "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
-        }
-
-    return {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": "demo"},
-        "spec": {
-            "model": {"id": REPOSITORY, "volume": {"hostPath": {"path": str(model_dir)}}},
-            "engine": {"type": "sglang", "image": IMAGE, "blockSize": BLOCK_SIZE, "args": sglang_args()},
-            "frontend": {"replicas": 1, "service": {"port": 8000}},
-            "pools": [pool("encoder", 2), pool("worker", 1)],
-        },
-    }
-
-
 @pytest.fixture(scope="module")
 def deployment(
     sglang_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
     require_memory()
     file = tmp_path_factory.mktemp("encoders") / "deployment.yaml"
-    file.write_text(yaml.safe_dump(resource(shrunk(REPOSITORY))))
+    file.write_text(yaml.safe_dump(sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("encoder", 2), ("worker", 1)])))
     with running(file, "--engines", "path", "--engine-env", str(sglang_env), start_seconds=START_SECONDS) as deployment:
         wait_for(lambda: proved(deployment), PROVE_SECONDS, "the engine is verified: its images were encoded")
         yield deployment
@@ -66,9 +40,8 @@ def proved(deployment: Deployment) -> bool:
 
 @pytest.fixture
 def chat(deployment: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        control = stack.enter_context(deployment.control())
-        yield Chat("demo", stack.enter_context(deployment.client()), [control])
+    with open_chat(deployment) as chat:
+        yield chat
 
 
 def counted(deployment: Deployment, name: str) -> dict[str, float]:

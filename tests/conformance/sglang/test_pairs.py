@@ -7,17 +7,17 @@ compared alone (``test_wire.py``).
 
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conformance.engine_process import BLOCK_SIZE, SGLANG_ENVIRONMENT, START_SECONDS, require_memory, sglang_args
+from conformance.engine_process import START_SECONDS, require_memory
+from conformance.resources import sglang_manifest
 from local.rig import Deployment, running
 from local.staged_deployments import MEDIA, decided
 from local.test_scenarios import Folder, web
-from scenarios import SCENARIOS, Chat, Scenario, title
+from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
 from waiting import wait_for
 
 __all__ = ["web"]
@@ -34,38 +34,6 @@ import mooncake.engine
 """What the sending engine does first (``send_kv_chunk`` of 0.5.23)."""
 
 
-def resource(model_dir: Path) -> dict[str, Any]:
-    env = [{"name": key, "value": value} for key, value in SGLANG_ENVIRONMENT.items()]
-
-    def pool(role: str) -> dict[str, Any]:
-        return {
-            "name": role,
-            "role": role,
-            "replicas": 1,
-            "accelerator": {"kind": "cpu"},
-            "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
-        }
-
-    return {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": "demo"},
-        "spec": {
-            "model": {"id": REPOSITORY, "volume": {"hostPath": {"path": str(model_dir)}}},
-            "engine": {
-                "type": "sglang",
-                "image": IMAGE,
-                "blockSize": BLOCK_SIZE,
-                "kvConnector": {"transferBackend": "mooncake_tcp"},
-                "args": sglang_args(),
-            },
-            "frontend": {"replicas": 1, "service": {"port": 8000}},
-            "routing": {"media": MEDIA},
-            "pools": [pool("prefill"), pool("decode")],
-        },
-    }
-
-
 @pytest.fixture(scope="module")
 def pair(
     sglang_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
@@ -75,7 +43,10 @@ def pair(
     if tried.returncode != 0:
         pytest.skip(f"not run: what SGLang does to send blocks fails here: {tried.stderr.strip().splitlines()[-1]}")
     file = tmp_path_factory.mktemp("pairs") / "deployment.yaml"
-    file.write_text(yaml.safe_dump(resource(shrunk(REPOSITORY))))
+    connector = {"transferBackend": "mooncake_tcp"}
+    pools = [("prefill", 1), ("decode", 1)]
+    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, kvConnector=connector)
+    file.write_text(yaml.safe_dump(made | {"spec": made["spec"] | {"routing": {"media": MEDIA}}}))
     with running(file, "--engines", "path", "--engine-env", str(sglang_env), start_seconds=START_SECONDS) as deployment:
         wait_for(lambda: proved(deployment), PROVE_SECONDS, "both engines are verified by their half of an answer")
         yield deployment
@@ -88,9 +59,8 @@ def proved(deployment: Deployment) -> bool:
 
 @pytest.fixture
 def chat(pair: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        control = stack.enter_context(pair.control())
-        yield Chat("demo", stack.enter_context(pair.client()), [control])
+    with open_chat(pair) as chat:
+        yield chat
 
 
 def test_the_gate_passes(pair: Deployment) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from conformance.compare import Exchange, compare
+from conformance.compare import Exchange, compare, repeats
 from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
 from conformance.predict import Predicted, Predictor, decode, image_places
 from conformance.report import Cells
@@ -156,15 +156,7 @@ def test_every_published_page_is_the_predicted_one(run: Run, record: Callable[[s
     report = compare(run.exchanges, run.batches, run.predictor)
     name = run.predictor.family.name
     record(f"prediction, sglang {name}", report.line)
-    seen: set[str] = set()
-    hits = most = 0
-    for exchange in run.exchanges:
-        sent = repr((exchange.case.body, exchange.case.salt))
-        if sent in seen:
-            hits += exchange.cached_tokens // BLOCK_SIZE
-            most += (len(exchange.prompt_ids) - 1) // BLOCK_SIZE
-        seen.add(sent)
-    cells.compared("sglang", name, report, (hits, most))
+    cells.compared("sglang", name, report, repeats(run.exchanges))
     print(f"\n{name}: {report.line}")
     assert report.mismatches == []
     assert report.blocks >= report.predicted > 300

@@ -24,18 +24,11 @@ import pytest
 import yaml
 import zmq
 from conformance.compare import Report
-from conformance.engine_process import (
-    BLOCK_SIZE,
-    REPLAY_END,
-    SGLANG_ENVIRONMENT,
-    START_SECONDS,
-    env_version,
-    require_memory,
-    sglang_args,
-)
+from conformance.engine_process import BLOCK_SIZE, REPLAY_END, START_SECONDS, env_version, require_memory
 from conformance.pictures import image_part, picture
 from conformance.predict import image_places
 from conformance.report import Cell, Cells
+from conformance.resources import sglang_manifest
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, said, user
 from local.rig import Deployment, running
@@ -163,30 +156,6 @@ class Served:
         return int(float(found[1])) if found else 0
 
 
-def resource(name: str, repository: str, model_dir: Path, extra: tuple[str, ...]) -> dict[str, Any]:
-    env = [{"name": key, "value": value} for key, value in SGLANG_ENVIRONMENT.items()]
-    return {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": name},
-        "spec": {
-            "model": {"id": repository, "volume": {"hostPath": {"path": str(model_dir)}}},
-            "engine": {"type": "sglang", "image": IMAGE, "blockSize": BLOCK_SIZE, "args": [*sglang_args(), *extra]},
-            "frontend": {"replicas": 1, "service": {"port": 8000}},
-            "routing": {"media": {"fetch": "public", "allowedCIDRs": ["127.0.0.0/8"]}},
-            "pools": [
-                {
-                    "name": "worker",
-                    "role": "worker",
-                    "replicas": 1,
-                    "accelerator": {"kind": "cpu"},
-                    "podTemplate": {"spec": {"containers": [{"name": "engine", "env": env}]}},
-                }
-            ],
-        },
-    }
-
-
 @pytest.fixture(scope="module", params=list(MODELS))
 def served(
     request: pytest.FixtureRequest,
@@ -202,7 +171,9 @@ def served(
         require_memory()
         env: Path = request.getfixturevalue("sglang_env")
         cell.version, cell.note = env_version(env), "through router and sidecar"
-        written = resource(provider, repository, shrunk(repository), NO_CACHE if provider == "learned" else ())
+        args = NO_CACHE if provider == "learned" else ()
+        written = sglang_manifest(shrunk(repository), repository, [("worker", 1)], *args)
+        written["metadata"]["name"] = provider
         file = tmp_path_factory.mktemp(f"sglang-{provider}") / "deployment.yaml"
         file.write_text(yaml.safe_dump(written))
     with running(file, "--engines", "path", "--engine-env", str(env), start_seconds=START_SECONDS + 30) as deployment:

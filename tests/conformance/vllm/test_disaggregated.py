@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from conformance.engine_process import require_memory
+from conformance.engine_process import BLOCK_SIZE, require_memory
 from conformance.engines import pods
 from conformance.history import History
-from conformance.resources import BLOCK, REPOSITORY, pool, resource
+from conformance.resources import REPOSITORY, pool, resource
 from local.rig import Deployment, running
 from openai.types.chat import ChatCompletion
 from scenarios import Chat, open_chat
@@ -152,7 +152,7 @@ def test_the_answer_does_not_depend_on_which_engines_encode_and_prefill(deployme
     # Without our identity the engine treats it as another image, with no embedding and no blocks.
     alone = pods(deployment)["prefill"].ask({"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0})
     assert alone.json()["choices"][0]["message"]["content"] == answer.choices[0].message.content
-    assert alone.json()["usage"]["prompt_tokens_details"]["cached_tokens"] < answer.usage.prompt_tokens - BLOCK
+    assert alone.json()["usage"]["prompt_tokens_details"]["cached_tokens"] < answer.usage.prompt_tokens - BLOCK_SIZE
 
 
 def test_images_that_swap_places_share_the_text_before_them_and_no_block_of_theirs(
@@ -167,7 +167,7 @@ def test_images_that_swap_places_share_the_text_before_them_and_no_block_of_thei
     text, first, second, last = asked[0]["content"]
     swapped, answer = decided(deployment, chat, [{"role": "user", "content": [text, second, first, last]}])
     assert swapped["exactness"] == "exact"
-    assert swapped["overlap"] <= swapped["images"][0]["offset"] // BLOCK
+    assert swapped["overlap"] <= swapped["images"][0]["offset"] // BLOCK_SIZE
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) <= swapped["images"][0]["offset"]
@@ -183,7 +183,7 @@ def test_a_short_prompt_and_a_cached_one_are_computed_where_they_are_decoded(
     assert stages(again) == {"prefill": "short", "answer": "first_byte"}
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - BLOCK
+    assert answer.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - BLOCK_SIZE
 
 
 def test_the_index_equals_the_blocks_of_both_engines_including_fetched_ones(deployment: Deployment) -> None:
@@ -237,7 +237,7 @@ def test_a_prefill_engine_that_is_killed_while_it_computes_costs_no_request_and_
     assert (answer.usage and answer.usage.completion_tokens) == 8
     # Case 64, for blocks: more reads fail than the cache has blocks, and each prompt is still computed.
     failed = decode.value(FAILED)
-    blocks = left["usage"]["prompt_tokens"] // BLOCK * 100 // 120
+    blocks = left["usage"]["prompt_tokens"] // BLOCK_SIZE * 100 // 120
     for number in range(CACHE_BLOCKS // blocks + 3):
         # Not longer than the prompt of the parameters: asking for more blocks ends the engine (0.32).
         messages = fresh(chat).messages("It tells of those who sail. " * 100)

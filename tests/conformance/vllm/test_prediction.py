@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance.compare import Exchange, compare
+from conformance.compare import Exchange, compare, repeats
 from conformance.engine_process import BLOCK_SIZE, Engine, context_length
 from conformance.predict import Predictor, image_places
 from conformance.report import Cells
@@ -124,24 +124,11 @@ def test_every_published_block_is_the_predicted_one(run: Run, record: Callable[[
     report = compare(run.exchanges, run.batches, run.predictor)
     name = run.predictor.family.name
     record(f"prediction, {name}", report.line)
-    cells.compared("vllm", name, report, repeats(run))
+    cells.compared("vllm", name, report, repeats(run.exchanges))
     print(f"\n{name}: {report.line}")
     assert report.mismatches == []
     assert report.blocks >= report.predicted > 500
     assert (report.ragged > 0) == (name == "phi3_v"), "Phi-3 as published has a sliding window"
-
-
-def repeats(run: Run) -> tuple[int, int]:
-    """Return over all requests that were sent before word for word: blocks that were hits, and that could be."""
-    seen: set[str] = set()
-    hits = most = 0
-    for exchange in run.exchanges:
-        sent = repr((exchange.case.body, exchange.case.salt))
-        if sent in seen:
-            hits += exchange.cached_tokens // BLOCK_SIZE
-            most += (len(exchange.prompt_ids) - 1) // BLOCK_SIZE
-        seen.add(sent)
-    return hits, most
 
 
 def test_the_ten_scenarios_hit_what_they_must_and_nothing_else(run: Run, cells: Cells) -> None:

@@ -9,17 +9,17 @@ import json
 import re
 import threading
 from collections import Counter
-from pathlib import Path
 
 import httpx
 import msgspec
 import openai
 import pytest
 import yaml
+from conformance.engine_process import BLOCK_SIZE as BLOCK
 from conformance.engine_process import engine_args, require_memory
 from conformance.history import History
 from conformance.pictures import image_part, picture
-from conformance.resources import BLOCK, ENVIRONMENT, environment
+from conformance.resources import manifest, pool
 from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, user, workload
 from local.rig import Deployment, running
@@ -34,33 +34,6 @@ REPOSITORIES = {"Qwen/Qwen2-VL-2B-Instruct": 2, "Qwen/Qwen3-VL-2B-Instruct": 1}
 """Model -> number of engines. The choice between engines does not depend on the family, so one model is enough."""
 
 
-def resource(name: str, repository: str, model_dir: Path, engines: int) -> dict:
-    return {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": name},
-        "spec": {
-            "model": {"id": repository, "volume": {"hostPath": {"path": str(model_dir)}}},
-            "engine": {
-                "type": "vllm",
-                "blockSize": BLOCK,
-                "args": [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"],
-            },
-            "frontend": {"replicas": 2, "service": {"port": 8000}},
-            "routing": {"media": {"fetch": "public", "allowedCIDRs": ["127.0.0.0/8"]}},
-            "pools": [
-                {
-                    "name": "worker",
-                    "role": "worker",
-                    "replicas": engines,
-                    "accelerator": {"kind": "cpu"},
-                    "podTemplate": {"spec": {"containers": [{"name": "engine", "env": environment(ENVIRONMENT)}]}},
-                }
-            ],
-        },
-    }
-
-
 @pytest.fixture(scope="module", params=REPOSITORIES)
 def deployment(request, vllm_env, shrunk, tmp_path_factory):
     """Two frontends; one family after the other, because each engine takes 3 GB."""
@@ -68,7 +41,11 @@ def deployment(request, vllm_env, shrunk, tmp_path_factory):
     repository = request.param
     name = repository.split("/")[1].split("-2B")[0].lower()
     file = tmp_path_factory.mktemp("routing") / "deployment.yaml"
-    file.write_text(yaml.safe_dump(resource(name, repository, shrunk(repository), REPOSITORIES[repository])))
+    flags = [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
+    pools = [pool("worker", replicas=REPOSITORIES[repository])]
+    engine = {"type": "vllm", "args": flags}
+    made = manifest(shrunk(repository), engine, pools, name=name, repository=repository, frontends=2)
+    file.write_text(yaml.safe_dump(made))
     options = ("--engines", "path", "--engine-env", str(vllm_env))
     with running(file, *options, start_seconds=650) as deployment:
         deployment.name, deployment.repository = name, repository
