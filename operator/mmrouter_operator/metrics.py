@@ -77,7 +77,7 @@ class Metrics:
         self._applies.labels(kind, result).inc()
 
     def drift_repaired(self, kind: str) -> None:
-        """A child had been changed by somebody else in a field of ours."""
+        """Count a repair of a field that another writer had changed."""
         self._drift.labels(kind).inc()
 
     def ignored(self, key: Key, paths: Iterable[str]) -> list[str]:

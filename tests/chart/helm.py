@@ -62,7 +62,7 @@ class Helm:
     def run(self, *arguments: str | Path, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
         """Run helm; the caller looks at ``returncode``."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HELM_", "KUBE"))}
-        # Nobody's cluster: a test that names none reaches none.
+        # No cluster: a test that names none reaches none.
         env = {**kept, "HOME": str(self.home), "KUBECONFIG": str(self.kubeconfig or os.devnull)}
         given: Sequence[str] = () if values is None else ("--values", "-")
         return subprocess.run(

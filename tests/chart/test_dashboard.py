@@ -1,4 +1,4 @@
-"""The Grafana dashboard against the registries of the code: a panel of a metric that nobody exposes stays empty."""
+"""The Grafana dashboard against the registries of the code: a panel of a metric that no process exposes stays empty."""
 
 import json
 import re
@@ -59,12 +59,12 @@ def test_a_panel_asks_for_series_that_are_exposed_by_labels_that_they_have(title
     assert asked, f"{title} asks for nothing"
     grouped = {label.strip() for row in re.findall(r"\bby\s*\(([^)]*)\)", expression) for label in row.split(",")}
     for name, selected in asked:
-        assert name in EXPOSED, f"{title}: nobody exposes {name}"
+        assert name in EXPOSED, f"{title}: no process exposes {name}"
         unknown = (selected | grouped) - EXPOSED[name] - TARGET_LABELS
         assert not unknown, f"{title}: {name} has no label {', '.join(sorted(unknown))}"
 
 
-def test_a_series_that_nobody_exposes_would_be_found() -> None:
+def test_a_series_that_no_process_exposes_is_detected() -> None:
     assert series('sum by (pool) (rate(mmrouter_gone_total{mmrouter_deployment=~"$d",code!="x"}[5m]))') == [
         ("mmrouter_gone_total", {"mmrouter_deployment", "code"})
     ]

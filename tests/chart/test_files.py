@@ -35,7 +35,7 @@ def test_chart_and_code_have_one_version() -> None:
     assert META["version"] == mmrouter.__version__
 
 
-def test_artifact_hub_is_told_what_is_there(helm: Helm) -> None:
+def test_the_annotations_for_artifact_hub_match_the_code(helm: Helm) -> None:
     told = {key.partition("/")[2]: value for key, value in META["annotations"].items()}
     (crd,) = yaml.safe_load(told["crds"])
     assert (crd["name"], crd["kind"]) == (NAME, definition()["spec"]["names"]["kind"])

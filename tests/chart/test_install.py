@@ -192,7 +192,7 @@ def test_a_team_installs_what_an_administrator_gave_the_rights_for(admin: Helm, 
 
 
 def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]) -> None:
-    """Give somebody one of the cluster's roles in a namespace."""
+    """Bind one of the cluster's roles in a namespace."""
     group = "rbac.authorization.k8s.io"
     binding = {
         "apiVersion": f"{group}/v1",
@@ -204,7 +204,7 @@ def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]
     plane.request("POST", f"/apis/{group}/v1/namespaces/{namespace}/rolebindings", binding).raise_for_status()
 
 
-def test_the_api_servers_addresses_are_asked_of_the_cluster_unless_the_values_tell_them(
+def test_the_api_servers_addresses_come_from_the_cluster_unless_the_values_set_them(
     admin: Helm, empty: ControlPlane
 ) -> None:
     # A server on a loopback address does not publish it, so this is what one elsewhere writes.

@@ -13,7 +13,7 @@ SUBJECT = {"kind": "ServiceAccount", "name": "mmrouter-operator", "namespace": N
 
 
 def granted(made: Rendered) -> list[tuple[str, str, str, Any]]:
-    """Return (kind, name, namespace, rules) of every role that is bound to somebody, sorted."""
+    """Return (kind, name, namespace, rules) of every bound role, sorted."""
     found = []
     for binding in made.all("ClusterRoleBinding") + made.all("RoleBinding"):
         assert binding["subjects"] == [SUBJECT]

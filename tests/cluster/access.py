@@ -1,4 +1,4 @@
-"""What a test asks of a cluster, whoever runs it: kubectl and the API, as an administrator."""
+"""Access to a cluster for tests, as an administrator: kubectl and the API."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ class Access:
     """Access to a cluster.
 
     ``folder``: where kubectl keeps what it keeps. ``bin``: the folder with kubectl. ``http``: the administrator's
-    client, set by whoever makes this.
+    client, set by the creator.
     """
 
     http: httpx.Client
@@ -45,7 +45,7 @@ class Access:
 
     @contextmanager
     def namespace(self, **labels: str) -> Iterator[str]:
-        """Make a namespace with a fresh name; it is deleted after the block, which nobody waits for."""
+        """Make a namespace with a fresh name; it is deleted in the background after the block."""
         name = f"{self._prefix}-{next(self.numbers)}"
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
         self.request("POST", "/api/v1/namespaces", body).raise_for_status()

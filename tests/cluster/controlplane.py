@@ -279,7 +279,7 @@ class ControlPlane(Access):
             time.sleep(0.05)
 
     def is_up(self, name: str) -> bool:
-        """Whether a component serves. One that tells nobody counts as up."""
+        """Whether a component serves. One without a health endpoint counts as up."""
         try:
             match name:
                 case "etcd":

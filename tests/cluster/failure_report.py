@@ -12,7 +12,7 @@ from cluster.resources import MARK, Object, get, status
 CONTROL_PORT = 8001
 LOG_LINES = 40
 LINE = 200
-"""Characters of a line that are told."""
+"""Characters of a line that are reported."""
 SHORT = {"mmrouter.io/routable": "routable", "mmrouter.io/verified": "verified"}
 
 

@@ -268,7 +268,7 @@ class Hollow:
         if self._runner is not None:
             return await self._runner.start(pod)
         number = next(self._addresses)
-        # Loopback, so that whoever connects to a pod that runs nothing is refused at once.
+        # Loopback, so that a connection to a pod that runs nothing is refused at once.
         return f"127.{64 + (number >> 16)}.{number >> 8 & 255}.{number & 255}"
 
     async def _write(self, seen: Seen, patch: dict[str, Any]) -> bool:

@@ -72,7 +72,7 @@ class Replica:
 
 
 def holder(plane: ControlPlane) -> str:
-    """Return who holds the Lease, empty for nobody."""
+    """Return the holder of the Lease, empty without one."""
     answer = plane.request("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{ACCOUNT}")
     return str(answer.json()["spec"].get("holderIdentity") or "") if answer.is_success else ""
 

@@ -17,7 +17,7 @@ HOP_BY_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "t
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An answer in the server's place. ``after``: the server has done what was asked before, and nobody learns it."""
+    """A fault in the server's place. ``after``: the server carried out the request before, but its answer is lost."""
 
     status: int
     reason: str
@@ -56,11 +56,11 @@ class Proxy:
     def __init__(self, plane: ControlPlane) -> None:
         self.faults: Decide = nothing
         self.watch_seconds: float | None = None
-        """How long a watch lives until it is told that its version has expired; ``None``: as long as the server's."""
+        """How long a watch lives until it receives that its version has expired; ``None``: as long as the server's."""
         self.injected = 0
         """Answers that were not the server's."""
         self.expired = 0
-        """Watches that were told so."""
+        """Watches that received it."""
         self.url = ""
         self._plane = plane
         self._loop = asyncio.new_event_loop()

@@ -107,7 +107,7 @@ class LocalRunner:
         """See :class:`cluster.hollow_kubelet.Runner`."""
         running = self._running.pop(uid, None)
         if running is not None:
-            # Whoever waits for it may be cancelled; the pod is ended all the same.
+            # The waiting task may be cancelled; the pod is ended all the same.
             ending = asyncio.create_task(self._end(running, grace))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -117,7 +117,7 @@ class LocalRunner:
         running.task.cancel()
         await asyncio.wait([running.task])
         if grace:
-            # The containers' hooks, before anything is asked to end; a sidecar's would come after its engine's end.
+            # The containers' hooks, before any container gets a signal; a sidecar's would come after its engine's end.
             hooks = asyncio.create_task(self._hooks(running))
             closing = asyncio.create_task(self._closing.wait())
             await asyncio.wait([hooks, closing], return_when=asyncio.FIRST_COMPLETED)

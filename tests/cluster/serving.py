@@ -29,7 +29,7 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 @contextmanager
 def pod_metrics(plane: ControlPlane) -> Iterator[None]:
-    """Serve the API group of pod metrics until the block ends; nobody is behind it, and nobody asks."""
+    """Serve the API group of pod metrics until the block ends; it has no backend and gets no requests."""
     plane.request("POST", CRDS, METRICS).raise_for_status()
     try:
         wait_for(lambda: plane.request("GET", "/apis/custom.metrics.k8s.io/v1beta2").is_success, 20, "it is served")

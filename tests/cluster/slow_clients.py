@@ -40,7 +40,7 @@ class Late(httpx.AsyncBaseTransport):
 
 
 class Overtaken(Late):
-    """Somebody else's change of the pod comes between the first write and its answer: it opens a readiness gate.
+    """Another writer's change of the pod comes between the first write and its answer: it opens a readiness gate.
 
     The answer is held back until the watch has told of that change, so the older state comes after the newer one.
     """
@@ -90,7 +90,7 @@ class Watched(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for piece in self._inner:
             yield piece
-            # More is asked for, so the lines that were whole have been taken.
+            # The next read means that all complete lines were processed.
             *lines, self._rest = (self._rest + piece).split(b"\n")
             self._late.seen |= {json.loads(line)["object"]["metadata"]["resourceVersion"] for line in lines}
             self._late.told.set()

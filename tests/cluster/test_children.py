@@ -21,7 +21,7 @@ CONFIG = OperatorConfig(pod_cidrs=("10.244.0.0/16", "fd00:10:244::/56"), api_ser
 
 
 def load(name: str, namespace: str) -> MMRouterDeployment:
-    """A golden deployment whose pools are scaled; without a uid, so that nobody collects its children."""
+    """A golden deployment whose pools are scaled; without a uid, so that its children are not garbage-collected."""
     obj = yaml.safe_load((GOLDEN / f"{name}.yaml").read_text())
     obj["metadata"] = {"name": obj["metadata"]["name"], "namespace": namespace}
     for pool, target in zip(obj["spec"]["pools"], ("0.7", "1000", "0.125", "12"), strict=False):

@@ -6,7 +6,7 @@ from cluster.controlplane import APPLY, ControlPlane
 from waiting import wait_for
 
 
-def test_the_server_is_the_version_that_was_asked_for(cluster: ControlPlane) -> None:
+def test_the_server_has_the_requested_version(cluster: ControlPlane) -> None:
     wanted = cluster.bin.name.partition("-")[0]
     assert cluster.request("GET", "/version").json()["gitVersion"] == f"v{wanted}"
 

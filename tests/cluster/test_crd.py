@@ -56,7 +56,7 @@ def _as_stored(crd: ControlPlane, home: str, case: Case) -> dict[str, Any]:
 
 
 def test_every_rule_of_the_definition_has_a_row() -> None:
-    """A rule that no row breaks could be lost, or never hold, without anybody noticing."""
+    """A rule that no row breaks could be lost, or never hold, without a failing test."""
     rows = {row.says for table in ("bad", "changes") for row in cases(table) if row.says}
     spec = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     fixed = {entry["message"] for entry in _rules(spec) if "messageExpression" not in entry}
@@ -185,7 +185,7 @@ def test_kubectl_scale_sets_the_frontends_replicas(crd: ControlPlane) -> None:
 
 
 def test_two_managers_share_a_pool(crd: ControlPlane) -> None:
-    """Pools are told apart by name: who applies one field of one pool takes nothing from the others."""
+    """Pools merge by name: applying one field of one pool changes no other."""
     with crd.namespace() as namespace:
         path = f"{PATH.format(namespace)}/encoders"
         document = good()["encoders"]

@@ -153,7 +153,7 @@ async def test_pods_come_change_and_go(world: World) -> None:
         assert watch.metrics.registry.get_sample_value("mmrouter_discovery_synced") == 1
 
 
-async def test_peers_are_the_other_frontends_and_the_own_pods_end_is_told(world: World) -> None:
+async def test_peers_are_the_other_frontends_and_the_own_pods_end_is_reported(world: World) -> None:
     own = await in_thread(world.pod, OWN, "frontend", podIP="10.0.1.1", phase="Running")
     await in_thread(world.pod, "demo-frontend-1", "frontend", podIP="10.0.1.2", phase="Running")
     async with Watch(world, own).running() as watch:
@@ -164,7 +164,7 @@ async def test_peers_are_the_other_frontends_and_the_own_pods_end_is_told(world:
         await watch.until(lambda: watch.now.leaving)
 
 
-async def test_nobody_is_dropped_while_the_api_server_restarts_and_news_come_after_it(world: World) -> None:
+async def test_no_pod_is_dropped_while_the_api_server_restarts_and_changes_follow(world: World) -> None:
     await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     async with Watch(world).running() as watch:
         await watch.until(lambda: watch.names() == ["w0"])
@@ -190,7 +190,7 @@ async def test_a_version_that_the_server_has_forgotten_begins_with_a_new_list(wo
         await watch.until(lambda: watch.names() == [])
 
 
-async def test_a_token_is_read_again_and_a_wrong_one_drops_nobody(world: World) -> None:
+async def test_a_token_is_read_again_and_a_wrong_one_drops_no_pod(world: World) -> None:
     await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     good = (world.server.folder / "token").read_text()
     world.token("not.a.token")

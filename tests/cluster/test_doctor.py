@@ -199,14 +199,14 @@ def test_doctor_and_the_servers_admission_agree_on_every_way_to_break_a_level(cr
             assert by_us == by_server, (place, patch)
 
 
-def test_apis_that_the_spec_wants_and_nobody_serves_are_problems(plane: ControlPlane, namespace: str) -> None:
+def test_apis_that_the_spec_needs_and_the_cluster_lacks_are_problems(plane: ControlPlane, namespace: str) -> None:
     scaled = pool(autoscaling={"maxReplicas": 3})
     settled(plane, namespace, pools=[scaled], observability={"podMonitor": "Enabled"})
     told = diagnosed(plane, "demo", "-n", namespace)
     assert len(told.seen("APIs")) == 2
 
 
-def test_who_may_read_a_namespace_only_is_told_of_it_and_writes_nothing(plane: ControlPlane, namespace: str) -> None:
+def test_rights_for_one_namespace_are_reported_and_nothing_is_written(plane: ControlPlane, namespace: str) -> None:
     settled(plane, namespace, pools=[pool("amd")])
     kubeconfig = reader(plane, namespace)
     told = diagnosed(plane, "demo", "-n", namespace, kubeconfig=kubeconfig)
@@ -236,7 +236,7 @@ def reader(plane: ControlPlane, namespace: str) -> Path:
     return plane.kubeconfig_for(namespace, "reader")
 
 
-def test_where_no_port_can_be_forwarded_kubectls_own_words_are_told(
+def test_where_no_port_can_be_forwarded_kubectls_own_words_are_shown(
     plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled(plane, namespace, pools=[pool()])

@@ -141,7 +141,7 @@ def unscheduled(*, frontend: bool = True, **spec: Any) -> Object:
     """
     made = resource(**spec)
     for part in made["spec"]["pools"] + [made["spec"]["frontend"]] * frontend:
-        part["podTemplate"] = {"spec": {"nodeSelector": {"example.com/nobody": "here"}}}
+        part["podTemplate"] = {"spec": {"nodeSelector": {"example.com/no-node": "here"}}}
     return made
 
 

@@ -85,7 +85,7 @@ def test_every_child_that_is_deleted_by_hand_comes_back(deployed: Deployed, repl
     resource = named("back")
     deployed.apply(resource)
     children = deployed.settled("back")
-    # The revision first: with the Secret the templates change, and the revision before is history that nobody needs.
+    # The revision first: with the Secret the templates change, and the revision before is no longer needed.
     for (kind, name), child in sorted(children.items(), key=lambda item: item[0][0] != "controllerrevisions"):
         deployed.plane.request("DELETE", deployed.path(kind, name)).raise_for_status()
         uid = child["metadata"]["uid"]
@@ -129,7 +129,7 @@ def test_drift_in_our_fields_is_taken_back_and_other_managers_keep_theirs(deploy
 
 @pytest.fixture(scope="module")
 def drifted(replica: Replica, crd: ControlPlane) -> Iterator[tuple[Deployed, Children]]:
-    """A deployment, and its children before somebody changed each in a field of ours and gave it an annotation."""
+    """A deployment, and its children before another writer changed a field of ours in each and added an annotation."""
     with crd.namespace() as namespace:
         deployed = Deployed(crd, namespace)
         deployed.apply(named("all"))
@@ -196,7 +196,7 @@ def test_a_child_whose_owner_was_taken_off_gets_it_back(deployed: Deployed) -> N
         wait_for(owned, SECONDS, f"{kind} {name} has its owner again")
 
 
-def test_a_name_that_somebody_else_holds_is_left_alone_and_told(deployed: Deployed) -> None:
+def test_a_name_of_another_owners_object_is_left_alone_and_reported(deployed: Deployed) -> None:
     theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "held"}}
     theirs |= {"spec": {"ports": [{"port": 5}], "selector": {"app": "theirs"}}}
     deployed.plane.request("POST", deployed.path("services"), theirs).raise_for_status()
@@ -209,7 +209,7 @@ def test_a_name_that_somebody_else_holds_is_left_alone_and_told(deployed: Deploy
     assert ("deployments", "held-worker") in deployed.children("held")
 
 
-def test_a_resource_that_slipped_past_an_older_crd_is_told_with_its_field_and_harms_no_other(
+def test_a_resource_that_an_older_crd_accepted_is_reported_with_its_field_and_affects_no_other(
     deployed: Deployed, replica: Replica
 ) -> None:
     bad = named("bad")
@@ -226,7 +226,7 @@ def test_a_resource_that_slipped_past_an_older_crd_is_told_with_its_field_and_ha
     assert ("deployments", "bad-worker") in deployed.children("bad")
 
 
-def test_what_a_resource_names_and_is_not_there_is_told_until_it_is(deployed: Deployed) -> None:
+def test_a_missing_reference_is_reported_until_it_exists(deployed: Deployed) -> None:
     resource = named("needy")
     resource["spec"]["model"]["tokenSecret"] = {"name": "hub", "key": "token"}
     deployed.apply(resource)
@@ -243,7 +243,7 @@ def test_what_a_resource_names_and_is_not_there_is_told_until_it_is(deployed: De
     wait_for(told_no_more, 40, "the Secret is seen")
 
 
-def test_a_missing_claim_is_told(deployed: Deployed) -> None:
+def test_a_missing_claim_is_reported(deployed: Deployed) -> None:
     resource = named("claim")
     resource["spec"]["model"]["volume"] = {"persistentVolumeClaim": {"claimName": "weights"}}
     deployed.apply(resource)
@@ -309,7 +309,7 @@ def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(d
     wait_for(lambda: deployed.get("secrets", name), SECONDS, "rotation by deletion makes a new one")
 
 
-def test_a_child_that_the_server_refuses_is_told_and_the_others_are_made(deployed: Deployed) -> None:
+def test_a_refused_child_is_reported_and_the_others_are_created(deployed: Deployed) -> None:
     resource = named("refused")
     # Two sources in one volume: well-formed, and only the API server knows that it is invalid.
     volume = {"name": "x", "emptyDir": {}, "downwardAPI": {"items": []}}
@@ -320,7 +320,7 @@ def test_a_child_that_the_server_refuses_is_told_and_the_others_are_made(deploye
     assert ("deployments", "refused-frontend") in deployed.children("refused")
 
 
-def test_a_wrong_type_in_a_pod_template_is_told_with_its_field_before_anything_is_sent(deployed: Deployed) -> None:
+def test_a_wrong_type_in_a_pod_template_is_reported_with_its_field_before_any_write(deployed: Deployed) -> None:
     resource = named("typed")
     volume = {"name": "x", "configMap": {"name": True}}
     resource["spec"]["pools"][0]["podTemplate"] = {"spec": {"volumes": [volume]}}

@@ -58,7 +58,7 @@ def test_every_right_is_used_and_none_is_missing(crd: ControlPlane, kubelet: Hol
     pod = {"runtimeClassName": "kata", "priorityClassName": "high", "resourceClaims": claims}
     extra = {"name": "more", "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}}
     with operator(crd):
-        # Names of every kind that the operator looks for; none of them exists, which harms nobody else.
+        # Names of every kind that the operator looks for; none of them exists.
         deployed.apply(
             {**resource, "spec": {**spec, "pools": [*spec["pools"], {**extra, "podTemplate": {"spec": pod}}]}}
         )

@@ -14,7 +14,7 @@ from waiting import wait_for
 
 @pytest.fixture
 def metrics(crd: ControlPlane) -> Iterator[ControlPlane]:
-    """A cluster that serves the API group of pod metrics; nobody is behind it, and nobody asks."""
+    """A cluster that serves the API group of pod metrics; it has no backend and gets no requests."""
     with pod_metrics(crd):
         yield crd
 

@@ -111,7 +111,7 @@ def spec_of(plane: ControlPlane, api: str, namespace: str, plural: str, name: st
     return found
 
 
-def test_what_cannot_be_made_is_told(crd: ControlPlane, namespace: str) -> None:
+def test_children_that_cannot_exist_are_reported(crd: ControlPlane, namespace: str) -> None:
     with operator(crd):
         deployed = Deployed(crd, namespace)
         deployed.apply(scaled("lacking"))

@@ -28,7 +28,7 @@ def pair(block: int, prefill: int = 2, decode: int = 1) -> dict[str, Any]:
             "model": {"id": "org/model"},
             "engine": {"type": "vllm"},
             "frontend": {"replicas": 1},
-            "verification": {"timeoutSeconds": 1},  # nobody proves hollow pods
+            "verification": {"timeoutSeconds": 1},  # hollow pods are never proved
             "pools": [pool("prefill", prefill), pool("decode", decode)],
         },
     }

@@ -33,7 +33,7 @@ def blocked(plane: ControlPlane, namespace: str) -> tuple[str, str]:
         ("CrashLoopBackOff", "CrashLoopBackOff"),
     ],
 )
-def test_a_container_that_does_not_run_is_told_until_it_does(
+def test_a_container_that_does_not_run_is_reported_until_it_does(
     plane: ControlPlane, kubelet: Hollow, namespace: str, waiting: str, reason: str
 ) -> None:
     rule = kubelet.hold(namespace, ENGINES, waiting, "the runtime's own words", "engine")
@@ -45,7 +45,7 @@ def test_a_container_that_does_not_run_is_told_until_it_does(
     wait_for(lambda: blocked(plane, namespace)[0] != reason, SECONDS, "the reason is gone")
 
 
-def test_an_accelerator_that_no_node_has_is_told_in_the_schedulers_words(plane: ControlPlane, namespace: str) -> None:
+def test_a_missing_accelerator_is_reported_in_the_schedulers_words(plane: ControlPlane, namespace: str) -> None:
     pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "amd"}}
     apply(plane, namespace, resource(pools=[pool]))
     wait_for(lambda: blocked(plane, namespace)[0] == "Unschedulable", SECONDS, "Progressing says Unschedulable")

@@ -36,7 +36,7 @@ def test_a_deployment_is_shown_as_its_status_says(plane: ControlPlane, namespace
     assert view["endpoint"] == f"http://demo.{namespace}.svc"
     assert [(pool["name"], pool["role"], pool["desired"]) for pool in view["pools"]] == [("worker", "worker", 2)]
     assert {item["type"] for item in view["conditions"]} >= {"Ready", "SpecValid", "ExactRoutingVerified"}
-    assert all(worker["exact"].startswith("Unknown") for worker in view["workers"]), "nobody proves hollow pods"
+    assert all(worker["exact"].startswith("Unknown") for worker in view["workers"]), "hollow pods are never proved"
 
 
 def test_without_a_name_all_of_the_namespace_are_shown(plane: ControlPlane, namespace: str) -> None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 INTERVAL, SUSPICIOUS, FIRST = 300.0, 30.0, 0.2
 """Seconds between comparisons: usually, after one that found a difference, and until the cache is filled."""
 LONGEST_PAUSE = 10.0
-"""Most seconds between tries while the server cannot be asked."""
+"""Most seconds between tries while the server does not answer."""
 TOLERATED = 3
 """Comparisons in a row that may miss the same resource before the watch counts as dead."""
 

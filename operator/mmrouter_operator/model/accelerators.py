@@ -1,6 +1,6 @@
 """What a kind of accelerator means for a pod: data, no code per vendor.
 
-What the engines themselves must be told of it is :data:`mmrouter_lib.engines.base.devices.DEVICES`, a column of this
+The engines' own settings for it are :data:`mmrouter_lib.engines.base.devices.DEVICES`, a column of this
 table.
 """
 
@@ -20,7 +20,7 @@ class AcceleratorRow:
     """One kind of device, as its device plugin and node labels name it."""
 
     engine: Device
-    """What engines are told of it: device flag, where KV blocks lie while they travel."""
+    """Engine settings: device flag, and where KV blocks are kept during a transfer."""
     resource: str | None = None
     """Extended resource, in limits; also the key of the taint that such nodes usually carry. A pool's ``resourceName``
     (a MIG profile, for one) or ``claims`` (DRA) stand in its place."""
@@ -104,7 +104,7 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
     ),
     "cpu": AcceleratorRow(
         engine=DEVICES["cpu"],
-        # Nobody hands a device to this pod, so no plugin says that it has none: an image made for CUDA asks the
+        # No device plugin serves this pod, so nothing hides the node's devices: an image made for CUDA asks the
         # container runtime for all devices of the node, and would get those of others.
         env={"NVIDIA_VISIBLE_DEVICES": "void"},
         images={"vllm": f"vllm/vllm-openai-cpu:{_VLLM}"},

@@ -1,4 +1,4 @@
-"""What the operator itself is told: one YAML file, typed. Every field has a default, so the file may be absent."""
+"""The operator's site settings: one typed YAML file. Every field has a default, so the file may be absent."""
 
 import ipaddress
 from pathlib import Path

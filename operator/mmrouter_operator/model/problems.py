@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 CHILD_NAME_TAKEN = "ChildNameTaken"
-"""An object of that name belongs to somebody else; it is not touched."""
+"""An object of that name has another owner; it is left alone."""
 CHILD_REFUSED = "ChildRefused"
 """The API server refuses the child: a quota, an admission policy, an overlay that makes it invalid."""
 CHILD_CONTESTED = "ChildContested"
-"""Somebody changes a field of ours again and again; it is taken back with growing pauses."""
+"""Another writer keeps changing a field of ours; it is repaired with growing pauses."""
 SECRET_MALFORMED = "SecretMalformed"  # noqa: S105 - a reason's name
 """The deployment's Secret lacks an entry or holds a wrong one; it is not written over."""
 SECRET_RECREATED = "SecretRecreated"  # noqa: S105

@@ -1,4 +1,4 @@
-"""What the operator knows of one deployment at one moment, typed. Pure: raw objects in, small views out.
+"""Everything known about one deployment at one moment, as typed views of a few fields per object. Pure.
 
 Views are what the watch caches keep: a few fields per object, never bodies.
 """
@@ -128,7 +128,7 @@ class FrontendReport:
     prompt_blocks: int = 0
     hit_blocks: int = 0
     degraded: tuple[str, ...] | None = None
-    """Stages that its requests go without, as ``no_encoder``; ``None`` of a frontend that does not tell them."""
+    """Missing stages, like ``no_encoder``; ``None`` if the frontend does not report them."""
 
 
 @dataclass(frozen=True, slots=True)

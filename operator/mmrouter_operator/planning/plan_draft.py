@@ -49,7 +49,7 @@ def live_deployment(snapshot: Snapshot, name: str) -> DeploymentView | None:
 def is_foreign(snapshot: Snapshot, kind: str, name: str) -> bool:
     """Whether the name of a child is held by an object that another one controls.
 
-    What bears our label and has no controller was orphaned, or somebody took the reference off: it is taken back.
+    An object with our label and without a controller was orphaned, or lost its owner reference; it is adopted.
     """
     view = snapshot.children.get((kind, name))
     return view is not None and not is_owned(snapshot, view)
@@ -99,7 +99,7 @@ def progress_message(rollout: Rollout) -> str:
 
 
 def child_name_taken(kind: str, name: str) -> Blocked:
-    """Return the outcome for a child whose name somebody else's object has."""
+    """Return the outcome for a child whose name belongs to an object of another owner."""
     return Blocked(
         "ChildNameTaken",
         f"{kind} {name} is there and does not belong to this resource; it is left alone: delete or rename it",

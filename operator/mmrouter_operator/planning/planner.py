@@ -77,7 +77,7 @@ class RolloutPlan:
 def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> RolloutPlan:
     """Return the next step from ``snapshot`` towards ``desired``, whose templates are chosen (``revisions.py``).
 
-    The result depends on its arguments alone, so a step that was planned twice is the same step, and a plan that nobody
+    The result depends on its arguments alone, so a step that is planned twice is the same step, and a plan that is not
     carried out is planned again.
     """
     draft = PlanDraft()

@@ -72,7 +72,7 @@ def step(pools: Sequence[SetPool], goal: str) -> SetStep:
     towards = goal if len(live | {goal}) <= 2 else most_serving(pools, live, goal)
     old = sorted(live - {towards}, key=lambda name: (_weight(pools, name), name))
     if len(old) > 1 or towards != goal:
-        # A generation that serves nobody only takes up room; what is left of it would have no partner.
+        # A generation that does not serve only takes up room: the rest of it would have no partner.
         lame = frozenset(name for name in old if not _serves(pools, name))
         if lame:
             return SetStep(_unchanged(pools, lame), drop=lame, towards=towards)

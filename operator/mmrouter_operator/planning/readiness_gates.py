@@ -7,7 +7,7 @@
 
 After ``verification.timeoutSeconds`` with its containers ready a pod is let in all the same under ``Degrade``, where a
 frontend can reach it: better served without overlap than not at all. The reason says so, and the condition
-ExactRoutingVerified is False. A gate that is open stays open: a frontend that restarts knows nobody for a moment, and
+ExactRoutingVerified is False. A gate that is open stays open: a restarting frontend reports no pod for a moment, and
 must not take the service down with it.
 """
 

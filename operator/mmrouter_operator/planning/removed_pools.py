@@ -19,7 +19,7 @@ def pools_kept_serving(
     """Return the Deployments of pools that left the spec and that have to stay for now; say so in the draft.
 
     One stays while a pool of its own stage or a later one is short of the replicas that it may not miss, or runs an
-    older template. One of which nothing is available serves nobody and never stays. ``deployments``: as rendered, all
+    older template. One without available replicas never stays. ``deployments``: as rendered, all
     of them already planned in ``draft``.
     """
     wanted = {manifest["metadata"]["name"] for manifest in draft.apply} | draft.keep | draft.drop

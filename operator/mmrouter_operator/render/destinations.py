@@ -21,7 +21,7 @@ NEVER: Final = _networks(
     # Metadata services that are not link-local: AWS, Google (IPv6), Azure, Alibaba, Oracle. They hand out credentials.
     "fd00:ec2::254/128 fd00:ec2::23/128 fd20:ce::254/128 168.63.129.16/32 100.100.100.200/32 192.0.0.192/32"
 )
-"""Reached by nobody: link-local addresses and metadata services."""
+"""Never reachable: link-local addresses and metadata services."""
 
 NOT_PUBLIC: Final = _networks(
     "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 192.88.99.0/24 "
@@ -59,7 +59,7 @@ def ranges(cidrs: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def collector(endpoint: str) -> tuple[list[dict[str, Any]] | None, int]:
-    """Return peers (``None``: anybody) and port of an OTLP endpoint. Raises ``SpecError`` for a URL without a port.
+    """Return peers (``None``: every peer) and port of an OTLP endpoint. Raises ``SpecError`` for a URL without a port.
 
     A policy knows no host names: for one, the port is open to everywhere.
     """

@@ -87,7 +87,7 @@ class Table:
         return [copy.deepcopy(obj) for ref, obj in self.objects.items() if ref.kind == kind]
 
     def store(self, obj: Object) -> Object:
-        """As somebody's write, seen by the watch at once."""
+        """Write like another client; the watch sees it at once."""
         ref = Ref.of(obj)
         self.version += 1
         before = self.objects.get(ref)
@@ -98,7 +98,7 @@ class Table:
         return copy.deepcopy(stored)
 
     def edit(self, obj: Object) -> None:
-        """Somebody else writes, and the watch tells."""
+        """Write like another client, with its watch event."""
         self.cache.put(obj["kind"], self.store(obj))
 
     def applied(self) -> Names:

@@ -101,7 +101,7 @@ def assert_success_is_of_new_pods(world: World, planned: RolloutPlan) -> None:
         for name, count in wanted.items()
     )
     if told["Ready"] == "True" or isinstance(planned.outcome, Complete):
-        assert true, "success was told of old pods"
+        assert true, "success was reported for old pods"
         assert {item["observedGeneration"] for item in status["conditions"]} == {world.dep.metadata.generation}
     if told["ExactRoutingVerified"] == "True":
         assert not {pod.template_hash for pod in world.pods() if pod.pool in goals} - set(goals.values())

@@ -1,4 +1,4 @@
-"""A cluster of numbers for planning: Deployment controllers and kubelets that do one thing when they are told to.
+"""A cluster of numbers for planning: Deployment controllers and kubelets that take one step per call.
 
 It keeps what was applied as an API server does (generation, status with the generation it speaks of), and moves pods by
 the rules of the Deployment controller: surge first, pods that are not ready go before ready ones.

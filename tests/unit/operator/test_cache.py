@@ -35,7 +35,7 @@ def test_a_deployment_is_known_by_its_resource_and_gone_with_it() -> None:
     assert cache.resource(KEY) is None
 
 
-def test_what_changes_nothing_wakes_nobody() -> None:
+def test_an_unchanged_object_reports_no_deployment() -> None:
     cache = WatchCache()
     service = obj("Service", "s", "1", 1, spec={"ports": []})
     assert cache.put("Service", service) == (KEY,)

@@ -71,7 +71,7 @@ async def test_pods_come_after_what_they_mount_and_bindings_after_roles(children
     assert table.applied() == ["1", "2", "3", "4", "5"]
 
 
-async def test_somebody_elses_object_is_not_touched(children: ChildWriter, table: Table) -> None:
+async def test_an_object_of_another_owner_is_not_touched(children: ChildWriter, table: Table) -> None:
     theirs = manifest("Service", "s", spec={"port": 5})
     theirs["metadata"] |= {"ownerReferences": [{"uid": "other", "controller": True}], "labels": {}}
     table.store(theirs)
@@ -124,7 +124,7 @@ async def test_a_child_that_others_fight_over_is_repaired_with_growing_pauses(
     assert (await children.write(KEY, OWNER, [SERVICE])).repaired, "an old fight is forgotten"
 
 
-async def test_a_contested_child_is_told_without_a_break_until_it_was_left_alone_for_a_while(
+async def test_a_contested_child_is_reported_without_a_break_until_it_was_left_alone_for_a_while(
     children: ChildWriter, table: Table, clock: Clock
 ) -> None:
     await children.write(KEY, OWNER, [SERVICE])
@@ -142,7 +142,7 @@ async def test_a_contested_child_is_told_without_a_break_until_it_was_left_alone
         told.append(bool(in_order.problems))
     assert told == sorted(told), "once told, it stays told"
     assert told[-1]
-    assert in_order.again_in is not None, "somebody comes back to take it off"
+    assert in_order.again_in is not None, "a later reconcile clears it"
     clock.now += in_order.again_in
     assert (await children.write(KEY, OWNER, [SERVICE])).problems == []
 

@@ -32,7 +32,7 @@ REF = Ref("v1", "ConfigMap", "n", "c")
 
 @dataclass
 class Served:
-    """A server that answers every request alike and keeps what it was asked."""
+    """A server that answers every request alike and keeps the requests."""
 
     status: int = 200
     body: Any = field(default_factory=dict)
@@ -136,7 +136,7 @@ async def test_delete_names_the_uid_and_is_content_with_what_is_gone(
         assert body == {"propagationPolicy": "Background", "preconditions": {"uid": "u"}}
 
 
-async def test_existence_is_asked_for_metadata_only(cluster: KubernetesCluster, served: Served) -> None:
+async def test_existence_reads_metadata_only(cluster: KubernetesCluster, served: Served) -> None:
     assert await cluster.exists(REF)
     request, _ = served.last
     assert "as=PartialObjectMetadata;" in request.headers["Accept"]

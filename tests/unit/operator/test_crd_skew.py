@@ -43,14 +43,14 @@ def test_what_the_definition_filled_in_is_taken_out_wherever_it_stands() -> None
     assert set(dropped) == {"spec.section", "spec.routing.media.novelty", "spec.pools[1].novelty"}
 
 
-def test_what_somebody_said_stays_and_is_for_the_parser_to_refuse() -> None:
+def test_a_set_field_stays_and_the_parser_refuses_it() -> None:
     resource = copy.deepcopy(RESOURCE)
     resource["spec"]["pools"][0]["novelty"] = 8
     resource["spec"]["section"] = {}
     assert without_defaults(resource, served(pools__each__novelty=7, section=None)) == (resource, (), True)
 
 
-def test_a_field_that_the_published_schema_does_not_have_yet_is_told_apart() -> None:
+def test_a_field_that_the_published_schema_lacks_is_reported_as_incomplete() -> None:
     resource = copy.deepcopy(RESOURCE)
     resource["spec"]["routing"]["novelty"] = 7
     assert without_defaults(resource, served()) == (resource, (), False)

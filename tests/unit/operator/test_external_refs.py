@@ -92,7 +92,7 @@ def test_a_malformed_overlay_is_no_reference_and_no_crash() -> None:
     assert all("podTemplate" not in path or "frontend" in path for _, path in references(deployment(spec)))
 
 
-def test_one_object_is_asked_for_once() -> None:
+def test_an_object_is_looked_up_once() -> None:
     spec = {**WHOLE, "frontend": {"apiKeys": {"secret": {"name": "hub"}}}}
     found = [path for ref, path in references(deployment(spec)) if (ref.kind, ref.name) == ("Secret", "hub")]
     assert found == ["spec.model.tokenSecret.name"]

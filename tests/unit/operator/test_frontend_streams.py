@@ -96,7 +96,7 @@ async def test_a_routers_report_arrives_whole_and_typed():
         assert op.changes == [KEY]
 
 
-async def test_a_change_is_told_once_and_a_heartbeat_never():
+async def test_a_change_is_reported_once_and_a_heartbeat_never():
     async with frontend() as router, operator() as op:
         worker = router.worker("a", canary="")
         op.streams.follow(KEY, {"f1": router.ip}, "t")
@@ -269,7 +269,7 @@ def test_an_event_is_bounded_while_it_comes():
         events.feed(b"x" * 20)
 
 
-async def test_a_frontend_of_before_does_not_tell_what_it_goes_without():
+async def test_a_frontend_of_an_older_release_reports_no_missing_stages():
     async def answer(writer):
         writer.write(head() + EVENT)
 

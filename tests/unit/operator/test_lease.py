@@ -112,7 +112,7 @@ async def test_a_lease_that_is_renewed_is_never_taken() -> None:
     assert set(server.writers) == {"a"}
 
 
-async def test_a_holder_that_cannot_renew_stops_writing_before_anybody_may_take_over() -> None:
+async def test_a_holder_that_cannot_renew_stops_writing_before_another_may_take_over() -> None:
     server, here, there = Server(), Time(), Time()
     first, second = leader(server, "a", here), leader(server, "b", there)
     await first._attempt()
@@ -178,7 +178,7 @@ async def test_a_released_lease_is_taken_at_once_and_the_one_who_released_it_sta
     assert second.valid()
 
 
-async def test_releasing_takes_the_lease_from_nobody_else() -> None:
+async def test_releasing_leaves_the_lease_of_another_holder() -> None:
     server, here, there = Server(), Time(), Time()
     first, second = leader(server, "a", here), leader(server, "b", there)
     await first._attempt()
@@ -190,7 +190,7 @@ async def test_releasing_takes_the_lease_from_nobody_else() -> None:
     assert server.lease["spec"]["holderIdentity"] == "b"
 
 
-async def test_gaining_and_losing_is_told_once_each() -> None:
+async def test_gaining_and_losing_is_reported_once_each() -> None:
     server, here = Server(), Time()
     told: list[str] = []
     steps = 0

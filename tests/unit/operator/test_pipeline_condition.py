@@ -1,4 +1,4 @@
-"""The condition ChainComplete: what the frontends go without, in the operator's words."""
+"""The condition ChainComplete: the stages that the frontends miss, as the operator reports them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from mmrouter_operator.status.transitions import transitions
 CHAIN = "ChainComplete"
 
 
-def going_without(*each: Sequence[str] | None) -> Callable[[Snapshot], Snapshot]:
-    """The frontends say, one after the other, what they go without."""
+def missing_stages(*each: Sequence[str] | None) -> Callable[[Snapshot], Snapshot]:
+    """Return reports of frontends with these missing stages."""
 
     def change(snapshot: Snapshot) -> Snapshot:
         said = (None if words is None else tuple(words) for words in each)
@@ -36,11 +36,11 @@ def test_workers_alone_are_no_chain() -> None:
 
 
 @pytest.mark.parametrize(("word", "reason"), [(word, reason) for word, (reason, _) in MISSING_STAGES.items()])
-def test_what_all_frontends_go_without_is_the_reason_and_it_clears(word: str, reason: str) -> None:
+def test_a_stage_that_all_frontends_miss_is_the_reason_and_it_clears(word: str, reason: str) -> None:
     world = standing(pair())
     world.status = before = judged(world)
     assert conditions(before)[CHAIN] == ("True", "EveryStage")
-    world.status = without = judged(world, going_without([word], [word]))
+    world.status = without = judged(world, missing_stages([word], [word]))
     assert conditions(without)[CHAIN] == ("False", reason)
     assert "frontends" not in message(without, CHAIN)
     assert [(event.type, event.reason) for event in transitions(before, without)] == [("Warning", reason)]
@@ -50,7 +50,7 @@ def test_what_all_frontends_go_without_is_the_reason_and_it_clears(word: str, re
 
 
 def test_one_frontend_is_enough_and_the_worst_is_the_reason() -> None:
-    status = judged(standing(pair()), going_without(["no_encoder"], ["no_encoder", "no_prefill"]))
+    status = judged(standing(pair()), missing_stages(["no_encoder"], ["no_encoder", "no_prefill"]))
     assert conditions(status)[CHAIN] == ("False", "NoPrefill")
     assert message(status, CHAIN) == (
         "1 of 2 frontends: no prefill pod can take work: prompts are computed where they are decoded; "
@@ -58,7 +58,7 @@ def test_one_frontend_is_enough_and_the_worst_is_the_reason() -> None:
     )
 
 
-@pytest.mark.parametrize("change", [silent, going_without(None, None)])
+@pytest.mark.parametrize("change", [silent, missing_stages(None, None)])
 def test_frontends_that_are_not_heard_or_too_old_to_tell_are_no_proof(change: Callable[[Snapshot], Snapshot]) -> None:
     world = standing(pair())
     world.status = judged(world)
@@ -66,12 +66,12 @@ def test_frontends_that_are_not_heard_or_too_old_to_tell_are_no_proof(change: Ca
 
 
 def test_a_frontend_that_is_too_old_to_tell_says_nothing_against_one_that_does() -> None:
-    assert conditions(judged(standing(pair()), going_without(None, [])))[CHAIN] == ("True", "EveryStage")
+    assert conditions(judged(standing(pair()), missing_stages(None, [])))[CHAIN] == ("True", "EveryStage")
 
 
 def test_an_operator_that_has_just_started_keeps_what_was_said_last() -> None:
     world = standing(pair())
-    world.status = judged(world, going_without(["no_decode"], ["no_decode"]))
+    world.status = judged(world, missing_stages(["no_decode"], ["no_decode"]))
 
     def started(snapshot: Snapshot) -> Snapshot:
         return dataclasses.replace(silent(snapshot), listening_since=snapshot.now - 1)
@@ -89,7 +89,7 @@ def with_frontends_only() -> World:
     return world
 
 
-NO_DECODE = going_without(["no_decode"], ["no_decode"])
+NO_DECODE = missing_stages(["no_decode"], ["no_decode"])
 
 
 def test_what_is_on_its_way_for_the_first_time_is_no_loss() -> None:
@@ -101,7 +101,7 @@ def test_what_is_on_its_way_for_the_first_time_is_no_loss() -> None:
     assert conditions(judged(world))[CHAIN] == ("True", "EveryStage")
 
 
-def test_what_cannot_come_is_told_of_from_the_start() -> None:
+def test_a_stage_that_cannot_come_is_reported_from_the_start() -> None:
     def stuck(snapshot: Snapshot) -> Snapshot:
         return pods(engines, unschedulable="0/1 nodes are available")(NO_DECODE(snapshot))
 

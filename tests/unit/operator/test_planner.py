@@ -89,9 +89,9 @@ def test_a_pool_that_left_the_spec_is_removed() -> None:
 
 def test_what_is_not_ours_is_neither_changed_nor_removed() -> None:
     world = World(deployment(whole()))
-    foreign = ChildView("Service", "vl", "team", "u", "1", "somebody-else")
+    foreign = ChildView("Service", "vl", "team", "u", "1", "another-owner")
     mine = ChildView("ConfigMap", "left-over", "team", "u2", "1", UID)
-    theirs = ChildView("ConfigMap", "theirs", "team", "u3", "1", "somebody-else")
+    theirs = ChildView("ConfigMap", "theirs", "team", "u3", "1", "another-owner")
     children = {(view.kind, view.name): view for view in (foreign, mine, theirs)}
     planned = plan(world.choose()[0], dataclasses.replace(world.snapshot(), children=children))
     assert planned.outcome == Blocked(
@@ -297,7 +297,7 @@ def test_without_its_autoscaler_a_pool_keeps_its_replicas_within_its_bounds(live
     world.children["vl-work"].manifest["spec"]["replicas"] = live
     world.reconcile()
     assert world.children["vl-work"].manifest["spec"]["replicas"] == kept
-    assert World(deployment(spec)).reconcile().rollouts[-1].desired == 3, "a new one begins as it is asked to"
+    assert World(deployment(spec)).reconcile().rollouts[-1].desired == 3, "a new one begins with its own replicas"
 
 
 def test_without_its_autoscaler_a_pool_of_a_set_keeps_its_replicas() -> None:

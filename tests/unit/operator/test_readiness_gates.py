@@ -31,7 +31,7 @@ def heard(routable: bool, verified: str = "Unknown", role: str = "worker", **wor
     return FrontendReport("r", True, {"e": WorkerReport("e", "work", role, routable, verified, **words)})
 
 
-NOBODY = FrontendReport("r", True, {})
+NO_WORKERS = FrontendReport("r", True, {})
 
 
 def look(
@@ -91,7 +91,7 @@ def test_the_table(
         "proved": heard(True, "True", role),
         "failed": heard(True, "False", role, cause="template"),
         "unheld": heard(False, role=role),
-        "absent": NOBODY,
+        "absent": NO_WORKERS,
     }
     found = look(engine(role, started=started), *[words[r] if r else None for r in reports], on_failure=on_failure)
     assert values(found) == expected
@@ -105,7 +105,7 @@ def test_the_reason_of_a_closed_gate_names_the_cause() -> None:
 
 
 def test_a_pod_whose_containers_are_not_ready_waits_however_old_it_is() -> None:
-    assert look(engine(started=None, containers_ready=False, created=0.0), NOBODY) == {}
+    assert look(engine(started=None, containers_ready=False, created=0.0), NO_WORKERS) == {}
 
 
 def test_a_frontend_that_is_not_ready_has_no_say() -> None:
@@ -121,7 +121,7 @@ def test_pods_that_leave_and_pods_without_gates_are_left_alone() -> None:
 
 
 reports = st.one_of(
-    st.none(), st.just(NOBODY), st.builds(heard, st.booleans(), st.sampled_from(["True", "False", "Unknown"]))
+    st.none(), st.just(NO_WORKERS), st.builds(heard, st.booleans(), st.sampled_from(["True", "False", "Unknown"]))
 )
 
 

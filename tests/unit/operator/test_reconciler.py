@@ -1,4 +1,4 @@
-"""Whole reconciles against a table of objects: what is written, what is told, and what comes of failures."""
+"""Whole reconciles against a table of objects: what is written and reported, also after failures."""
 
 import copy
 import logging
@@ -105,7 +105,7 @@ async def test_a_spec_that_needs_the_sites_configuration_is_valid_with_it() -> N
 
 
 @pytest.mark.parametrize("part", ["render", "choose_templates", "plan", "gate_changes", "references"])
-async def test_an_error_of_the_operators_own_is_told_in_the_status_and_raised(
+async def test_a_bug_of_the_operator_is_reported_in_the_status_and_raised(
     team: Team, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     team.want()
@@ -126,7 +126,7 @@ async def test_an_error_of_the_operators_own_is_told_in_the_status_and_raised(
     assert team.condition("Ready")["reason"] != "ReconcileFailed"
 
 
-async def test_a_status_that_cannot_be_judged_is_told_and_keeps_what_was_known(
+async def test_a_status_that_cannot_be_judged_is_reported_and_keeps_known_values(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     team.want()
@@ -157,7 +157,7 @@ async def test_a_failing_call_is_no_error_of_the_operators_own(team: Team) -> No
     assert "status" not in team.resource
 
 
-async def test_a_status_that_the_server_refuses_is_told_once_and_tried_again_on_change(
+async def test_a_refused_status_is_reported_once_and_tried_again_on_change(
     team: Team, caplog: pytest.LogCaptureFixture
 ) -> None:
     team.want()
@@ -253,7 +253,7 @@ async def test_a_run_that_fails_begins_the_pauses_anew_exactly_when_it_got_furth
     team.cache.remove("Service", team.table.objects.pop(service)["metadata"]["uid"])
     with pytest.raises(Retry) as third:
         await team.run()
-    assert service in team.table.objects, "what somebody deleted is back"
+    assert service in team.table.objects, "the deleted child is back"
     assert not third.value.reset, "two who undo each other's work get nowhere"
     team.table.fail.clear()
     team.table.fail["vl-worker"] = Unavailable("down")
@@ -316,7 +316,7 @@ async def test_what_a_newer_definition_filled_in_is_no_fault_and_is_counted(
     assert "ignored_fields{" not in team.shown()
 
 
-async def test_what_somebody_said_that_only_a_newer_release_knows_is_refused(team: Team) -> None:
+async def test_a_set_field_of_a_newer_release_is_refused(team: Team) -> None:
     newer(team, novelty=7)
     team.want(sidecar={"novelty": 8})
     await team.run()

@@ -49,7 +49,7 @@ def test_workers_serve_until_the_set_that_replaces_them_does() -> None:
         world.control(name)
         world.start(name)
     world.reconcile()
-    assert world.ready("a") == 2, "prefill alone serves nobody"
+    assert world.ready("a") == 2, "prefill alone does not serve"
     finish(world)
     assert not world.of_pool("a")
 
@@ -73,7 +73,7 @@ def test_a_pool_that_nothing_replaces_goes_at_once() -> None:
     assert ("delete", "vl-b") in {(step.action, step.name) for step in planned.steps}
 
 
-def test_a_pool_that_serves_nobody_makes_room_at_once() -> None:
+def test_a_pool_that_does_not_serve_makes_room_at_once() -> None:
     world = standing(pools(pool("a")))
     for _ in range(2):
         world.children["vl-a"].pods[_].ready = False
@@ -95,7 +95,7 @@ def test_going_back_while_the_old_pool_still_serves_restarts_nothing() -> None:
     assert not world.of_pool("b")
 
 
-def test_no_node_for_the_successor_is_told_with_the_way_out() -> None:
+def test_no_node_for_the_successor_is_reported_with_the_way_out() -> None:
     world = standing(pools(pool("a")))
     want(world, pools(pool("b")))
     world.reconcile()
@@ -121,7 +121,7 @@ def test_a_foreign_deployment_is_neither_held_nor_deleted() -> None:
     world = standing(pools(pool("a")))
     snapshot = world.snapshot()
     view = snapshot.children["Deployment", "vl-a"]
-    other = dataclasses.replace(view, name="vl-z", pool="z", owner="somebody", uid="z")
+    other = dataclasses.replace(view, name="vl-z", pool="z", owner="another", uid="z")
     planned = plan(
         world.choose()[0], dataclasses.replace(snapshot, children={**snapshot.children, ("Deployment", "vl-z"): other})
     )
@@ -173,7 +173,7 @@ moves = st.lists(st.tuples(st.sampled_from(["plan", "control", "start"]), st.int
 
 @given(st.one_of(workers, sets), st.lists(st.tuples(st.one_of(workers, sets), moves), min_size=1, max_size=3))
 @settings(max_examples=20, deadline=None)
-def test_whatever_pools_appear_vanish_and_change_their_names_somebody_always_serves(
+def test_some_pool_always_serves_while_pools_appear_vanish_and_change_their_names(
     first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
 ) -> None:
     world = standing(first)
@@ -206,7 +206,7 @@ def held_to_the_floor(world: World, what: str, number: int) -> Any:
     else:
         world.start(name, 1)
     now = ready_by_role(world)
-    assert not served or pairs_and_workers(world), "nobody serves any more"
+    assert not served or pairs_and_workers(world), "no pool serves any more"
     spec = world.dep.spec.pools
     if {p.role for p in spec} <= {"worker", "encoder"}:
         for role in {p.role for p in spec}:
@@ -220,7 +220,7 @@ def ready_by_role(world: World) -> Counter[str]:
 
 
 def wanted_by_role(world: World) -> Counter[str]:
-    """Ready pods by role, without those that are more than their pool's replicas: whoever asks for fewer gets fewer."""
+    """Ready pods by role, without those beyond their pool's replicas: these may be removed."""
     replicas = {pool.name: pool.replicas for pool in world.dep.spec.pools}
     ready = Counter((pod.role, pod.pool) for pod in world.pods() if pod.ready)
     found: Counter[str] = Counter()

@@ -154,7 +154,7 @@ def test_other_children_are_seen_by_name_and_owner() -> None:
 def test_a_pod_is_seen_with_its_gates_and_the_time_when_its_containers_were_ready() -> None:
     view = pod_view(POD)
     assert view.gates == {ROUTABLE: True, VERIFIED: False}
-    assert view.gate_times == {ROUTABLE: "2026-11-21T10:05:00Z"}, "nobody has spoken of the other one"
+    assert view.gate_times == {ROUTABLE: "2026-11-21T10:05:00Z"}, "the other one has no condition"
     assert (view.ready, view.containers_ready, view.node, view.ip) == (False, True, "gpu-1", "10.1.2.3")
     assert view.started is not None
     assert view.started - view.created == 240
@@ -199,7 +199,7 @@ def crashed(state: str, ready: bool = False, restarts: int = 3) -> dict[str, Any
     }
 
 
-def test_a_container_that_ends_again_and_again_is_told_alike_between_two_ends() -> None:
+def test_a_container_that_keeps_ending_is_reported_alike_between_two_ends() -> None:
     told = ("engine", "CrashLoopBackOff", "restarted 3 times, last: exit 137 OOMKilled")
     assert pod_view(pod(containerStatuses=[crashed("waiting")])).waiting == told
     assert pod_view(pod(containerStatuses=[crashed("running")])).waiting == told
@@ -207,7 +207,7 @@ def test_a_container_that_ends_again_and_again_is_told_alike_between_two_ends() 
     assert pod_view(pod(containerStatuses=[crashed("running", restarts=1)])).waiting is None
 
 
-def test_the_end_that_the_kubelet_shows_before_its_back_off_is_told_with_its_own_status() -> None:
+def test_the_end_before_the_back_off_is_reported_with_its_own_status() -> None:
     ended = crashed("terminated") | {"state": {"terminated": {"exitCode": 2, "reason": "Error"}}}
     assert pod_view(pod(initContainerStatuses=[ended])).waiting == (
         "engine",
@@ -218,7 +218,7 @@ def test_the_end_that_the_kubelet_shows_before_its_back_off_is_told_with_its_own
     assert pod_view(pod(initContainerStatuses=[done])).waiting is None
 
 
-def test_what_a_container_said_last_is_told_by_its_last_line() -> None:
+def test_a_containers_last_message_is_reported_by_its_last_line() -> None:
     def told(message: str) -> str:
         ended = crashed("waiting")
         ended["lastState"]["terminated"] = {"exitCode": 1, "reason": "Error", "message": message}

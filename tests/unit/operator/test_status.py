@@ -229,7 +229,7 @@ STUCK = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/sel
         ),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(
+def test_a_problem_is_reported_with_its_place(
     change: Callable[[Snapshot], Snapshot], advice: tuple[Problem, ...], reason: str, words: str
 ) -> None:
     status = judged(standing(whole()), change, *advice)
@@ -243,7 +243,7 @@ def test_a_hundred_broken_pods_are_one_sentence_per_pool() -> None:
     assert message(status, "Degraded").count("manifest unknown") == 3
 
 
-def test_a_secret_made_anew_is_told_until_every_pod_has_it() -> None:
+def test_a_recreated_secret_is_reported_until_every_pod_has_it() -> None:
     world = standing(whole())
     lost = Problem("SecretRecreated", "Secret", "vl-secrets", "Secret vl-secrets was lost and is made anew")
     world.status = judged(world, lambda snapshot: snapshot, lost)

@@ -22,15 +22,15 @@ SERVICE = ("Service", "vl")
 def test_nothing_is_ready_without_the_service(reason: str) -> None:
     world = standing(whole())
     del world.others[SERVICE]
-    status = judged(world, lambda s: s, Problem(reason, *SERVICE, "Service vl is somebody's"))
+    status = judged(world, lambda s: s, Problem(reason, *SERVICE, "Service vl has another owner"))
     assert conditions(status)["Ready"] == ("False", "Blocked")
     assert conditions(status)["Progressing"] == ("False", reason)
     assert conditions(status)["Degraded"] == ("True", reason)
     assert status["phase"] == "Blocked"
-    assert "endpoint" not in status, "it would be somebody else's"
+    assert "endpoint" not in status, "it would be another owner's"
 
 
-def test_a_refused_change_of_a_service_that_is_there_is_told_and_it_serves() -> None:
+def test_a_refused_change_of_an_existing_service_is_reported_and_it_serves() -> None:
     world = standing(whole())
     status = judged(world, lambda s: s, Problem("ChildRefused", *SERVICE, "quota"))
     assert conditions(status)["Ready"] == ("True", "Serving")

@@ -74,7 +74,7 @@ def test_the_user_changes_one_pool_and_only_that_pool_gets_the_new_rendering() -
 
 
 @pytest.mark.parametrize(("value", "expected"), [("true", True), (__version__, True), ("0.0.0", False), ("", False)])
-def test_adoption_is_asked_for_by_word_or_by_version(value: str, expected: bool) -> None:
+def test_adoption_is_requested_by_word_or_by_version(value: str, expected: bool) -> None:
     assert adopts(deployment(whole(), annotations={"mmrouter.io/adopt": value})) is expected
     assert not adopts(deployment(whole()))
 
@@ -158,7 +158,7 @@ def test_a_revision_has_an_owner_and_its_number_in_its_name() -> None:
     assert set(revision["data"]["deployments"]) == {"vl-frontend", "vl-work", "vl-enc", "vl-rend"}
 
 
-def test_a_revision_of_somebody_who_knows_better_is_passed_over() -> None:
+def test_a_revision_of_a_later_release_is_passed_over() -> None:
     """Data of another shape, as a later release may write it, is no template."""
     world = World(deployment(whole()))
     world.revisions = [RevisionView("vl-4", 4, {"deployments": {"vl-work": {"template": 1}, "vl-enc": 2}, "more": 3})]

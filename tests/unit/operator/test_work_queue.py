@@ -211,7 +211,7 @@ TestSchedule = Schedule.TestCase
 
 
 class Seen:
-    """The hooks, and what they were told."""
+    """The metrics' callbacks, with their arguments."""
 
     def __init__(self) -> None:
         self.results: Counter[str] = Counter()
@@ -306,7 +306,7 @@ async def test_a_resource_that_is_edited_while_its_run_fails_is_tried_again_at_o
         if runs == 10:
             done.set()
         else:
-            version += 1  # somebody's edit
+            version += 1  # an edit
             workers.add(A)
             raise Retry("what it was before is of no use")
 

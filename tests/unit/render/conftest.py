@@ -25,7 +25,7 @@ def load(name: str) -> MMRouterDeployment:
 
 @cache
 def read(path: Path) -> Any:
-    """Return a document of YAML, which nobody changes."""
+    """Return a YAML document, which must not be modified."""
     return yaml.safe_load(path.read_text())
 
 

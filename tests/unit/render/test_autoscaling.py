@@ -1,4 +1,4 @@
-"""Who scales a pool, by which metric, and what is told where nobody can."""
+"""Which kind of autoscaler scales a pool, by which metric, and what is reported without one."""
 
 from collections.abc import Callable
 from decimal import Decimal
@@ -45,7 +45,7 @@ def scaled(whole: MMRouterDeployment, changed: Change) -> MMRouterDeployment:
         (BOTH, PROMETHEUS, 2, 0),
     ],
 )
-def test_one_kind_scales_or_nobody_does(
+def test_one_kind_of_autoscaler_is_rendered_or_none(
     scaled: MMRouterDeployment, capabilities: Capabilities, config: OperatorConfig, hpas: int, objects: int
 ) -> None:
     assert len(children(scaled, "HorizontalPodAutoscaler", capabilities=capabilities, config=config)) == hpas
@@ -129,7 +129,7 @@ def test_every_metric_is_one_that_a_sidecar_exports() -> None:
 def test_no_pool_is_scaled_by_a_metric_that_its_role_does_not_have(
     shortest: MMRouterDeployment, changed: Change, role: str, metric: str, possible: bool
 ) -> None:
-    """An HPA over a metric that nobody exports would look like autoscaling and do nothing."""
+    """An HPA over a metric that no process exports would look like autoscaling and do nothing."""
     worker = to_json(shortest)["spec"]["pools"][0]
     extra = {**worker, "name": "extra", "role": role, "autoscaling": {"maxReplicas": 3, "metric": metric}}
     dep = changed(shortest, pools=[worker, extra])

@@ -109,7 +109,7 @@ def limits(dep: MMRouterDeployment, secrets: SecretData, component: str) -> dict
     return {name: int(value) for name, value in found.items() if value is not None}
 
 
-def test_a_node_holds_what_the_largest_pool_says_and_nobody_writes_more_than_half_of_its_own_memory(
+def test_a_node_holds_the_largest_pools_size_and_each_writer_at_most_half_of_its_own_memory(
     over: MMRouterDeployment, secrets: SecretData
 ) -> None:
     pools = [
@@ -172,7 +172,7 @@ def test_a_renderer_keeps_no_more_for_others_than_its_memory_and_the_nodes_allow
     assert kept(resources={"limits": {"memory": "1Gi"}}) == GIB // 2
 
 
-def test_nixl_on_cpus_is_told_the_transports_that_are_there(over: MMRouterDeployment, secrets: SecretData) -> None:
+def test_nixl_on_cpus_gets_the_available_transports(over: MMRouterDeployment, secrets: SecretData) -> None:
     def transports(dep: MMRouterDeployment, name: str) -> Any:
         return variables(container(pod_of(dep, secrets, name), "engine")).get("UCX_TLS")
 
@@ -223,7 +223,7 @@ def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeploy
     assert changed == {"worker", "slow", "render", "frontend"}
 
 
-def test_the_plugin_reads_what_pods_are_told(over: MMRouterDeployment, secrets: SecretData) -> None:
+def test_the_plugin_reads_the_pods_variables(over: MMRouterDeployment, secrets: SecretData) -> None:
     near = [{**one, "sharedMemory": NODE | {"size": "64Mi"}} for one in to_json(over)["spec"]["pools"]]
     told = variables(container(pod_of(change(over, pools=near), secrets, "render"), "engine"))
     read = read_settings({name: value for name, value in told.items() if isinstance(value, str)})

@@ -211,7 +211,7 @@ def _arguments(dep: MMRouterDeployment) -> list[str]:
         ),
     ],
 )
-def test_a_wrong_type_is_told_with_its_place_and_what_is_wanted(
+def test_a_wrong_type_is_reported_with_its_place_and_the_right_type(
     fields: dict[str, Any], place: str, sentence: str
 ) -> None:
     with pytest.raises(SpecError) as caught:

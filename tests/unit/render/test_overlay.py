@@ -1,7 +1,7 @@
 """The podTemplate overlay does what `kubectl patch --local --type=strategic` does.
 
 `golden/kubectl-overlay.json` holds a pod template, patches, and kubectl's answers. Where kubectl is installed, one
-answer is asked for again; MMROUTER_UPDATE_GOLDEN=1 asks for all of them and rewrites the file.
+answer is recorded again; MMROUTER_UPDATE_GOLDEN=1 records all of them and rewrites the file.
 """
 
 import copy
@@ -55,7 +55,7 @@ def test_the_recorded_answers_are_kubectls(tmp_path: Path) -> None:
 
 
 def test_nulls_and_deletions_in_something_new_have_nothing_to_delete() -> None:
-    """kubectl leaves them in for the API server to drop; nobody drops them after us."""
+    """kubectl leaves them in for the API server to drop; nothing drops them after us."""
     patch = {"spec": {"containers": [{"name": "n", "tty": None, "env": [{"name": "B", "$patch": "delete"}]}]}}
     assert overlay(TEMPLATE, patch)["spec"]["containers"][0] == {"name": "n", "env": []}
 

@@ -1,4 +1,4 @@
-"""PodMonitors: where they are wanted and possible, on ports that NetworkPolicy opens for whoever scrapes."""
+"""PodMonitors: where they are wanted and possible, on ports that NetworkPolicy opens for scrapers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -24,7 +24,7 @@ def arguments(pod: dict[str, Any]) -> list[str]:
     return args
 
 
-def test_the_hubs_token_reaches_whoever_downloads_and_nobody_else(
+def test_the_hubs_token_reaches_only_containers_that_download(
     shortest: MMRouterDeployment, secrets: SecretData
 ) -> None:
     dep = change(shortest, model={"id": "a/b", "tokenSecret": {"name": "hf", "key": "token"}})
@@ -34,7 +34,7 @@ def test_the_hubs_token_reaches_whoever_downloads_and_nobody_else(
     assert "HF_TOKEN" not in variables(container(worker, "sidecar")) | variables(container(frontend, "router"))
 
 
-def test_a_mirror_of_the_hub_is_named_to_whoever_downloads(shortest: MMRouterDeployment, secrets: SecretData) -> None:
+def test_a_mirror_of_the_hub_reaches_downloads(shortest: MMRouterDeployment, secrets: SecretData) -> None:
     config = OperatorConfig(hub_endpoint="https://hub.site.example")
     objects = render(shortest, secrets=secrets, config=config)
     pods = [obj["spec"]["template"]["spec"] for obj in objects if obj["kind"] == "Deployment"]
@@ -137,7 +137,7 @@ def test_api_keys_are_files_of_the_router_alone(whole: MMRouterDeployment, secre
     assert API_KEYS_DIR not in mounts(container(pod_of(without, secrets, "frontend"), "router"))
 
 
-def test_engines_are_told_their_api_key_by_the_environment(
+def test_engines_get_their_api_key_by_the_environment(
     shortest: MMRouterDeployment, sglang: MMRouterDeployment, secrets: SecretData
 ) -> None:
     for dep, variable in ((shortest, "VLLM_API_KEY"), (sglang, "SGLANG_API_KEY")):
@@ -190,7 +190,7 @@ def test_a_field_that_is_written_with_its_default_changes_no_pod(
         assert pod_of(defaulted, secrets, component) == pod_of(shortest, secrets, component)
 
 
-def test_an_otlp_endpoint_reaches_the_router_and_nobody_else(shortest: MMRouterDeployment, secrets: SecretData) -> None:
+def test_an_otlp_endpoint_reaches_only_the_router(shortest: MMRouterDeployment, secrets: SecretData) -> None:
     def told(dep: MMRouterDeployment) -> dict[str, dict[str, Any]]:
         pods = {name: pod_of(dep, secrets, name) for name in ("frontend", "worker")}
         found = {one["name"]: variables(one) for pod in pods.values() for one in pod["containers"]}

@@ -91,7 +91,7 @@ def test_only_what_concerns_a_pod_restarts_it_and_the_hash_says_so(
     assert {name for name in before if hashes(before)[name] != hashes(after)[name]} == expected
 
 
-def test_encoders_weights_restart_nobody(secrets: SecretData) -> None:
+def test_encoders_weights_restart_no_pod(secrets: SecretData) -> None:
     dep = load("disaggregated")
     assert templates(change(dep, pools=pools(dep, "enc-xpu", weight=77)), secrets) == templates(dep, secrets)
 

@@ -112,7 +112,7 @@ def test_what_we_cannot_do_without_is_put_back_and_named(
 
 
 def _comparable(template: dict[str, Any]) -> dict[str, Any]:
-    """Return a template without its hash, which knows of the patch, and without the order of keyed lists."""
+    """Return a template without its hash, which depends on the patch, and without the order of keyed lists."""
     found = copy.deepcopy(template)
     del found["metadata"]["annotations"]
     found["spec"]["volumes"].sort(key=lambda volume: volume["name"])

@@ -30,7 +30,7 @@ def frontends_share(dep: MMRouterDeployment) -> bool:
 def limit_bytes(dep: MMRouterDeployment) -> int:
     """Return what a node's directory may hold in all: the largest size of the pools that use it; 0 without any.
 
-    The kernel does not know this limit, because the file system is the node's: whoever writes keeps to it.
+    The kernel does not know this limit, because the file system is the node's: each writer enforces it.
     """
     return max((quantity_bytes(pool.shared_memory.size) for pool in dep.spec.pools if is_shared(pool)), default=0)
 
