@@ -89,7 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_benchmark(name: str, options: argparse.Namespace) -> list[rows.Row]:
-    """Return the rows of one benchmark."""
     if name == "cluster":
         if options.sweep:
             return weight_sweep.sweep(options.traces)

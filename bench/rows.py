@@ -70,7 +70,6 @@ def cells(item: Row) -> tuple[str, str, str, str, str]:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """Return the rows as a table for a terminal."""
     shown = Table(box=None, pad_edge=False)
     for title in ("figure", "value", "goal", "met", "peer"):
         shown.add_column(title, justify="right" if title in ("value", "goal") else "left", overflow="fold")

@@ -99,7 +99,6 @@ def load_of(case: Case, traces: Path, seconds: float) -> ClusterLoad:
 
 
 def outcome(case: Case, policy: str, traces: Path, seconds: float, weights: Weights = WEIGHTS) -> Outcome:
-    """Run one policy in one case."""
     load = load_of(case, traces, seconds)
     chosen = POLICIES[policy](case.engines, load.block_size)
     if isinstance(chosen, Ours) and weights != WEIGHTS:

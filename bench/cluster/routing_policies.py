@@ -221,7 +221,6 @@ class Ours:
 
 
 def prepared(request: ClusterRequest, block_size: int) -> Prepared:
-    """Return a request as prepared for the placer."""
     return Prepared(
         request=router_objects.REQUEST,
         salt=None,

@@ -95,7 +95,6 @@ class ServiceTimes:
 
 
 def service_times(arrivals: Sequence[Arrival], fleet: Sequence[Device]) -> ServiceTimes:
-    """Return the service times of requests on a fleet."""
     images = tuple(tuple(tuple(d.seconds(p) for d in fleet) for p in arrival.pictures) for arrival in arrivals)
     whole = tuple((tuple(map(sum, zip(*rows, strict=True))),) for rows in images)
     return ServiceTimes(tuple(arrival.at for arrival in arrivals), images, whole)
@@ -177,7 +176,6 @@ def undivided(arrivals: Sequence[Arrival], fleet: Sequence[Device]) -> list[floa
 
 
 def _smooth(weights: Sequence[int]) -> list[int]:
-    """Return one round of smooth weighted turns."""
     credit, turns = [0] * len(weights), []
     for _ in range(sum(weights)):
         credit = [have + weight for have, weight in zip(credit, weights, strict=True)]

@@ -187,5 +187,4 @@ def _row(case: Case) -> Row:
 
 
 def _mean(ratios: Iterable[float]) -> float:
-    """Return the geometric mean."""
     return math.exp(sum(logs := [math.log(ratio) for ratio in ratios]) / len(logs))

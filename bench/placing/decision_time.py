@@ -125,7 +125,6 @@ class Timed:
         self.overlaps.append(overlap)
 
     def measure(self, decide: Callable[["array[int]"], int], ids: "array[int]") -> None:
-        """Time one decision."""
         began = time.perf_counter_ns()
         overlap = decide(ids)
         self.add((time.perf_counter_ns() - began) / 1000, overlap)

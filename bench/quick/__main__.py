@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_all() -> list[Figure]:
-    """Return every figure."""
     figures = []
     with scenarios() as pieces:
         parts: dict[str, Measure] = {

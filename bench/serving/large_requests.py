@@ -13,8 +13,8 @@ from bench.feed.fake_sidecars import address
 from bench.peers.environment import SMG
 from bench.pictures import padded_png
 from bench.rows import Row, not_run, row
-from bench.serving.proxy_overhead import CONNECTIONS, DIRECT, OURS, PAUSE_MS, Usage, latency_rows
-from bench.serving.router_processes import Process, ServingRig
+from bench.serving.proxy_overhead import CONNECTIONS, DIRECT, OURS, PAUSE_MS, latency_rows, stream
+from bench.serving.router_processes import CpuCost, Process, ServingRig
 
 ROUNDS = 4
 STREAMS = 4
@@ -33,15 +33,9 @@ class RequestCosts:
     """Measurements of one target: microseconds of plain answers, and CPU of streams and of requests with images."""
 
     us: list[float] = field(default_factory=list)
-    short: Usage = field(default_factory=Usage)
-    long: Usage = field(default_factory=Usage)
-    image_cpu: float = 0.0
-    images: int = 0
-
-    @property
-    def image_us(self) -> float:
-        """CPU microseconds per request with an image."""
-        return self.image_cpu / self.images * 1e6
+    short: CpuCost = field(default_factory=CpuCost)
+    long: CpuCost = field(default_factory=CpuCost)
+    images: CpuCost = field(default_factory=CpuCost)
 
 
 def run() -> list[Row]:
@@ -65,14 +59,13 @@ def measure(load: Child, targets: Mapping[str, Process]) -> dict[str, RequestCos
             if name != KV:
                 costs[name].us += load.call("plain", **target.address, connections=CONNECTIONS, count=PLAIN)["us"]
         for name in (OURS, KV):
-            costs[name].short.stream(load, targets[name], STREAMS)
-            costs[name].long.stream(load, targets[name], STREAMS, repeats=REPEATS)
+            stream(costs[name].short, load, targets[name], STREAMS)
+            stream(costs[name].long, load, targets[name], STREAMS, repeats=REPEATS)
         for name, target in targets.items():
             if name != DIRECT:
                 before = target.cpu()
                 load.call("plain", **target.address, connections=IMAGE_CONNECTIONS, count=IMAGES, image=image)
-                costs[name].image_cpu += target.cpu() - before
-                costs[name].images += IMAGE_CONNECTIONS * IMAGES
+                costs[name].images.add(target.cpu() - before, IMAGE_CONNECTIONS * IMAGES)
     return costs
 
 
@@ -89,11 +82,11 @@ def rows(costs: dict[str, RequestCosts], missing: Sequence[str]) -> list[Row]:
     smg = next((name for name in costs if name.startswith(SMG.package)), None)
     for ours, policy, bound in ((OURS, "roundRobin", "<= 1.0"), (KV, "kv", "<= 1.8")):
         name = f"proxy, 1.4 MB image, {IMAGE_CONNECTIONS} connections: CPU per request, policy {policy}"
-        result.append(row(name, costs[ours].image_us, "us"))
+        result.append(row(name, costs[ours].images.us, "us"))
         if smg is None:
             result.append(not_run(f"{name}, over smg", "x", "; ".join(missing), goal=bound))
             continue
-        theirs = costs[smg].image_us
+        theirs = costs[smg].images.us
         peer = f"{smg}: {theirs:.4g} us, without looking at the image"
-        result.append(row(f"{name}, over smg", costs[ours].image_us / theirs, "x", peer=peer, goal=bound))
+        result.append(row(f"{name}, over smg", costs[ours].images.us / theirs, "x", peer=peer, goal=bound))
     return result

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from bench.command_child import Child
 from bench.rows import Row, not_run, percentile, row
-from bench.serving.router_processes import Process, ServingRig
+from bench.serving.router_processes import CpuCost, Process, ServingRig
 
 ROUNDS = 4
 PLAIN = 250
@@ -25,34 +25,12 @@ DIRECT, OURS = "direct", "mmrouter"
 
 
 @dataclass
-class Usage:
-    """CPU seconds of a target and the tokens that it passed on."""
-
-    cpu: float = 0.0
-    tokens: int = 0
-
-    @property
-    def us(self) -> float:
-        """CPU microseconds per token."""
-        return self.cpu / self.tokens * 1e6
-
-    def stream(
-        self, load: Child, target: Process, count: int, pause_ms: int | None = PAUSE_MS, repeats: int = 1
-    ) -> None:
-        """Add ``count`` streams on each of :data:`CONNECTIONS` connections."""
-        before = target.cpu()
-        shape = {"connections": CONNECTIONS, "count": count, "pause_ms": pause_ms, "repeats": repeats}
-        self.tokens += load.call("streams", **target.address, **shape)["tokens"]
-        self.cpu += target.cpu() - before
-
-
-@dataclass
 class TargetFigures:
     """Measurements of one target: microseconds of plain answers, paced streams, and streams at full speed."""
 
     us: list[float] = field(default_factory=list)
-    paced: Usage = field(default_factory=Usage)
-    burst: Usage = field(default_factory=Usage)
+    paced: CpuCost = field(default_factory=CpuCost)
+    burst: CpuCost = field(default_factory=CpuCost)
 
 
 def run() -> list[Row]:
@@ -72,9 +50,19 @@ def measure(load: Child, targets: Mapping[str, Process]) -> dict[str, TargetFigu
             figures[name].us += load.call("plain", **target.address, count=PLAIN)["us"]
         for name, target in targets.items():
             if name != DIRECT:
-                figures[name].paced.stream(load, target, PACED)
-                figures[name].burst.stream(load, target, BURST, None)
+                stream(figures[name].paced, load, target, PACED)
+                stream(figures[name].burst, load, target, BURST, None)
     return figures
+
+
+def stream(
+    cost: CpuCost, load: Child, target: Process, count: int, pause_ms: int | None = PAUSE_MS, repeats: int = 1
+) -> None:
+    """Add the cost of ``count`` streams on each of :data:`CONNECTIONS` connections."""
+    before = target.cpu()
+    shape = {"connections": CONNECTIONS, "count": count, "pause_ms": pause_ms, "repeats": repeats}
+    tokens = load.call("streams", **target.address, **shape)["tokens"]
+    cost.add(target.cpu() - before, tokens)
 
 
 def rows(figures: dict[str, TargetFigures], missing: Sequence[str]) -> list[Row]:

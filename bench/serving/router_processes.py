@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -191,6 +192,24 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass
+class CpuCost:
+    """CPU seconds of a process and the tokens or requests that it served."""
+
+    cpu: float = 0.0
+    count: int = 0
+
+    @property
+    def us(self) -> float:
+        """CPU microseconds per token or request."""
+        return self.cpu / self.count * 1e6
+
+    def add(self, cpu: float, count: int) -> None:
+        """Add CPU seconds and a number of tokens or requests."""
+        self.cpu += cpu
+        self.count += count
+
+
 class ServingRig(ExitStack):
     """One engine process with its sidecar's end of the feed, and the routers in front of it; all end together."""
 
@@ -234,5 +253,4 @@ class ServingRig(ExitStack):
         return rust_router(peer, [f"http://{address(0)}:{ENGINE_PORT}"])
 
     def load_generator(self) -> Child:
-        """Start a load generator."""
         return self.enter_context(Child.module("bench.serving.load_generator"))

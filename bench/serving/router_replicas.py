@@ -5,13 +5,11 @@ clients query a third one without a peer, or both, half of them each; the two wa
 they learn late or never of each other's requests is simulated (:mod:`bench.cluster.multiple_routers`).
 """
 
-from dataclasses import dataclass
-
 from bench.cluster import multiple_routers
 from bench.command_child import Child
 from bench.feed.fake_sidecars import FRONTEND, address
 from bench.rows import Row, row
-from bench.serving.router_processes import Process, ServingRig
+from bench.serving.router_processes import CpuCost, Process, ServingRig
 
 ROUNDS = 6
 CONNECTIONS = 32
@@ -19,19 +17,6 @@ PLAIN = 40
 """Requests per connection and round."""
 PAIR = (FRONTEND, address(900))
 GOAL = "<= 1.1"
-
-
-@dataclass
-class RequestCpu:
-    """CPU seconds and requests."""
-
-    cpu: float = 0.0
-    requests: int = 0
-
-    @property
-    def us(self) -> float:
-        """CPU microseconds per request."""
-        return self.cpu / self.requests * 1e6
 
 
 def run() -> list[Row]:
@@ -45,9 +30,9 @@ def run() -> list[Row]:
     return [*figures, *multiple_routers.rows()]
 
 
-def measure(loads: list[Child], alone: Process, pair: list[Process]) -> tuple[RequestCpu, RequestCpu]:
+def measure(loads: list[Child], alone: Process, pair: list[Process]) -> tuple[CpuCost, CpuCost]:
     """Return the CPU of one process and of two; the first round only fills caches."""
-    one, two = RequestCpu(), RequestCpu()
+    one, two = CpuCost(), CpuCost()
     for number in range(ROUNDS + 1):
         turns = [(one, [alone]), (two, pair)]
         for figure, routers in turns if number % 2 else reversed(turns):
@@ -57,12 +42,11 @@ def measure(loads: list[Child], alone: Process, pair: list[Process]) -> tuple[Re
             for load in loads:
                 load.result()
             if number:
-                figure.cpu += sum(router.cpu() for router in routers) - before
-                figure.requests += CONNECTIONS * PLAIN
+                figure.add(sum(router.cpu() for router in routers) - before, CONNECTIONS * PLAIN)
     return one, two
 
 
-def rows(one: RequestCpu, two: RequestCpu) -> list[Row]:
+def rows(one: CpuCost, two: CpuCost) -> list[Row]:
     """Return both figures and their ratio."""
     name = f"router replicas, {CONNECTIONS} connections: CPU per request"
     peer = f"1 process: {one.us:.4g} us"

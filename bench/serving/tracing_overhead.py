@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from bench.command_child import Child
 from bench.feed.fake_sidecars import address
 from bench.rows import Row, row
-from bench.serving.router_processes import Process, ServingRig
+from bench.serving.router_processes import CpuCost, Process, ServingRig
 
 ROUNDS = 6
 PLAIN = 400
@@ -25,17 +25,10 @@ OFF, ON, LOST = "off", "on", "on, no collector"
 
 
 @dataclass
-class RouterCost:
-    """CPU seconds, requests, and MiB of one router."""
+class RouterCost(CpuCost):
+    """CPU per request and MiB of one router."""
 
-    cpu: float = 0.0
-    requests: int = 0
     memory: float = 0.0
-
-    @property
-    def us(self) -> float:
-        """CPU microseconds per request."""
-        return self.cpu / self.requests * 1e6
 
 
 def run() -> list[Row]:
@@ -60,8 +53,7 @@ def measure(load: Child, routers: Mapping[str, Process]) -> dict[str, RouterCost
             before = router.cpu()
             load.call("plain", **router.address, count=PLAIN)
             if number:
-                costs[name].cpu += router.cpu() - before
-                costs[name].requests += PLAIN
+                costs[name].add(router.cpu() - before, PLAIN)
     for name, router in routers.items():
         costs[name].memory = router.memory()
     return costs

@@ -199,10 +199,10 @@ def _send(client: openai.OpenAI, control: httpx.Client, endpoint: ControlEndpoin
         why=trace.get("why", ""),
         milliseconds=took,
     )
-    return StepRow(**{**asdict(row), "failure": _failure(step, row, trace)})
+    return StepRow(**{**asdict(row), "failure": repeat_failure(step, row, trace)})
 
 
-def _failure(step: Step, row: StepRow, trace: dict[str, Any]) -> str:
+def repeat_failure(step: Step, row: StepRow, trace: dict[str, Any]) -> str:
     """Return why a repeat was not an exact complete hit; empty where it was, or for other steps."""
     if not step.repeats:
         return ""

@@ -93,7 +93,6 @@ def _rendering(console: Console, rendering: dict[str, Any]) -> None:
 
 
 def _sides(title: str, place: dict[str, Any], other: str) -> Table:
-    """Return a table of one place of a prompt, as predicted and as on the other side."""
     table = Table(title=title)
     for heading in ("", "predicted", other):
         table.add_column(heading, overflow="fold")

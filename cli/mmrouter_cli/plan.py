@@ -60,7 +60,6 @@ class ChangeReport:
         }
 
     def lines(self) -> list[str]:
-        """Return the report as lines of text."""
         lines = [f"changed in the spec: {', '.join(self.changes)}"] if self.changes else []
         for number, steps in enumerate(self.rehearsal.rounds, 1):
             lines.append(f"step {number}" + ("" if number == 1 else ", once the pods of the step before are ready"))

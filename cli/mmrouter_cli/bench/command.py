@@ -204,7 +204,6 @@ def _base_url(url: str) -> str:
 
 
 def _read_results(file: Path) -> "list[Result]":
-    """Return the one or two runs of a result file."""
     from mmrouter_cli.bench.types import Result
 
     try:

@@ -49,7 +49,6 @@ class ProgressScreen:
 
 
 def progress_line(state: RunState, url: str) -> Text:
-    """Return the state of a run in one line."""
     latest = state.answers[-RECENT:]
     answered = [answer for answer in latest if not answer.error]
     rate = len(state.answers) / max(1e-9, clock() - state.began)

@@ -146,7 +146,6 @@ def is_frontend(pod: Object) -> bool:
 
 
 def read_spec(resource: Object) -> MMRouterDeployment | SpecError:
-    """Return the typed resource, or the error in it."""
     try:
         return parse_deployment({key: value for key, value in resource.items() if key != "status"})
     except SpecError as error:

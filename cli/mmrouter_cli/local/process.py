@@ -55,7 +55,6 @@ class Guard:
         self._send(f"+{group}")
 
     def ended(self, group: int) -> None:
-        """Forget a process group."""
         self._send(f"-{group}")
 
     async def close(self) -> None:
@@ -93,7 +92,6 @@ class Child:
             self.memory |= shared_memory(members(self.pid), self.began)
 
     def kill(self) -> None:
-        """Kill the process and its group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

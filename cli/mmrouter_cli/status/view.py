@@ -79,7 +79,6 @@ class View:
 
 
 def of_resource(resource: Object, pods: Sequence[Object]) -> View:
-    """Return the view of a resource and its pods."""
     # Imported here because it is not needed for a URL.
     from mmrouter_cli.status.pod_boot import waits_for
     from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
@@ -128,7 +127,6 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
 
 
 def _waiting_reason(view: Any) -> str:
-    """Return the reason of a container that waits."""
     return str(view.waiting[1]) if view.waiting is not None else ""
 
 

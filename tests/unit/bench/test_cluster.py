@@ -329,7 +329,7 @@ def run_routers(load, routers, delay=None):
     return policy, done
 
 
-def test_every_request_is_one_routers_and_every_router_has_the_same_index_in_the_end(load):
+def test_every_router_has_the_same_index_in_the_end(load):
     policy, _ = run_routers(load, 3)
     assert all(not usage.requests for router in policy.routers for w in router.workers for usage in w.usage.values())
     for engine in range(2):

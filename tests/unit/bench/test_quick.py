@@ -26,7 +26,7 @@ def test_more_than_a_quarter_is_worse_and_less_than_that_is_not():
     assert states(figure("time: a", 3.1), figure("calls: b", 100.0)) == {"time: a": "better", "calls: b": "ok"}
 
 
-def test_a_figure_that_nobody_committed_to_or_that_nobody_measures_fails_and_one_that_cannot_be_measured_does_not():
+def test_a_new_or_unmeasured_figure_fails_and_one_that_cannot_be_measured_does_not():
     found = states(figure("time: new", 1.0), figure("time: a", None, why="no tool"))
     assert found == {"time: new": "new", "time: a": "not run", "calls: b": "gone"}
     assert {"worse", "new", "gone"} == verdicts.FAILS

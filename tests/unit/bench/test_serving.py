@@ -11,8 +11,8 @@ from bench.serving.large_requests import rows as large_request_rows
 from bench.serving.load_generator import LoadGenerator
 from bench.serving.many_connections import RouterUsage
 from bench.serving.plain_engine import TOKENS, EngineConnection
-from bench.serving.proxy_overhead import DIRECT, OURS, TargetFigures, Usage
-from bench.serving.router_replicas import RequestCpu
+from bench.serving.proxy_overhead import DIRECT, OURS, TargetFigures
+from bench.serving.router_processes import CpuCost
 from mmrouter_lib.image_size import probe
 
 SMG = "smg 1.13.0"
@@ -62,7 +62,7 @@ def by_name(rows):
 
 
 def target_figures(us: float, cpu: float) -> TargetFigures:
-    return TargetFigures([us] * 100, Usage(cpu, 1_000_000), Usage(cpu, 1_000_000))
+    return TargetFigures([us] * 100, CpuCost(cpu, 1_000_000), CpuCost(cpu, 1_000_000))
 
 
 def test_overhead_ratios_are_to_the_better_of_the_peers():
@@ -82,13 +82,13 @@ def test_overhead_ratios_are_to_the_better_of_the_peers():
 
 def costs(**peers: RequestCosts) -> dict[str, RequestCosts]:
     def of(us: float, cpu: float) -> RequestCosts:
-        return RequestCosts([us] * 100, Usage(cpu, 1_000_000), Usage(cpu, 1_000_000), image_cpu=cpu, images=1000)
+        return RequestCosts([us] * 100, CpuCost(cpu, 1_000_000), CpuCost(cpu, 1_000_000), CpuCost(cpu, 1000))
 
     return {DIRECT: of(100, 0), OURS: of(300, 20), KV: of(300, 25), **peers}
 
 
 def test_costs_of_kv_are_ratios_to_round_robin_and_to_the_peer():
-    peer = RequestCosts([200.0] * 100, image_cpu=5, images=1000)
+    peer = RequestCosts([200.0] * 100, images=CpuCost(5, 1000))
     rows = by_name(large_request_rows(costs(**{SMG: peer}), []))
     assert rows["proxy, paced 10 ms, 64 connections: CPU per token, policy kv, 1k-token prompt, over roundRobin"].met
     over = rows["proxy, 1.4 MB image, 4 connections: CPU per request, policy kv, over smg"]
@@ -134,5 +134,5 @@ def test_a_peer_with_an_error_is_named_and_not_compared():
 
 
 def test_cpu_of_two_replicas_is_compared_with_one_process():
-    rows = router_replicas.rows(RequestCpu(1.0, 1000), RequestCpu(1.2, 1000))
+    rows = router_replicas.rows(CpuCost(1.0, 1000), CpuCost(1.2, 1000))
     assert [(item.value, item.met) for item in rows] == [(1200.0, None), (1.2, False)]

@@ -61,7 +61,7 @@ async def streamed(request: web.Request, *pieces: bytes, pause: float = 0.0) -> 
 
 
 class Engine:
-    """Answers as an engine with a tokenizer of three tokens per word, and keeps what it was asked."""
+    """Answers as an engine with a tokenizer of three tokens per word, and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

@@ -70,7 +70,7 @@ def test_seed_and_salt_decide_every_byte_and_the_salt_alone_only_the_words() -> 
     assert plan(load) != plan(msgspec.structs.replace(load, seed=2))
 
 
-def test_a_turn_is_asked_with_all_that_was_said_before_it() -> None:
+def test_a_turn_repeats_the_whole_conversation_before_it() -> None:
     load = LoadSpec(requests=40, turns=4, image_share=1.0, image_width=16, image_height=16, concurrency=1)
     conversation = next(each for each in plan(load) if len(each.turns) > 2)
     writer = BodyWriter("s", 1.0, "m", ignore_eos=True)
@@ -241,7 +241,7 @@ def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
     ("lag", "first", "token", "told"),
     [(0.011, 0.1, 0.05, True), (0.009, 0.1, 0.05, False), (0.009, 0.1, 0.008, True), (0.009, 0.1, None, False)],
 )
-def test_a_client_that_is_late_itself_says_so(lag: float, first: float, token: float | None, told: bool) -> None:
+def test_a_slow_client_is_reported(lag: float, first: float, token: float | None, told: bool) -> None:
     one, other = (value and Spread(200, 9, value, 9, 9, 9, 9) for value in (first, token))
     said = terminal.doubts(result(lag=lag, first_token=one, per_token=other))
     assert (said == [f"this client's own timers were {1000 * lag:.1f} ms late (p99): its machine is busy"]) is told
@@ -288,7 +288,7 @@ def test_two_whole_runs_of_one_load_are_compared(routing: Routing | None) -> Non
     [
         ({"routing": msgspec.structs.replace(ON, events="off", why="w is degraded")}, "events were off: w is degraded"),
         ({"routing": msgspec.structs.replace(ON, events="unknown", why="no token")}, "events may have been off"),
-        ({"hit_ratio": None, "hit_unknown": "nobody says"}, "hit ratio is unknown: nobody says"),
+        ({"hit_ratio": None, "hit_unknown": "not reported"}, "hit ratio is unknown: not reported"),
         ({"load": msgspec.structs.replace(LOAD, concurrency=8)}, "concurrency is 4 and 8"),
         ({"load": msgspec.structs.replace(LOAD, seed=2)}, "seed is 1 and 2"),
         ({"left_out": 3}, "0 and 3 requests were left out"),
@@ -358,12 +358,12 @@ def test_a_page_of_two_runs_has_their_comparison_or_why_there_is_none() -> None:
     assert "comparison" in both.ids
     assert "objections" not in both.ids
     assert both.count["svg"] == 4
-    refused = Parsed(page([result(), result(hit_ratio=None, hit_unknown="nobody says")]))
+    refused = Parsed(page([result(), result(hit_ratio=None, hit_unknown="not reported")]))
     assert "comparison" not in refused.ids
-    assert "nobody says" in refused.text
+    assert "not reported" in refused.text
 
 
-def test_two_runs_are_named_by_their_policies_and_a_percentile_that_nobody_has_is_a_dash() -> None:
+def test_two_runs_are_named_by_their_policies_and_an_unknown_percentile_is_a_dash() -> None:
     few = Spread(12, 0.1, 0.1, 0.15, None, None, 0.4)
     first, second = result(policy="kv", first_token=few), result(policy="roundRobin", salt="t")
     text = Parsed(page([first, second])).text

@@ -12,7 +12,7 @@ from unit.cli.chat_servers import Engine, serving
 from mmrouter_cli.bench.types import Result
 
 SMALL = ("--requests", "6", "--concurrency", "2", "--image-share", "0", "--system-tokens", "60")
-NOBODY = "http://127.0.0.1:1"
+NO_LISTENER = "http://127.0.0.1:1"
 
 
 async def bench(*arguments: str) -> tuple[int | None, str, str]:
@@ -28,8 +28,8 @@ async def bench(*arguments: str) -> tuple[int | None, str, str]:
 async def test_what_cannot_be_compared_is_said_before_anything_is_sent_and_a_first_run_is_kept(tmp_path: Path) -> None:
     engine, file, both = Engine(), tmp_path / "run.json", tmp_path / "both.json"
     async with serving(engine) as url:
-        status, out, shown = await bench(url, "--against", NOBODY, *SMALL, "--json", str(file))
-        assert (status, shown.splitlines()[-1]) == (2, f"mmrouter: {NOBODY} does not answer: Connection refused")
+        status, out, shown = await bench(url, "--against", NO_LISTENER, *SMALL, "--json", str(file))
+        assert (status, shown.splitlines()[-1]) == (2, f"mmrouter: {NO_LISTENER} does not answer: Connection refused")
         assert "6 answered and 0 failed" in out
         kept = msgspec.json.decode(file.read_bytes(), type=Result)
         assert (kept.answered, len(engine.asked)) == (6, 6)

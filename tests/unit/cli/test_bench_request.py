@@ -42,7 +42,7 @@ async def cut_off(request: web.Request) -> web.StreamResponse:
 
 async def hang(request: web.Request) -> web.StreamResponse:
     await asyncio.Event().wait()
-    raise AssertionError("nobody sets it")
+    raise AssertionError("the event is never set")
 
 
 async def full(request: web.Request) -> web.StreamResponse:
@@ -69,7 +69,7 @@ BROKEN = event(error={"message": "cannot schedule new futures after shutdown", "
         (lambda request: streamed(request, b"data: " + b"x" * 2**20), "unreadable", ""),
     ],
 )
-async def test_whatever_goes_wrong_is_an_error_of_its_own_kind(handler: Handler, kind: str, message: str) -> None:
+async def test_every_failure_has_a_kind_of_its_own(handler: Handler, kind: str, message: str) -> None:
     answer, gaps = await asked(handler, timeout=0.3 if kind == "timeout" else 5.0)
     assert answer.error == kind, answer.message
     assert message in answer.message
@@ -88,11 +88,11 @@ async def test_whatever_goes_wrong_is_an_error_of_its_own_kind(handler: Handler,
         (b"\xff", "\ufffd"),
     ],
 )
-def test_an_error_is_told_by_its_message_and_as_it_is_where_it_has_none(raw: bytes, message: str) -> None:
+def test_an_error_is_shown_by_its_message_or_else_in_full(raw: bytes, message: str) -> None:
     assert chat_request.error_message(raw) == message
 
 
-async def test_nobody_there_is_an_error_and_no_run() -> None:
+async def test_an_endpoint_without_a_listener_is_an_error_and_no_run() -> None:
     async with serving(full) as gone:
         pass
     answer = await chat_request.ask(Client(gone, 5), {}, b"{}", started=0.0, late=0.0, gap=list[float]().append)
@@ -147,7 +147,7 @@ async def test_a_policy_is_refused_where_it_would_be_ignored() -> None:
 @pytest.mark.parametrize(
     ("key", "said"), [({}, "it wants a key: --api-key"), ({"api_key": "k"}, "it wants another key")]
 )
-async def test_who_is_not_let_in_is_told_what_to_give(key: dict[str, str], said: str) -> None:
+async def test_a_rejected_key_is_reported_with_the_option_to_give(key: dict[str, str], said: str) -> None:
     async def unauthorized(_: web.Request) -> web.StreamResponse:
         return web.json_response({"error": "Unauthorized"}, status=401)
 

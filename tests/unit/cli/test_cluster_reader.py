@@ -37,7 +37,7 @@ async def test_a_file_that_is_no_kubeconfig_is_named(tmp_path: Path, text: str, 
     assert "\n" not in str(told.value)
 
 
-async def test_a_file_that_is_not_there_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_missing_file_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "none"
     assert namespace_of(file) == "default"
     with pytest.raises(ClusterError, match="there is no file"):

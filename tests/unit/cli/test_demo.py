@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mmrouter_cli.demo import Step, StepRow, _failure, hit_ratio, show, workload
+from mmrouter_cli.demo import Step, StepRow, hit_ratio, repeat_failure, show, workload
 
 
 def row(**values):
@@ -19,7 +19,7 @@ def test_the_hit_ratio_is_a_ratio_of_sums_and_absent_counts_as_none():
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_is_whole_on_any_terminal_and_names_a_failure(width):
+def test_the_table_is_whole_on_any_terminal_and_names_arepeat_failure(width):
     file = io.StringIO()
     rows = [row(worker="demo-worker-0", why="cost 0 against 36", failure="expected a hit"), row(worker="demo-worker-1")]
     show(Console(file=file, width=width), rows, rows)
@@ -31,12 +31,12 @@ def test_the_table_is_whole_on_any_terminal_and_names_a_failure(width):
 
 def test_a_repeat_must_be_an_exact_whole_hit_that_the_engine_confirms():
     repeat, trace = Step("x", (), repeats="y"), {"block_size": 16, "reasons": ["why"]}
-    assert _failure(repeat, row(), trace) == ""
-    assert "affinity" in _failure(repeat, row(exactness="affinity"), trace)
-    assert "5 of 6" in _failure(repeat, row(overlap=5), trace)
-    assert "says 80" in _failure(repeat, row(cached_tokens=80), trace)
-    assert "says -1" in _failure(repeat, row(cached_tokens=-1), trace)
-    assert _failure(Step("x", ()), row(overlap=0), trace) == ""
+    assert repeat_failure(repeat, row(), trace) == ""
+    assert "affinity" in repeat_failure(repeat, row(exactness="affinity"), trace)
+    assert "5 of 6" in repeat_failure(repeat, row(overlap=5), trace)
+    assert "says 80" in repeat_failure(repeat, row(cached_tokens=80), trace)
+    assert "says -1" in repeat_failure(repeat, row(cached_tokens=-1), trace)
+    assert repeat_failure(Step("x", ()), row(overlap=0), trace) == ""
 
 
 def test_every_repeat_names_a_step_of_the_same_prompt_before_it():

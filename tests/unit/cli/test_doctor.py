@@ -104,7 +104,7 @@ def test_a_lease_that_is_renewed_under_our_eyes_is_fresh_whatever_the_clock_says
     assert "clocks differ" in d.the(operator_check(replace(facts, renewed=True)), "warning").seen
 
 
-def test_an_operators_pod_that_cannot_start_and_another_version_are_told() -> None:
+def test_an_operators_pod_that_cannot_start_or_has_another_version_is_reported() -> None:
     pod = d.pod("operator-1", "", **d.waiting("ImagePullBackOff", container="operator"))
     pod["metadata"]["labels"]["app.kubernetes.io/version"] = "9.9.9"
     found = list(operator_check(d.cluster(operators=(pod,))))
@@ -138,7 +138,7 @@ def test_an_api_that_the_spec_wants_is_a_problem_where_it_is_not_served(of_pool:
     assert f"{api} is served" in d.the(api_check(served, dep), "ok").seen
 
 
-def test_an_api_that_nobody_wants_is_not_asked_for() -> None:
+def test_unused_apis_are_not_required() -> None:
     assert d.levels(api_check(d.cluster(), wanting({}, {}))) == ["ok"]
 
 
@@ -165,7 +165,7 @@ def test_conditions_as_they_should_be_are_one_ok() -> None:
     assert d.levels(told(*d.GOOD_CONDITIONS)) == ["ok"]
 
 
-def test_a_condition_that_calls_for_somebody_is_a_problem_in_the_operators_words() -> None:
+def test_a_condition_that_needs_action_is_a_problem_with_the_operators_message() -> None:
     finding = d.the(told(d.condition("Degraded", "True", "ImagePullFailed", "pod x: no such image")), "problem")
     assert "pod x: no such image" in finding.seen
     assert finding.do == advice.REASONS["ImagePullFailed"]
@@ -186,7 +186,7 @@ def test_a_deployment_that_no_operator_processed_is_a_problem() -> None:
     assert "no operator has processed it" in d.the(condition_check(d.deployed(made)), "problem").seen
 
 
-def test_a_status_of_an_older_generation_is_told() -> None:
+def test_a_status_of_an_older_generation_is_a_warning() -> None:
     made = d.resource()
     made["metadata"]["generation"] = 4
     assert "generation 3, the spec of 4" in d.the(condition_check(d.deployed(made)), "warning").seen
@@ -273,20 +273,20 @@ def test_enforcement_of_network_policies_is_unknown() -> None:
         ("CreateContainerConfigError", "kubectl describe pod -n home a"),
     ],
 )
-def test_a_container_that_cannot_run_is_told_once_for_its_pool(reason: str, do: str) -> None:
+def test_a_container_that_cannot_run_is_reported_once_per_pool(reason: str, do: str) -> None:
     pods = tuple(d.pod(name, ready=False, **d.waiting(reason)) for name in "abc")
     finding = d.the(pod_check(d.deployed(pods=pods)), "problem")
     assert finding.seen == f"a and 2 more of its pool: container engine waits, {reason}: the runtime's words"
     assert do in finding.do
 
 
-def test_a_pod_that_is_being_deleted_is_not_told_of() -> None:
+def test_a_pod_that_is_being_deleted_is_not_reported() -> None:
     going = d.pod("a", ready=False, **d.waiting("ImagePullBackOff"))
     going["metadata"]["deletionTimestamp"] = d.timestamp(d.NOW)
     assert d.levels(pod_check(d.deployed(pods=(going, d.pod("b"))))) == ["ok"]
 
 
-def test_a_pod_without_a_node_is_told_in_the_schedulers_words() -> None:
+def test_a_pod_without_a_node_is_reported_with_the_schedulers_message() -> None:
     unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     pods = (d.pod("a", on="", ready=False, phase="Pending", conditions=[unscheduled]),)
     assert "0/3 nodes" in d.the(pod_check(d.deployed(pods=pods)), "problem").seen
@@ -339,7 +339,7 @@ def remembered(use: Any, pods: Any = None, **pool: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("used", "level"), [(0, "ok"), (74, "ok"), (75, "warning"), (89, "warning"), (90, "problem")])
-def test_a_full_shared_memory_is_told_before_it_is_full(used: int, level: str) -> None:
+def test_shared_memory_is_reported_before_it_is_full(used: int, level: str) -> None:
     (finding,) = remembered({"a": (used << 20, 100 << 20)}, sharedMemory={"size": "100Mi"})
     assert finding.level == level
 
@@ -353,7 +353,7 @@ def test_an_engine_that_runs_and_was_not_measured_yet_is_said_to_be_so_and_not_t
     assert "no engine runs" in d.the(remembered({}, pods=[pending]), "ok").seen
 
 
-def test_a_shared_memory_that_is_smaller_than_asked_for_is_told() -> None:
+def test_shared_memory_smaller_than_specified_is_a_warning() -> None:
     told = d.the(remembered({"a": (0, 4 << 30)}), "warning")
     assert "4096 MiB" in told.seen
     assert "8Gi" in told.seen
@@ -372,7 +372,7 @@ def test_a_use_that_cannot_be_read_is_said() -> None:
 # -- frontends, events, exactness ----------------------------------------------------------------------------------
 
 
-def test_a_frontend_that_cannot_be_asked_is_a_warning_with_the_way_to_ask_it() -> None:
+def test_an_unreachable_frontend_is_a_warning_with_the_way_to_reach_it() -> None:
     facts = RoutingFacts((FrontendFacts("vl-frontend-0", DENIED, DENIED),), 1.5, advice="kubectl port-forward")
     assert d.the(frontend_check(facts), "warning").do == "kubectl port-forward"
     assert [*event_check(facts), *exactness_check(facts)] == []
@@ -405,7 +405,7 @@ def test_an_engine_whose_events_do_not_arrive_is_named(change: dict[str, Any], l
     assert "bad" in finding.seen
 
 
-def test_a_lost_history_is_told() -> None:
+def test_a_lost_history_is_a_warning() -> None:
     facts = d.heard(d.state(d.worker(epoch="e2")), before=d.state(d.worker(epoch="e1")))
     assert "began epoch e2" in d.the(event_check(facts), "warning").seen
 
@@ -429,7 +429,7 @@ def test_silence_means_here_what_it_means_to_a_frontend() -> None:
     assert STALE_SECONDS == feeds.STALE_SECONDS
 
 
-def test_who_is_proved_is_told_also_beside_one_that_is_not() -> None:
+def test_proved_engines_are_listed_beside_unproved_ones() -> None:
     facts = d.heard(d.state(d.worker("good"), d.worker("young", canary="Unknown", standing="pending")))
     assert "young" in d.the(exactness_check(facts), "warning").seen
     assert d.the(exactness_check(facts), "ok").seen == "proved: good"
@@ -452,12 +452,12 @@ def test_a_canary_that_failed_is_a_problem_with_its_cause_and_advice(cause: str)
         ({"standing": "degraded", "cause": "not_modelled", "message": "nobody can"}, "warning", "nobody can"),
     ],
 )
-def test_an_engine_that_is_not_proved_is_told_by_how_it_is_used(change: Any, level: str, says: str) -> None:
+def test_an_unproved_engine_is_reported_by_how_it_is_used(change: Any, level: str, says: str) -> None:
     facts = d.heard(d.state(d.worker("good"), d.worker("other", canary="Unknown", **change)))
     assert says in d.the(exactness_check(facts), level).seen
 
 
-def test_a_proved_engine_whose_gates_are_closed_is_told() -> None:
+def test_a_proved_engine_with_closed_gates_is_a_warning() -> None:
     facts = d.heard(d.state(d.worker("good"), d.worker("new", standing="waiting", admitted=False)))
     assert "new is proved but used only as a last resort" in d.the(exactness_check(facts), "warning").seen
     assert d.the(exactness_check(facts), "ok").seen == "proved: good, new"
@@ -471,7 +471,7 @@ def test_what_one_frontend_has_proved_is_proved() -> None:
 @pytest.mark.parametrize(
     ("exact", "hit", "level"), [(1000, 400, "ok"), (949, 400, "warning"), (1000, 0, "warning"), (950, 1, "ok")]
 )
-def test_a_bad_share_of_exact_decisions_or_no_hit_at_all_is_told(exact: int, hit: int, level: str) -> None:
+def test_few_exact_decisions_or_no_hits_are_a_warning(exact: int, hit: int, level: str) -> None:
     counts = {"decisions": 1000, "exact_decisions": exact, "prompt_blocks": 800, "hit_blocks": hit}
     *_, finding = exactness_check(d.heard(d.state(d.worker(), **counts)))
     assert finding.level == level

@@ -145,7 +145,7 @@ def test_an_autoscaled_pool_wants_what_its_autoscaler_wants() -> None:
     assert "pool worker: 0 of 2 pods have a node, there is room for the other 2" in [item.seen for item in found]
 
 
-def test_a_cluster_without_nodes_is_told() -> None:
+def test_a_cluster_without_nodes_is_a_problem() -> None:
     assert "has no nodes" in the_problem([]).seen
 
 
@@ -162,7 +162,7 @@ def container(cpu: str, **more: Any) -> dict[str, Any]:
     return {"name": "c", "resources": {"requests": {"cpu": cpu}}, **more}
 
 
-def test_sidecars_are_asked_for_beside_containers_and_init_containers_instead_of_them() -> None:
+def test_requests_of_sidecars_add_to_containers_and_init_containers_replace_them() -> None:
     pod = {
         "initContainers": [container("3"), container("1", restartPolicy="Always"), container("5")],
         "containers": [container("2"), container("500m")],
@@ -214,7 +214,7 @@ def test_tolerations_are_those_of_kubernetes(toleration: dict[str, str], taken: 
     assert (not barring({"tolerations": [toleration]}, node)) is taken
 
 
-def test_a_preference_bars_nobody() -> None:
+def test_a_preferred_taint_does_not_bar_pods() -> None:
     (node,) = nodes_of([d.node("a", taints=[{**TAINT, "effect": "PreferNoSchedule"}])], [])
     assert barring({}, node) == []
 

@@ -100,7 +100,7 @@ def test_every_model_gives_a_name_that_a_deployment_can_have(model: str) -> None
     parse_deployment({**init.resource(init.Answers()), "metadata": {"name": init.name_of(model)}})
 
 
-def test_the_four_questions_are_asked_and_enter_takes_the_default(tmp_path: Path) -> None:
+def test_there_are_four_questions_and_enter_takes_the_default(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     result = run(str(file), answers="org/model\nsglang\n\n4\n")
     assert result.exit_code == 0
@@ -111,7 +111,7 @@ def test_the_four_questions_are_asked_and_enter_takes_the_default(tmp_path: Path
     assert spec["pools"][0] == {"name": "worker", "role": "worker", "replicas": 4, "accelerator": {"kind": "nvidia"}}
 
 
-def test_a_bad_answer_is_asked_again_with_a_sentence(tmp_path: Path) -> None:
+def test_a_bad_answer_repeats_the_question_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     result = run(str(file), answers="a model\norg/model\nollama\nvllm\ntpu\namd\nmany\n0\n2\n")
     assert result.exit_code == 0, result.output
@@ -161,7 +161,7 @@ def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert "No such file or directory" in result.stderr
 
 
-def test_nobody_to_ask_ends_with_status_2_and_the_option_that_answers(tmp_path: Path) -> None:
+def test_the_end_of_input_is_status_2_and_names_the_option(tmp_path: Path) -> None:
     result = run(str(tmp_path / "a.yaml"), "--model", "org/model")
     assert result.exit_code == 2
     assert "give --engine, or --yes" in result.stderr

@@ -103,7 +103,7 @@ def test_how_much_a_nodes_directory_holds_restarts_those_who_write_there_too(tmp
     assert shown["restarts"] == dict.fromkeys(("vl-frontend", f"vl-{whole()['pools'][0]['name']}"), why)
 
 
-def test_pools_that_will_not_be_paired_are_told_before_they_are_there(tmp_path: Path) -> None:
+def test_pools_that_will_not_be_paired_are_reported_in_advance(tmp_path: Path) -> None:
     spec = pair()
     assert report(write(tmp_path, "a.yaml", spec))["warnings"] == []
     spec["pools"][0]["args"] = ["--kv-cache-dtype=fp8"]
@@ -186,7 +186,7 @@ def test_a_file_of_something_else_is_one_sentence(tmp_path: Path, text: str, say
     assert len(result.output.splitlines()) == 1
 
 
-def test_a_misspelt_field_is_told_with_the_one_that_was_meant(tmp_path: Path) -> None:
+def test_a_misspelt_field_is_reported_with_a_suggestion(tmp_path: Path) -> None:
     spec = whole()
     spec["pools"][0]["acelerator"] = spec["pools"][0].pop("accelerator")
     spec["frontend"]["zzz"] = 1

@@ -73,7 +73,7 @@ def changed(pod: Object, container: str, **state: Any) -> Object:
     return made
 
 
-def test_every_step_has_its_time_and_the_longest_is_told_in_words() -> None:
+def test_every_step_has_its_time_and_the_longest_is_named() -> None:
     pod = engine_pod()
     assert [(step.until, step.at) for step in steps(pod)] == [
         ("a node took it", 1),

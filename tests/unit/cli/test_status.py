@@ -72,7 +72,7 @@ def test_an_engine_is_exact_only_where_its_gate_says_so() -> None:
     assert workers["c"].exact == "Unknown (ImagePullBackOff)"
 
 
-def test_a_resource_without_status_shows_nothing_that_nobody_said() -> None:
+def test_a_resource_without_status_shows_no_made_up_values() -> None:
     made = d.resource()
     del made["status"]
     view = of_resource(made, [])
@@ -123,13 +123,13 @@ def test_a_failed_canary_shows_its_cause() -> None:
     assert told(a=d.state(failed)).workers[0].exact == "False (template: token 5)"
 
 
-def test_a_frontend_that_does_not_answer_is_told_and_the_others_are_shown() -> None:
+def test_an_unreachable_frontend_is_noted_and_the_others_are_shown() -> None:
     view = told(a=d.state(), b=Unread("connection refused"))
     assert (view.frontends, view.phase) == ("1/2", "Starting")
     assert "b cannot be queried: connection refused" in text(view)
 
 
-def test_nobody_answers() -> None:
+def test_without_any_answer_the_phase_is_unreachable() -> None:
     view = told(a=Unread("connection refused"))
     assert (view.phase, view.workers, view.pools) == ("Unreachable", (), ())
 
@@ -207,7 +207,7 @@ def test_what_is_no_state_is_said(control: str, path: str, token: str, says: str
     assert says in asked(control + path, token).why
 
 
-def test_nobody_there_is_said() -> None:
+def test_a_connection_failure_is_shown() -> None:
     assert asked("http://127.0.0.1:9").why
     assert asked(Unread("its pod does not run")).why == "its pod does not run"
 

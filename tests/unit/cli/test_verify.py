@@ -160,7 +160,7 @@ def gate(deployment: Deployment | None = None, *, strict: bool = True) -> Verifi
     return Verifier(reach, api_key=None, client=client, strict=strict)
 
 
-def test_a_deployment_that_does_all_that_is_asked_passes():
+def test_a_correct_deployment_passes():
     checks = gate(Deployment()).run(rounds=2)
     assert [check for check in checks if not check.passed] == []
     assert len(checks) == 1 + 2 * 7
@@ -200,6 +200,6 @@ def test_without_strict_a_deployment_that_predicts_up_to_the_image_passes_and_sa
         (httpx.Response(502, text="<html>"), "<html>"),
     ],
 )
-def test_a_refusal_is_told_by_its_sentence(answer, says):
+def test_a_refusal_is_shown_by_its_message(answer, says):
     assert says in refusal_message(answer)
     assert "{" not in refusal_message(answer)
