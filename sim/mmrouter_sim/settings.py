@@ -98,11 +98,11 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
         sim.add_argument(name, type=kind, default=os.environ.get(variable, default), help=f"{text} ({variable})")
 
 
-def add_no_effect(parser: argparse.ArgumentParser, flags: Sequence[str], switches: Sequence[str], action: Any) -> None:
-    """Add flags and switches of the engine that have no effect in the simulator."""
-    for name in flags:
+def add_no_effect(parser: argparse.ArgumentParser, flags: str, switches: str, action: Any) -> None:
+    """Add flags and switches, separated by white space, that have no effect in the simulator."""
+    for name in flags.split():
         parser.add_argument(name, help="no effect here")
-    for name in switches:
+    for name in switches.split():
         parser.add_argument(name, action=action, help="no effect here")
 
 

@@ -10,9 +10,7 @@ import itertools
 import os
 import re
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +19,7 @@ import msgspec
 from mmrouter_handover.shm import files
 from mmrouter_handover.shm.handles import HandOverError
 from mmrouter_handover.shm.slot_format import LEASE_SECONDS, MAX_LEASE_SECONDS, PAGE_BYTES
-from mmrouter_handover.shm.writer_folder import HIGH_WATER, WriterFolder, flat_bytes
+from mmrouter_handover.shm.writer_folder import WriterFolder, flat_bytes
 
 PLAIN_MODE = 0o640
 """Readers are other users of the same group, and only read."""
@@ -62,19 +60,8 @@ class _File(msgspec.Struct, eq=False):
 class PlainFiles(WriterFolder):
     """The plain files of one process, in a folder of their own below ``root``. Usable from several threads."""
 
-    def __init__(
-        self,
-        root: str | Path,
-        writer: str,
-        limit_bytes: int,
-        *,
-        total_bytes: int | None = None,
-        high_water: float = HIGH_WATER,
-        now: Callable[[], float] = files.clock,
-    ) -> None:
-        """Create the folder; see :class:`WriterFolder`. Raises ``OSError``."""
-        super().__init__(root, writer, limit_bytes, total_bytes=total_bytes, high_water=high_water, now=now)
-        self.folder = Path(root).absolute() / self.name
+    def _open(self) -> None:
+        self.folder = self._root.absolute() / self.name
         self._numbers = itertools.count(1)
         self._shared: dict[str, _File] = {}
 

@@ -4,8 +4,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +12,7 @@ from mmrouter_handover.shm import files
 from mmrouter_handover.shm.handles import Check, Handle, HandOverError
 from mmrouter_handover.shm.mapped_slot import MappedSlot
 from mmrouter_handover.shm.slot_format import LEASE_SECONDS, MAX_LEASE_SECONDS, PAGE_BYTES, Header, checksum, slot_bytes
-from mmrouter_handover.shm.writer_folder import HIGH_WATER, WriterFolder, flat_bytes
+from mmrouter_handover.shm.writer_folder import WriterFolder, flat_bytes
 
 TRIM_SECONDS = 30.0
 
@@ -77,18 +76,7 @@ class Pool(WriterFolder):
     A slot is *idle* (this process holds its exclusive lock), or *lent*: being written, leased, or over but still read.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        writer: str,
-        *,
-        limit_bytes: int,
-        total_bytes: int | None = None,
-        high_water: float = HIGH_WATER,
-        now: Callable[[], float] = files.clock,
-    ) -> None:
-        """Create the pool's folder; see :class:`WriterFolder`. Raises ``OSError``."""
-        super().__init__(root, writer, limit_bytes, total_bytes=total_bytes, high_water=high_water, now=now)
+    def _open(self) -> None:
         self._names = itertools.count(1)
         self._generations = itertools.count(1)
         self._idle: dict[int, list[MappedSlot]] = {}

@@ -127,7 +127,7 @@ def used_bytes(folder: str | Path) -> int:
 
 
 class WriterFolder:
-    """Base of :class:`Pool` and :class:`PlainFiles`: a folder of one process below ``root``, with limits."""
+    """Base of :class:`Pool` and :class:`PlainFiles`: a folder of one process below ``root``, with byte limits."""
 
     def __init__(
         self,
@@ -156,6 +156,10 @@ class WriterFolder:
         with files.folder(root) as number:
             owner = Owner(writer, os.getpid(), now(), limit_bytes)
             self._folder, self._owner = create_folder(number, self.name, owner)
+        self._open()
+
+    def _open(self) -> None:
+        """Initialise a subclass, at the end of the constructor."""
 
     @property
     def mark_bytes(self) -> float:

@@ -18,39 +18,16 @@ from mmrouter_sim.sglang.pairing import side
 DRAIN_SECONDS = 30 * 86_400.0
 """The engine waits for its last request without a limit (docs/engine-facts/sglang.md#http-endpoints)."""
 
-_NO_EFFECT = (
-    "--model-type",
-    "--device",
-    "--dtype",
-    "--load-format",
-    "--quantization",
-    "--kv-cache-dtype",
-    "--mem-fraction-static",
-    "--attention-backend",
-    "--sampling-backend",
-    "--grammar-backend",
-    "--mm-attention-backend",
-    "--schedule-policy",
-    "--random-seed",
-    "--log-level",
-    "--tool-call-parser",
-    "--reasoning-parser",
-    "--download-dir",
-    "--watchdog-timeout",
-    "--decode-log-interval",
-    "--disaggregation-ib-device",
-    "--load-balance-method",
-)
-_NO_EFFECT_SWITCHES = (
-    "--trust-remote-code",
-    "--enable-metrics",
-    "--disable-cuda-graph",
-    "--disable-overlap-schedule",
-    "--skip-server-warmup",
-    "--enable-multimodal",
-    "--enable-prefix-mm-cache",
-    "--sleep-on-idle",
-)
+_NO_EFFECT = """
+    --model-type --device --dtype --load-format --quantization --kv-cache-dtype --mem-fraction-static
+    --attention-backend --sampling-backend --grammar-backend --mm-attention-backend --schedule-policy --random-seed
+    --log-level --tool-call-parser --reasoning-parser --download-dir --watchdog-timeout --decode-log-interval
+    --disaggregation-ib-device --load-balance-method
+"""
+_NO_EFFECT_SWITCHES = """
+    --trust-remote-code --enable-metrics --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup
+    --enable-multimodal --enable-prefix-mm-cache --sleep-on-idle
+"""
 
 _BACKENDS = ("mooncake", "nixl", "ascend", "mori", "mooncake_tcp")  # not the fake one, which needs no peer
 

@@ -20,45 +20,18 @@ from mmrouter_sim.vllm.connectors import connector_config
 VERSION = "0.32.0"
 """The release whose behaviour is simulated."""
 
-_NO_EFFECT = (
-    "--load-format",
-    "--dtype",
-    "--gpu-memory-utilization",
-    "--kv-cache-dtype",
-    "--quantization",
-    "--tensor-parallel-size",
-    "--pipeline-parallel-size",
-    "--max-num-queued-reqs",
-    "--mm-processor-cache-type",
-    "--mm-encoder-tp-mode",
-    "--generation-config",
-    "--revision",
-    "--tokenizer-mode",
-    "--compilation-config",
-    "--uvicorn-log-level",
-    "--seed",
-    "--swap-space",
-    "--cpu-offload-gb",
-    "--attention-backend",
-    "--distributed-executor-backend",
-    "--scheduling-policy",
-)
-_NO_EFFECT_SWITCHES = (
-    "--enforce-eager",
-    "--trust-remote-code",
-    "--disable-log-requests",
-    "--enable-log-requests",
-    "--disable-log-stats",
-    "--disable-uvicorn-access-log",
-    "--enable-chunked-prefill",
-    "--async-scheduling",
-    "--enable-auto-tool-choice",
-    "--skip-mm-profiling",
-    "--disable-sliding-window",
-    "--enable-server-load-tracking",
-    "--disable-hybrid-kv-cache-manager",
-    "--mm-encoder-only",
-)
+_NO_EFFECT = """
+    --load-format --dtype --gpu-memory-utilization --kv-cache-dtype --quantization --tensor-parallel-size
+    --pipeline-parallel-size --max-num-queued-reqs --mm-processor-cache-type --mm-encoder-tp-mode --generation-config
+    --revision --tokenizer-mode --compilation-config --uvicorn-log-level --seed --swap-space --cpu-offload-gb
+    --attention-backend --distributed-executor-backend --scheduling-policy
+"""
+_NO_EFFECT_SWITCHES = """
+    --enforce-eager --trust-remote-code --disable-log-requests --enable-log-requests --disable-log-stats
+    --disable-uvicorn-access-log --enable-chunked-prefill --async-scheduling --enable-auto-tool-choice
+    --skip-mm-profiling --disable-sliding-window --enable-server-load-tracking --disable-hybrid-kv-cache-manager
+    --mm-encoder-only
+"""
 
 
 def parse(argv: Sequence[str]) -> Settings:
