@@ -1,4 +1,4 @@
-"""A router's control API on a loopback address, over workers that tests make up."""
+"""A router's control API on a loopback address, with workers made by tests."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ _hosts = itertools.count(1)
 
 
 class Frontend(Reports):
-    """The real control app. What its stream does not touch (requests, decisions) is not there."""
+    """The control app without requests and decisions."""
 
     def __init__(self, token: str = "t", ip: str = "") -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Frontend(Reports):
         return self
 
     async def stop(self) -> None:
-        """End as a router does: streams first."""
+        """Stop as a router does: streams first."""
         self.stopping.set()
         self.server.should_exit = True
         if self._task is not None:

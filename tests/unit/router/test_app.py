@@ -1,4 +1,4 @@
-"""When a router is Ready, and what it does as pods come, change and go. Its feeds find nobody: the tests speak."""
+"""Readiness of a router, its reaction to membership changes, and its cold routes; feeds are driven by the tests."""
 
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +21,7 @@ OWN_IP = "127.84.0.1"
 
 @asynccontextmanager
 async def router(config: Path = Path("/nowhere")):
-    """A router without its ports: everything that a roster changes."""
+    """A router without its ports."""
     public, secret = zmq.curve_keypair()
     keys = CurveKeys(public, secret, public)
     made = Router(Settings(deployment(), "r", OWN_IP, config, MODEL, bytes(32), "k", "t", keys))

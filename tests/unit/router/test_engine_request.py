@@ -1,4 +1,4 @@
-"""What engines get of a request: its images shown in the way that was chosen for each, and nothing else changed."""
+"""Bodies for engines: each image by its URL, its uuid or its bytes, and all other fields unchanged."""
 
 import copy
 import json

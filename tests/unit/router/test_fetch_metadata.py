@@ -1,4 +1,4 @@
-"""Fetching a model's metadata from a hub that speaks the hub's own HTTP: a server of this test, on loopback."""
+"""Download of a model's metadata from a local server that implements the hub's HTTP API."""
 
 import hashlib
 import json
@@ -133,7 +133,7 @@ def hub() -> Iterator[Hub]:
 
 
 def run(folder: Path, endpoint: str, model: dict[str, Any], **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the init container's command, as it runs in the pod: files and environment, nothing else."""
+    """Run the init container's command with the files and environment of its pod."""
     config, target = folder / "config", folder / "model"
     for made in (config, target):
         made.mkdir(exist_ok=True)
@@ -177,7 +177,7 @@ def test_metadata_files_are_downloaded_and_weights_are_not(hub: Hub, tmp_path: P
     assert (tmp_path / "model" / "config.json").read_bytes() == FILES["config.json"]
     assert f"org/model at commit {COMMIT}" in done.stderr
     assert not [path for path in hub.asked if "safetensors" in path or "onnx" in path]
-    # What a sidecar says of the engine's files is compared with these.
+    # These digests are compared with those of the engine's files.
     assert set(metadata.digests(tmp_path / "model")) == {
         "config.json",
         "tokenizer.json",

@@ -1,4 +1,4 @@
-"""Clients that are slow, odd or hostile, on real sockets: what they get, and what they cost."""
+"""Slow, unusual and hostile clients on real sockets: their answers, and their cost in time and memory."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,14 @@ POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
 class Front:
-    """A server that tells each client what it understood. ``hot``: whether ``/`` is answered without ASGI."""
+    """A server that echoes what it parsed. ``hot``: whether ``/`` is served without ASGI."""
 
     _hosts = itertools.count(1)
 
     def __init__(self, *, hot: bool = True) -> None:
         self.ip = f"127.84.{os.getpid() % 250}.{next(self._hosts)}"
         self.seen: list[bytes] = []
-        self.left = asyncio.Event()
+        self.disconnected = asyncio.Event()
         self.held = 0
         self.go = asyncio.Event()
         self.server = Server(self._app(hot), self.ip, PORT, drain_seconds=1)
@@ -54,18 +54,17 @@ class Front:
 
     async def _answer(self, client) -> None:
         try:
-            said = await self._told(client)
-            status = 200
+            body, status = await self._describe(client), 200
         except RequestError as error:
-            said, status = error.to_body(), error.status
+            body, status = error.to_body(), error.status
         except (asyncio.CancelledError, ClientGoneError):
-            self.left.set()
+            self.disconnected.set()
             return
-        await client.respond(status, [(b"content-length", b"%d" % len(said))], said)
+        await client.respond(status, [(b"content-length", b"%d" % len(body))], body)
 
-    async def _told(self, client) -> bytes:
+    async def _describe(self, client) -> bytes:
         if (b"authorization", b"no") in client.headers:
-            raise RequestError.unauthorized()  # before the body is looked at
+            raise RequestError.unauthorized()  # before the body is read
         body = await client.body(LIMIT, self._grow)
         self.seen.append(bytes(body))
         if (b"x-wait", b"yes") in client.headers:
@@ -101,12 +100,10 @@ class Front:
         await until(lambda: len(self.server.server_state.connections) == count)
 
     def connection(self) -> ClientConnection:
-        """The only one."""
-        (one,) = self.server.server_state.connections
-        return one
+        (connection,) = self.server.server_state.connections
+        return connection
 
-    def came(self) -> int:
-        """Bytes of the body that is coming."""
+    def received(self) -> int:
         return self.connection().body_received
 
 
@@ -125,8 +122,8 @@ async def connected(front: Front):
         writer.close()
 
 
-async def said(front: Front, raw: bytes, cuts: list[int] | None = None) -> bytes:
-    """Return all that a client gets until its connection is closed."""
+async def answer_to(front: Front, raw: bytes, cuts: list[int] | None = None) -> bytes:
+    """Return all that a client receives until its connection is closed."""
     async with connected(front) as (reader, writer), asyncio.timeout(10):
         with contextlib.suppress(ConnectionError):
             for start, end in itertools.pairwise((0, *sorted(cuts or ()), None)):
@@ -136,7 +133,7 @@ async def said(front: Front, raw: bytes, cuts: list[int] | None = None) -> bytes
         return re.sub(rb"date: [^\r]*\r\n", b"", await reader.read())
 
 
-# -- one way and the other ---------------------------------------------------------------------------------------------
+# -- hot path and ASGI path --------------------------------------------------------------------------------------------
 
 HEADERS = [
     b"x: \xff\xfe",
@@ -161,7 +158,7 @@ FRAMED = [
     b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     b"transfer-encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n0\r\nx-late: 1\r\nauthorization: no\r\n\r\n",
     b"transfer-encoding: gzip, chunked\r\n\r\n1\r\na\r\n2\r\nbc\r\n0\r\n\r\n",
-    # What is no HTTP.
+    # Invalid HTTP.
     b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
     b"content-length: 3\r\ncontent-length: 3\r\n\r\nabc",
     b"content-length: -3\r\n\r\nabc",
@@ -201,23 +198,23 @@ def request(line: bytes, headers: list[bytes], framed: bytes) -> bytes:
 def requests(draw) -> bytes:
     usual = st.just(LINES[0])
     line = draw(st.one_of(usual, usual, st.sampled_from(LINES)))
-    # Behind a request that closes its connection nothing may come.
+    # No request may follow one that closes its connection.
     line = line if line.endswith(b"1.1") else LINES[0]
     headers = [header for header in HEADERS if header != b"connection: close"]
     return request(line, draw(st.lists(st.sampled_from(headers), max_size=2)), draw(st.sampled_from(FRAMED)))
 
 
 class Pair:
-    """The same application, once on the hot way and once not."""
+    """The same application on the hot path and on the ASGI path."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner, self._fronts = runner, (Front(), Front(hot=False))
 
     async def _both(self, raw: bytes, cuts: list[int]) -> list[bytes]:
-        return [await said(front, raw + END, cuts) for front in self._fronts]
+        return [await answer_to(front, raw + END, cuts) for front in self._fronts]
 
     def same(self, raw: bytes, cuts: list[int]) -> bytes:
-        """Return what both say."""
+        """Return the answer of both, which must be equal."""
         ours, servers = self._runner.run(self._both(raw, cuts))
         if ours != servers:
             pytest.fail(f"{ours[:400]!r} is not {servers[:400]!r}")
@@ -230,7 +227,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair():
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # what a router runs on
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a router
         made = Pair(runner)
         made.run("start")
         yield made
@@ -269,19 +266,19 @@ async def test_upgrade_offer_is_answered_in_http_1_1(hot, cuts):
     async with Front(hot=hot) as front:
         for framed in (FRAMED[0], FRAMED[3], FRAMED[6]):
             raw = request(LINES[0], [HEADERS[6]], framed)
-            assert (await said(front, raw + END, cuts)).count(b" 200 OK") == 2
+            assert (await answer_to(front, raw + END, cuts)).count(b" 200 OK") == 2
     assert front.seen == [b"abc", b"", b"z" * LIMIT, b"", b"abc", b""]
 
 
 @pytest.mark.parametrize("hot", [True, False])
 async def test_trailers_are_not_request_headers(hot):
     async with Front(hot=hot) as front:
-        answer = await said(front, request(LINES[0], [], FRAMED[7]) + END)
+        answer = await answer_to(front, request(LINES[0], [], FRAMED[7]) + END)
     assert b" 200 OK" in answer
     assert b"x-late" not in answer
 
 
-# -- without an end ----------------------------------------------------------------------------------------------------
+# -- endless input -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hot", [True, False])
@@ -316,10 +313,10 @@ async def test_head_limit_does_not_depend_on_fragmentation(cuts):
     async with Front() as front:
         for size, status in ((HEAD_LIMIT - 1000, b"200"), (HEAD_LIMIT + 1000, b"431")):
             raw = request(LINES[0], [b"x: " + b"a" * size], b"content-length: 80000\r\n\r\n" + b"z" * LIMIT)
-            assert (await said(front, raw + END, cuts)).startswith(b"HTTP/1.1 %b " % status)
+            assert (await answer_to(front, raw + END, cuts)).startswith(b"HTTP/1.1 %b " % status)
 
 
-# -- without haste -----------------------------------------------------------------------------------------------------
+# -- timeouts ----------------------------------------------------------------------------------------------------------
 
 LATER = 1e6
 
@@ -352,8 +349,8 @@ BODIES = [
 async def test_stalled_body_times_out_with_408(hot, body):
     async with Front(hot=hot) as front, connected(front) as (reader, writer):
         writer.write(POST + body)
-        # The way through ASGI always awaits it; the other one's task may not have come to that yet.
-        await until(lambda: front.came() == 5 and getattr(front.connection().cycle, "waiting", front.held))
+        # An ASGI request always waits for its body; the task of a hot request may not have started yet.
+        await until(lambda: front.received() == 5 and getattr(front.connection().cycle, "waiting", front.held))
         front.look(LATER)
         front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds)
         assert len(front.server.server_state.connections) == 1
@@ -372,7 +369,7 @@ async def test_slow_steady_body_is_read_completely(hot):
             front.look(LATER + number)
             writer.write(bytes(step))
             await writer.drain()
-            await until(lambda number=number: front.seen or front.came() == step * (number + 1))
+            await until(lambda number=number: front.seen or front.received() == step * (number + 1))
         front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds + 14)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
 
@@ -381,7 +378,7 @@ async def test_remainder_of_a_refused_body_times_out():
     async with Front() as front, connected(front) as (reader, writer):
         writer.write(POST + b"content-length: %d\r\n\r\n" % (LIMIT + 1))
         assert b" 413 " in await reader.readuntil(b"}}")
-        writer.write(b"a few bytes")  # which end the time that the server gives idle connections
+        writer.write(b"a few bytes")  # which end uvicorn's keep-alive timer
         await until(lambda: front.connection().timeout_keep_alive_task is None)
         front.look(LATER)
         front.look(LATER + CLIENT_TIMEOUTS.head_seconds + 1)
@@ -390,7 +387,7 @@ async def test_remainder_of_a_refused_body_times_out():
 
 async def test_client_that_waits_for_the_router_never_times_out():
     async with Front() as front, connected(front) as (reader, writer):
-        writer.write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]) + POST)  # and a part of the next one
+        writer.write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]) + POST)  # and a part of the next request
         await until(lambda: front.seen)
         for number in range(3):
             front.look(LATER * (1 + number))
@@ -423,7 +420,7 @@ def test_process_clock_stops_while_the_process_is_stalled(pauses):
     assert steps == pytest.approx([min(pause, MAX_STEP_SECONDS) for pause in pauses], abs=1e-6)
 
 
-# -- at the end --------------------------------------------------------------------------------------------------------
+# -- end of a connection -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("begin", [POST + b"connection: close\r\n", POST.replace(b"1.1", b"1.0")])
@@ -432,7 +429,7 @@ async def test_sending_client_gets_the_answer_that_closes_its_connection(begin, 
     body = bytes(int(refused.split()[-1]))
     async with Front() as front:
         for _ in range(3):
-            answer = await said(front, begin + refused + b"\r\n\r\n" + body)
+            answer = await answer_to(front, begin + refused + b"\r\n\r\n" + body)
             assert re.match(rb"HTTP/1.1 (401|413) ", answer)
             assert answer.endswith(b"}}")
 
@@ -488,19 +485,19 @@ async def test_exit_answers_pending_requests_and_reads_pending_bodies():
 async def test_reset_within_a_body_leaves_no_task_or_connection():
     async with Front() as front:
         for body in BODIES:
-            front.held, front.left = 0, asyncio.Event()
+            front.held, front.disconnected = 0, asyncio.Event()
             async with connected(front) as (_, writer):
                 writer.write(POST + body)
                 await until(lambda: front.held)
                 linger = struct.pack("ii", 1, 0)
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            await asyncio.wait_for(front.left.wait(), 5)
+            await asyncio.wait_for(front.disconnected.wait(), 5)
             await front.connected(0)
             assert not front.server.server_state.tasks
 
 
 class Endless:
-    """An engine that has more to say than anybody reads, poured in as the router's own connections do."""
+    """An endless answer, poured as the router's engine connections do."""
 
     def __init__(self) -> None:
         self.cut = asyncio.Event()
@@ -543,7 +540,7 @@ async def test_client_that_reads_nothing_is_aborted_and_slow_reader_is_not(hot):
             connection = front.connection()
             now, before, still = LATER, -1, 0
             async with asyncio.timeout(20):
-                # Turns of the loop, because a time in which it had none says nothing.
+                # Count turns of the loop: elapsed time proves nothing on a busy machine.
                 while not connection.flow.write_paused or still < 25:
                     await asyncio.sleep(0.002)
                     still = still + 1 if unread_bytes(connection.transport) == before else 0
@@ -551,7 +548,7 @@ async def test_client_that_reads_nothing_is_aborted_and_slow_reader_is_not(hot):
             for _ in range(3):
                 front.look(now)
                 now += CLIENT_TIMEOUTS.answer_stall_seconds - 1
-                made.recv(262_144)  # not enough for anything to be written
+                made.recv(262_144)  # too little for the buffer to drain
                 await until(lambda before=before: unread_bytes(connection.transport) != before)
                 before = unread_bytes(connection.transport)
             front.look(now)

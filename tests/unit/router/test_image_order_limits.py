@@ -1,4 +1,4 @@
-"""A family whose engine ends on images out of order: no such request is forwarded, predicted or not."""
+"""Phi-3-vision, whose engine crashes on images out of order: such requests are refused."""
 
 import json
 import os
@@ -21,7 +21,7 @@ UNPREDICTED = {"use_beam_search": True}
 
 @pytest_asyncio.fixture
 async def prepare():
-    """Call with a request that is parsed already; the model is Phi-3-vision."""
+    """Prepare a parsed request for Phi-3-vision."""
     folder = MODELS / "microsoft--Phi-3-vision-128k-instruct"
     if not folder.is_dir():
         pytest.skip(f"not run: no model folder at {folder} (MMROUTER_MODELS)")

@@ -1,4 +1,4 @@
-"""Images that are taken out of a body before it is parsed: to everybody else it is as if they had not been."""
+"""Extraction of inline images before parsing: requests and errors are the same as without it."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ EXAMPLES = 60
 
 @pytest.fixture(autouse=True, scope="module")
 def short():
-    """Short ones are taken, too, so that examples are."""
+    """Extract short images, too, as those of the examples are."""
     before = inline_images.MIN_URI
     inline_images.MIN_URI = chat.MIN_URI = FEW
     yield
@@ -32,7 +32,7 @@ def short():
 
 
 def outcome(parse, raw: bytes) -> Any:
-    """All that a request is to the stages behind intake, or how it is refused."""
+    """Return all that later stages use of a request, or its error."""
     try:
         request = parse(raw, LIMITS, "m", "vllm")
     except RequestError as error:
@@ -42,16 +42,16 @@ def outcome(parse, raw: bytes) -> Any:
         place = body["messages"][image.message]["content"][image.part]["image_url"]
         try:
             data = image.inline.data if image.inline is not None else data_uri.decode(image.url, 10_000)
-        except Exception as error:  # whatever one way raises, the other has to raise too
+        except Exception as error:  # both ways must raise the same
             data = f"{type(error)} {error}"
-        place["url"] = ""  # what the engine gets is made of the bytes
+        place["url"] = ""  # rewritten from the bytes
         images.append((image.message, image.part, image.param, data))
     media = [(part.url, part.param, part.kind) for part in request.media]
     return body, images, media, request.inexact, request.removed, request.stream, request.max_tokens
 
 
 def test_body_with_many_small_uris_is_not_searched_further():
-    """Looking at each of millions of them would keep the event loop for seconds."""
+    """Searching millions of them would block the event loop for seconds."""
     large = '"data:image/png;base64,' + "A" * 32 + '"'
     few = '"data:",' * inline_images.MAX_SKIPPED
     assert inline_images.extract_images(f"[{few}{large}]".encode()) is not None

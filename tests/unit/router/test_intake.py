@@ -1,4 +1,4 @@
-"""Each bad input with the status, field and code that a client gets, and what a good request is read as."""
+"""Parsing of requests: status, field and code of each invalid input, and the result of valid ones."""
 
 import json
 
@@ -14,11 +14,11 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
 
 
 def chat(*content, **fields):
-    """A chat request of one user message with these parts."""
+    """Return a chat request of one user message with these parts."""
     return {"model": "demo", "messages": [{"role": "user", "content": list(content) or "hello"}], **fields}
 
 
-def said(**message):
+def message(**message):
     return {"model": "demo", "messages": [message]}
 
 
@@ -38,7 +38,7 @@ CALL = "messages[0].tool_calls[0].function"
 
 
 def calling(function):
-    return said(role="assistant", tool_calls=[{"id": "a", "type": "function", "function": function}])
+    return message(role="assistant", tool_calls=[{"id": "a", "type": "function", "function": function}])
 
 
 MISSING, TYPE, VALUE, JSON = "missing_required_parameter", "invalid_type", "invalid_value", "invalid_json"
@@ -68,17 +68,17 @@ BAD = {
     "messages of another type": (chat(messages="x"), "messages", TYPE),
     "no message": (chat(messages=[]), "messages", "empty_array"),
     "message of another type": (chat(messages=[{"role": "user", "content": "x"}, "y"]), "messages[1]", TYPE),
-    "no role": (said(content="x"), "messages[0].role", MISSING),
-    "role of another type": (said(role=[], content="x"), "messages[0].role", TYPE),
-    "unknown role": (said(role="function", content="x"), "messages[0].role", VALUE),
-    "no content": (said(role="user"), "messages[0].content", MISSING),
-    "null content": (said(role="tool", content=None), "messages[0].content", MISSING),
-    "content of another type": (said(role="user", content={}), "messages[0].content", TYPE),
-    "assistant's content of another type": (said(role="assistant", content=7), "messages[0].content", TYPE),
-    "name of another type": (said(role="user", content="x", name=7), "messages[0].name", TYPE),
-    "tool calls of another type": (said(role="assistant", tool_calls="x"), "messages[0].tool_calls", TYPE),
-    "tool call of another type": (said(role="assistant", tool_calls=[1]), "messages[0].tool_calls[0]", TYPE),
-    "tool call without function": (said(role="assistant", tool_calls=[{}]), CALL, MISSING),
+    "no role": (message(content="x"), "messages[0].role", MISSING),
+    "role of another type": (message(role=[], content="x"), "messages[0].role", TYPE),
+    "unknown role": (message(role="function", content="x"), "messages[0].role", VALUE),
+    "no content": (message(role="user"), "messages[0].content", MISSING),
+    "null content": (message(role="tool", content=None), "messages[0].content", MISSING),
+    "content of another type": (message(role="user", content={}), "messages[0].content", TYPE),
+    "assistant's content of another type": (message(role="assistant", content=7), "messages[0].content", TYPE),
+    "name of another type": (message(role="user", content="x", name=7), "messages[0].name", TYPE),
+    "tool calls of another type": (message(role="assistant", tool_calls="x"), "messages[0].tool_calls", TYPE),
+    "tool call of another type": (message(role="assistant", tool_calls=[1]), "messages[0].tool_calls[0]", TYPE),
+    "tool call without function": (message(role="assistant", tool_calls=[{}]), CALL, MISSING),
     "tool call without name": (calling({"arguments": "{}"}), f"{CALL}.name", MISSING),
     "arguments of another type": (calling({"name": "f", "arguments": []}), f"{CALL}.arguments", TYPE),
     "arguments too deep": (calling({"name": "f", "arguments": "[" * 5000}), f"{CALL}.arguments", VALUE),
@@ -258,7 +258,7 @@ def test_text_like_parts_become_text():
         {"type": kind, key: kind}
         for kind, key in [("input_text", "text"), ("output_text", "text"), ("refusal", "refusal")]
     ]
-    request = read(said(role="assistant", content=parts))
+    request = read(message(role="assistant", content=parts))
     assert [(part["type"], part["text"]) for part in request.messages[0]["content"]] == [
         ("text", kind) for kind in ("input_text", "output_text", "refusal")
     ]
@@ -361,7 +361,7 @@ def test_reasoning_effort_is_a_template_variable(fields, expected):
 
 def test_unknown_keys_are_reasons_of_bounded_number():
     assert read(chat({**TEXT, "cache_control": {"type": "ephemeral"}, "uuid": "u"})).inexact == ()
-    request = read(said(role="user", content=[{**TEXT, "bold": True}], task="x"))
+    request = read(message(role="user", content=[{**TEXT, "bold": True}], task="x"))
     assert {(reason.field, reason.reason) for reason in request.inexact} == {
         ("messages[0].task", "unknown_field"),
         ("messages[0].content[0].bold", "unknown_field"),

@@ -1,4 +1,4 @@
-"""Whatever a client sends: a checked request or a :class:`RequestError`, and nothing else."""
+"""Fuzzing of request bodies: the result is a checked request or a :class:`RequestError`."""
 
 import copy
 import json
@@ -93,7 +93,7 @@ def mutated(body, seed):
 
 
 def outcome(parse, raw):
-    """The request, or ``None`` where it was refused as bad input must be."""
+    """Return the request, ``None`` where it is properly refused."""
     try:
         return parse(raw, LIMITS, "demo")
     except RequestError as error:

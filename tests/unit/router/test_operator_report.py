@@ -1,4 +1,4 @@
-"""What the operator is told of every pod: the table of docs/architecture.md, with a cause for each no."""
+"""Reports to the operator: routable and verified of every pod by role (docs/architecture.md), with causes."""
 
 import asyncio
 from dataclasses import replace
@@ -46,7 +46,7 @@ class Reports(Rig):
         return row["routable"], row["verified"], row["cause"]
 
     def of_role(self, role: str, name: str = "a", ip: str = "127.0.0.1", **beat):
-        """A pod of a role, heard and synced."""
+        """Add a pod of a role with a heartbeat and a snapshot."""
         worker = self.worker(name, **beat)
         worker.member = replace(worker.member, role=role, ip=ip)
         return worker
@@ -98,7 +98,7 @@ def test_both_engines_of_a_pair_wait_for_their_canary():
 
 
 async def probing(rig, condition, seconds: float = 15.0) -> None:
-    """Let the probes run until something holds."""
+    """Run the probes until ``condition`` holds."""
     running = asyncio.create_task(rig.probes.run())
     try:
         async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""What a router does before it has too much: queues of engines and the bytes of request bodies are bounded."""
+"""Overload protection: bounded queues of engines and a bounded total size of request bodies."""
 
 import httpx
 import pytest
@@ -15,7 +15,7 @@ from mmrouter_router.scheduling.placer import Booking, Placer, QueueFullError
 
 
 class Queued(Rig):
-    """At most two requests wait at an engine."""
+    """A rig with queues of two requests per engine."""
 
     def __init__(self) -> None:
         super().__init__()

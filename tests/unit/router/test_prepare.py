@@ -1,4 +1,4 @@
-"""Requests -> token ids and spans, with the repository's own tiny model: exact, partial up to an image, or affinity."""
+"""Preparation of requests with the repository's tiny model: exact, partial up to an image, or affinity."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def settings(model_dir: Path = MODEL, processor=None, engine="vllm", **media) ->
 
 @pytest_asyncio.fixture
 async def prepare():
-    """Call with messages and further fields; returns what the router would place."""
+    """Prepare a request of content parts and further fields."""
     own = settings()
     media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
     preparer = Preparer(own, media)

@@ -1,4 +1,4 @@
-"""The process says what is wrong with its configuration in one line, and leaves with status 2."""
+"""Configuration errors of the process: one line that names the cause, and exit status 2."""
 
 import json
 import os
@@ -25,7 +25,7 @@ RESOURCE = {
 
 @pytest.fixture
 def config(tmp_path):
-    """A whole configuration; tests take something away."""
+    """A complete configuration, from which tests remove something."""
     secrets = tmp_path / "secrets"
     secrets.mkdir()
     (tmp_path / "deployment.json").write_text(json.dumps(RESOURCE))
@@ -45,7 +45,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def said(config, monkeypatch, capsys):
-    """Run the process's entry in this process; returns what it says as it leaves with status 2."""
+    """Run the entry point, which must exit with status 2; returns its error output."""
 
     def run() -> str:
         monkeypatch.setenv("MMROUTER_CONFIG", str(config))
@@ -105,7 +105,7 @@ def test_node_and_shared_folder_come_from_the_environment(config):
     ],
 )
 def test_router_listens_on_the_pods_address_or_all(config, variables, host):
-    """A port-forward reaches a pod by its loopback."""
+    """A port-forward connects to the pod's loopback."""
     assert load({"MMROUTER_CONFIG": str(config), "POD_UID": "u", **variables}).host == host
 
 

@@ -1,4 +1,4 @@
-"""Prompts from renderers: asked once per content, bounded, and every failure has a reason."""
+"""The renderers' client: one rendering per content, a bounded cache, and a cause for every failure."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ class Server:
         self.held.set()
 
     def hold(self) -> None:
-        """Answer nothing until ``held`` is set."""
+        """Delay answers until ``held`` is set."""
         self.held.clear()
 
     async def start(self) -> None:
@@ -138,7 +138,7 @@ async def test_cache_is_bounded_by_tokens():
     for identity in (A, B, A):  # 5 tokens each: two fit
         await rig.renderer.render(chat(identity))
     assert server.asked == 2
-    await rig.renderer.render(chat(A, B))  # 9 tokens: both leave
+    await rig.renderer.render(chat(A, B))  # 9 tokens: evicts both
     await rig.renderer.render(chat(A))
     assert server.asked == 4
     rig.running.cancel()
@@ -173,7 +173,7 @@ async def test_cancelled_caller_leaves_the_rendering_and_the_last_one_cancels_it
     await rig.until(lambda: server.asked == 2)
     alone.cancel()
     await asyncio.gather(alone, return_exceptions=True)
-    after = asyncio.create_task(rig.renderer.render(chat(B)))  # joins nothing that is ending
+    after = asyncio.create_task(rig.renderer.render(chat(B)))  # must not join the cancelled one
     await rig.until(lambda: server.asked == 3)
     server.held.set()
     assert (await after)[1] == (Span(1, 4, B),)
@@ -214,7 +214,7 @@ async def test_every_failure_has_a_counted_cause(rig):
     assert (refused.value.cause, unusable.value.cause) == ("refused", "unusable")
     assert (rig.counted("refused"), rig.counted("unusable")) == (1, 1)
     server.raw = None
-    await rig.renderer.render(chat(A))  # a failure is not kept
+    await rig.renderer.render(chat(A))  # failures are not cached
 
 
 async def test_lost_renderer_is_unusable_until_it_answers(rig):

@@ -1,4 +1,4 @@
-"""Policies that do not depend on the prompt: nobody pays for a prediction that nobody asks for, and all can ask."""
+"""Policies that ignore the prompt: predictions are skipped unless needed, and can be made afterwards."""
 
 import json
 from contextlib import asynccontextmanager
@@ -43,7 +43,7 @@ def resource(policy: str = "roundRobin", ratio: str = "0", engine: str = "vllm",
 
 @asynccontextmanager
 async def routed(**spec):
-    """A router with one engine that answers everything, and its client."""
+    """Start a router with one engine; yields the router and a client."""
     public, secret = zmq.curve_keypair()
     own = replace(settings(), deployment=resource(**spec), pod_ip=OWN_IP, config_dir=Path("/nowhere"))
     made = Router(replace(own, curve=CurveKeys(public, secret, public)))

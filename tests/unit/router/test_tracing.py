@@ -1,4 +1,4 @@
-"""Spans of a request: whose trace they are in, what they tell, and what becomes of them without a collector."""
+"""Spans of a request: propagation, attributes, and loss without a collector."""
 
 import logging
 import subprocess
@@ -26,7 +26,7 @@ SAMPLED, LEFT_OUT = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
 
 
 class Collected(SpanExporter):
-    """Keeps spans; ``down`` refuses them, ``hold`` keeps the exporting thread waiting."""
+    """Collects spans; fails while ``down``, blocks while ``free`` is not set."""
 
     def __init__(self) -> None:
         self.spans = []
@@ -58,7 +58,7 @@ def counts():
 
 @pytest.fixture
 def traced(collected, counts):
-    """Makes tracers, and closes them."""
+    """Make tracers that are closed at the end."""
     made = []
 
     def make(**options):
@@ -76,7 +76,7 @@ def request(tracer, *headers):
 
 
 def ended(tracer, collected):
-    """Everything that was told until now, by name."""
+    """Return the ended spans by name."""
     tracer.queue.force_flush()
     return {span.name: span for span in collected.spans}
 
@@ -230,7 +230,7 @@ def test_close_does_not_wait_for_a_hanging_collector(traced, collected, counts, 
     began = time.monotonic()
     tracer.close()
     assert time.monotonic() - began < 5
-    request(tracer).end()  # lost, and no error
+    request(tracer).end()  # lost without an error
     assert counts["queue_full"] == 1
     collected.free.set()
 

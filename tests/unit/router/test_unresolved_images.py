@@ -1,4 +1,4 @@
-"""An unresolved image never makes a request look better cached than it is (10,000 cases of it: tests/local)."""
+"""Unresolved images never lead to an overestimated overlap (tests/local runs 10,000 cases)."""
 
 from unit.router.unresolved_images import play
 
@@ -13,7 +13,7 @@ def test_predicted_overlap_never_exceeds_the_true_one():
     for case in range(CASES):
         for number, one in enumerate(play(case)):
             assert one.over == 0, (case, number, one)
-            # And before the first unresolved image nothing is lost.
+            # All blocks before the first unresolved image are predicted.
             assert one.predicted == min(one.held, one.sure), (case, number, one)
             hits += one.predicted
     assert hits > CASES

@@ -1,4 +1,4 @@
-"""The data path's client against a real server on loopback that does whatever a test tells it."""
+"""The engine client against a scripted server on loopback."""
 
 import asyncio
 import contextlib
@@ -177,7 +177,7 @@ async def test_slow_reader_buffers_a_bounded_amount(engine, upstream):
 
     engine.answer = flood
     answer = await ask(upstream, engine)
-    async with asyncio.timeout(10):  # nobody reads: both ends must stall, whatever the kernel buffers
+    async with asyncio.timeout(10):  # without a reader both ends must stall
         while answer.connection.transport.is_reading() or not out.get_write_buffer_size():
             await asyncio.sleep(0.001)
     assert written < total
@@ -207,7 +207,7 @@ async def test_surplus_answer_is_not_taken_for_the_next_one(engine, upstream):
     async def twice(writer, head, body):
         await engine._json(writer, head, body)
         if body != b"later":
-            writer.write(second)  # with the answer, or while nobody asks
+            writer.write(second)  # with the answer, or later without a request
             return
         await writer.drain()
         await asyncio.sleep(0.01)
@@ -249,7 +249,7 @@ async def test_early_answer_is_read_and_its_connection_not_reused(upstream):
     server = await asyncio.start_server(refuses, "127.0.0.1", 0, limit=1000)
     port = server.sockets[0].getsockname()[1]
     for _ in range(2):
-        async with asyncio.timeout(30):  # half of what the engine waits, and time enough for 32 MB on a busy machine
+        async with asyncio.timeout(30):  # the engine waits for twice as long
             answer = await upstream.request("127.0.0.1", port, "POST", "/", {}, bytes(32 << 20))
             assert (answer.status, await answer.read(10)) == (413, b"no")
         answer.close()

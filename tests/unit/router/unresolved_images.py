@@ -1,4 +1,4 @@
-"""Random mixes of resolved and unresolved images: what the router predicts, against what a simulated engine holds.
+"""Random mixes of resolved and unresolved images: the router's predictions against a simulated engine.
 
 The truth is the pure core of the simulated engine, which hashes blocks by code of its own and evicts them; the
 prediction is the product's: the sidecar's ledger over the engine's encoded events, the router's index, and the keys of
@@ -34,12 +34,12 @@ InPrompt = Callable[[ResolvedImage], PromptImage]
 
 @dataclass(frozen=True)
 class Compared:
-    """One request: complete blocks of its prompt as predicted, those predicted as held, and those that are held."""
+    """One request: complete blocks of its predicted prompt, those predicted as held, and those held."""
 
     blocks: int
     predicted: int
     held: int
-    sure: int  # blocks before the first unresolved image: all of them where there is none
+    sure: int  # blocks before the first unresolved image, all without one
 
     @property
     def over(self) -> int:
@@ -47,13 +47,13 @@ class Compared:
 
 
 class World:
-    """One engine, one sidecar, one router, and the few texts and images that all requests are made of."""
+    """One engine, sidecar and router, and the texts and images of all requests."""
 
     def __init__(self, seed: int, in_prompt: InPrompt) -> None:
         self._rng = rng = random.Random(seed)
         self._in_prompt = in_prompt
         self._size = rng.choice((2, 4, 8))
-        # Room for the longest prompt and a little more, so that blocks are evicted, or for all of them.
+        # Capacity for little more than the longest prompt, so that blocks are evicted, or for all of them.
         blocks = LONGEST // self._size + 2 + rng.choice((0, 8, 200))
         limits = Limits(blocks, self._size, max_model_len=(blocks - 1) * self._size, max_batched_tokens=64)
         self._engine = Scheduler(limits)
@@ -66,7 +66,7 @@ class World:
         self.evicted = 0
 
     def send(self) -> Compared:
-        """Predict one request, look at what the engine holds of it, and let the engine serve it."""
+        """Predict one request, compare with the engine's blocks, and let the engine serve it."""
         ids, images, true = self._draw()
         expanded = expand_ids(ids, PLACEHOLDER, [self._in_prompt(image) for image in images])
         prepared = Prepared(None, None, tuple(images), expanded.ids, expanded.spans, "exact", (), SEED, 0)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ class World:
                 identity, count = rng.choice(self._images)
                 ids.append(PLACEHOLDER)
                 lost = spoiled or rng.random() < 0.2
-                # What an unresolved image becomes: often what we would have guessed, under another name or the same.
+                # An unresolved image often has the guessed length, under the same or another identity.
                 found = count if not lost or rng.random() < 0.5 else rng.randrange(1, 10)
                 name = identity if not lost or rng.random() < 0.3 else bytes([rng.randrange(100, 103)]) * 32
                 media = Bytes(b"x", "image/png", "data")
@@ -107,7 +107,7 @@ class World:
         return Request(str(self._number), expanded.ids, lambda place: 20 + place, max_tokens=3, media=media)
 
     def _serve(self, request: Request) -> int:
-        """Run a request to its end and relay what it caused. Returns the leading blocks held before it ran."""
+        """Run a request and apply its events. Returns the leading blocks held before it ran."""
         engine = self._engine
         engine.add(request)
         held = 0
@@ -134,6 +134,6 @@ def _in_order(spans: tuple[Span, ...]) -> list[Span]:
 
 
 def play(seed: int, requests: int = 5, in_prompt: InPrompt = ResolvedImage.in_prompt) -> list[Compared]:
-    """Return what came of one random sequence of requests."""
+    """Return the comparisons of one random sequence of requests."""
     world = World(seed, in_prompt)
     return [world.send() for _ in range(requests)]

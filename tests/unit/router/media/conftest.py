@@ -20,7 +20,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass
 class Origin:
-    """An HTTP server that answers by path and remembers what it was asked."""
+    """An HTTP server that answers by path and records its requests."""
 
     port: int = 0
     routes: dict[str, Handler] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def serving():
 
 @pytest.fixture
 async def raw_origin() -> AsyncIterator[Callable[[Talk], Awaitable[str]]]:
-    """An origin that says what the test writes on the wire: ``url = await raw_origin(talk)``."""
+    """An origin scripted at the level of bytes: ``url = await raw_origin(talk)``."""
     servers: list[asyncio.Server] = []
 
     async def start(talk: Talk) -> str:
@@ -92,7 +92,7 @@ async def raw_origin() -> AsyncIterator[Callable[[Talk], Awaitable[str]]]:
 
 @pytest.fixture
 async def resolving():
-    """Make resolvers; by default one that may fetch from loopback and calls every host 127.0.0.1."""
+    """Make resolvers; by default with access to loopback, and with 127.0.0.1 as the address of all hosts."""
     made: list[MediaResolver] = []
 
     def make(media: dict | None = None, limits: dict | None = None, **options) -> MediaResolver:

@@ -59,7 +59,7 @@ ADDRESSES = {
     "64:ff9b::8.8.8.8": None,
     "2a00:1450:4001:830::200e": None,
 }
-"""What each address is refused as, without any allowed range."""
+"""Reason for which each address is refused without allowed ranges."""
 
 
 @pytest.mark.parametrize("text", ADDRESSES)

@@ -1,4 +1,4 @@
-"""The guard against real origins: what reaches the wire, what comes back, and what must never be connected to."""
+"""Guarded fetches from real origins: what is sent, what is returned, and what must never be connected to."""
 
 import asyncio
 import gzip
@@ -84,7 +84,7 @@ async def test_dns_rebinding_does_not_change_the_checked_address(serving, resolv
         resolver = resolving({"allowed_cidrs": ["127.0.0.2/32"]}, lookup=rebinding)
         media = await resolver.resolve(allowed.url(host="evil.example"), param="p")
         assert (media.data, len(answers), len(internal.seen)) == (PNG, 1, 0)
-        # The redirect's target is resolved anew, judged anew and refused.
+        # The redirect's target is resolved again, checked again and refused.
         answers.insert(0, ["127.0.0.2"])
         assert await refused(resolver, allowed.url("/again", host="evil.example")) == "address"
         assert (len(allowed.seen), len(internal.seen)) == (2, 0)

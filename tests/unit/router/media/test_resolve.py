@@ -1,4 +1,4 @@
-"""Flights, the cache, limits per request: what many requests for the same and for different media see."""
+"""Resolution of media: shared fetches, the cache, and limits per request."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ def data_uri(data: bytes) -> str:
 
 
 class Gate:
-    """A handler that waits to be opened and knows how many wait."""
+    """A handler that answers once ``open`` is set."""
 
     def __init__(self, body: bytes = PNG) -> None:
         self.open, self.asked, self.body = asyncio.Event(), asyncio.Event(), body
@@ -206,7 +206,7 @@ async def test_redirect_is_followed_again_and_its_target_revalidated(origin, res
     resolver = resolving()
     assert [(await resolver.resolve(url, param="p")).source for _ in range(2)] == ["fetch", "revalidated"]
     assert [request.headers.get("If-None-Match") for request in origin.seen] == [None, None, None, '"a"']
-    # Now it leads elsewhere: the old bytes' tag must not be shown to the new place, nor its answer taken for the old.
+    # After a new redirect the old ETag must not be sent to the new target, nor its 304 renew the old bytes.
     origin.serve("/elsewhere", OTHER, ETag='"a"')
     origin.serve("/moving", status=302, Location="/elsewhere")
     assert (await resolver.resolve(url, param="p")).data == OTHER
