@@ -1,4 +1,4 @@
-"""What answers at a router's ports for clients (8000), and for metrics and health (9090); control has its own file."""
+"""The apps of the ports for clients (8000) and for metrics and health (9090). Module ``control`` has the third."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ MODELS, HEALTH = "/v1/models", "/health"
 def client_app(
     chat: Chat, tenants: Tenants, metrics: Metrics, shutdown: Shutdown, ready: Callable[[], bool], model: dict[str, Any]
 ) -> Any:
-    """Return the ASGI app for clients; ``model`` is its entry in the list of models.
+    """Return the ASGI app for clients; ``model``: the entry of the model list.
 
-    The hot routes are taken before any framework sees them (facts on performance 3).
+    The hot routes bypass the framework, whose overhead exceeds that of a routing decision.
     """
     fallback = _public_app(tenants, ready, model)
     hot = frozenset((CHAT, *FORWARDED))
@@ -43,7 +43,7 @@ def client_app(
             client.keep_alive = False
         await chat.answer(client)
 
-    app.hot = {path.encode(): serve_hot for path in hot}  # type: ignore[attr-defined] # read by our server's connections
+    app.hot = {path.encode(): serve_hot for path in hot}  # type: ignore[attr-defined] # read by ClientConnection
     return app
 
 
@@ -57,11 +57,11 @@ def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
 
     @app.get("/readyz")
     async def is_ready() -> Response:
-        found = ready()
-        return JSONResponse({"ready": found}, 200 if found else 503)
+        state = ready()
+        return JSONResponse({"ready": state}, 200 if state else 503)
 
     @app.get("/metrics")
-    async def told() -> Response:
+    async def exposition() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -95,15 +95,15 @@ def _public_app(tenants: Tenants, ready: Callable[[], bool], model: dict[str, An
 
 
 def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
-    """Return ``send`` that counts the answer. A path that nobody serves is one of many: it counts as ``other``."""
+    """Return ``send`` that counts the answer. Unknown paths count as ``other``, to bound the label."""
     path = scope.get("path", "")
     if path == HEALTH:
-        return send  # load balancers ask all the time
+        return send  # polled by load balancers
 
-    async def sends(message: Message) -> None:
+    async def send_counted(message: Message) -> None:
         if message["type"] == "http.response.start":
             label = path if path == MODELS else "other"
             metrics.requests.labels(label, str(message["status"])).inc()
         await send(message)
 
-    return sends
+    return send_counted
