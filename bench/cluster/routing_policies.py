@@ -15,7 +15,7 @@ from bench.cluster.workloads import ClusterRequest
 from bench.placing import router_objects
 from mmrouter_lib import feed
 from mmrouter_router.fleet.index import Index
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Booking, Placer
 from mmrouter_router.scheduling.scoring import Weights
 

@@ -160,9 +160,7 @@ class Ours:
             self.router.fleet.on_published(worker, router_objects.delta(1, packed))
 
     async def close(self) -> None:
-        self.router.upstream.close()
-        await self.router.media.close()
-        self.router._context.destroy(linger=0)
+        await self.router.close()
 
 
 class Naive:

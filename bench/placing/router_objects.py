@@ -7,7 +7,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.intake import Limits, parse_chat
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.telemetry.metrics import Metrics
 

@@ -105,7 +105,7 @@ class Second:
     def compare(self):
         """One canary's comparison against the first worker, outside of any claim."""
         worker = next(iter(self.router.fleet))
-        feeder = self.router._feeds[worker.member.uid][0]
+        feeder = self.router.feed(worker.member.uid)
         size = self.router.placer.block_size(worker)
         future = asyncio.run_coroutine_threadsafe(self.router.canary._compare(worker, 0, feeder, size), self.loop)
         return future.result(30)[0]
@@ -161,7 +161,7 @@ def test_live_parity_names_a_difference_and_the_client_notices_nothing(demo, tmp
     template.write_text("Hello! " + template.read_text())
 
     def sample_everything(router):
-        router.sampler = router.sampler.__class__(1.0, router.fleet, router._feeder, router.metrics, seconds=3)
+        router.sampler = router.sampler.__class__(1.0, router.fleet, router.feed, router.metrics, seconds=3)
 
     second = Second(demo, tmp_path / "model")
     with second.running(sample_everything):

@@ -1,7 +1,7 @@
-"""The hot route: ``POST /v1/chat/completions`` and its forwarded siblings, without a framework.
+"""The handler of the hot routes: ``POST /v1/chat/completions``, ``/v1/completions`` and ``/v1/responses``.
 
-Request in, stages of docs/architecture.md, answer out: the engine's bytes pass through untouched. A client that leaves
-aborts the request in the engine.
+It runs the stages of docs/architecture.md without a framework and passes the engine's bytes through. A client that
+disconnects aborts the request in the engine.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwar
 from mmrouter_router.intake.json_body import Raw
 from mmrouter_router.intake.tenants import Tenant, Tenants
 from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
-from mmrouter_router.request.prepare import Prepared, Preparer
+from mmrouter_router.request.prepare import Preparer
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing, enter, failure_of, outcome, passed_on, stage
@@ -40,12 +41,12 @@ FORWARDED = ("/v1/completions", "/v1/responses")
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"
-"""With the control token: route this one request by another policy, to compare policies on the same engines."""
+"""With the control token: the policy for this request, to compare policies on the same engines."""
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
 
 
 class Chat:
-    """ASGI handler of the routes that end in an engine."""
+    """Handler of the routes that end in an engine."""
 
     def __init__(
         self,
@@ -64,30 +65,29 @@ class Chat:
         answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
         tracing: Tracing = NO_TRACING,
         body_budget: BodyBudget | None = None,
-        looks: Callable[[str], bool] = lambda request_id: True,
+        needs_prompt: Callable[[str], bool] = lambda request_id: True,
     ) -> None:
-        """``answered`` is told of every answer that went out whole and of the engine's request; it must not wait.
+        """``answered``: called after every complete answer, with the engine's request; must not block.
 
-        ``body_budget``: for the bodies of all requests together; ``None``: 1 GiB. ``looks``: whether a request's prompt
-        is predicted; false only where its placement does not depend on it.
+        ``body_budget``: for the bodies of all requests; ``None``: 1 GiB. ``needs_prompt``: request id -> whether the
+        prompt must be predicted; false only where placement does not depend on it.
         """
         self._served_model, self._engine, self._limits = served_model, engine, limits
-        self._tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
+        self.tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
         self._adapter = adapter(engine)
-        self._decisions, self._metrics, self._answered = decisions, metrics, answered
+        self.decisions, self._metrics, self._answered = decisions, metrics, answered
         self._tracing = tracing
         self.body_budget = body_budget or BodyBudget(1 << 30)
-        self._looks = looks
+        self.needs_prompt = needs_prompt
         self._ids = RequestIds(f"{router_id}-")
         self._intake_seconds, self._prepare_seconds = (metrics.stage.labels(name) for name in ("intake", "prepare"))
-        # Looking a child up by its labels costs more than counting.
-        self._answers: dict[tuple[str, str], Counter] = {}
-        self._decided: dict[tuple[str, str], Counter] = {}
-        self._control_token, self._debug_headers = control_token.encode(), debug_headers
+        # Cached, because looking a child up by its labels costs more than counting.
+        self._answer_counters: dict[tuple[str, str], Counter] = {}
+        self._decision_counters: dict[tuple[str, str], Counter] = {}
+        self._control_token, self.debug_headers = control_token.encode(), debug_headers
         self.counts = DecisionCounts()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that came by ASGI."""
         client = AsgiClient(scope, receive, send)
         try:
             await self.answer(client)
@@ -95,7 +95,7 @@ class Chat:
             await client.close()
 
     async def answer(self, client: Client) -> None:
-        """Answer one request; never raises for what a client or an engine did."""
+        """Answer one request; does not raise for faults of a client or an engine."""
         path = client.path
         request_id = self._ids()
         received = time.perf_counter()
@@ -115,34 +115,34 @@ class Chat:
             self._metrics.disconnects.inc()
         except asyncio.CancelledError:
             if not client.gone:
-                code = "broken_off"  # we end before it does
+                code = "broken_off"  # the router shuts down
                 raise
             self._metrics.disconnects.inc()
         except UpstreamError as error:
-            # Bytes are out, so this answer cannot be retried; returning without its end makes the server cut the
-            # connection, and the client sees that the answer is short.
+            # Bytes were sent, so no retry is possible. Returning without completing the answer makes the server close
+            # the connection, by which the client detects the truncation.
             code = "broken_off"
             log.warning("%s: answer broke off: %s", request_id, error)
-        except Exception:  # whatever it is, it is a bug of ours: counted as such, and told by the server
+        except Exception:  # a bug: counted as such, and logged by the server
             code = "500"
             raise
         finally:
             reservation.release()
             self._metrics.in_flight -= 1
-            _child(self._answers, self._metrics.requests, path, code).inc()
+            _child(self._answer_counters, self._metrics.requests, path, code).inc()
             if span:
-                told, failure = outcome(code)
-                span.tell({"mmrouter.request_id": request_id, **told})
+                attributes, failure = outcome(code)
+                span.tell({"mmrouter.request_id": request_id, **attributes})
                 if failure:
                     span.fail(failure)
                 span.end()
 
     def tenant(self, api_key: str) -> Tenant:
-        """Whose key this is. Raises :class:`RequestError` (401)."""
-        return self._tenants.authenticate([(b"authorization", f"Bearer {api_key}".encode())])
+        """Return the tenant of a key. Raises :class:`RequestError` (401)."""
+        return self.tenants.authenticate([(b"authorization", f"Bearer {api_key}".encode())])
 
     async def prepare(self, path: str, raw: Raw, tenant: Tenant, *, predict: bool = True) -> Prepared:
-        """Stages intake to blocks, without placing: what a dry run explains. Raises :class:`RequestError`."""
+        """Run the stages before placement, which a dry run explains. Raises :class:`RequestError`."""
         began = time.perf_counter()
         try:
             with stage("intake"):
@@ -155,14 +155,14 @@ class Chat:
         finally:
             self._prepare_seconds.observe(time.perf_counter() - parsed)
 
-    async def seen(self, trace: DecisionTrace) -> dict[str, Any]:
-        """Return a kept decision as plain values, its prompt predicted now if that was not done."""
+    async def describe(self, trace: DecisionTrace) -> dict[str, Any]:
+        """Return a logged decision as JSON, with its prompt predicted now if it was not."""
         unseen = trace.unpredicted
         if unseen is None or not unseen.raw:
             return trace.as_json()
         try:
-            prepared = await self._preparer.foresee(self._parse(CHAT, unseen.raw), unseen.images, unseen.salt)
-        except RequestError:  # the engine has said so, too
+            prepared = await self._preparer.predict(self._parse(CHAT, unseen.raw), unseen.images, unseen.salt)
+        except RequestError:  # the engine refused it, too
             return trace.as_json()
         return predicted_afterwards(trace, prepared)
 
@@ -175,20 +175,20 @@ class Chat:
         path, headers = client.path, client.headers
         if client.method != "POST":
             raise RequestError.method_not_allowed(client.method, path)
-        tenant = self._tenants.authenticate(headers)
+        tenant = self.tenants.authenticate(headers)
         with stage("receive") as span:
             raw = await client.body(self._limits.max_request_bytes, reservation.grow)
             if span:
                 span.tell({"http.request.body.size": len(raw)})
         trusted = self._trusted(headers)
         policy = _policy(headers) if trusted else None
-        shown = trusted or self._debug_headers
-        prepared = await self.prepare(path, raw, tenant, predict=shown or self._looks(request_id))
+        shown = trusted or self.debug_headers
+        prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
         outgoing = self._outgoing(path, prepared)
         fingerprint = _fingerprint(prepared)
         reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, passed_on(headers), policy)
         try:
-            self._decisions.add(request_id, reply.trace)
+            self.decisions.add(request_id, reply.trace)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
             extra = self._headers(request_id, reply, debug=shown)
@@ -220,14 +220,14 @@ class Chat:
 
     def _count(self, prepared: Prepared, reply: EngineReply) -> None:
         decision = reply.decision
-        # The cause is one of few, the field behind it is not; two images of one cause are one decision of it.
+        # Causes without their fields, to bound the label; several images of one cause count once.
         for cause in {reason.split(":")[0] for reason in decision.reasons} or {""}:
-            _child(self._decided, self._metrics.decisions, decision.exactness, cause).inc()
+            _child(self._decision_counters, self._metrics.decisions, decision.exactness, cause).inc()
         for image in prepared.images:
             if not image.resolved:
                 self._metrics.unresolved.labels(image.unresolved.split(":")[0]).inc()
         if prepared.unseen:
-            return  # what nobody looked at is no share of anything
+            return  # shares are of predicted prompts only
         self._metrics.prompt_blocks.inc(decision.choice.winner.blocks)
         self._metrics.overlap_blocks.inc(decision.choice.winner.overlap)
         self.counts.add(
@@ -237,9 +237,9 @@ class Chat:
         )
 
     def _trusted(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether the control token came along: then a request may see overlap and choose its policy.
+        """Return whether the request has the control token, with which it may see overlap and choose its policy.
 
-        With another one it is answered as without any, and counted.
+        A wrong token is counted and otherwise ignored.
         """
         given = [value for name, value in headers if name == CONTROL]
         if not given:
@@ -252,7 +252,7 @@ class Chat:
     @staticmethod
     def _headers(request_id: str, reply: EngineReply, *, debug: bool) -> list[tuple[bytes, bytes]]:
         ours = [(REQUEST_ID.encode(), request_id.encode())]
-        # Overlap tells a tenant what others asked, so it needs the control token (docs/architecture.md).
+        # Overlap discloses what other tenants asked, so it needs the control token (docs/architecture.md).
         if debug:
             decision = reply.decision
             winner = decision.choice.winner
@@ -269,17 +269,17 @@ class Chat:
 
 
 def _fingerprint(prepared: Prepared) -> bytes:
-    """Return what tells this request from others to the quarantine; of images in it their identities say enough."""
+    """Return the hash by which the quarantine recognises a request; image identities stand for extracted images."""
     hasher = blake3(prepared.request.source)
     for image in prepared.images:
         hasher.update(image.identity)
     return hasher.digest()
 
 
-def _child(known: dict[tuple[str, str], Counter], counter: Counter, first: str, second: str) -> Counter:
-    child = known.get((first, second))
+def _child(cache: dict[tuple[str, str], Counter], counter: Counter, first: str, second: str) -> Counter:
+    child = cache.get((first, second))
     if child is None:
-        child = known[first, second] = counter.labels(first, second)
+        child = cache[first, second] = counter.labels(first, second)
     return child
 
 
@@ -298,7 +298,7 @@ async def _pass_error(
     extra: list[tuple[bytes, bytes]],
     field_of: Callable[[int, Mapping[str, Any]], str | None],
 ) -> None:
-    """Pass an engine's error on in OpenAI's shape, with the field named where we know it."""
+    """Send an engine's error in OpenAI's shape, with its field where known."""
     raw = reply.first
     while piece := await reply.answer.piece():
         raw += piece

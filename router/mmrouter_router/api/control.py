@@ -17,7 +17,7 @@ from mmrouter_router.api.control_stream import events
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.sglang_pair import choose_pair
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, trace_of
+from mmrouter_router.explain.decisions import DecisionTrace, trace_of
 from mmrouter_router.explain.parity_check import verdict_json
 from mmrouter_router.explain.render_diff import rendering_json
 from mmrouter_router.fleet.discovery import Peer
@@ -42,7 +42,6 @@ def create(
     placer: Placer,
     stages: Stages,
     chat: Chat,
-    decisions: DecisionLog,
     sampler: ParitySampler,
     renderer: Renderer,
     prompter: Prompter | None,
@@ -90,17 +89,17 @@ def create(
 
     @app.get("/control/decisions")
     async def latest(count: int = 50) -> list[dict[str, Any]]:
-        return [trace.as_json() for trace in decisions.latest(min(max(count, 1), 1000))]
+        return [trace.as_json() for trace in chat.decisions.latest(min(max(count, 1), 1000))]
 
     @app.get("/control/decisions/{request_id}")
     async def decision(request_id: str, ask: bool = True, parity: bool = False) -> JSONResponse:
         """A kept decision; with ``parity`` it is compared now with what its worker holds and published since."""
-        trace = decisions.get(request_id)
+        trace = chat.decisions.get(request_id)
         if trace is not None:
             if parity:
                 trace.parity = await sampler.check(trace, seconds=LOOK_SECONDS) or trace.parity
             found = {"parity": _parity(trace, prompter), "rendering": _rendering(trace, prompter)}
-            return JSONResponse({**_with_holders(await chat.seen(trace), fleet), **found})
+            return JSONResponse({**_with_holders(await chat.describe(trace), fleet), **found})
         if ask and not request_id.startswith(f"{router_id}-"):
             theirs = await _ask_peers(peers(), request_id, token, parity=parity)
             if theirs is not None:

@@ -21,13 +21,13 @@ MODELS, HEALTH = "/v1/models", "/health"
 
 
 def client_app(
-    chat: Chat, tenants: Tenants, metrics: Metrics, shutdown: Shutdown, ready: Callable[[], bool], model: dict[str, Any]
+    chat: Chat, metrics: Metrics, shutdown: Shutdown, ready: Callable[[], bool], model: dict[str, Any]
 ) -> Any:
     """Return the ASGI app for clients; ``model``: the entry of the model list.
 
     The hot routes bypass the framework, whose overhead exceeds that of a routing decision.
     """
-    fallback = _public_app(tenants, ready, model)
+    fallback = _public_app(chat.tenants, ready, model)
     hot = frozenset((CHAT, *FORWARDED))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

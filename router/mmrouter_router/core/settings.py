@@ -70,6 +70,11 @@ class Settings:
         return "::" if ":" in self.pod_ip else "0.0.0.0"  # noqa: S104 - network policies guard the pod
 
     @property
+    def served_model(self) -> str:
+        """The model's name in requests."""
+        return self.deployment.spec.model.served_name or self.deployment.metadata.name
+
+    @property
     def chat_template(self) -> Path:
         """Path of ``engine.chatTemplate``; the engine reads the same file."""
         return self.config_dir / "chat-template" / "template.jinja"

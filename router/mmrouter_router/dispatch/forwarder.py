@@ -16,7 +16,7 @@ from mmrouter_router.fleet.workers import Target
 from mmrouter_router.handover import AddressedRequest, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Answer, Body, UpstreamError
 from mmrouter_router.request.engine_request import CHAT, Outgoing
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.pipeline_form import WHOLE, PipelineForm
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer, QueueFullError
 from mmrouter_router.scheduling.scoring import Policy

@@ -16,7 +16,7 @@ from mmrouter_lib.engines.sglang.disaggregation import decode_headers, failure_o
 from mmrouter_router.dispatch.stages import PREFILL_SECONDS, StageReport
 from mmrouter_router.fleet.workers import Target
 from mmrouter_router.http.upstream import Answer, Sink, UpstreamError
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.tracing import stage

@@ -26,7 +26,7 @@ from mmrouter_router.fleet.workers import Fleet, Target
 from mmrouter_router.handover import AddressedRequest, BufferedAnswer, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Body, UpstreamError
 from mmrouter_router.request.engine_request import CHAT, Outgoing
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.pipeline_form import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
 from mmrouter_router.telemetry.metrics import Metrics

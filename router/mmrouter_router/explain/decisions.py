@@ -11,7 +11,7 @@ from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.explain.parity_check import ExpectedBlocks, Verdict, expected_blocks
 from mmrouter_router.explain.render_diff import RenderVerdict
 from mmrouter_router.media import Media
-from mmrouter_router.request.prepare import Prepared, ResolvedImage
+from mmrouter_router.request.prepared import Prepared, ResolvedImage
 from mmrouter_router.scheduling.placer import Decision
 
 MAX_TRACES = 1000

@@ -20,7 +20,7 @@ from mmrouter_router.explain.block_diff import BlockView, Difference, Prediction
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.index import window_blocks
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 
 Result = Literal["True", "False", "Unknown"]
 CHECK_SECONDS = 0.02

@@ -13,7 +13,7 @@ from mmrouter_lib.block_keys import Span
 from mmrouter_lib.prompt import Prompter
 from mmrouter_router.explain.block_diff import BlockView, Difference
 from mmrouter_router.explain.parity_check import Result, side_json
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 
 BEFORE, AFTER = 8, 16
 """Tokens that are shown before and from the first difference."""

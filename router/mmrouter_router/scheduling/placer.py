@@ -14,7 +14,7 @@ from mmrouter_lib.api import MMRouterDeployment, block_size_of
 from mmrouter_router.core.types import Exactness, Scope
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidates import CandidateGroup
 from mmrouter_router.scheduling.pipeline_form import canary_applies
 from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose

@@ -20,7 +20,7 @@ from mmrouter_router.explain.parity_check import Verdict, check_parity
 from mmrouter_router.explain.render_diff import PredictedPrompt, RenderVerdict, compare_rendering, predicted_prompt
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.workers import Fleet
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.request.renderer_client import Renderer, RendererError
 from mmrouter_router.telemetry.metrics import Metrics
 

@@ -14,7 +14,7 @@ from mmrouter_lib import feed
 from mmrouter_router.core.types import Scope
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Decision
 from mmrouter_router.sentinels import RankEpoch, SentinelStore, SentRequest
 from mmrouter_router.telemetry.metrics import Metrics

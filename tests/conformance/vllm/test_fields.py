@@ -27,7 +27,8 @@ from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.intake.prompt_fields import inexact_fields
 from mmrouter_router.media import MediaResolver
-from mmrouter_router.request.prepare import Prepared, Preparer
+from mmrouter_router.request.prepare import Preparer
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
 
 MODEL = "Qwen/Qwen2-VL-2B-Instruct"

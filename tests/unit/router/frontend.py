@@ -30,7 +30,6 @@ class Frontend(Reports):
             placer=self.placer,
             stages=None,
             chat=None,
-            decisions=None,
             sampler=None,
             renderer=self.renderer,
             prompter=None,

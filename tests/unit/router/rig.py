@@ -12,7 +12,7 @@ from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import block_keys, pack_keys
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.telemetry.metrics import Metrics
 

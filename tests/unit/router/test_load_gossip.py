@@ -11,7 +11,7 @@ from unit.router.rig import BLOCK, Clock, resource, synced
 from mmrouter_lib import feed
 from mmrouter_router.fleet.load_gossip import EXPIRY_SECONDS, REPEAT_SECONDS, LoadGossip
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Booking, Placer
 from mmrouter_router.telemetry.metrics import Metrics
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.rig import BLOCK, IDS, KEYS, Rig, deployment, prepared
-from unit.router.test_app import heard, member, router
+from unit.router.test_app import heard, member, router, value
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.discovery import Membership
@@ -109,7 +109,7 @@ async def test_body_beyond_the_budget_is_a_counted_429_with_retry_after(declared
             answer = await client.post(CHAT, content=pieces(), headers=headers)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["code"] == "router_full"
-        assert r.metrics.overload.labels("router_full")._value.get() == 1
+        assert value(r, "overload_refusals_total", reason="router_full") == 1
         assert r.chat.body_budget.used == r.chat.body_budget.limit, "what it had taken is given back"
         other.release()
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
@@ -120,7 +120,7 @@ async def test_body_beyond_the_budget_is_a_counted_429_with_retry_after(declared
 
 async def test_full_queues_are_a_counted_429_with_retry_after():
     async with router() as r:
-        r.roster(Membership((member("a"),)))
+        r.apply_membership(Membership((member("a"),)))
         heard(r, "uid-a")
         r.placer._max_queued = 1
         booking = r.placer.begin(r.placer.place(prepared()))
@@ -129,5 +129,5 @@ async def test_full_queues_are_a_counted_429_with_retry_after():
             answer = await client.post(CHAT, json={"model": "t", "messages": [{"role": "user", "content": "x"}]})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["code"] == "queue_full"
-        assert r.metrics.overload.labels("queue_full")._value.get() == 1
+        assert value(r, "overload_refusals_total", reason="queue_full") == 1
         booking.end()

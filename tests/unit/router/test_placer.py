@@ -13,7 +13,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_router.fleet.rank_load import LoadColumns, PeerUsage, RankUsage
 from mmrouter_router.fleet.workers import Member, Worker
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer
 from mmrouter_router.scheduling.scoring import WEIGHTS
 

@@ -16,7 +16,7 @@ from mmrouter_router.explain.render_diff import (
     predicted_prompt,
     rendering_json,
 )
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 
 PAD = 99
 OTHER = b"o" * 32

@@ -15,7 +15,7 @@ from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.parity_check import ExpectedBlocks, check_parity, expected_blocks, verdict_json
 from mmrouter_router.fleet.feed_client import FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Member
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.sampling import ParitySampler
 

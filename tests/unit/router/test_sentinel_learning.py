@@ -10,7 +10,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_lib.engines.sglang.identity import sentinels
 from mmrouter_router.media import Media
-from mmrouter_router.request.prepare import Prepared, ResolvedImage
+from mmrouter_router.request.prepared import Prepared, ResolvedImage
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.sentinels import SentinelStore, fill_sentinels
 from mmrouter_router.sentinels.store import BLIND_SECONDS

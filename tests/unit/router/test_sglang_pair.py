@@ -19,7 +19,7 @@ from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.engine_request import Outgoing
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.otlp_export import OtlpTracing

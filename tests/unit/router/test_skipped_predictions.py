@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.engine import Engine
 from unit.router.rig import IDS, KEYS, Rig, prepared
-from unit.router.test_app import OWN_IP, heard, member
+from unit.router.test_app import OWN_IP, heard, member, value
 from unit.router.test_prepare import image, settings, text
 
 from mmrouter_lib.api import parse_deployment
@@ -47,18 +47,13 @@ async def routed(**spec):
     public, secret = zmq.curve_keypair()
     own = replace(settings(), deployment=resource(**spec), pod_ip=OWN_IP, config_dir=Path("/nowhere"))
     made = Router(replace(own, curve=CurveKeys(public, secret, public)))
-    try:
-        async with Engine() as engine, made._tasks:
-            made.roster(Membership((member("a", engine.ip),)))
-            heard(made, "uid-a")
-            transport = httpx.ASGITransport(made.client_app())
-            async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-                yield made, client
-            made.roster(Membership(()))
-    finally:
-        made.upstream.close()
-        await made.media.close()
-        made._context.destroy(linger=0)
+    async with Engine() as engine, made.lifespan():
+        made.apply_membership(Membership((member("a", engine.ip),)))
+        heard(made, "uid-a")
+        transport = httpx.ASGITransport(made.client_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            yield made, client
+        made.apply_membership(Membership(()))
 
 
 def body(*parts) -> bytes:
@@ -76,8 +71,8 @@ async def test_unneeded_prompt_is_not_predicted(policy):
         trace = r.decisions.get(answer.headers[ID])
         assert (trace.prompt_tokens, len(trace.keys), trace.decision.exactness) == (0, 0, "affinity")
         assert trace.decision.reasons == ("policy:routing.policy",)
-        assert r.metrics.decisions.labels("affinity", "policy")._value.get() == 1
-        assert (r.chat.counts.decisions, r.metrics.prompt_blocks._value.get()) == (0, 0)
+        assert value(r, "decisions_total", exactness="affinity", reason="policy") == 1
+        assert (r.chat.counts.decisions, value(r, "prompt_blocks_total")) == (0, 0)
         assert trace.as_json()["predicted"] == "no"
 
 
@@ -85,7 +80,7 @@ async def test_skipped_prediction_can_be_made_afterwards():
     async with routed() as (r, client):
         answer = await client.post(CHAT, content=body(*PARTS))
         trace = r.decisions.get(answer.headers[ID])
-        told = await r.chat.seen(trace)
+        told = await r.chat.describe(trace)
         before = await r.chat.prepare(CHAT, body(*PARTS), DEFAULT)
         assert told["predicted"] == "afterwards"
         assert told["prompt_tokens"] == len(before.ids) > 0
@@ -119,7 +114,7 @@ async def test_control_token_forces_prediction():
 )
 async def test_prompts_are_predicted_where_needed(spec, looks):
     async with routed(**spec) as (r, client):
-        assert (r.chat._looks("any request") or r.chat._debug_headers) == looks
+        assert (r.chat.needs_prompt("any request") or r.chat.debug_headers) == looks
         if spec.get("roles") is None:
             answer = await client.post(CHAT, content=body(text("hello")))
             assert (r.decisions.get(answer.headers[ID]).unpredicted is None) == looks
@@ -146,7 +141,7 @@ def test_blind_policies_ignore_the_prompt(policy, held, turns):
 async def test_bodies_kept_for_later_prediction_are_bounded():
     async with routed() as (r, client):
         long = await client.post(CHAT, content=body(text("x" * BODY_BYTES)))
-        assert (await r.chat.seen(r.decisions.get(long.headers[ID])))["predicted"] == "no"
+        assert (await r.chat.describe(r.decisions.get(long.headers[ID])))["predicted"] == "no"
         short = await client.post(CHAT, content=body(text("x" * 1000)))
         trace = r.decisions.get(short.headers[ID])
         few = DecisionLog(size=1000, tokens=3 * trace.weight)

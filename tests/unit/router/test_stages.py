@@ -15,7 +15,7 @@ from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
-from mmrouter_router.request.prepare import Prepared
+from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.pipeline_form import SHORT_TOKENS
 from mmrouter_router.telemetry.metrics import Metrics
 

@@ -274,11 +274,12 @@ def test_environment_names_the_service(monkeypatch):
 
 def test_sdk_is_loaded_only_with_an_endpoint():
     program = (
-        "import sys, mmrouter_router.app as app\n"
-        "assert app.tracing_to('', None) is app.tracing_to.__globals__['NO_TRACING']\n"
+        "import sys, mmrouter_router.app\n"
+        "from mmrouter_router.build import NO_TRACING, build_tracing\n"
+        "assert build_tracing('', None) is NO_TRACING\n"
         "found = [m for m in sys.modules if m.startswith(('opentelemetry.sdk', 'opentelemetry.exporter', 'google'))]\n"
         "assert not found, found\n"
-        "assert type(app.tracing_to('http://127.0.0.1:4318', None)).__name__ == 'OtlpTracing'\n"
+        "assert type(build_tracing('http://127.0.0.1:4318', None)).__name__ == 'OtlpTracing'\n"
         "assert 'opentelemetry.sdk.trace' in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

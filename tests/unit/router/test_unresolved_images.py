@@ -3,7 +3,7 @@
 from unit.router.unresolved_images import play
 
 from mmrouter_lib.prompt import PromptImage
-from mmrouter_router.request.prepare import ResolvedImage
+from mmrouter_router.request.prepared import ResolvedImage
 
 CASES = 300
 

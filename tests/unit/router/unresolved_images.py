@@ -16,7 +16,7 @@ from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.prompt import PromptImage, expand_ids
 from mmrouter_router.fleet.index import Index
 from mmrouter_router.media import Media as Bytes
-from mmrouter_router.request.prepare import Prepared, ResolvedImage
+from mmrouter_router.request.prepared import Prepared, ResolvedImage
 from mmrouter_sidecar.blocks.ledger import Ledger
 from mmrouter_sim.core.events import EventBatch, encode
 from mmrouter_sim.core.hashing import Media

@@ -11,7 +11,7 @@ from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.media import MediaResolver
 from mmrouter_router.request import prepare as stage
-from mmrouter_router.request.prepare import IN_THREAD, Preparer
+from mmrouter_router.request.prepare import THREAD_BYTES, Preparer
 from mmrouter_router.sentinels import SentinelStore, store
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -45,11 +45,10 @@ def known(*, calibrated: bool) -> SentinelStore:
 @pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated", "calibrated meanwhile"])
 async def test_image_is_hashed_once_and_a_large_one_in_a_thread(threads, calibrated):
     small = picture("a", 112, 112)
-    large = picture("b", 112, 112) + bytes(IN_THREAD)
+    large = picture("b", 112, 112) + bytes(THREAD_BYTES)
     own = settings(engine="sglang")
     media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
-    preparer = Preparer(own, media)
-    preparer.sentinels = known(calibrated=calibrated)
+    preparer = Preparer(own, media, sentinels=known(calibrated=calibrated))
     threads.clear()
     parts = [{"type": "image_url", "image_url": {"url": data_uri(data)}} for data in (small, large)]
     body = json.dumps({"model": "t", "messages": [{"role": "user", "content": parts}]}).encode()
@@ -69,8 +68,8 @@ async def test_image_is_hashed_once_and_a_large_one_in_a_thread(threads, calibra
 async def test_images_are_not_hashed_without_predictions(threads):
     own = settings(engine="sglang")
     media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
-    preparer = Preparer(own, media)
-    preparer.sentinels = sentinels = known(calibrated=False)
+    sentinels = known(calibrated=False)
+    preparer = Preparer(own, media, sentinels=sentinels)
     for scope in SCOPES:
         sentinels.on_observed(scope, CANARY, CANARY, (2000001, 2000002, 2000003, 2000004))  # no known fingerprint
     threads.clear()

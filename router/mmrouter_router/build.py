@@ -1,0 +1,257 @@
+"""Builders of a router's components: placement, request preparation, verification, dispatch and the chat handler."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmrouter_lib.api import quantity_bytes
+from mmrouter_lib.api.spec import Spec
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.adapter import EngineAdapter
+from mmrouter_lib.media_identity import media_identity
+from mmrouter_router.api.chat import Chat
+from mmrouter_router.core.probe_images import small_pictures
+from mmrouter_router.core.settings import Settings
+from mmrouter_router.dispatch.engine_client import EngineClient
+from mmrouter_router.dispatch.forwarder import Forwarder
+from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.encoding import EncoderScheduler
+from mmrouter_router.encoding.encoder_announcements import EncoderAnnouncer
+from mmrouter_router.encoding.encoder_pods import EncoderPods
+from mmrouter_router.encoding.encoder_probes import EncoderProbes
+from mmrouter_router.encoding.image_sender import ImageSender
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
+from mmrouter_router.fleet.feed_client import FeedClient
+from mmrouter_router.fleet.load_gossip import LoadGossip
+from mmrouter_router.fleet.workers import Fleet
+from mmrouter_router.handover import BytesDelivery, Delivery, Handover, build_handover
+from mmrouter_router.http.body_budget import BodyBudget
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.intake import Limits
+from mmrouter_router.intake.tenants import Tenants
+from mmrouter_router.media import MediaResolver
+from mmrouter_router.request.engine_request import Outgoing
+from mmrouter_router.request.prepare import Preparer, PromptModel
+from mmrouter_router.request.prepared import Prepared
+from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
+from mmrouter_router.request.renderer_client import Renderer
+from mmrouter_router.scheduling.pipeline_form import OffloadPolicy
+from mmrouter_router.scheduling.placer import Decision, Placer
+from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
+from mmrouter_router.sentinels import SentinelStore
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing
+from mmrouter_router.verify.canary import Canary
+from mmrouter_router.verify.probe_requests import ProbeRequests
+from mmrouter_router.verify.sampling import ParitySampler, RenderSampler
+from mmrouter_router.verify.sentinel_learning import SentinelLearning
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What all builders need. ``feed_of``: pod uid -> its sidecar's feed."""
+
+    settings: Settings
+    metrics: Metrics
+    fleet: Fleet
+    upstream: Upstream
+    feed_of: Callable[[str], FeedClient | None]
+
+    @property
+    def spec(self) -> Spec:
+        return self.settings.deployment.spec
+
+    @property
+    def engine(self) -> EngineAdapter:
+        return adapter(self.spec.engine.type)
+
+    @property
+    def roles(self) -> set[str]:
+        return {pool.role for pool in self.spec.pools}
+
+
+def build_placement(base: Base, has_peers: Callable[[], bool]) -> tuple[LoadGossip, Placer]:
+    """Build the placer, and the gossip that tells other routers what it places."""
+    gossip = LoadGossip(base.settings.router_id, base.fleet, base.feed_of, has_peers, base.metrics.work.inc)
+    base.fleet.on_work(gossip.on_work)
+    return gossip, Placer(base.settings.deployment, base.fleet, changed=gossip.changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The components that turn a request into a prompt. ``renderer`` has no members without a pool of renderers."""
+
+    media: MediaResolver
+    renderer: Renderer
+    preparer: Preparer
+
+
+def build_preparation(base: Base) -> Preparation:
+    """Build the media resolver, the renderer's client and the preparer. Raises ``ModelFolderError``."""
+    settings = base.settings
+    media = MediaResolver(base.spec.routing.media, metrics=base.metrics)
+    model = PromptModel.load(settings)
+    renderer = Renderer(base.upstream, settings.engine_key, settings.served_model, base.metrics)
+    preparer = Preparer(
+        settings,
+        media,
+        model,
+        renderer=renderer if RENDERER_ROLE in base.roles else None,
+        sentinels=_build_sentinels(base, model) if base.engine.learns_image_identity else None,
+    )
+    family = model.family.name if model.family is not None else model.model_type
+    base.metrics.parity.describe(base.spec.engine.type, family)
+    return Preparation(media, renderer, preparer)
+
+
+def _build_sentinels(base: Base, model: PromptModel) -> SentinelStore:
+    images = small_pictures() if model.family is not None else ()
+    options = model.family.pixel_options if model.family is not None else {}
+    return SentinelStore(
+        count=lambda event: base.metrics.sentinels.labels(event).inc(),
+        probe_images=[(media_identity(data, options, key=base.settings.identity_key), data) for data in images],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The components that compare predictions with engines. ``learning``: only for engines with sentinels."""
+
+    sampler: ParitySampler
+    render_sampler: RenderSampler | None
+    own: ProbeRequests
+    canary: Canary
+    learning: SentinelLearning | None
+    probes: EncoderProbes
+
+
+def build_verification(base: Base, preparation: Preparation, placer: Placer) -> Verification:
+    """Build the samplers, the canary, the learning of sentinels and the probes of encoders."""
+    settings, engine, preparer = base.settings, base.spec.engine.type, preparation.preparer
+    key, served_model = settings.engine_key, settings.served_model
+    sampler = ParitySampler(float(base.spec.verification.sample_ratio), base.fleet, base.feed_of, base.metrics)
+    own = ProbeRequests(engine, preparer, base.upstream, key, served_model, settings.identity_key, placer.partner)
+    sentinels = preparer.sentinels
+    canary = Canary(settings.router_id, base.fleet, own, sentinels, preparer.seed(None), base.metrics)
+    learning = SentinelLearning(sentinels, base.fleet, canary, base.feed_of, base.metrics) if sentinels else None
+    return Verification(
+        sampler=sampler,
+        render_sampler=RenderSampler(sampler.wants, preparation.renderer, base.metrics) if preparer.renderer else None,
+        own=own,
+        canary=canary,
+        learning=learning,
+        probes=EncoderProbes(base.fleet, base.upstream, engine, key, served_model),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The components that send requests to engines."""
+
+    handover: Handover | None
+    encoding: ImageSender | None
+    encoder_list: EncoderAnnouncer | None
+    stages: Stages
+    forwarder: Forwarder
+
+
+def build_dispatch(base: Base, renderer: Renderer, placer: Placer, verification: Verification) -> Dispatch:
+    """Build the hand-over of images, the encoding stage, the stages of a pipeline and the forwarder."""
+    settings, spec = base.settings, base.spec
+    handover = build_handover(settings, base.fleet, base.upstream, base.metrics, lambda: renderer.usable)
+    delivery: Delivery = handover or BytesDelivery()
+    encoding, encoder_list = _build_encoding(base, verification.probes, delivery)
+    exchange = EngineClient(base.upstream, spec.engine.type, settings.engine_key)
+    stages = Stages(
+        spec.engine.type,
+        base.roles,
+        base.fleet,
+        placer,
+        base.metrics,
+        exchange.ask,
+        encoding=encoding,
+        offload=OffloadPolicy(spec.routing.min_prefill_tokens),
+        delivery=delivery,
+    )
+    forwarder = Forwarder(
+        placer,
+        exchange,
+        base.metrics,
+        stages=stages,
+        delivery=delivery,
+        on_send=verification.learning.on_send if verification.learning is not None else _ignore_sent,
+    )
+    return Dispatch(handover, encoding, encoder_list, stages, forwarder)
+
+
+def _build_encoding(
+    base: Base, probes: EncoderProbes, delivery: Delivery
+) -> tuple[ImageSender | None, EncoderAnnouncer | None]:
+    """Build the router's own encoding stage, or the list of encoders for engines that ask them directly."""
+    settings, spec = base.settings, base.spec
+    if "encoder" not in base.roles:
+        return None, None
+    if base.engine.asks_encoders_itself:
+        return None, EncoderAnnouncer(settings.router_id, base.fleet, base.feed_of, spec.verification.timeout_seconds)
+    pods = EncoderPods(
+        settings.deployment, base.fleet, probes, base.upstream, settings.engine_key, settings.served_model, delivery
+    )
+    encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post)
+    base.fleet.on_change(lambda: encoding.update(pods.encoders()))
+    return encoding, None
+
+
+def build_chat(
+    base: Base,
+    preparer: Preparer,
+    sampler: ParitySampler,
+    forwarder: Forwarder,
+    tracing: Tracing,
+    answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
+) -> Chat:
+    """Build the handler of the hot routes. ``answered`` gets every request that was answered completely."""
+    settings, spec = base.settings, base.spec
+    return Chat(
+        router_id=settings.router_id,
+        served_model=settings.served_model,
+        engine=spec.engine.type,
+        limits=Limits.of(spec.routing.media),
+        tenants=Tenants(
+            settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
+        ),
+        preparer=preparer,
+        forwarder=forwarder,
+        decisions=DecisionLog(),
+        metrics=base.metrics,
+        control_token=settings.control_token,
+        debug_headers=spec.observability.debug_headers,
+        answered=answered,
+        tracing=tracing,
+        needs_prompt=_build_needs_prompt(base, preparer, sampler),
+        body_budget=BodyBudget(quantity_bytes(spec.frontend.max_held_bytes)),
+    )
+
+
+def _build_needs_prompt(base: Base, preparer: Preparer, sampler: ParitySampler) -> Callable[[str], bool]:
+    """Return whether the request of an id needs a predicted prompt.
+
+    A policy that ignores the prompt needs none, except of samples. Pipelines and the learning of sentinels need all.
+    """
+    plain = base.roles <= {"worker", RENDERER_ROLE} and preparer.sentinels is None
+    if plain and base.spec.routing.policy in PROMPT_BLIND_POLICIES:
+        return sampler.wants
+    return lambda request_id: True
+
+
+def build_tracing(endpoint: str, metrics: Metrics) -> Tracing:
+    """Build the exporter of spans to an OTLP endpoint (empty: none)."""
+    if not endpoint:
+        return NO_TRACING
+    # Imported here so that only a router with tracing loads the SDK.
+    from mmrouter_router.telemetry.otlp_export import OtlpTracing  # noqa: PLC0415
+
+    return OtlpTracing.to(endpoint, os.environ, lambda result, count: metrics.spans.labels(result).inc(count))
+
+
+def _ignore_sent(decision: Decision, prepared: Prepared) -> None:
+    """Engines without sentinels have nothing to learn from sent requests."""
