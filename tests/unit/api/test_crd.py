@@ -1,4 +1,4 @@
-"""The definition made from the models: what Kubernetes demands of its form, and that nothing of the models is lost."""
+"""The generated CustomResourceDefinition is a valid structural schema and covers the models completely."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_every_node_has_a_type_or_is_an_integer_or_string() -> None:
         assert not {"$ref", "anyOf", "allOf", "oneOf", "const", "title", "$defs"} & set(node), path
 
 
-def test_everything_in_the_spec_is_bounded() -> None:
+def test_every_field_of_the_spec_is_bounded() -> None:
     for path, node in nodes(SCHEMA["properties"]["spec"]):
         match node.get("type"):
             case "string":
@@ -72,7 +72,7 @@ def test_every_rule_of_every_model_is_in_the_definition() -> None:
     assert len([1 for model in models() for _ in model.rules()]) > 20
 
 
-def test_every_rule_says_a_sentence() -> None:
+def test_every_rule_has_a_message() -> None:
     for path, node in nodes():
         for entry in node.get(VALIDATIONS, []):
             assert entry["message"].strip(), path
@@ -80,7 +80,7 @@ def test_every_rule_says_a_sentence() -> None:
             assert entry.get("fieldPath", ".x").startswith("."), path
 
 
-def test_lists_of_named_things_are_maps() -> None:
+def test_lists_of_named_objects_are_maps() -> None:
     maps = {path: node["x-kubernetes-list-map-keys"] for path, node in nodes() if "x-kubernetes-list-map-keys" in node}
     assert maps == {
         "spec.pools": ["name"],
@@ -90,7 +90,7 @@ def test_lists_of_named_things_are_maps() -> None:
     }
 
 
-def test_what_says_immutable_is_immutable() -> None:
+def test_fields_described_as_immutable_are_immutable() -> None:
     fixed = {
         path for path, node in nodes() if any(entry["rule"] == "self == oldSelf" for entry in node.get(VALIDATIONS, []))
     }
@@ -111,7 +111,7 @@ def test_the_hash_changes_with_the_schema() -> None:
     assert made["metadata"]["annotations"][HASH_ANNOTATION] != schema_hash(made["spec"])
 
 
-def test_what_is_told_apart_by_absence_gets_no_default() -> None:
+def test_fields_whose_absence_has_a_meaning_get_no_default() -> None:
     defaults = {path: node["default"] for path, node in nodes(SCHEMA["properties"]["spec"]) if "default" in node}
     assert defaults["frontend"]["service"] == {"type": "ClusterIP", "port": 80}
     assert not [value for value in defaults.values() if value in ("", [], {}, None)]
@@ -174,12 +174,12 @@ class Fields(Resource):
     """A map."""
 
 
-def test_a_model_that_contains_itself_is_no_structural_schema() -> None:
+def test_a_model_that_contains_itself_is_refused() -> None:
     with pytest.raises(SchemaError, match="Tree contains itself"):
         structural(Tree.model_json_schema())
 
 
-def test_a_union_is_no_structural_schema() -> None:
+def test_a_union_is_refused() -> None:
     with pytest.raises(SchemaError, match="union of 2 types"):
         structural(Either.model_json_schema())
 

@@ -96,7 +96,7 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def test_every_field_of_the_design_is_accepted() -> None:
+def test_every_field_of_the_full_example_is_accepted() -> None:
     dep = parse_deployment(WHOLE)
     assert dep.metadata.namespace == "inference"
     assert dep.spec.routing.media.allowed_cidrs == ["10.0.0.0/8", "fd00::/8"]
@@ -105,7 +105,7 @@ def test_every_field_of_the_design_is_accepted() -> None:
     assert dep.status.pools[0].verified == 2
 
 
-def test_the_shortest_resource_gets_the_defaults_of_the_design(document: Any) -> None:
+def test_the_shortest_resource_gets_the_defaults(document: Any) -> None:
     spec = parse_deployment(document()).spec
     assert spec.model.served_name == "qwen-vl"
     assert spec.model.revision == "main"
@@ -124,7 +124,7 @@ def test_the_shortest_resource_gets_the_defaults_of_the_design(document: Any) ->
     assert not spec.observability.debug_headers
 
 
-def test_a_resource_survives_the_trip_through_the_config_file(tmp_path: Path) -> None:
+def test_a_resource_survives_a_round_trip_through_the_config_file(tmp_path: Path) -> None:
     dep = parse_deployment(WHOLE)
     path = tmp_path / "deployment.json"
     path.write_text(json.dumps(to_json(dep)))
@@ -132,7 +132,7 @@ def test_a_resource_survives_the_trip_through_the_config_file(tmp_path: Path) ->
     assert load_deployment(path).metadata.name == dep.metadata.name
 
 
-def test_the_config_file_says_only_what_the_user_said(document: Any) -> None:
+def test_the_config_file_has_only_the_users_fields(document: Any) -> None:
     """A default written out would stop a pod of the release before from reading the file."""
     doc = document()
     assert to_json(parse_deployment(doc))["spec"] == doc["spec"]
@@ -217,7 +217,7 @@ def test_every_field_is_described_for_kubectl_explain() -> None:
     assert silent == []
 
 
-def test_immutable_fields_say_so() -> None:
+def test_immutable_fields_are_described_as_immutable() -> None:
     definitions = MMRouterDeployment.model_json_schema()["$defs"]
     for name, field in (("Model", "id"), ("EngineSpec", "type"), ("Pool", "role")):
         assert "Immutable" in definitions[name]["properties"][field]["description"]

@@ -184,7 +184,7 @@ JSON = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_whatever_stands_in_a_field_the_answer_is_a_value_or_a_sentence(document: Any, data: st.DataObject) -> None:
+def test_any_value_of_a_field_is_accepted_or_refused_with_a_sentence(document: Any, data: st.DataObject) -> None:
     doc = document(
         engine={"type": "vllm", "args": ["--seed", "1"], "processor": {"minPixels": 1}},
         pools=[
@@ -216,12 +216,12 @@ def test_whatever_stands_in_a_field_the_answer_is_a_value_or_a_sentence(document
 
 
 @pytest.mark.parametrize("thing", [None, [], "text", 3])
-def test_something_that_is_no_object_is_refused(thing: Any) -> None:
+def test_a_document_that_is_no_object_is_refused(thing: Any) -> None:
     with pytest.raises(SpecError, match="is an object"):
         parse_deployment(thing)
 
 
-def test_all_errors_are_told_at_once(document: Any) -> None:
+def test_all_errors_are_reported_at_once(document: Any) -> None:
     with pytest.raises(SpecError) as caught:
         parse_deployment(document(paused=1, frontend={"replicas": -1}))
     assert {path for path, _ in caught.value.errors} == {"spec.paused", "spec.frontend.replicas"}
@@ -241,5 +241,5 @@ def test_all_errors_are_told_at_once(document: Any) -> None:
         media(fetch="public", allowedCIDRs=["0.0.0.0/0"]),
     ],
 )
-def test_the_rules_leave_the_good_alone(document: Any, spec: dict[str, Any]) -> None:
+def test_valid_specs_pass_all_rules(document: Any, spec: dict[str, Any]) -> None:
     parse_deployment(document(**spec))

@@ -1,4 +1,4 @@
-"""Captured frames of real vLLM engines, and what was asked of them."""
+"""Recorded frames of real vLLM engines, and the requests that caused them."""
 
 import json
 import os

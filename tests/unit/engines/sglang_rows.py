@@ -1,4 +1,4 @@
-"""Recorded SGLang traffic: an excerpt that lies beside this file, and the whole captures where they are at hand."""
+"""Recorded SGLang traffic: an excerpt beside this file, and the whole captures where they are installed."""
 
 import json
 import os
@@ -14,9 +14,9 @@ PLACEHOLDER = 403  # of the small vocabulary that the captures were made with
 
 
 def rows(family: str | None = None) -> list[dict[str, Any]]:
-    """The excerpt: family, page_size, case, what was asked, and the payloads that it caused."""
-    found = [json.loads(line) for line in EXCERPT.read_text().splitlines()]
-    return [row for row in found if family in (None, row["family"])]
+    """The excerpt: family, page_size, case, request, and the payloads that it caused."""
+    every = [json.loads(line) for line in EXCERPT.read_text().splitlines()]
+    return [row for row in every if family in (None, row["family"])]
 
 
 def row(family: str, case: str) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def row(family: str, case: str) -> dict[str, Any]:
 
 
 def events(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The engine's events of one row as they stand on the wire."""
+    """The engine's events of one row as on the wire."""
     return [event for payload in row["payloads"] for event in msgspec.msgpack.decode(bytes.fromhex(payload))[1]]
 
 

@@ -1,4 +1,4 @@
-"""An engine's payload means the same, or is refused with the same words, whichever form reads its token ids."""
+"""Decoding with and without the compiled extension gives the same events or the same error."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,7 +69,7 @@ def with_ids(raw: bytes) -> bytes:
     return before + name + raw + after[1:]
 
 
-def test_captures_of_vllm_mean_the_same(captures: Captures) -> None:
+def test_captures_of_vllm_decode_equally(captures: Captures) -> None:
     read = 0
     for name in captures.names():
         for _, payload in captures.frames(name):
@@ -93,14 +93,14 @@ def payloads(value: Any) -> Iterator[bytes]:
             yield from payloads(each)
 
 
-def test_the_excerpt_of_sglang_means_the_same() -> None:
+def test_the_excerpt_of_sglang_decodes_equally() -> None:
     found = [payload for row in rows() for payload in payloads(row)]
     assert sum(packed("sglang", payload) is not None for payload in found) >= 5
     for payload in found:
         equal("sglang", payload)
 
 
-def test_captures_of_sglang_mean_the_same() -> None:
+def test_captures_of_sglang_decode_equally() -> None:
     for path in sorted(sglang_captures().glob("*.jsonl")):
         for row in capture_rows(path.name):
             for payload in payloads(row):
@@ -153,14 +153,14 @@ WHOLE = st.builds(stored, token_ids=st.lists(st.integers(0, U32), min_size=4, ma
 
 @ENGINES
 @given(events=st.lists(WHOLE | EVENTS | VALUES, max_size=4), rank=VALUES)
-def test_drawn_batches_mean_the_same(engine: str, events: list[Any], rank: Any) -> None:
+def test_drawn_batches_decode_equally(engine: str, events: list[Any], rank: Any) -> None:
     equal(engine, msgspec.msgpack.encode([1.5, events, rank]))
     equal(engine, msgspec.msgpack.encode([1.5, [stored(token_ids=[5, 6, 7, 8]), *events]]))
 
 
 @ENGINES
 @given(data=st.data(), events=st.lists(WHOLE, min_size=1, max_size=3))
-def test_spoilt_payloads_end_the_same(engine: str, data: st.DataObject, events: list[Any]) -> None:
+def test_damaged_payloads_give_equal_results(engine: str, data: st.DataObject, events: list[Any]) -> None:
     raw = bytearray(batch(*events))
     for _ in range(data.draw(st.integers(0, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -170,7 +170,7 @@ def test_spoilt_payloads_end_the_same(engine: str, data: st.DataObject, events: 
 
 
 @ENGINES
-def test_every_truncation_ends_the_same(engine: str) -> None:
+def test_truncated_payloads_give_equal_results(engine: str) -> None:
     raw = batch(stored(), stored(token_ids=[1, 300, 70_000, U32]))
     for length in range(len(raw)):
         equal(engine, raw[:length])
@@ -178,7 +178,7 @@ def test_every_truncation_ends_the_same(engine: str) -> None:
 
 @ENGINES
 @given(st.binary(max_size=60))
-def test_any_bytes_end_the_same(engine: str, raw: bytes) -> None:
+def test_arbitrary_bytes_give_equal_results(engine: str, raw: bytes) -> None:
     equal(engine, raw)
     equal(engine, with_ids(raw))
 
@@ -216,12 +216,12 @@ def test_a_number_in_a_longer_form_than_it_needs_is_the_same_number(engine: str,
         b"\xc0",
     ],
 )
-def test_what_is_no_id_ends_the_same(engine: str, raw: bytes) -> None:
+def test_values_that_are_no_ids_give_equal_results(engine: str, raw: bytes) -> None:
     equal(engine, with_ids(raw))
 
 
 @ENGINES
-def test_a_field_twice_ends_the_same(engine: str) -> None:
+def test_a_repeated_field_gives_equal_results(engine: str) -> None:
     """No engine writes one; a decoder takes the last."""
     one = msgspec.msgpack.encode
     for second in ([7, 8], b"\x07\0\0\0", "78", None, [-1]):
@@ -232,7 +232,7 @@ def test_a_field_twice_ends_the_same(engine: str) -> None:
 
 
 @ENGINES
-def test_depth_and_odd_keys_end_the_same(engine: str) -> None:
+def test_deep_nesting_and_odd_keys_give_equal_results(engine: str) -> None:
     plain = batch(stored(later=0))
     for odd in (
         b"\x91" * 5000 + b"\xc0",
@@ -250,7 +250,7 @@ def test_depth_and_odd_keys_end_the_same(engine: str) -> None:
 
 @ENGINES
 @pytest.mark.parametrize("count", [15, 16, 255, 256, 65_535, 65_536, 300_000])
-def test_long_events_mean_the_same(engine: str, count: int) -> None:
+def test_long_events_decode_equally(engine: str, count: int) -> None:
     ids = [(value * 2_654_435_761) & U32 for value in range(count)]
     payload = batch(stored(token_ids=ids, block_hashes=[1], block_size=count))
     assert packed(engine, payload) is not None

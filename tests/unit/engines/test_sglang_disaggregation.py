@@ -1,4 +1,4 @@
-"""Where the two engines of a request meet: rooms of their own, which name the rank that computes."""
+"""Headers that pair a prefill and a decode engine: rooms, ranks and errors in a stream."""
 
 import json
 
@@ -16,14 +16,14 @@ from mmrouter_lib.engines.sglang.disaggregation import (
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2), (6, 7)])
-def test_a_room_is_no_other_requests_and_leads_to_the_rank_that_computes(rank, ranks):
+def test_a_room_is_unique_and_maps_to_the_computing_rank(rank, ranks):
     rooms = [new_meeting("10.0.0.1", rank, ranks).room for _ in range(10_000)]
     assert len(set(rooms)) == len(rooms)
     assert all(0 <= room < ROOMS and room % ranks == rank for room in rooms)
     assert max(rooms).bit_length() > 60  # of all that there are, not of a few
 
 
-def test_both_engines_are_told_one_place():
+def test_both_engines_get_the_same_meeting():
     meeting = new_meeting("10.0.0.1")
     assert (
         prefill_headers(meeting)
@@ -36,7 +36,7 @@ def test_both_engines_are_told_one_place():
     )
 
 
-def test_each_engine_is_told_its_rank_and_the_decoder_the_prefills_where_there_are_several():
+def test_with_several_ranks_each_engine_gets_its_rank_and_the_decoder_the_prefills():
     meeting = Meeting("10.0.0.1", room=7, rank=1, ranks=2)
     assert prefill_headers(meeting)["x-override-routed-dp-rank"] == "1"
     told = decode_headers(meeting, rank=3, ranks=4)

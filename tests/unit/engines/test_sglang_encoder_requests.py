@@ -1,4 +1,4 @@
-"""In which order encoders are asked for an image: each keeps its own, and one that is busy or lost moves no others."""
+"""The order in which encoders are tried for an image: stable, bounded in load, and independent of other encoders."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ def part(*items: object, **more: object) -> bytes:
     ).encode()
 
 
-def test_the_same_image_has_one_key_whatever_request_it_is_in() -> None:
+def test_an_image_has_the_same_key_in_every_request() -> None:
     image = "data:image/png;base64,QUJD"
     key = image_key(part(image))
     assert image_key(part(image, "data:other", req_id="s", part_idx=1, embedding_port=4711)) == key
@@ -33,7 +33,7 @@ def test_the_same_image_has_one_key_whatever_request_it_is_in() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", part(), b'{"req_id": 1, "mm_items": ["a"]}', b'{"req_id": "r"}'])
-def test_what_is_no_share_of_a_request_is_said_to_be_none(body: bytes) -> None:
+def test_a_body_that_is_no_encode_request_is_an_error(body: bytes) -> None:
     with pytest.raises(PartError):
         image_key(body)
 
@@ -55,7 +55,7 @@ def test_images_are_spread_evenly() -> None:
 
 @settings(max_examples=50)
 @given(names, keys, st.sets(keys, max_size=20), st.data())
-def test_nobody_gets_more_than_its_share_and_who_is_down_comes_last(
+def test_no_encoder_exceeds_its_bound_and_those_down_come_last(
     found: list[str], key: bytes, others: set[bytes], data: st.DataObject
 ) -> None:
     encoders = fleet(found)
@@ -76,7 +76,7 @@ def test_nobody_gets_more_than_its_share_and_who_is_down_comes_last(
             assert asked[0] == preferred
 
 
-def test_a_repeat_of_what_is_being_encoded_goes_where_it_is_however_busy_that_one_is() -> None:
+def test_an_image_being_encoded_goes_to_the_same_encoder_however_busy() -> None:
     encoders = fleet(["a", "b"])
     key = b"k"
     own, other = ranked(key, encoders)

@@ -1,4 +1,4 @@
-"""SGLang's events as they were recorded, in both encodings, and what cannot be used of them."""
+"""SGLang's recorded events decode in both encodings; events that cannot be indexed have a reason."""
 
 from array import array
 from typing import Any
@@ -72,7 +72,7 @@ def test_case_15_recorded_events_keep_every_id_and_every_hash() -> None:
     assert seen > 8
 
 
-def test_all_captures_are_read_without_a_loss() -> None:
+def test_all_captures_are_decoded_completely() -> None:
     kinds = {Stored: 0, Removed: 0, Cleared: 0}
     for name in ("qwen2_vl.page1.jsonl", "qwen3_vl.page4.jsonl"):
         for line in capture_rows(name):
@@ -87,7 +87,7 @@ def test_all_captures_are_read_without_a_loss() -> None:
 
 
 @pytest.mark.parametrize("payload", payloads())
-def test_the_older_positional_form_means_the_same(payload: bytes) -> None:
+def test_the_older_positional_form_decodes_equally(payload: bytes) -> None:
     ts, wire, rank = msgspec.msgpack.decode(payload)
     old = [[event["type"], *(event.get(name) for name in ORDER[event["type"]])] for event in wire]
     assert decode_batch(msgspec.msgpack.encode([ts, old, rank])) == decode_batch(payload)
@@ -110,7 +110,7 @@ def test_one_event_carries_many_pages_and_its_fields() -> None:
     )
 
 
-def test_tiers_are_media_of_their_own() -> None:
+def test_tiers_are_separate_media() -> None:
     gone = [{"type": "BlockRemoved", "block_hashes": [-5], "medium": medium} for medium in ("GPU", "DISK", "EXTERNAL")]
     events = decode_batch(encode(*gone, {"type": "BlockRemoved", "block_hashes": [9]})).events
     assert [(event.hashes, event.medium) for event in events if isinstance(event, Removed)] == [
@@ -131,7 +131,7 @@ def test_tiers_are_media_of_their_own() -> None:
         ({"type": "BlockMoved", "block_hashes": [1]}, "unknown_event"),
     ],
 )
-def test_what_cannot_be_used_is_counted_under_a_known_reason(event: Any, reason: str) -> None:
+def test_events_that_cannot_be_indexed_have_a_listed_reason(event: Any, reason: str) -> None:
     batch = decode_batch(encode(event, {"type": "AllBlocksCleared"}))
     assert batch.events == (Ignored(reason), Cleared())
     assert reason in IGNORED_REASONS
@@ -152,7 +152,7 @@ def test_what_cannot_be_used_is_counted_under_a_known_reason(event: Any, reason:
         msgspec.msgpack.encode({"ts": 1}),
     ],
 )
-def test_garbage_is_an_error_of_one_kind(payload: bytes) -> None:
+def test_garbage_raises_event_error(payload: bytes) -> None:
     with pytest.raises(EventError):
         decode_batch(payload)
 

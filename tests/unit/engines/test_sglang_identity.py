@@ -1,4 +1,4 @@
-"""The formulas of SGLang's identity against what a real engine published."""
+"""The recomputed SGLang identities and hashes equal those of a real engine."""
 
 import re
 from array import array
@@ -170,7 +170,7 @@ def test_pages_are_chained_and_salted(ids: list[int], size: int, salt: str | Non
         assert set(hashes).isdisjoint(page_hashes([ids[0] + 1, *ids[1:]], size, cache_salt=salt))
 
 
-def test_everything_in_the_fingerprint_and_the_options_changes_the_identity() -> None:
+def test_every_field_of_fingerprint_and_options_changes_the_identity() -> None:
     base = artifact_hash(b"image", QWEN3, {})
     others = [
         artifact_hash(b"other", QWEN3, {}),
@@ -194,7 +194,7 @@ def test_everything_in_the_fingerprint_and_the_options_changes_the_identity() ->
     assert artifact_options({"detail": "high"}) == {"detail": "high"}
 
 
-def test_values_of_different_types_never_look_the_same() -> None:
+def test_values_of_different_types_have_different_canonical_forms() -> None:
     values: list[Any] = [None, False, 0, 0.0, "0", [], {}, [0], {"0": 0}]
     assert len({canonical_json(value) for value in values}) == len(values)
     with pytest.raises(ValueError, match="canonical"):

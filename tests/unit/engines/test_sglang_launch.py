@@ -1,4 +1,4 @@
-"""The command line of an SGLang engine: the wiring, the fields of the resource, and what a user may not set."""
+"""The command line of an SGLang engine: the wiring, the fields of the resource, and flags that users must not set."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def value(args: list[str], flag: str) -> str:
     return args[args.index(flag) + 1]
 
 
-def test_the_shortest_resource_launches_with_the_whole_wiring() -> None:
+def test_the_shortest_resource_gets_the_complete_command_line() -> None:
     dep = deployment()
     line = launch(dep, dep.spec.pools[0])
     assert (line.command[:2], line.health_path, line.env) == (["sglang", "serve"], "/ready", {})
@@ -126,12 +126,12 @@ def test_owned_flags_are_refused_in_args(flag: str) -> None:
         deployment(engine={"type": "sglang", "args": [f"{flag}=1"]})
 
 
-def test_the_preprocessing_cache_stays_the_users() -> None:
+def test_users_may_set_the_preprocessing_cache() -> None:
     args = arguments(engine={"type": "sglang", "args": ["--mm-preprocess-cache-size-mb", "1024"]})
     assert value(args, "--mm-preprocess-cache-size-mb") == "1024"
 
 
-def test_renderer_pools_are_refused_by_a_sentence() -> None:
+def test_renderer_pools_are_refused() -> None:
     renderer = {"name": "r", "role": "renderer", "accelerator": {"kind": "cpu"}}
     with pytest.raises(SpecError, match="renderer pools exist for engine type vllm only"):
         deployment(pools=[POOL, renderer])
@@ -147,7 +147,7 @@ def launched(name: str, kind: str = "nvidia", **engine: Any) -> Any:
     return launch(dep, dep.pool(name))
 
 
-def test_prefill_and_decode_hand_blocks_over_and_find_each_other_by_the_bootstrap_port() -> None:
+def test_prefill_and_decode_get_transfer_flags_and_a_bootstrap_port() -> None:
     for name in ("prefill", "decode"):
         made = launched(name)
         assert value(made.args, "--disaggregation-mode") == name
@@ -159,7 +159,7 @@ def test_prefill_and_decode_hand_blocks_over_and_find_each_other_by_the_bootstra
     assert "--kv-events-config" not in launched("decode").args  # it keeps no prefix cache
 
 
-def test_an_encoder_only_encodes_and_is_probed_patiently() -> None:
+def test_an_encoder_gets_encoder_flags_and_a_long_probe_timeout() -> None:
     made = launched("encoder")
     assert {"--encoder-only", "--enable-prefix-mm-cache"} <= set(made.args)
     assert value(made.args, "--encoder-transfer-backend") == "zmq_to_tokenizer"
@@ -168,7 +168,7 @@ def test_an_encoder_only_encodes_and_is_probed_patiently() -> None:
 
 
 @pytest.mark.parametrize("name", ["worker", "prefill"])
-def test_beside_encoders_an_engine_asks_them_through_its_sidecar(name: str) -> None:
+def test_with_encoder_pools_an_engine_gets_its_sidecars_urls(name: str) -> None:
     pools = [role("encoder"), *([role("prefill"), role("decode")] if name == "prefill" else [role("worker")])]
     dep = deployment(pools=pools, model={"id": "Qwen/Qwen2.5-VL-7B-Instruct"})
     made = launch(dep, dep.pool(name))
@@ -181,7 +181,7 @@ def test_beside_encoders_an_engine_asks_them_through_its_sidecar(name: str) -> N
     assert "--mm-preprocess-cache-size-mb" not in made.args  # its encoders process images
 
 
-def test_without_encoders_and_where_no_prompt_is_computed_nobody_asks_any() -> None:
+def test_without_encoders_and_in_decode_pools_there_are_no_encoder_urls() -> None:
     decode = launched("decode")
     assert not {"--language-only", "--encoder-urls", "--encoder-transfer-backend"} & {*decode.args, *arguments()}
     assert decode.env == {}
@@ -206,7 +206,7 @@ def test_a_users_connector_replaces_the_default() -> None:
         ("prefill", "nvidia", {"ecConnector": {"transferBackend": "mooncake"}}, "engine.ecConnector.transferBackend"),
     ],
 )
-def test_a_transfer_that_cannot_be_had_is_an_error_with_its_field(
+def test_an_unavailable_transfer_is_an_error_with_its_field(
     name: str, kind: str, engine: dict[str, Any], path: str
 ) -> None:
     with pytest.raises(LaunchError) as caught:

@@ -1,4 +1,4 @@
-"""What a chat request becomes for an SGLang engine, and what its errors and its metrics say."""
+"""Chat requests, errors, metrics and server information of SGLang engines."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def rewritten(body: dict[str, Any], salt: str | None = None) -> Any:
     return rewrite_chat(body, [ImageRewrite(0, 0, URI, "m1-ab")], model="served", cache_salt=salt)
 
 
-def test_bytes_go_inline_and_no_identity_is_sent() -> None:
+def test_images_are_inlined_without_an_identity() -> None:
     body = chat(detail="high")
     got = rewritten(body, "tenant").body
     assert got["messages"][0]["content"][0] == {"type": "image_url", "image_url": {"url": URI, "detail": "high"}}
@@ -33,7 +33,7 @@ def test_bytes_go_inline_and_no_identity_is_sent() -> None:
 
 
 @pytest.mark.parametrize("field", REFUSED_FIELDS)
-def test_what_steers_caches_never_passes(field: str) -> None:
+def test_fields_that_steer_caches_are_removed(field: str) -> None:
     got = rewritten(chat() | {field: "client"})
     assert got.removed == (field,)
     assert field not in got.body
@@ -41,7 +41,7 @@ def test_what_steers_caches_never_passes(field: str) -> None:
         assert rewritten(chat() | {field: "client"}, "ours").body[field] == "ours"
 
 
-def test_hashes_beside_an_image_never_pass() -> None:
+def test_hashes_beside_an_image_are_removed() -> None:
     body = chat(content_hash="sha256:" + "0" * 64)
     body["messages"][0]["content"][0]["uuid"] = "x"
     got = rewritten(body)
@@ -89,7 +89,7 @@ def test_every_metric_that_is_read_exists() -> None:
     assert set(METRICS.values()) <= set(line["reply"])
 
 
-def test_load_is_read_per_rank_and_never_added_up() -> None:
+def test_load_is_the_maximum_per_rank() -> None:
     text = """# HELP sglang:num_running_reqs x
 sglang:num_running_reqs{dp_rank="0",model_name="a,b{}",tp_rank="0"} 3.0
 sglang:num_running_reqs{dp_rank="0",model_name="a",tp_rank="1"} 3.0
@@ -107,7 +107,7 @@ sglang:page_size{dp_rank="0"} 32.0
     assert parse_block_size("sglang:page_size x\n") is None
 
 
-def test_what_an_engine_says_of_itself_is_what_identity_needs() -> None:
+def test_engine_info_has_the_facts_that_identity_needs() -> None:
     rows = {row["case"]: row["reply"] for row in capture_rows("qwen3_vl.page4.jsonl")}
     info = parse_info([rows["server_info.kv_events"], rows["model_info"]])
     assert info is not None
@@ -117,7 +117,7 @@ def test_what_an_engine_says_of_itself_is_what_identity_needs() -> None:
     assert info.facts["page_size"] == "4"
 
 
-def test_odd_answers_leave_things_out() -> None:
+def test_fields_of_other_types_are_left_out() -> None:
     server = {"version": 5, "kv_events": None, "revision": None, "mm_process_config": {"image": {}}}
     assert parse_info([server, {}]) is None
     info = parse_info([server, {"model_type": None}])

@@ -1,4 +1,4 @@
-"""vLLM's block hash, recomputed from events alone: every hash that real engines published is explained."""
+"""vLLM's block hashes, recomputed from events: every hash that real engines published is aligned."""
 
 from array import array
 from typing import Any
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmrouter_lib.engines.vllm.block_hashes import Tagged, align, block_digest, root, short, tagged
 
 SIZE = 4
-BLOCKS = {  # stored blocks per capture, ragged events included; a LoRA's hash cannot be told from events
+BLOCKS = {  # stored blocks per capture, ragged events included; a LoRA's hash does not follow from events
     "llava15-real.jsonl": 128,
     "llavanext-real.jsonl": 279,
     "phi3v-nosw.jsonl": 320,
@@ -37,7 +37,7 @@ def low(value: Any) -> int:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_case_50_every_published_hash_is_explained(captures: Any, name: str) -> None:
+def test_case_50_every_published_hash_is_aligned(captures: Any, name: str) -> None:
     """What is known of a parent is only what earlier events let us compute: nothing comes from the requests."""
     known: dict[int, bytes] = {}
     explained = 0
@@ -83,7 +83,7 @@ subsets = st.lists(st.booleans(), min_size=10, max_size=10)
 
 
 @given(texts, subsets)
-def test_any_subset_of_a_texts_blocks_is_found(ids: list[int], kept: list[bool]) -> None:
+def test_any_subset_of_a_texts_blocks_is_aligned(ids: list[int], kept: list[bool]) -> None:
     prompt = Prompt(ids, [], None)
     stored = [number for number, keep in zip(range(len(prompt.digests)), kept, strict=False) if keep]
     found = prompt.align(stored)
@@ -91,7 +91,7 @@ def test_any_subset_of_a_texts_blocks_is_found(ids: list[int], kept: list[bool])
 
 
 @given(texts.filter(lambda ids: len(ids) >= 8), st.integers(0, 6), st.integers(1, 20), st.integers(0, 9), st.data())
-def test_a_prefix_or_a_suffix_with_an_image_and_a_salt_is_found_where_it_can_be(
+def test_a_prefix_or_suffix_with_an_image_and_a_salt_is_aligned(
     ids: list[int], offset: int, length: int, cut: int, data: st.DataObject
 ) -> None:
     """A suffix that starts after the image's first block still shows it; one that starts after the image does not."""
@@ -111,9 +111,7 @@ def test_a_prefix_or_a_suffix_with_an_image_and_a_salt_is_found_where_it_can_be(
 
 
 @given(texts, st.lists(st.integers(0, 2**64 - 1), max_size=5), subsets)
-def test_a_hash_that_is_not_of_these_tokens_is_never_given_a_place(
-    ids: list[int], strange: list[int], kept: list[bool]
-) -> None:
+def test_a_hash_of_other_tokens_is_not_aligned(ids: list[int], strange: list[int], kept: list[bool]) -> None:
     prompt = Prompt(ids, [], None)
     stored = [number for number, keep in zip(range(len(prompt.digests)), kept, strict=False) if keep]
     hashes = [short(prompt.digests[number]) for number in stored]
@@ -123,7 +121,7 @@ def test_a_hash_that_is_not_of_these_tokens_is_never_given_a_place(
         assert found.blocks == stored
 
 
-def test_another_seed_or_an_adapter_explains_nothing() -> None:
+def test_another_seed_or_an_adapter_aligns_nothing() -> None:
     prompt = Prompt(list(range(8)), [], None)
     hashes = [short(digest) for digest in prompt.digests]
     assert align(hashes, prompt.ids, SIZE, None, root("another seed"), first=True).blocks == []

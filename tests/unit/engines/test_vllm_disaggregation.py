@@ -1,4 +1,4 @@
-"""Chats that encode, prefill and decode engines serve together: what is sent to whom, and what is passed on."""
+"""Requests of the encode, prefill and decode stages, and the parameters passed between them."""
 
 import json
 
@@ -25,7 +25,7 @@ def captured(captures, name):
     return [json.loads(line) for line in (captures.folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_an_encoder_gets_the_images_under_their_identities_and_makes_one_token():
+def test_an_encode_request_names_the_images_and_makes_one_token():
     images = [ImageRewrite(0, 1, "data:a", "m1-a"), ImageRewrite(2, 0, "data:b", "m1-b")]
     body = encode_request(images, model="m")
     parts = body["messages"][0]["content"]
@@ -39,26 +39,26 @@ def test_a_real_encoders_answer_is_read(captures):
     assert found == row["ec_transfer_params"]
 
 
-def test_a_real_prefills_answer_goes_to_the_decoder_untouched(captures):
+def test_a_real_prefills_answer_is_passed_to_the_decoder_unchanged(captures):
     for row in captured(captures, "qwen2vl_pd_nixl"):
         params = read_prefilled(json.dumps(row["P"]).encode())
         assert decode_request(BODY, params)["kv_transfer_params"] == row["P"]["kv_transfer_params"]
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff", b'{"ec_transfer_params": {"a": 1}}', b"{}"])
-def test_an_encoders_answer_without_the_image_is_an_error_that_says_so(raw):
+def test_an_encoders_answer_without_the_image_is_an_error(raw):
     with pytest.raises(StageError, match="encoder"):
         read_encoded(raw, ["a"])
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"kv_transfer_params": {"do_remote_prefill": false}}', b"\xff"])
-def test_a_prefills_answer_without_blocks_is_an_error_that_says_so(raw):
+def test_a_prefills_answer_without_blocks_is_an_error(raw):
     with pytest.raises(StageError, match="prefill"):
         read_prefilled(raw)
 
 
 @given(st.lists(st.sampled_from("abcdef"), max_size=12), st.sets(st.sampled_from("abcdef")))
-def test_merged_parameters_name_each_encoded_image_once_with_all_its_places(order, answered):
+def test_merged_parameters_have_each_encoded_image_once_with_all_positions(order, answered):
     encoded = {name: {"item_indices": [0], "metadata": {"of": name}, "peer_host": name} for name in answered}
     body = with_embeddings(BODY, encoded, order)
     params = body.get("ec_transfer_params", {})
@@ -100,5 +100,5 @@ def test_a_limit_under_its_newer_name_is_one_token_too():
         ({"echo": True}, "prompt_logprobs"),
     ],
 )
-def test_what_one_engine_has_to_do_whole_is_known(fields, reason):
+def test_requests_that_need_one_engine_have_a_reason(fields, reason):
     assert why_whole(BODY | fields) == reason

@@ -1,4 +1,4 @@
-"""vLLM events: what real engines sent is understood whole, in every encoding, and gives the predicted keys."""
+"""vLLM's recorded events decode completely in every encoding, and their keys equal the predicted ones."""
 
 from array import array
 from contextlib import suppress
@@ -104,7 +104,7 @@ def positional(event: dict[str, Any]) -> list[Any]:
     return [event["type"], *(event.get(name) for name in ORDER[event["type"]])]
 
 
-def test_every_captured_frame_is_understood(captures: Any) -> None:
+def test_every_captured_frame_is_decoded(captures: Any) -> None:
     reasons, events = set(), 0
     for name in captures.names():
         payloads = [raw for _, raw in captures.frames(name)]
@@ -172,7 +172,7 @@ def test_positional_events_of_older_releases_may_end_early() -> None:
     assert batch.rank == 0
 
 
-def test_our_identity_comes_back_and_a_foreign_one_stays_distinct() -> None:
+def test_a_router_identity_is_recovered_and_a_foreign_one_stays_distinct() -> None:
     identity = bytes(range(32))
     event = one(stored(extra_keys=[[[to_wire(identity), 1]], [[to_wire(identity), -1], ["u-1", 1]]]))
     foreign = foreign_identity("u-1")
@@ -180,14 +180,14 @@ def test_our_identity_comes_back_and_a_foreign_one_stays_distinct() -> None:
     assert event.extras == {0: span_extra(identity, 1), 1: span_extra(identity, -1) + span_extra(foreign, 1)}
 
 
-def test_lora_name_and_salt_are_told_apart_even_when_they_are_one_text() -> None:
+def test_lora_name_and_salt_are_distinguished_even_when_equal() -> None:
     event = one(stored(lora_id=1, lora_name="same", extra_keys=[["same", "same"], ["same"]]))
     assert (event.lora, event.salt, event.extras) == ("same", "same", {})
     plain = one(stored(extra_keys=[["salt"], None]))
     assert (plain.lora, plain.salt, plain.extras) == (None, "salt", {})
 
 
-def test_an_unnamed_lora_and_a_text_where_none_belongs_equal_nothing_predicted() -> None:
+def test_an_unnamed_lora_and_an_unexpected_text_equal_no_prediction() -> None:
     assert one(stored(lora_id=3)).lora not in (None, "3")
     later = one(stored(parent_block_hash=10, extra_keys=[["salt"], None]))
     assert later.salt is None
@@ -214,7 +214,7 @@ def test_prompt_embeddings_make_blocks_of_equal_ids_distinct() -> None:
         (["BlockMoved", 1], "unknown_event"),
     ],
 )
-def test_what_cannot_be_indexed_is_ignored_for_a_known_reason(event: Any, reason: str) -> None:
+def test_events_that_cannot_be_indexed_have_a_listed_reason(event: Any, reason: str) -> None:
     assert one(event) == Ignored(reason)
     assert reason in IGNORED_REASONS
 
@@ -272,7 +272,7 @@ def test_case_44_two_images_in_one_block_keep_their_own_places() -> None:
     assert list(chain(event.ids, 16, 2, event.extras, before[0])) == list(before[1:])
 
 
-def test_a_window_comes_with_what_its_hashes_were_made_of() -> None:
+def test_an_event_with_a_window_keeps_its_published_extra_keys() -> None:
     published = [[["u-1", 0]], [["u-1", -2]]]
     event = one(stored(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=1024, extra_keys=published))
     assert (event.window, event.kind, event.published) == (1024, "sliding_window", published)
@@ -335,19 +335,19 @@ def test_removals_in_a_row_are_one_event_per_place_and_stay_in_order() -> None:
         payload({"type": "BlockRemoved"}),
     ],
 )
-def test_malformed_batches_are_an_error_that_says_so(raw: bytes) -> None:
+def test_malformed_batches_raise_event_error(raw: bytes) -> None:
     with pytest.raises(EventError, match=r"."):
         decode_batch(raw)
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_whatever_escape_as_another_error(raw: bytes) -> None:
+def test_arbitrary_bytes_raise_no_other_error(raw: bytes) -> None:
     with suppress(EventError):
         assert isinstance(decode_batch(raw), Batch)
 
 
 @given(st.data())
-def test_a_damaged_frame_never_escapes_as_another_error(data: st.DataObject) -> None:
+def test_a_damaged_frame_raises_no_other_error(data: st.DataObject) -> None:
     raw = bytearray(payload(stored(extra_keys=[["s", ["u-1", 1]], None]), {"type": "AllBlocksCleared"}))
     place = data.draw(st.integers(0, len(raw) - 1))
     raw[place] = data.draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""The plugin's routes: what is asked, what an answer may say, and that offers travel untouched."""
+"""The plugin's HTTP API: requests, answers, and offers that are passed on unchanged."""
 
 import json
 from typing import Any
@@ -44,7 +44,7 @@ def image(name: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": name}
 
 
-def test_a_rendered_answer_holds_the_prompt_what_is_offered_and_why_the_rest_is_not():
+def test_a_rendered_answer_has_the_prompt_offers_and_reasons():
     read = read_render(answer())
     assert read.ids.tolist() == list(range(9))
     assert read.spans == (Span(2, 3, b"a" * 32), Span(6, 2, b"b" * 32))
@@ -52,7 +52,7 @@ def test_a_rendered_answer_holds_the_prompt_what_is_offered_and_why_the_rest_is_
     assert (read.withheld, read.fell) == ({B: "full"}, (("nixl", "absent"),))
 
 
-def test_an_offer_reaches_the_engine_as_the_renderer_made_it():
+def test_an_offer_is_passed_on_unchanged():
     sent = json.loads(items_request(read_render(answer()).offers, seconds=3))
     assert sent == {"items": json.loads(answer())["offers"], "seconds": 3}
 
@@ -73,7 +73,7 @@ def test_an_answer_of_another_shape_is_refused(raw: bytes, error: type[Exception
         read_render(raw)
 
 
-def test_reasons_that_this_release_does_not_know_are_one_word():
+def test_unknown_reasons_become_other():
     assert read_render(answer(withheld={B: "moon phase"})).withheld == {B: "other"}
     taken = read_items(json.dumps({"held": [A], "refused": {B: "tide"}}).encode())
     assert (taken.held, taken.refused) == (frozenset({A}), {B: "other"})
@@ -92,14 +92,14 @@ def test_only_the_images_that_the_engine_holds_lose_their_bytes():
     assert json.dumps(before) == kept
 
 
-def test_a_cache_miss_is_told_from_other_refusals():
+def test_a_cache_miss_is_distinguished_from_other_errors():
     said = b'{"error": {"message": "Cache miss for image at index 0 but data is not provided."}}'
     assert is_cache_miss(400, said)
     assert not is_cache_miss(400, b'{"error": {"message": "max_tokens must be positive"}}')
     assert not is_cache_miss(200, said)
 
 
-def test_what_is_asked_of_a_renderer_names_ways_in_order_and_no_tensors():
+def test_a_render_request_has_the_ways_in_order_and_no_tensors():
     body = {"model": "m", "messages": [], "stream": True}
     asked = render_request(body, ways=("shm", "inline"), seconds=30, images=[B, A], inline_bytes=9)
     assert asked == {

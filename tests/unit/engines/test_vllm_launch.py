@@ -1,4 +1,4 @@
-"""The command line of a vLLM engine: the wiring, the fields of the resource, and what a user may not set."""
+"""The command line of a vLLM engine: the wiring, the fields of the resource, and flags that users must not set."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def value(args: list[str], flag: str) -> str:
     return args[args.index(flag) + 1]
 
 
-def test_the_shortest_resource_launches_with_the_whole_wiring() -> None:
+def test_the_shortest_resource_gets_the_complete_command_line() -> None:
     dep = deployment()
     line = launch(dep, dep.spec.pools[0])
     assert (line.command, line.health_path) == (["vllm", "serve"], "/health")
@@ -161,13 +161,13 @@ def test_prefill_and_decode_exchange_blocks_over_nixl_on_the_pods_address() -> N
 @pytest.mark.parametrize(
     ("kind", "buffer"), [("amd", "cuda"), ("intel-xe", "xpu"), ("intel-i915", "xpu"), ("cpu", "cpu")]
 )
-def test_blocks_travel_in_the_memory_of_the_accelerator(kind: str, buffer: str) -> None:
+def test_blocks_are_transferred_from_the_accelerators_memory(kind: str, buffer: str) -> None:
     made = launched([role("prefill", kind), role("decode", kind)], "decode")
     assert as_json(made.args, KV)["kv_buffer_device"] == buffer
     assert made.env.get("UCX_TLS") == ("tcp,self,sm" if kind == "cpu" else None)
 
 
-def test_an_encoder_produces_embeddings_and_is_told_nothing_of_a_cache() -> None:
+def test_an_encoder_gets_producer_flags_and_no_cache_flags() -> None:
     made = launched(EPD, "encoder")
     config = as_json(made.args, EC)
     assert (config["ec_connector"], config["ec_role"]) == ("ECCPUConnector", "ec_producer")
@@ -186,7 +186,7 @@ def test_an_encoder_produces_embeddings_and_is_told_nothing_of_a_cache() -> None
     ("connector", "size"),
     [(None, 4 * 2**30), ({"ec_connector": "ECExampleConnector"}, None), ({"ec_connector_extra_config": {}}, None)],
 )
-def test_the_router_knows_how_much_an_encoder_keeps_where_its_connector_says_so(
+def test_the_embedding_cache_size_follows_from_the_connector(
     connector: dict[str, Any] | None, size: int | None
 ) -> None:
     dep = deployment(pools=EPD, engine={"type": "vllm", "ecConnector": connector or {}})
@@ -194,7 +194,7 @@ def test_the_router_knows_how_much_an_encoder_keeps_where_its_connector_says_so(
     assert embedding_cache_bytes(dep, encoder) == size
 
 
-def test_whoever_prefills_takes_embeddings_where_there_are_encoders() -> None:
+def test_engines_that_prefill_consume_embeddings_where_there_are_encoders() -> None:
     assert as_json(launched(EPD, "prefill").args, EC)["ec_role"] == "ec_consumer"
     assert as_json(launched(EPD, "decode").args, EC) is None
     beside = [role("encoder"), role("worker")]
@@ -217,7 +217,7 @@ def test_a_users_connectors_replace_the_defaults_and_only_what_is_left_out_is_fi
     assert "VLLM_USE_V2_MODEL_RUNNER" not in encoder.env
 
 
-def test_a_user_may_have_requests_fail_whose_blocks_do_not_come() -> None:
+def test_a_user_may_choose_that_requests_fail_on_missing_blocks() -> None:
     fails = {"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "fail"}
     assert as_json(launched(EPD, "decode", kvConnector=fails).args, KV)["kv_load_failure_policy"] == "fail"
 
@@ -238,7 +238,7 @@ def test_a_user_may_have_requests_fail_whose_blocks_do_not_come() -> None:
         ),
     ],
 )
-def test_a_transfer_that_cannot_be_had_is_an_error_with_its_field(
+def test_an_unavailable_transfer_is_an_error_with_its_field(
     pools: list[dict[str, Any]], name: str, engine: dict[str, Any], path: str
 ) -> None:
     with pytest.raises(LaunchError) as caught:

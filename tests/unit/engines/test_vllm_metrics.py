@@ -37,7 +37,7 @@ def test_the_engines_own_block_size_is_read_and_not_the_hash_block_size() -> Non
         'other:num_requests_running{engine="0"} 1',
     ],
 )
-def test_what_is_not_said_is_not_invented(text: str) -> None:
+def test_missing_samples_give_no_block_size(text: str) -> None:
     assert parse_load(text) == {}
 
 

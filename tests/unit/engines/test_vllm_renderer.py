@@ -1,4 +1,4 @@
-"""The renderer's answers: ids and spans as they are, and nothing that cannot be ours."""
+"""The renderer's answers: ids and spans, and errors for answers without router identities."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def answer(*images: tuple[bytes, int, int], ids: int = 40, **changes: Any) -> by
     return json.dumps(body | changes).encode()
 
 
-def test_ids_and_spans_are_taken_over_in_prompt_order():
+def test_ids_and_spans_are_in_prompt_order():
     ids, spans = read_rendered(answer((B, 20, 4), (A, 3, 6)))
     assert ids.tolist() == list(range(40))
     assert spans == (Span(3, 6, A), Span(20, 4, B))
@@ -54,7 +54,7 @@ def test_an_answer_that_cannot_be_used_is_refused_with_a_reason(raw: bytes, says
         read_rendered(raw)
 
 
-def test_what_is_asked_has_the_prompts_fields_and_no_tensors():
+def test_a_render_request_has_the_prompts_fields_and_no_tensors():
     body = {"model": "m", "messages": [], "stream": True, "cache_salt": "s", "tools": [{"type": "function"}]}
     assert render_request(body) == {"model": "m", "messages": [], "tools": [{"type": "function"}], "mm_payload": "none"}
     assert body["stream"]

@@ -1,11 +1,13 @@
-"""Chat requests to vLLM: our identity goes in, what clients may not set comes out, big bodies are not copied."""
+"""Chat requests to vLLM: identities are set, refused fields removed, large bodies shared; errors name their field."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.vllm.media_files import file_url, is_file_refused
 from mmrouter_lib.engines.vllm.request import REFUSED_FIELDS, prompt_error_field, rewrite_chat
 
 BIG = "data:image/png;base64," + "A" * 1_000_000
@@ -32,7 +34,7 @@ def body(**fields: Any) -> dict[str, Any]:
 IMAGES = [ImageRewrite(1, 1, "data:image/png;base64,QQ==", "m1-aa"), ImageRewrite(1, 2, BIG, "m1-bb")]
 
 
-def test_every_image_gets_our_bytes_and_our_identity_beside_the_url() -> None:
+def test_every_image_gets_the_bytes_and_the_identity() -> None:
     new = rewrite_chat(body(), IMAGES, model="served", cache_salt="tenant").body
     parts = new["messages"][1]["content"]
     assert parts[1] == {
@@ -55,7 +57,7 @@ def test_the_clients_body_is_not_changed_and_megabytes_are_shared() -> None:
 
 
 @pytest.mark.parametrize("field", REFUSED_FIELDS)
-def test_what_a_client_may_not_set_is_removed_and_named(field: str) -> None:
+def test_refused_fields_are_removed_and_named(field: str) -> None:
     rewritten = rewrite_chat(body(**{field: "x"}), IMAGES, model="served", cache_salt=None)
     assert field not in rewritten.body
     assert set(rewritten.removed) == {field, "uuid"}
@@ -67,7 +69,7 @@ def test_a_clients_salt_never_takes_the_place_of_the_tenants() -> None:
     assert "cache_salt" in rewritten.removed
 
 
-def test_uuids_are_removed_wherever_they_stand() -> None:
+def test_uuids_are_removed_from_parts_and_images() -> None:
     request = {
         "model": "m",
         "messages": [
@@ -146,3 +148,25 @@ def test_captured_errors_name_the_field_that_they_are_about(captures: Any) -> No
 )
 def test_error_fields(status: int, answer: dict[str, Any], field: str | None) -> None:
     assert prompt_error_field(status, answer) == field
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "about_a_file"),
+    [
+        (500, "[Errno 2] No such file or directory: '<path>'", True),
+        (500, "[Errno 13] Permission denied: '<path>'", True),
+        (500, "Cannot load local files without `--allowed-local-media-path`.", True),
+        (400, "The file path <path> must be a subpath of `--allowed-local-media-path <path>`.", True),
+        (400, "Failed to load image: cannot identify image file <_io.BytesIO object>", False),
+        (500, "cannot schedule new futures after shutdown", False),
+        (503, "[Errno 2] No such file or directory: '<path>'", False),
+    ],
+)
+def test_errors_about_local_files_are_recognized(status, said, about_a_file):
+    assert is_file_refused(status, f'{{"error": {{"message": "{said}"}}}}'.encode()) is about_a_file
+
+
+def test_a_path_becomes_a_quoted_file_url():
+    assert file_url(Path("/a b/c%d.png")) == "file:///a%20b/c%25d.png"
+    with pytest.raises(ValueError, match="relative"):
+        file_url(Path("a.png"))

@@ -1,4 +1,4 @@
-"""Real engines, from their events to a router's overlap: also Phi-3 as published, with a window, routes exactly."""
+"""From recorded events to a router's overlap: Phi-3 with its sliding window is predicted exactly."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Properties of block keys: what must change them and what must not."""
+"""Properties of block keys: inputs that change them and inputs that do not."""
 
 from array import array
 
@@ -42,7 +42,7 @@ def test_case_03_a_changed_block_changes_itself_and_everything_after_it():
     assert all(a != b for a, b in zip(base[3:], third[3:], strict=True))
 
 
-def test_case_04_lora_namespace_and_their_absence_are_told_apart():
+def test_case_04_lora_namespace_and_their_absence_differ():
     def seed(**values):
         return namespace_seed(KEY, model="m", **values)
 
@@ -120,7 +120,7 @@ def test_wide_ids_are_other_keys_than_narrow_ones_of_the_same_value():
     assert list(block_keys(array("Q", range(32)), 16, [], 1)) != list(block_keys(array("I", range(32)), 16, [], 1))
 
 
-def test_bad_arguments_are_errors():
+def test_invalid_arguments_raise_value_error():
     with pytest.raises(ValueError, match="block size"):
         keys(range(32), size=0)
     with pytest.raises(ValueError, match="at least one token"):

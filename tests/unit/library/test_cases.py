@@ -1,4 +1,4 @@
-"""Cases of identity whose constants belong to another scheme: the same property of ours; and every case is told."""
+"""Identity cases whose constants belong to another scheme, as properties of this one; and the list is complete."""
 
 import io
 import re
@@ -58,12 +58,12 @@ def test_case_15_identities_that_share_their_low_thirty_bits_share_no_block(bit:
 
 
 @pytest.mark.parametrize("bit", [30, 31, 61, 62, 63])
-def test_case_15_item_hashes_that_share_their_low_thirty_bits_share_no_sentinel_of_today(bit: int):
+def test_case_15_item_hashes_that_share_their_low_thirty_bits_share_no_wide_sentinel(bit: int):
     low = 0x2F3A_5C71 & (2**30 - 1)
     one, other = (sentinels(number, legacy=False) for number in (low, low | 1 << bit))
     assert not set(one) & set(other)
     assert not set(page_hashes(run_ids(one, 16), 4)) & set(page_hashes(run_ids(other, 16), 4))
-    # The older single value cannot tell them apart: whose images collide there is why it is told by release.
+    # The older single value collides, so the form is chosen by release.
     assert sentinels(low, legacy=True) == sentinels(low | 1 << bit, legacy=True)
 
 
@@ -74,25 +74,25 @@ def test_case_16_the_older_single_value_wraps_at_thirty_bits(item_hash: int, pad
 
 def proved() -> dict[int, set[str]]:
     """Case -> the test files that have it in a name."""
-    found: dict[int, set[str]] = {}
+    files: dict[int, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         for name in re.findall(r"def (test_\w+)", path.read_text()):
             for number in re.findall(r"case_(\d+)(?=_|$)", name):
-                found.setdefault(int(number), set()).add(str(path.relative_to(ROOT)))
-    return found
+                files.setdefault(int(number), set()).add(str(path.relative_to(ROOT)))
+    return files
 
 
 def table() -> dict[int, str]:
-    """Case -> what docs/cases.md says of it."""
+    """Case -> its entry in docs/cases.md."""
     text = (ROOT / "docs" / "cases.md").read_text()
     rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
     return {int(number): says.strip() for number, says in rows}
 
 
-def test_every_case_of_identity_counts_alignment_and_events_is_a_test_or_says_why_not():
-    tests, told = proved(), table()
-    assert sorted(told) == list(range(1, 51))
-    for number, says in told.items():
+def test_every_case_of_the_list_is_a_test_or_has_a_reason():
+    tests, listed = proved(), table()
+    assert sorted(listed) == list(range(1, 51))
+    for number, says in listed.items():
         if says.startswith("does not apply: "):
             assert len(says) > len("does not apply: ") + 10, number
         else:

@@ -1,4 +1,4 @@
-"""Identity is content plus everything that changes its pixels, keyed per deployment."""
+"""A media identity covers content and pixel options, and is keyed per deployment."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_the_order_of_options_does_not_matter(options):
     assert media_identity(b"x", options, key=KEY) == media_identity(b"x", backward, key=KEY)
 
 
-def test_true_one_and_text_one_are_three_options():
+def test_equal_values_of_different_types_are_different_options():
     values = (True, 1, "1", 1.0)
     assert len({media_identity(b"x", {"num_crops": v}, key=KEY) for v in values}) == 4
 
@@ -44,7 +44,7 @@ def test_the_wire_form_comes_back_and_is_lower_hex(identity):
 
 
 @pytest.mark.parametrize("text", ["", "m1-", "m2-" + "0" * 64, "m1-" + "0" * 63, "m1-" + "A" * 64, "0" * 64])
-def test_any_other_text_is_no_identity_of_ours_but_stays_distinct(text):
+def test_any_other_text_is_a_distinct_foreign_identity(text):
     assert from_wire(text) is None
     assert foreign_identity(text) != foreign_identity(text + "x")
 

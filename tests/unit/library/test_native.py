@@ -1,4 +1,4 @@
-"""The compiled form: used only where it fits, and its keys are those of the Python form."""
+"""The compiled extension is used only with a matching revision, and returns the keys of the Python implementation."""
 
 import logging
 import sys
@@ -37,13 +37,13 @@ def test_a_module_of_this_revision_is_used(fake: Any) -> None:
     assert loaded() == (fake.chain, fake.pack_token_ids, "native", "")
 
 
-def test_the_switch_leaves_it_unused(fake: Any) -> None:
+def test_the_environment_variable_disables_the_extension(fake: Any) -> None:
     assert loaded({native.SWITCH: "0"}) == (None, None, "python", "MMROUTER_NATIVE is 0")
     assert loaded({native.SWITCH: "1"})[2] == "native"
 
 
 @pytest.mark.parametrize("revision", [native.REVISION - 1, native.REVISION + 1, None, "1"])
-def test_a_module_of_another_revision_is_left_alone_and_said_once(
+def test_a_module_of_another_revision_is_not_used_and_logged_once(
     fake: Any, revision: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     if revision is None:
@@ -56,13 +56,13 @@ def test_a_module_of_another_revision_is_left_alone_and_said_once(
     assert [native.why in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_module_that_is_not_there_is_nothing_to_speak_of(fake: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_module_is_not_logged(fake: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert loaded(module="mmrouter_native_missing")[:3] == (None, None, "python")
     assert native.why == "mmrouter_native_missing is not installed"
     assert caplog.records == []
 
 
-def test_a_module_that_does_not_load_is_said(
+def test_a_module_that_does_not_load_is_logged(
     fake: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "mmrouter_native_broken.py").write_text("raise ImportError('of another processor')\n")
@@ -72,7 +72,7 @@ def test_a_module_that_does_not_load_is_said(
 
 
 @given(st.data(), st.sampled_from("IQ"), st.integers(1, 70), st.integers(0, 12), st.integers(0, U64))
-def test_keys_are_those_of_the_python_form(
+def test_keys_equal_those_of_the_python_implementation(
     compiled: None, data: st.DataObject, typecode: str, size: int, count: int, seed: int
 ) -> None:
     item = array(typecode).itemsize
@@ -89,7 +89,7 @@ def test_keys_are_those_of_the_python_form(
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90), st.binary(min_size=32, max_size=32)), max_size=5))
-def test_keys_of_prompts_with_images_are_those_of_the_python_form(
+def test_keys_of_prompts_with_images_equal_those_of_the_python_implementation(
     compiled: None, spans: list[tuple[int, int, bytes]]
 ) -> None:
     ids, at = array("I", range(1, 301)), [blocks.Span(*span) for span in spans]
@@ -115,14 +115,14 @@ def test_keys_of_prompts_with_images_are_those_of_the_python_form(
         (2, 2, {0: "x"}),
     ],
 )
-def test_what_are_no_blocks_is_left_to_the_python_form(
+def test_arguments_that_are_no_blocks_are_left_to_python(
     compiled: None, block_size: int, count: int, extras: Any
 ) -> None:
     assert native.chain is not None
     assert native.chain(array("I", range(5)), block_size, count, extras, 1) is None
 
 
-def test_a_buffer_with_gaps_is_left_to_the_python_form(compiled: None) -> None:
+def test_a_buffer_with_gaps_is_left_to_python(compiled: None) -> None:
     assert native.chain is not None
     gaps: Any = memoryview(array("I", range(8)))[::2]
     assert native.chain(gaps, 2, 2, {}, 1) is None

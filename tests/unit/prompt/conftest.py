@@ -1,4 +1,4 @@
-"""Prompters over the tiny model of our own, the real models and the captures of a real vLLM."""
+"""Prompters for the tiny model, the real models and the captures of a real vLLM."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Our prompts against those of a real vLLM 0.32: ids, and where its block events say that images stand."""
+"""Prompts equal those of a real vLLM 0.32: token ids, and image spans in its block events."""
 
 import pytest
 

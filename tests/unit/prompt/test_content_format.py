@@ -1,4 +1,4 @@
-"""Which templates take parts and which a string: the answers are those of vLLM 0.32's own rule for these templates."""
+"""The content format of templates, as vLLM 0.32 detects it."""
 
 import pytest
 

@@ -15,7 +15,7 @@ def prompter(request):
 
 
 @pytest.mark.parametrize("messages", [TEXT, PICTURE])
-def test_case_35_one_beginning_of_text_token_stands_first_exactly_when_special_tokens_are_asked_for(prompter, messages):
+def test_case_35_a_beginning_of_text_token_comes_first_exactly_when_special_tokens_are_requested(prompter, messages):
     images = [PromptImage(bytes(32), 5)] if messages is PICTURE else []
     text = prompter.render(messages, **render_arguments({}))
     without, with_it = (prompter.expand(text, images, add_special_tokens=asked) for asked in (False, True))

@@ -1,4 +1,4 @@
-"""What a template sees of a message, as vLLM 0.32 hands it over."""
+"""Messages as vLLM 0.32 passes them to a template."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ def text(value, **more):
     return {"type": "text", "text": value, **more}
 
 
-def test_parts_become_what_templates_know():
+def test_parts_become_template_parts():
     parts = ["plain", text("a"), IMAGE, {"image_url": "http://x"}, {"type": "input_image", "image_url": "x"}]
     parts += [
         {"type": "refusal", "refusal": "no"},

@@ -49,7 +49,7 @@ def test_a_template_cannot_change_what_it_is_given_or_leave_the_sandbox(with_tem
             with_template(template).render(USER)
 
 
-def test_the_templates_own_refusal_is_told_to_the_client(tiny):
+def test_the_templates_own_error_is_passed_to_the_client(tiny):
     with pytest.raises(TemplateError, match="unknown role wizard"):
         tiny.render([{"role": "wizard", "content": "abracadabra"}])
 
@@ -58,7 +58,7 @@ def test_user_text_is_never_a_template(tiny):
     assert "{{ 7 * 7 }}{% raw %}" in tiny.render([{"role": "user", "content": "{{ 7 * 7 }}{% raw %}"}])
 
 
-def test_the_generation_prompt_is_asked_for_by_default(tiny):
+def test_the_generation_prompt_is_added_by_default(tiny):
     assert tiny.render(USER) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tiny.render(USER, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 

@@ -159,7 +159,7 @@ def test_a_new_turn_is_all_that_is_tokenized_again(tiny):
     assert tokenizer.seen == []
 
 
-def test_the_longest_unused_segment_is_forgotten_first(tiny):
+def test_the_least_recently_used_segment_is_evicted_first(tiny):
     texts = [f"{number} {'x' * 400}<|im_end|>" for number in range(3)]
     tokenizer = Counting(tiny.tokenizer)
     cached = SegmentCache(tokenizer)
@@ -175,14 +175,14 @@ def test_the_longest_unused_segment_is_forgotten_first(tiny):
     assert tokenizer.seen == [texts[1]]
 
 
-def test_what_is_given_out_is_not_what_is_kept(tiny):
+def test_returned_ids_are_copies(tiny):
     cached = SegmentCache(tiny.tokenizer)
     first = cached("hello<|im_end|>", add_special_tokens=False)
     first.append(7)
     assert cached("hello<|im_end|>", add_special_tokens=False) == first[:-1]
 
 
-def test_threads_share_it(tiny):
+def test_threads_share_one_cache(tiny):
     texts = ["".join(f"{number % step}{'x' * 260}<|im_end|>" for number in range(6)) for step in range(1, 9)] * 4
     cached = SegmentCache(tiny.tokenizer, max_bytes=3000)
     with ThreadPoolExecutor(4) as threads:
@@ -191,7 +191,7 @@ def test_threads_share_it(tiny):
     assert 0 < cached.size_bytes <= 3000
 
 
-def test_half_a_surrogate_pair_is_refused_and_not_kept(tiny):
+def test_half_a_surrogate_pair_is_refused_and_not_cached(tiny):
     cached = SegmentCache(tiny.tokenizer)
     for _ in range(2):
         with pytest.raises(TypeError):

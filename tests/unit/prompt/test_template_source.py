@@ -1,4 +1,4 @@
-"""Which of a folder's templates and tokens count."""
+"""The choice among a folder's templates, and tokens from tokenizer_config.json."""
 
 import json
 import shutil
@@ -148,7 +148,7 @@ def test_special_tokens_are_added_only_when_the_request_asks(folder, load_prompt
     assert prompter.expand("hello", [], add_special_tokens=True).ids.tolist() == [number, *plain]
 
 
-def test_what_tokenizer_config_says_of_begin_and_end_wins_over_the_tokenizers_own(folder, load_prompter):
+def test_begin_and_end_of_tokenizer_config_override_the_tokenizers_own(folder, load_prompter):
     begin, end = (load_prompter(folder).tokenizer.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
     plain = load_prompter(folder).expand("hello", []).ids.tolist()
     put(folder, "tokenizer_config.json", bos_token="<|endoftext|>", eos_token="<|im_end|>", add_bos_token=True)

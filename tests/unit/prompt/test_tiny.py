@@ -1,4 +1,4 @@
-"""The tiny model of our own: what is committed is what the script makes, and it is small."""
+"""The committed tiny model equals the script's output, and it is small."""
 
 import runpy
 from pathlib import Path

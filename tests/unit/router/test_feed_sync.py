@@ -171,7 +171,7 @@ def test_stale_feed_requests_one_snapshot():
     assert (view.sync.synced, view.held) == (True, {5})
 
 
-def test_gap_ends_in_one_snapshot_and_the_stream_continues():
+def test_case_48_gap_ends_in_one_snapshot_and_the_stream_continues():
     sidecar, view = Sidecar(), View()
     view.reply(sidecar.answer(view.asked.pop()))
     for number in range(RING + 3):

@@ -57,7 +57,7 @@ def longest_hit(held: set[int], keys: list[int], need: int) -> int:
     st.lists(st.integers(0, 9), max_size=14, unique=True),
     st.lists(st.integers(1, 15), min_size=4, max_size=4),
 )
-def test_sliding_window_hits_match_the_rule(held, prompt, needs):
+def test_case_45_sliding_window_hits_match_the_rule(held, prompt, needs):
     index = Index()
     slots = {index.join(): (keys, need) for keys, need in zip(held, needs, strict=False)}
     for slot, (keys, _) in slots.items():

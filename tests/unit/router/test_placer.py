@@ -168,7 +168,7 @@ def test_block_with_the_last_token_is_not_hit_by_a_window():
     assert longer.choice.winner.overlap == 4
 
 
-def test_full_attention_group_decides_in_any_position():
+def test_case_45_full_attention_group_decides_in_any_position():
     """What came of the other group is asked for again once the groups are known."""
     rig = Rig()
     worker = rig.worker("a")
@@ -203,7 +203,7 @@ def test_groups_before_the_snapshot_need_no_second_one():
     assert rig.placer.place(prepared()).choice.winner.overlap == 2
 
 
-def test_cleared_rank_and_removed_worker():
+def test_case_49_cleared_rank_and_removed_worker():
     rig = Rig()
     worker = rig.worker("a", KEYS[:2], ranks=2)
     for seq, rank in ((1, 0), (2, 1)):

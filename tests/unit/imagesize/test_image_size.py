@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
-from mmrouter_lib.image_size import FORMATS, ImageHeaderError, ImageSize, TooManyPixels, probe
+from mmrouter_lib.image_size import FORMATS, ImageHeaderError, ImageSize, TooManyPixels, claimed_size, probe
 
 # Pillow warns of what the tests feed it on purpose.
 pytestmark = [
@@ -83,7 +83,7 @@ def test_every_test_image_is_read_as_pillow_reads_it(images: Path):
     assert sizes == 24
 
 
-def test_orientation_six_counts_as_displayed_only_when_asked(images: Path):
+def test_orientation_six_applies_only_with_exif(images: Path):
     data = (images / "exif_orientation6_480x320.jpg").read_bytes()
     assert probe(data, max_pixels=LIMIT, exif=True) == ImageSize(320, 480, "JPEG")
     assert probe(data, max_pixels=LIMIT, exif=False) == ImageSize(480, 320, "JPEG")
@@ -130,7 +130,7 @@ def test_xmp_orientation_turns_where_exif_has_none(kind, orientation):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
-def test_exif_wins_over_xmp_and_a_broken_exif_silences_both(kind):
+def test_exif_overrides_xmp_and_a_broken_exif_disables_both(kind):
     both = encode(kind, exif=exif(1), xmp=XMP % 6)
     assert probed(both) == shown(both) == (30, 20)
     broken = encode(kind, exif=b"Exif\0\0MM\0*\0\0", xmp=XMP % 6)
@@ -272,3 +272,54 @@ def test_whatever_pillow_opens_of_damaged_headers_has_pillows_size():
             assert probed(data, turned=False) == want
             compared += 1
     assert compared > 100
+
+
+CLAIMED = {"AVIF": {}, "JPEG2000": {}, "codestream": {"no_jp2": True}}
+
+
+def claimed(kind: str, width: int, height: int, mode: str = "RGB") -> bytes:
+    raw = io.BytesIO()
+    form = "AVIF" if kind == "AVIF" else "JPEG2000"
+    Image.new(mode, (width, height), "red").save(raw, form, **CLAIMED[kind])
+    return raw.getvalue()
+
+
+@pytest.mark.parametrize("kind", CLAIMED)
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (120, 60), (61, 250)])
+def test_the_claim_of_a_plain_image_equals_the_decoders_size(kind: str, width: int, height: int) -> None:
+    size = claimed_size(claimed(kind, width, height), max_pixels=1 << 20)
+    assert size is not None
+    assert (size.width, size.height) == (width, height)
+
+
+def test_the_largest_of_several_items_is_the_claim() -> None:
+    with_alpha = claimed("AVIF", 64, 48, "RGBA")
+    large = with_alpha + b"\0\0\0\x14ispe\0\0\0\0" + struct.pack(">II", 9000, 8000)
+    with pytest.raises(TooManyPixels, match="9000x8000"):
+        claimed_size(large, max_pixels=64_000_000)
+
+
+@pytest.mark.parametrize("kind", CLAIMED)
+def test_more_pixels_than_allowed_are_refused(kind: str) -> None:
+    data = claimed(kind, 120, 60)
+    assert claimed_size(data, max_pixels=120 * 60) is not None
+    with pytest.raises(TooManyPixels):
+        claimed_size(data, max_pixels=120 * 60 - 1)
+
+
+@pytest.mark.parametrize("kind", CLAIMED)
+def test_a_header_that_ends_before_its_size_cannot_be_read(kind: str) -> None:
+    data = claimed(kind, 120, 60)
+    for end in range(len(data)):
+        try:
+            size = claimed_size(data[:end], max_pixels=1 << 20)
+        except ImageHeaderError:
+            continue
+        assert size is None or (size.width, size.height) == (120, 60)
+    with pytest.raises(ImageHeaderError):
+        claimed_size(data[:14], max_pixels=1 << 20)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"\0\0\0\x18ftypheic", b"plain text"])
+def test_other_formats_have_no_claim(data: bytes) -> None:
+    assert claimed_size(data, max_pixels=1) is None
