@@ -238,13 +238,13 @@ def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lag", "first", "token", "told"),
+    ("lag", "first", "token", "doubted"),
     [(0.011, 0.1, 0.05, True), (0.009, 0.1, 0.05, False), (0.009, 0.1, 0.008, True), (0.009, 0.1, None, False)],
 )
-def test_a_slow_client_is_reported(lag: float, first: float, token: float | None, told: bool) -> None:
+def test_a_slow_client_is_reported(lag: float, first: float, token: float | None, doubted: bool) -> None:
     one, other = (value and Spread(200, 9, value, 9, 9, 9, 9) for value in (first, token))
     said = terminal.doubts(result(lag=lag, first_token=one, per_token=other))
-    assert (said == [f"this client's own timers were {1000 * lag:.1f} ms late (p99): its machine is busy"]) is told
+    assert (said == [f"this client's own timers were {1000 * lag:.1f} ms late (p99): its machine is busy"]) is doubted
 
 
 def test_only_requests_that_were_due_at_a_time_can_be_late() -> None:

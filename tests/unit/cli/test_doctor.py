@@ -449,7 +449,11 @@ def test_a_canary_that_failed_is_a_problem_with_its_cause_and_advice(cause: str)
         ({"standing": "pending", "cause": "pending", "message": "not answered yet"}, "warning", "not proved yet"),
         ({"standing": "degraded"}, "problem", "used without overlap"),
         ({"standing": "refused"}, "problem", "not used"),
-        ({"standing": "degraded", "cause": "not_modelled", "message": "nobody can"}, "warning", "nobody can"),
+        (
+            {"standing": "degraded", "cause": "not_modelled", "message": "it is not modelled"},
+            "warning",
+            "it is not modelled",
+        ),
     ],
 )
 def test_an_unproved_engine_is_reported_by_how_it_is_used(change: Any, level: str, says: str) -> None:

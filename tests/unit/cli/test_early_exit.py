@@ -56,7 +56,7 @@ def test_a_command_that_is_stopped_while_it_is_imported_leaves_no_trace_of_that(
 
 
 def opened(fifo: Path) -> int | None:
-    """Open a FIFO for writing, once somebody reads it."""
+    """Open a FIFO for writing, once a process reads it."""
     try:
         return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

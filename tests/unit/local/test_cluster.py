@@ -162,7 +162,7 @@ asyncio.run(main())
 
 
 async def test_a_killed_run_leaves_no_process_and_no_file(root: Path) -> None:
-    """Also processes that left their group: SIGKILL gives nobody a chance to clean up but the guard."""
+    """Also processes that left their group: after SIGKILL only the guard can clean up."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SCRIPT, str(Path(__file__).parent), stdout=asyncio.subprocess.PIPE
     )
