@@ -1,12 +1,18 @@
-"""``watch_listener`` reports the end of an engine without events, and not a closed connection."""
+"""The end of an engine without events is detected by its connection; load metrics have one value per pod."""
 
 import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import aiohttp
+from prometheus_client import CollectorRegistry, generate_latest
+
+from mmrouter_lib.engines.base.metrics import RankLoad
 from mmrouter_sidecar.engine import engine_probe
+from mmrouter_sidecar.metrics import BUSY_SAMPLES, EngineLoad
 
 PORT = 8000
 _hosts = itertools.count(1)
@@ -98,3 +104,65 @@ async def test_a_closed_connection_is_no_end_while_the_engine_listens(monkeypatc
         engine.end()
         await until(lambda: ends)
     assert len(ends) == 1
+
+
+RANKS = """\
+vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_running{engine="1"} 0.0
+vllm:num_requests_waiting{engine="0"} 2.0
+vllm:num_requests_waiting{engine="1"} 5.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.75
+"""
+IDLE, BUSY = {0: RankLoad(), 1: RankLoad()}, {0: RankLoad(), 1: RankLoad(running=1.0)}
+
+
+def gauges(load: EngineLoad) -> dict[str, float]:
+    return {sample.name: sample.value for family in load.collect() for sample in family.samples}
+
+
+def test_the_ranks_of_an_engine_are_one_value() -> None:
+    load = EngineLoad()
+    load.update("", {0: RankLoad(3, 2, 0.25), 1: RankLoad(0, 5, 0.75)})
+    assert gauges(load) == {
+        "mmrouter_sidecar_kv_usage_ratio": 0.5,
+        "mmrouter_sidecar_queue_depth": 7.0,
+        "mmrouter_sidecar_busy_ratio": 1.0,
+    }
+
+
+def test_the_busy_ratio_is_that_of_the_last_minute() -> None:
+    load = EngineLoad()
+    for number in range(BUSY_SAMPLES):
+        load.update("", BUSY if number % 4 == 0 else IDLE)
+    assert gauges(load)["mmrouter_sidecar_busy_ratio"] == 0.25
+    for _ in range(BUSY_SAMPLES):
+        load.update("", IDLE)
+    assert gauges(load)["mmrouter_sidecar_busy_ratio"] == 0.0
+
+
+def test_an_engine_without_a_sample_has_no_gauge() -> None:
+    """A zero would be taken for an idle engine, and scale its pool down."""
+    load = EngineLoad()
+    assert gauges(load) == {}
+    load.update("# an engine that names none of it\n", {})
+    registry = CollectorRegistry()
+    registry.register(load)
+    assert generate_latest(registry) == b""
+
+
+async def test_metrics_follow_the_engine_and_end_with_it(start: Any, http_engine: Any, settings: Any) -> None:
+    http_engine["metrics"] = RANKS
+    one = await start()
+    value = one.sidecar.metrics.registry.get_sample_value
+    await until(lambda: value("mmrouter_sidecar_kv_usage_ratio") == 0.5)
+    assert value("mmrouter_sidecar_queue_depth") == 7.0
+    url = f"http://{settings.pod_ip}:9090/engine/metrics"
+    async with aiohttp.ClientSession() as session:
+        async with session.get(url) as answer:
+            assert answer.content_type == "text/plain"
+            assert await answer.text() == RANKS
+        http_engine["health"] = 503
+        await until(lambda: value("mmrouter_sidecar_kv_usage_ratio") is None)
+        async with session.get(url) as answer:
+            assert (answer.status, await answer.text()) == (200, "")
