@@ -51,7 +51,7 @@ TOP_FOLDERS = (
 NAMED = re.compile(
     rf"(?<![\w/.${{}}\\-])((?:{TOP_FOLDERS})/[\w./-]+\.(?:md|ya?ml|py|json|sh|rs)|[A-Z]{{4,}}\.md)\b(?:#([\w-]+))?"
 )
-PLACEHOLDER = re.compile(r"\b(?:NAME|ENGINE)(?=\b|_)")
+PLACEHOLDER = re.compile(r"(?:\b|_)(?:NAME|ENGINE)(?=\b|_)")
 LINK = re.compile(r"\[[^\]\[]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 

@@ -7,7 +7,7 @@ engines: a model, the official client, every frontend's control API, and a web s
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -127,10 +127,11 @@ class Chat:
 
 
 @contextmanager
-def open_chat(deployment: Deployment) -> Iterator[Chat]:
-    """Give a chat with a local deployment: no retries, the first frontend's control API."""
-    with deployment.control() as control, deployment.client(max_retries=0) as client:
-        yield Chat("demo", client, [control])
+def open_chat(deployment: Deployment, **options: Any) -> Iterator[Chat]:
+    """Give a chat with a local deployment and all its frontends. ``options`` are those of the official client."""
+    with ExitStack() as stack:
+        controls = [stack.enter_context(deployment.control(number)) for number in range(len(deployment.controls))]
+        yield Chat("demo", stack.enter_context(deployment.client(**options)), controls)
 
 
 def assert_whole(first: Seen, again: Seen) -> None:

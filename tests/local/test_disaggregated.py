@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ from local.rig import Deployment
 from local.staged_deployments import decided, started
 from local.test_scenarios import Folder, web
 from prometheus_client.parser import text_string_to_metric_families
-from scenarios import SCENARIOS, Chat, Scenario, title
+from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
 from waiting import wait_for
 
 __all__ = ["web"]
@@ -33,9 +32,8 @@ def settled(chain: Deployment) -> Deployment:
 
 @pytest.fixture
 def chat(settled: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
-        yield Chat("demo", stack.enter_context(settled.client()), controls)
+    with open_chat(settled) as chat:
+        yield chat
 
 
 def stages(decision: dict[str, Any]) -> dict[str, str]:

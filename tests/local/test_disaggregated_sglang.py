@@ -4,13 +4,12 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 from local.rig import Deployment
 from local.staged_deployments import decided, started
 from local.test_scenarios import Folder, web
-from scenarios import SCENARIOS, Chat, Scenario, title
+from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
 from waiting import wait_for
 
 __all__ = ["web"]
@@ -37,9 +36,8 @@ def settled(pairs: Deployment) -> Deployment:
 
 @pytest.fixture
 def chat(settled: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
-        yield Chat("demo", stack.enter_context(settled.client()), controls)
+    with open_chat(settled) as chat:
+        yield chat
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)

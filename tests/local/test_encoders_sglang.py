@@ -4,13 +4,12 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 
 import httpx
 import pytest
 from local.rig import Deployment
 from local.staged_deployments import decided, started
-from scenarios import Chat
+from scenarios import Chat, open_chat
 from waiting import wait_for
 
 LEARN_SECONDS = 60
@@ -36,9 +35,8 @@ def settled(beside: Deployment) -> Deployment:
 
 @pytest.fixture
 def chat(settled: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
-        yield Chat("demo", stack.enter_context(settled.client()), controls)
+    with open_chat(settled) as chat:
+        yield chat
 
 
 def addresses(deployment: Deployment, role: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import json
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from local.rig import ROOT, Deployment, running
 from local.test_broken_routing import Second
 from local.test_failures import load
 from local.test_scenarios import Folder, web
-from scenarios import SCENARIOS, Chat, Scenario, title
+from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
@@ -98,18 +97,16 @@ def ask(chat: Chat, name: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture
 def chat(settled: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        controls = [stack.enter_context(settled.control(number)) for number in range(len(settled.controls))]
-        yield Chat("demo", stack.enter_context(settled.client()), controls)
+    with open_chat(settled) as chat:
+        yield chat
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
 @pytest.mark.parametrize("mode", ["by_shm", "by_nixl"])
 def test_scenario(scenario: Scenario, mode: str, request: pytest.FixtureRequest, web: Folder) -> None:
     deployment: Deployment = request.getfixturevalue(mode)
-    with ExitStack() as stack:
-        controls = [stack.enter_context(deployment.control(number)) for number in range(len(deployment.controls))]
-        scenario(Chat("demo", stack.enter_context(deployment.client()), controls), web)
+    with open_chat(deployment) as chat:
+        scenario(chat, web)
 
 
 def test_an_image_travels_by_memory_that_is_shared_and_explain_says_so(settled: Deployment, chat: Chat) -> None:

@@ -4,13 +4,12 @@ import functools
 import http.server
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from local.rig import Deployment
-from scenarios import SCENARIOS, Chat, Scenario, title
+from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,8 @@ def web(tmp_path: Path) -> Iterator[Folder]:
 
 @pytest.fixture
 def chat(demo: Deployment) -> Iterator[Chat]:
-    with ExitStack() as stack:
-        controls = [stack.enter_context(demo.control(number)) for number in range(len(demo.controls))]
-        yield Chat("demo", stack.enter_context(demo.client()), controls)
+    with open_chat(demo) as chat:
+        yield chat
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)

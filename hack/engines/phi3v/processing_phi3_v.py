@@ -1,8 +1,9 @@
 """Stands in for the processor that Phi-3-vision's repository brings as remote code: tests only.
 
 vLLM asks it for the number of an image's tokens and for its tiles; it expands prompts itself. The number follows the
-published formula (facts on routing 2.3), so a run with this file proves the engine's tokenisation, events and hashes,
-and the library against it, but not that formula: that is compared with an implementation of others elsewhere.
+published formula (docs/engine-facts/vllm.md#placeholder-counts), so a run with this file proves the engine's
+tokenisation, events and hashes, and the library against it, but not that formula: that is compared with an
+implementation of others elsewhere.
 """
 
 import math

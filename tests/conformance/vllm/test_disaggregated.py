@@ -51,7 +51,7 @@ def deployment(
 
 @pytest.fixture
 def chat(deployment: Deployment) -> Iterator[Chat]:
-    with open_chat(deployment) as chat:
+    with open_chat(deployment, max_retries=0) as chat:
         yield chat
 
 

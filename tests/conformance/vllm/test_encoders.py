@@ -50,7 +50,7 @@ def deployment(
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump(made))
     with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
-        with open_chat(deployment) as chat:
+        with open_chat(deployment, max_retries=0) as chat:
             # The router queries the plugins' capabilities periodically.
             wait_for(lambda: set(ways(asked(deployment, chat, chat.image("a"))[0])) == {"shm"}, 60, "images go by shm")
         yield deployment
@@ -58,7 +58,7 @@ def deployment(
 
 @pytest.fixture
 def chat(deployment: Deployment) -> Iterator[Chat]:
-    with open_chat(deployment) as chat:
+    with open_chat(deployment, max_retries=0) as chat:
         yield chat
 
 

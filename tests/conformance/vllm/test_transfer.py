@@ -56,7 +56,7 @@ def mode(request: pytest.FixtureRequest, deployment: Deployment) -> str:
         router.terminate()
         router.wait(60)
         wait_for(deployment.settled, 60, "the frontend is back and sees every engine verified")
-    with open_chat(deployment) as chat:
+    with open_chat(deployment, max_retries=0) as chat:
         # The router queries the plugins' capabilities periodically.
         wait_for(lambda: way(deployment, chat, chat.image("first")) == WAYS[mode], 60, f"an image goes by {mode}")
     return mode
@@ -64,7 +64,7 @@ def mode(request: pytest.FixtureRequest, deployment: Deployment) -> str:
 
 @pytest.fixture
 def chat(deployment: Deployment) -> Iterator[Chat]:
-    with open_chat(deployment) as chat:
+    with open_chat(deployment, max_retries=0) as chat:
         yield chat
 
 

@@ -37,7 +37,7 @@ CANDIDATES = st.lists(
 
 
 FIELD = Weights(compute=1.0, decode=1.0)
-"""Of the field's cost function (facts on routing 5.1), whose example is a test here."""
+"""Of the field's cost function, whose example is a test here."""
 
 
 def pick(candidates, policy="kv", overlap_weight=1.0, fingerprint=7, turn=0, weights=WEIGHTS):
