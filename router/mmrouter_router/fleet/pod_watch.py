@@ -1,7 +1,7 @@
-"""Discovery from the cluster's API: follows this deployment's pods and publishes a roster after every change.
+"""Discovery from the cluster's API: follows this deployment's pods and publishes a membership after every change.
 
-While the API server is away the last roster stays in effect and requests are served: a sidecar that has gone is noticed
-by its feed.
+While the API server is away the last membership stays in effect and requests are served: the feed of a removed pod
+detects its end.
 """
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger("mmrouter.discovery")
 async def watch_pods(
     server: ApiServer, deployment: str, own_uid: str, update: Callable[[Membership], None], metrics: Metrics
 ) -> None:
-    """Call ``update`` with the roster of a deployment in the pod's own namespace, now and after every change.
+    """Call ``update`` with the membership of a deployment in the pod's own namespace, now and after every change.
 
     ``own_uid`` is this router's pod. Ends only by cancellation.
     """
@@ -81,7 +81,7 @@ class _PodListener:
         self._metrics.discovery_synced.set(0)
         if not self._disconnected and reason != "expired":
             self._disconnected = True
-            log.warning("the API server cannot be watched, the last roster stays in effect: %r", error)
+            log.warning("the API server cannot be watched, the last membership stays in effect: %r", error)
 
     def _take(self, pod: Mapping[str, Any]) -> None:
         uid = pod["metadata"]["uid"]

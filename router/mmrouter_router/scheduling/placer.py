@@ -130,7 +130,7 @@ class Placer:
         may be full. Raises :class:`NoWorkerError`.
         """
         kind = frozenset(roles)
-        groups = self._groups(exclude, kind, partner)
+        groups = self.groups(exclude, kind, partner)
         if not dry_run:
             groups = [free for group in groups if (free := group.with_free_queue(self._max_queued)) is not None]
             if not groups:
@@ -194,7 +194,7 @@ class Placer:
         verified = [target for target in partners if target.worker.canary == "True"]
         return random.choice(verified or partners) if partners else None
 
-    def _groups(
+    def groups(
         self, exclude: Collection[str], roles: frozenset[str], partner: Worker | None
     ) -> Sequence[CandidateGroup]:
         """Return the candidates, cached per fleet version. Raises :class:`NoWorkerError`."""

@@ -55,7 +55,7 @@ class ParitySampler:
         """``ratio``: ``spec.verification.sampleRatio``, 0 to 1. ``feed_of``: pod uid -> its feed client."""
         self._threshold = int(ratio * 2**64)
         self._fleet, self._feed_of, self._metrics, self._seconds = fleet, feed_of, metrics, seconds
-        self._queue: asyncio.Queue[DecisionTrace] = asyncio.Queue(queue)
+        self.queue: asyncio.Queue[DecisionTrace] = asyncio.Queue(queue)
 
     def wants(self, request_id: str) -> bool:
         """Whether this request is sampled."""
@@ -66,7 +66,7 @@ class ParitySampler:
         if trace.expected is None or not self.wants(trace.request_id):
             return
         try:
-            self._queue.put_nowait(trace)
+            self.queue.put_nowait(trace)
         except asyncio.QueueFull:
             self._metrics.parity_dropped.inc()
 
@@ -78,7 +78,7 @@ class ParitySampler:
 
     async def _compare_all(self) -> None:
         while True:
-            trace = await self._queue.get()
+            trace = await self.queue.get()
             trace.parity = await self.compare(trace)
 
     async def check(self, trace: DecisionTrace, *, seconds: float) -> Verdict | None:
@@ -128,18 +128,18 @@ class RenderSampler:
     ) -> None:
         """``wants``: whether a request id is sampled. ``held``: bound of the waiting bytes."""
         self._wants, self._renderer, self._metrics, self._free_bytes = wants, renderer, metrics, held
-        self._queue: asyncio.Queue[_RenderSample] = asyncio.Queue(queue)
+        self.queue: asyncio.Queue[_RenderSample] = asyncio.Queue(queue)
 
     def offer(self, trace: DecisionTrace, prepared: Prepared, body: Callable[[], bytes]) -> None:
         """Queue an answered request if it is sampled. ``body`` returns it with its images. Never waits."""
         if not self._wants(trace.request_id) or (prompt := predicted_prompt(prepared)) is None:
             return
         sample = _RenderSample(trace, prompt, body())
-        if self._queue.full() or sample.size > self._free_bytes:
+        if self.queue.full() or sample.size > self._free_bytes:
             self._metrics.parity_dropped.inc()
             return
         self._free_bytes -= sample.size
-        self._queue.put_nowait(sample)
+        self.queue.put_nowait(sample)
 
     async def run(self) -> None:
         """Compare samples until cancelled."""
@@ -149,7 +149,7 @@ class RenderSampler:
 
     async def _compare_all(self) -> None:
         while True:
-            sample = await self._queue.get()
+            sample = await self.queue.get()
             verdict = sample.trace.rendering = await self._compare(sample)
             self._metrics.parity.labels(verdict.result, verdict.cause).inc()
             if verdict.result == "False":

@@ -95,6 +95,11 @@ def outcomes(reply):
     return [(a["worker"], a["outcome"].split(":")[0]) for a in reply.trace.attempts]
 
 
+def value(counter) -> float:
+    """The value of one counter."""
+    return next(sample.value for metric in counter.collect() for sample in metric.samples if "_total" in sample.name)
+
+
 class LoopbackEngine:
     """An HTTP server on a loopback address of its own; subclasses answer. ``requests``: path, headers and body."""
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from unit.router.rig import LoopbackEngine, outcomes, resource, synced
+from unit.router.rig import LoopbackEngine, outcomes, resource, synced, value
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient
@@ -102,7 +102,7 @@ async def test_another_worker_is_tried_before_the_first_byte(rig, says, dies, ca
     reply = await rig.send()
     assert (reply.answer.status, reply.first) == (200, b"ok")
     assert outcomes(reply) == [("a", cause), ("b", "answered 200")]
-    assert rig.metrics.retries.labels(cause)._value.get() == 1
+    assert value(rig.metrics.retries.labels(cause)) == 1
     reply.close()
     assert all(usage.requests == 0 for worker in rig.fleet for usage in worker.usage.values())
 

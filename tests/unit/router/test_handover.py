@@ -1,4 +1,4 @@
-"""Hand-overs: what leads where, what it costs, and that an engine gets every image whatever fails."""
+"""Hand-overs: eligible ways, their costs, and the fallback to bytes on every failure."""
 
 import asyncio
 import json
@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.router.rig import resource
 
 from mmrouter_lib import feed
-from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.engines.vllm.handover import Status
 from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.fleet.workers import Fleet, Member
@@ -191,13 +191,11 @@ class Rig:
         self.root = root
         self.metrics = Metrics()
         pool = {"name": "worker", "role": "worker", "accelerator": {"kind": "cpu"}, "sharedMemory": {"scope": "node"}}
-        spec = {"model": {"id": "m"}, "engine": {"type": "vllm"}, "routing": {"transfer": "shm"}, "pools": [pool]}
-        resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
         fleet = self.fleet = Fleet(self.metrics)
         self.worker = fleet.join(Member("u", "w-0", "127.0.0.1", "worker", "worker", node))
         self.folder = SharedFolder(root, "router", limit, limit)
         self.handover = Handover(
-            parse_deployment({**resource, "spec": spec}),
+            resource(routing={"transfer": "shm"}, pools=[pool]),
             fleet,
             Upstream(),
             "key",

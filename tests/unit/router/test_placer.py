@@ -1,4 +1,4 @@
-"""Which workers may serve, with their overlap or without (docs/architecture.md), and what a booking counts."""
+"""Eligibility of workers, with and without overlap (docs/architecture.md), and what a booking counts."""
 
 from array import array
 from contextlib import suppress
@@ -422,7 +422,7 @@ def happen(rig: Rig, what: str, worker: Worker, number: int) -> None:
             rig.beat(worker, epoch=follower.epoch, ranks=1 + number % 2)
 
 
-def told(placer: Placer) -> object:
+def decided(placer: Placer) -> object:
     try:
         decision = placer.place(prepared(), dry_run=True)
     except NoWorkerError as error:
@@ -433,18 +433,17 @@ def told(placer: Placer) -> object:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 2), st.integers(0, 6)), max_size=12))
 def test_cached_groups_decide_as_fresh_ones(steps):
-    """What is kept from one request to the next is never older than the fleet."""
     rig = Rig()
     workers = [rig.worker("a", KEYS[:2]), rig.worker("b", KEYS), rig.worker("c", canary="")]
-    told(rig.placer)
+    decided(rig.placer)
     for what, number, value in steps:
         happen(rig, what, workers[number], value)
-        assert told(rig.placer) == told(Placer(deployment(), rig.fleet))
+        assert decided(rig.placer) == decided(Placer(deployment(), rig.fleet))
 
 
 def columns(rig: Rig):
-    """What a decision sees its candidates have under way, and what their usages say, for each group of them."""
-    for group in rig.placer._groups((), frozenset({"worker"}), None):
+    """Yield the loads in a decision's columns, and those of the ranks' usages, for each group."""
+    for group in rig.placer.groups((), frozenset({"worker"}), None):
         table = group.table(KEYS, len(IDS), (), 0.0)
         unanswered = group.loads(rig.fleet.loads.unanswered)
         waiting = table.waiting or [0.0] * len(table)

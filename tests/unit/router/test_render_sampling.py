@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import uvicorn
+from unit.router.rig import value
 from unit.router.test_prepare import MODEL, image, prepare, text  # noqa: F401  (a fixture)
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
@@ -157,18 +158,18 @@ async def test_render_samples_and_bytes_are_bounded(rig, prepare):  # noqa: F811
     sampler = rig.sampler(queue=2)
     for number in range(5):
         sampler.offer(kept(f"r-{number}"), prompt, lambda: body)
-    assert rig.metrics.parity_dropped._value.get() == 3
+    assert value(rig.metrics.parity_dropped) == 3
     tight, traces = rig.sampler(held=2 * size), [kept(f"r-{number}") for number in range(4)]
     for trace in traces:
         tight.offer(trace, prompt, lambda: body)
-    assert rig.metrics.parity_dropped._value.get() == 5
+    assert value(rig.metrics.parity_dropped) == 5
     rig.tasks.append(asyncio.create_task(tight.run()))
     await rig.until(lambda: traces[1].rendering is not None)
     again = [kept("r-8"), kept("r-9")]
     for trace in again:  # what was compared is not held any more
         tight.offer(trace, prompt, lambda: body)
     await rig.until(lambda: all(trace.rendering is not None for trace in again))
-    assert rig.metrics.parity_dropped._value.get() == 5
+    assert value(rig.metrics.parity_dropped) == 5
 
 
 async def test_unsampled_request_holds_no_bytes(rig, prepare):  # noqa: F811
@@ -177,5 +178,5 @@ async def test_unsampled_request_holds_no_bytes(rig, prepare):  # noqa: F811
     sampler.offer(kept("unsampled"), prompt, lambda: b"{}")
     sampler.offer(kept("r-1"), replace(prompt, rendered=True), lambda: b"{}")
     sampler.offer(kept("r-2"), replace(prompt, exactness="affinity"), lambda: b"{}")
-    assert sampler._queue.empty()
-    assert rig.metrics.parity_dropped._value.get() == 0
+    assert sampler.queue.empty()
+    assert value(rig.metrics.parity_dropped) == 0

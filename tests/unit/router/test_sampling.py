@@ -5,7 +5,7 @@ from array import array
 
 import msgspec
 import pytest
-from unit.router.rig import synced
+from unit.router.rig import synced, value
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
@@ -60,12 +60,11 @@ class Rig:
         self.fleet.on_published(self.worker, delta)
 
     def counted(self) -> dict[tuple[str, str], float]:
-        counter = self.metrics.parity._counter
         return {
             (sample.labels["result"], sample.labels["cause"]): sample.value
-            for metric in counter.collect()
+            for metric in self.metrics.registry.collect()
             for sample in metric.samples
-            if sample.name.endswith("_total") and sample.labels["engine"] == "vllm"
+            if sample.name == "mmrouter_parity_total" and sample.labels["engine"] == "vllm"
         }
 
 
@@ -212,13 +211,13 @@ async def test_parity_samples_are_bounded(rig):
     sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=2)
     for number in range(5):
         sampler.offer(trace(rig, f"r-{number}"))
-    assert rig.metrics.parity_dropped._value.get() == 3
+    assert value(rig.metrics.parity_dropped) == 3
 
 
 async def test_unpredicted_request_is_not_sampled(rig):
     sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=1)
     sampler.offer(DecisionTrace("r-1", None, 0, array("Q"), []))
-    assert sampler._queue.empty()
+    assert sampler.queue.empty()
 
 
 def prepared(exactness: str = "exact", spans=SPANS, images=()) -> Prepared:

@@ -1,4 +1,4 @@
-"""What is done before an answer: what is encoded and prefilled, what is not, and that no failure of it is fatal."""
+"""Stages before an answer: which run, which are skipped, and that their failures are not fatal."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
 
 @dataclass(frozen=True)
 class Picture:
-    """As much of a resolved image as stages look at."""
+    """The part of a resolved image that stages use."""
 
     identity: bytes
     tokens: int = 64
@@ -42,14 +42,14 @@ def prepared(spans=SPANS) -> Prepared:
 
 
 class Staging(Rig):
-    """A deployment with pools of these roles, its engines and encoders answering as they are told."""
+    """A deployment with pools of these roles and scripted answers of engines and encoders."""
 
     def __init__(self, *roles: str) -> None:
         super().__init__()
         self.roles, self.metrics = roles, Metrics()
         self.prefills: list[dict] = []
         self.encoded: list[str] = []
-        self.prefill_answer: tuple[int, dict] | Exception = (200, {"kv_transfer_params": PARAMS})
+        self.prefill_answer: tuple[int, dict] | Exception | asyncio.Event = (200, {"kv_transfer_params": PARAMS})
         self.encode_status = 200
         self.encoding = ImageSender(EncoderScheduler(), self.encode) if "encoder" in roles else None
         if self.encoding is not None:
@@ -63,6 +63,9 @@ class Staging(Rig):
 
     async def ask(self, target, request_id, path, body, headers):
         self.prefills.append(json.loads(body) | {"at": target.worker.member.name})
+        if isinstance(self.prefill_answer, asyncio.Event):  # hangs
+            self.prefill_answer.set()
+            await asyncio.Event().wait()
         if isinstance(self.prefill_answer, Exception):
             raise self.prefill_answer
         status, answer = self.prefill_answer
@@ -245,13 +248,7 @@ async def test_cancelled_stages_leave_no_booking():
     rig = Staging("prefill", "decode")
     prefill = rig.engine("prefill", "p1")
     rig.engine("decode", "d1")
-    hangs = asyncio.Event()
-
-    async def ask(*_):
-        hangs.set()
-        await asyncio.Event().wait()
-
-    rig.stages._ask = ask
+    hangs = rig.prefill_answer = asyncio.Event()
     work = asyncio.create_task(rig.before())
     await hangs.wait()
     assert prefill.usage[0].requests == 1
