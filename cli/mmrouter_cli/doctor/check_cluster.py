@@ -134,7 +134,7 @@ def api_check(facts: ClusterFacts, dep: MMRouterDeployment) -> Iterator[Finding]
     wanted: list[tuple[str, tuple[str, ...], str]] = []
     scaled = [pool.name for pool in dep.spec.pools if pool.autoscaling is not None]
     if scaled:
-        how = "Install prometheus-adapter (with its rules for pods), or KEDA and tell the operator a prometheusAddress."
+        how = "Install prometheus-adapter (with its rules for pods), or KEDA with the operator's prometheusAddress."
         wanted.append((f"autoscaling of {', '.join(scaled)}", (*POD_METRICS_APIS, KEDA_API), how))
     if dep.spec.observability.pod_monitor == "Enabled":
         how = "Install the Prometheus operator, or set observability.podMonitor to Auto."
