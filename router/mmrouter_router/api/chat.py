@@ -33,7 +33,7 @@ from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing, enter, failure_of, outcome, passed_on, stage
+from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing, child_span, enter, failure_of, outcome, trace_context
 
 log = logging.getLogger("mmrouter.chat")
 
@@ -132,7 +132,7 @@ class Chat:
             _child(self._answer_counters, self._metrics.requests, path, code).inc()
             if span:
                 attributes, failure = outcome(code)
-                span.tell({"mmrouter.request_id": request_id, **attributes})
+                span.set_attributes({"mmrouter.request_id": request_id, **attributes})
                 if failure:
                     span.fail(failure)
                 span.end()
@@ -145,7 +145,7 @@ class Chat:
         """Run the stages before placement, which a dry run explains. Raises :class:`RequestError`."""
         began = time.perf_counter()
         try:
-            with stage("intake"):
+            with child_span("intake"):
                 request = self._parse(path, raw)
         finally:
             parsed = time.perf_counter()
@@ -176,17 +176,17 @@ class Chat:
         if client.method != "POST":
             raise RequestError.method_not_allowed(client.method, path)
         tenant = self.tenants.authenticate(headers)
-        with stage("receive") as span:
+        with child_span("receive") as span:
             raw = await client.body(self._limits.max_request_bytes, reservation.grow)
             if span:
-                span.tell({"http.request.body.size": len(raw)})
+                span.set_attributes({"http.request.body.size": len(raw)})
         trusted = self._trusted(headers)
         policy = _policy(headers) if trusted else None
         shown = trusted or self.debug_headers
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
         outgoing = self._outgoing(path, prepared)
         fingerprint = _fingerprint(prepared)
-        reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, passed_on(headers), policy)
+        reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, trace_context(headers), policy)
         try:
             self.decisions.add(request_id, reply.trace)
             self._count(prepared, reply)

@@ -1,4 +1,4 @@
-"""The control API on its own port, behind a token: workers, decisions, explain, stream (docs/architecture.md)."""
+"""The control API: workers, decisions, explain and stream, on its own port with a token (docs/architecture.md)."""
 
 import asyncio
 import hmac
@@ -30,8 +30,8 @@ from mmrouter_router.verify.sampling import ParitySampler
 
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
-LOOK_SECONDS = 0.5
-"""How long a comparison that somebody asks for waits for blocks that are not there."""
+PARITY_SECONDS = 0.5
+"""How long a requested comparison waits for missing blocks."""
 
 
 def create(
@@ -50,9 +50,9 @@ def create(
     stopping: asyncio.Event,
     refusals: Counter,
 ) -> FastAPI:
-    """Build the control application. ``report``: what the stream tells; its end comes with ``stopping``.
+    """Build the control application. ``report``: the content of the stream, which ends with ``stopping``.
 
-    ``refusals``: of whoever has no token or another one, by reason.
+    ``refusals``: counts requests without the token, by reason.
     """
 
     def authorized(authorization: Annotated[str, Header()] = "") -> None:
@@ -93,22 +93,22 @@ def create(
 
     @app.get("/control/decisions/{request_id}")
     async def decision(request_id: str, ask: bool = True, parity: bool = False) -> JSONResponse:
-        """A kept decision; with ``parity`` it is compared now with what its worker holds and published since."""
+        """Return a logged decision; with ``parity`` after comparing it with its worker's blocks."""
         trace = chat.decisions.get(request_id)
         if trace is not None:
             if parity:
-                trace.parity = await sampler.check(trace, seconds=LOOK_SECONDS) or trace.parity
-            found = {"parity": _parity(trace, prompter), "rendering": _rendering(trace, prompter)}
-            return JSONResponse({**_with_holders(await chat.describe(trace), fleet), **found})
+                trace.parity = await sampler.check(trace, seconds=PARITY_SECONDS) or trace.parity
+            evidence = {"parity": _parity(trace, prompter), "rendering": _rendering(trace, prompter)}
+            return JSONResponse({**_with_holders(await chat.describe(trace), fleet), **evidence})
         if ask and not request_id.startswith(f"{router_id}-"):
-            theirs = await _ask_peers(peers(), request_id, token, parity=parity)
-            if theirs is not None:
-                return JSONResponse(theirs)
+            answer = await _ask_peers(peers(), request_id, token, parity=parity)
+            if answer is not None:
+                return JSONResponse(answer)
         raise HTTPException(404, f"no decision {request_id} is kept")
 
     @app.post("/control/explain")
     async def explain(request: Request, x_mmrouter_api_key: Annotated[str, Header()] = "") -> dict[str, Any]:
-        """A dry run: everything but sending, for the tenant of an API key where one is given."""
+        """Run everything but the dispatch of a request, for the tenant of the API key, if any."""
         tenant = chat.tenant(x_mmrouter_api_key) if x_mmrouter_api_key else DEFAULT
         prepared = await chat.prepare(CHAT, await request.body(), tenant)
         try:
@@ -149,7 +149,7 @@ def _verdict(worker: Worker, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
-    """One worker's standing, for people, tests and the operator."""
+    """Return one worker's state for people and tests."""
     beat = worker.heartbeat
     return {
         "uid": worker.member.uid,
@@ -183,7 +183,7 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
 
 
 def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
-    """Add per-block evidence: who holds each block *now*."""
+    """Add the workers that hold each block now."""
     names = {slot: worker.member.name for worker in fleet for slot in worker.slots.values()}
     holders = [
         sorted(name for slot, name in names.items() if fleet.index.holds(slot, int(key, 16))) for key in trace["keys"]
@@ -192,14 +192,12 @@ def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
 
 
 def _parity(trace: DecisionTrace, prompter: Prompter | None) -> dict[str, Any] | None:
-    """What a comparison found, where there was one."""
     if trace.parity is None or trace.expected is None:
         return None
     return verdict_json(trace.parity, trace.expected, prompter)
 
 
 def _rendering(trace: DecisionTrace, prompter: Prompter | None) -> dict[str, Any] | None:
-    """What a renderer made of the request, where it was a sample."""
     return rendering_json(trace.rendering, prompter) if trace.rendering is not None else None
 
 
@@ -214,5 +212,5 @@ async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, pa
                     if answer.status == 200:
                         return await answer.json()
             except (aiohttp.ClientError, TimeoutError):
-                continue  # that frontend is down; its decisions went with it
+                continue  # the peer is down, and its decisions are lost
     return None

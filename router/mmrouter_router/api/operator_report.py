@@ -1,7 +1,6 @@
-"""What this router tells the operator: per pod the two questions of docs/architecture.md, and counts that only grow.
+"""Reports to the operator: whether each pod is routable and verified (docs/architecture.md), and monotonic counts.
 
-A report is plain values, equal while nothing has changed: no clock, no sequence number, no load is in it. So a follower
-that compares two reports sees a change exactly where there is one.
+A report holds no clock, sequence number or load, so two reports are equal unless something relevant changed.
 """
 
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from mmrouter_router.scheduling.pipeline_form import canary_applies
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Makes reports of one router. ``possible``: whether anybody can predict a prompt of this model.
+    """Makes the reports of one router. ``possible``: whether prompts of this model can be predicted.
 
-    ``degraded``: the stages that requests go without now, because no pod can do them.
+    ``degraded``: the stages that are skipped because no pod can serve them.
     """
 
     router_id: str
@@ -35,19 +34,19 @@ class Reporter:
     degraded: Callable[[], tuple[str, ...]]
 
     def report(self) -> dict[str, Any]:
-        """Return everything that the operator follows, as plain values."""
+        """Return the report as plain values."""
         workers: dict[str, dict[str, Any]] = {}
         for worker in self.fleet:
             member = worker.member
             draining = member.draining or (worker.heartbeat is not None and worker.heartbeat.draining)
             row = _row(member.uid, member.pool, member.role, self.standing(worker), draining=draining)
             shared = worker.heartbeat.shared if worker.heartbeat is not None else None
-            if shared is not None:  # its node's shared directory; how full it is changes with every request
+            if shared is not None:  # without its fill level, which changes with every request
                 row["shared"] = {"above": shared.above, "limit": shared.limit}
             workers[member.uid] = row
-        for one in self.renderer.state():
-            standing = _rendering(one)
-            workers[one["uid"]] = _row(one["uid"], one["pool"], RENDERER_ROLE, standing, draining=one["draining"])
+        for row in self.renderer.state():
+            standing = _renderer_state(row)
+            workers[row["uid"]] = _row(row["uid"], row["pool"], RENDERER_ROLE, standing, draining=row["draining"])
         return {
             "router": self.router_id,
             "ready": self.ready(),
@@ -60,19 +59,19 @@ class Reporter:
         }
 
     def standing(self, worker: Worker) -> ProbeState:
-        """One engine pod with a sidecar, by its role."""
+        """Return the state of a pod with a sidecar, by its role."""
         if worker.member.role == "encoder":
             return self.probes.encoder(worker)
-        unheard = self._unheard(worker)
-        if not unheard and not worker.sync.synced:
-            unheard = "no_snapshot", "the snapshot of its cache has not come yet"
+        unroutable = self._unroutable(worker)
+        if not unroutable and not worker.sync.synced:
+            unroutable = "no_snapshot", "the snapshot of its cache has not come yet"
         verified = worker.canary
-        if unheard:
-            return ProbeState(False, verified, *unheard)
-        return ProbeState(True, verified, *self._unproved(worker))
+        if unroutable:
+            return ProbeState(False, verified, *unroutable)
+        return ProbeState(True, verified, *self._unverified(worker))
 
-    def _unheard(self, worker: Worker) -> tuple[str, str] | tuple[()]:
-        """Why nothing can be sent there, as cause and message; empty where something can."""
+    def _unroutable(self, worker: Worker) -> tuple[str, str] | tuple[()]:
+        """Return why the worker is unroutable, as cause and message; empty where it is routable."""
         beat = worker.heartbeat
         if beat is None or self.fleet.now() - worker.heartbeat_at > STALE_SECONDS:
             return "not_heard", "its sidecar is not heard"
@@ -82,24 +81,24 @@ class Reporter:
             return f"engine_{beat.engine_state}", f"its engine is {beat.engine_state}"
         return ()
 
-    def _unproved(self, worker: Worker) -> tuple[str, str]:
+    def _unverified(self, worker: Worker) -> tuple[str, str]:
         canary = worker.heartbeat.canary if worker.heartbeat is not None else None
         if worker.canary != "Unknown" and canary is not None:
             return canary.cause, canary.message
         if not canary_applies(worker.member.role):
             return "not_probed", f"no canary is defined for a {worker.member.role} of {self.engine}"
         if not self.possible():
-            return "not_modelled", "nobody can predict this model's prompts: requests are placed by affinity"
+            return "not_modelled", "this model's prompts cannot be predicted: requests are placed by affinity"
         return "pending", "its canary has not been answered yet"
 
 
-def _rendering(one: dict[str, Any]) -> ProbeState:
-    if not one["answered"]:
-        return ProbeState(False, "Unknown", "not_answered", one["message"] or "it has not answered yet")
-    if one["verified"]:
+def _renderer_state(row: dict[str, Any]) -> ProbeState:
+    if not row["answered"]:
+        return ProbeState(False, "Unknown", "not_answered", row["message"] or "it has not answered yet")
+    if row["verified"]:
         return ProbeState(True, "True")
-    if one["message"]:
-        return ProbeState(True, "False", "rendering", one["message"])
+    if row["message"]:
+        return ProbeState(True, "False", "rendering", row["message"])
     return ProbeState(True, "Unknown", "pending", "no image has been rendered yet")
 
 

@@ -114,7 +114,7 @@ class EngineClient:
         """Send a request and wait for the first byte of its answer. Raises :class:`UpstreamError`."""
         target = decision.target
         pair_headers = half.decode_headers(target) if half is not None else {}
-        answer = await self.post(target, trace.request_id, path, body, {**span.passed_on(headers), **pair_headers})
+        answer = await self.post(target, trace.request_id, path, body, {**span.propagate(headers), **pair_headers})
         try:
             # An engine sends its headers before it computes: only a body byte shows that it works.
             first = await answer.piece()
@@ -124,7 +124,7 @@ class EngineClient:
         booking.answered()
         if span:
             span.event("first byte")
-            span.tell({"http.response.status_code": answer.status})
+            span.set_attributes({"http.response.status_code": answer.status})
         return EngineReply(decision, trace, booking, answer, first, span, half)
 
     async def ask(

@@ -21,7 +21,7 @@ from mmrouter_router.scheduling.pipeline_form import WHOLE, PipelineForm
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer, QueueFullError
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.tracing import Span, failure_of, stage
+from mmrouter_router.telemetry.tracing import Span, child_span, failure_of
 
 DEATHS: Final = 2
 """Engines that may end under one request before it is quarantined."""
@@ -151,7 +151,7 @@ class Forwarder:
     def _place(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
         form = self._stages.form(past.tried) if self._stages is not None else WHOLE
         prepared, policy = call.prepared, call.policy
-        with stage("schedule") as span:
+        with child_span("schedule") as span:
             computes: Decision | None = None
             try:
                 if form.paired:
@@ -166,7 +166,7 @@ class Forwarder:
                     raise RequestError.queue_full(str(error)) from error
                 raise RequestError.no_worker(str(error)) from error
             if span:
-                span.tell(decision.span_attributes())
+                span.set_attributes(decision.span_attributes())
         return PlacedAttempt(form, decision, computes)
 
     async def _by_one(self, call: ForwardCall, past: AttemptHistory, placed: PlacedAttempt) -> EngineReply | str:
@@ -294,9 +294,11 @@ class Forwarder:
 
 
 def _span(decision: Decision, past: AttemptHistory) -> Span:
-    span = stage("engine", client=True)
+    span = child_span("engine", client=True)
     if span:
-        span.tell({"mmrouter.worker": decision.target.worker.member.name, "mmrouter.attempt": len(past.tried)})
+        span.set_attributes(
+            {"mmrouter.worker": decision.target.worker.member.name, "mmrouter.attempt": len(past.tried)}
+        )
     return span
 
 

@@ -19,7 +19,7 @@ from mmrouter_router.http.upstream import Answer, Sink, UpstreamError
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.scheduling.scoring import Policy
-from mmrouter_router.telemetry.tracing import stage
+from mmrouter_router.telemetry.tracing import child_span
 
 KEPT_BYTES: Final = 256 * 1024
 """Bytes of a prefill engine's answer that are kept: enough for any error."""
@@ -144,10 +144,10 @@ class PrefillHalf:
 
     async def _compute(self, send: SendRequest, headers: Mapping[str, str]) -> None:
         target = self.decision.target
-        with stage("prefill", client=True) as span:
-            span.tell({"mmrouter.worker": target.worker.member.name})
+        with child_span("prefill", client=True) as span:
+            span.set_attributes({"mmrouter.worker": target.worker.member.name})
             try:
-                answer = await send(target, {**span.passed_on(headers), **prefill_headers(self._meeting)})
+                answer = await send(target, {**span.propagate(headers), **prefill_headers(self._meeting)})
                 try:
                     text = await _drained(answer)
                 finally:

@@ -30,7 +30,7 @@ from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.pipeline_form import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.tracing import failure_of, stage
+from mmrouter_router.telemetry.tracing import child_span, failure_of
 
 PREFILL_SECONDS = 120.0
 """Timeout of a prefill, after which the decoder computes the prompt."""
@@ -191,10 +191,10 @@ class Stages:
                 self._report(result, StageReport("encode", "held"))
             return outgoing.fields
         began = time.monotonic()
-        with stage("encode") as span:
+        with child_span("encode") as span:
             try:
                 async with asyncio.timeout(ENCODE_SECONDS):
-                    encoded = await self._encoding.encode(request.id, images, span.passed_on(request.headers))
+                    encoded = await self._encoding.encode(request.id, images, span.propagate(request.headers))
             except (EncodeError, TimeoutError) as error:
                 reason = error.reason if isinstance(error, EncodeError) else "timeout"
                 span.fail(failure_of(error))
@@ -218,12 +218,12 @@ class Stages:
         outcome, params = "done", None
         booking = self._placer.begin(computes)
         addressed = AddressedRequest(target.worker, request.outgoing, prefill_request(result.fields))
-        with stage("prefill", client=True) as span:
+        with child_span("prefill", client=True) as span:
 
             async def post(body: Body) -> BufferedAnswer:
-                return BufferedAnswer(*await self._ask(target, request.id, CHAT, body, span.passed_on(request.headers)))
+                return BufferedAnswer(*await self._ask(target, request.id, CHAT, body, span.propagate(request.headers)))
 
-            span.tell({"mmrouter.worker": target.worker.member.name})
+            span.set_attributes({"mmrouter.worker": target.worker.member.name})
             try:
                 async with asyncio.timeout(PREFILL_SECONDS):
                     answer = await self._delivery.send(addressed, post, result.transfers)

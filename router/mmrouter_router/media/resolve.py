@@ -20,7 +20,7 @@ from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModifie
 from mmrouter_router.media.guard import Guard
 from mmrouter_router.media.types import Media, MediaError
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.tracing import stage
+from mmrouter_router.telemetry.tracing import child_span
 
 CACHE_BYTES = 256 * 1024**2
 PARALLEL = 4
@@ -114,10 +114,12 @@ class MediaResolver:
         async def fetch(same: list[int]) -> None:
             first = parts[same[0]]
             async with slots:
-                with stage("fetch image") as told:
+                with child_span("fetch image") as span:
                     media = await self.resolve(first.url, param=first.param, tenant=tenant, deadline=deadline)
-                    if told:
-                        told.tell({"mmrouter.media.source": media.source, "mmrouter.media.bytes": len(media.data)})
+                    if span:
+                        span.set_attributes(
+                            {"mmrouter.media.source": media.source, "mmrouter.media.bytes": len(media.data)}
+                        )
             for place in same:
                 charge(parts[place], media)
                 resolved[place] = media

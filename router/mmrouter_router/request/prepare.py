@@ -26,7 +26,7 @@ from mmrouter_router.media import Media, MediaResolver
 from mmrouter_router.request.prepared import Prepared, ResolvedImage
 from mmrouter_router.request.renderer_client import Renderer, RendererError
 from mmrouter_router.sentinels import SentinelStore, sha256_of
-from mmrouter_router.telemetry.tracing import stage
+from mmrouter_router.telemetry.tracing import child_span
 
 PROBE_CACHE = 4096
 SEEDS = 4096
@@ -120,7 +120,7 @@ class Preparer:
             exactness = "affinity"
             reasons.append("policy:routing.policy")
         ids, spans = array("I"), tuple[Span, ...]()
-        with stage("prompt") as span:
+        with child_span("prompt") as span:
             if unseen:
                 pass
             elif self.prompter is None:
@@ -136,7 +136,7 @@ class Preparer:
             elif self.family is not None and self.family.fragile:
                 self._refuse_harmful(request, images)
             if span:
-                span.tell({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
+                span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
         fingerprint = self._fingerprint(request, images)
         reason = tuple(reasons)
         seed = self.seed(salt)

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import mmrouter_lib as mmrouter
 from mmrouter_router.telemetry.span_queue import QUEUE, Count, SpanQueue
-from mmrouter_router.telemetry.tracing import Headers, Span, Tracing, Value, failure_of, passed_on
+from mmrouter_router.telemetry.tracing import Headers, Span, Tracing, Value, failure_of, trace_context
 
 log = logging.getLogger("mmrouter.tracing")
 
@@ -60,7 +60,7 @@ class OtlpTracing(Tracing):
         return cls(OTLPSpanExporter(endpoint=traces_url(endpoint, env)), resource(env), count)
 
     def request(self, method: str, path: str, headers: Headers) -> Span:
-        context = _PROPAGATOR.extract(passed_on(headers), context=_NO_CONTEXT)
+        context = _PROPAGATOR.extract(trace_context(headers), context=_NO_CONTEXT)
         span = self._tracer.start_span(f"{method} {path}", context=context, kind=SpanKind.SERVER)
         if not span.is_recording():
             return UnsampledSpan(span)
@@ -84,7 +84,7 @@ class UnsampledSpan(Span):
     def __init__(self, span: OtelSpan) -> None:
         self._headers = _headers(span)
 
-    def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+    def propagate(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         return self._headers
 
 
@@ -106,7 +106,7 @@ class RecordedSpan(Span):
             self.fail(failure_of(error))
         self.end()
 
-    def tell(self, attributes: Mapping[str, Value]) -> None:
+    def set_attributes(self, attributes: Mapping[str, Value]) -> None:
         self._span.set_attributes(attributes)
 
     def event(self, name: str) -> None:
@@ -122,12 +122,12 @@ class RecordedSpan(Span):
             self._ended = True
             self._span.end()
 
-    def part(self, name: str, *, client: bool = False) -> Span:
+    def child(self, name: str, *, client: bool = False) -> Span:
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
         context = set_span_in_context(self._span, _NO_CONTEXT)
         return RecordedSpan(self._tracer, self._tracer.start_span(name, context=context, kind=kind))
 
-    def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+    def propagate(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         return _headers(self._span)
 
 

@@ -33,7 +33,7 @@ class Span:
     ) -> None:
         return None
 
-    def tell(self, attributes: Mapping[str, Value]) -> None:
+    def set_attributes(self, attributes: Mapping[str, Value]) -> None:
         """Set attributes."""
 
     def event(self, name: str) -> None:
@@ -45,11 +45,11 @@ class Span:
     def end(self) -> None:
         """End the span; idempotent."""
 
-    def part(self, name: str, *, client: bool = False) -> "Span":
+    def child(self, name: str, *, client: bool = False) -> "Span":
         """Begin a child span; ``client``: of a call to another process."""
         return self
 
-    def passed_on(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+    def propagate(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Return the trace context for another process; ``headers``: the client's own."""
         return headers
 
@@ -59,30 +59,30 @@ class Tracing:
 
     def request(self, method: str, path: str, headers: Headers) -> Span:
         """Begin the span of a client's request, in the trace that ``headers`` name, if any."""
-        return NOBODY
+        return NO_SPAN
 
     def close(self) -> None:
         """Export queued spans within a bounded time; later spans are lost."""
 
 
-NOBODY: Final = Span()
+NO_SPAN: Final = Span()
 NO_TRACING: Final = Tracing()
-_current: ContextVar[Span] = ContextVar("mmrouter_request", default=NOBODY)
+_current: ContextVar[Span] = ContextVar("mmrouter_request", default=NO_SPAN)
 
 
 def enter(span: Span) -> None:
     """Make ``span`` the parent of the spans of the current task and of tasks that it starts."""
-    if span is not NOBODY:
+    if span is not NO_SPAN:
         _current.set(span)
 
 
-def stage(name: str, *, client: bool = False) -> Span:
+def child_span(name: str, *, client: bool = False) -> Span:
     """Begin a child of the current task's span."""
     span = _current.get()
-    return span if span is NOBODY else span.part(name, client=client)
+    return span if span is NO_SPAN else span.child(name, client=client)
 
 
-def passed_on(headers: Headers) -> dict[str, str]:
+def trace_context(headers: Headers) -> dict[str, str]:
     """Return the client's trace context; the values of a repeated header are joined."""
     context: dict[str, str] = {}
     for name, value in headers:

@@ -86,6 +86,6 @@ def test_the_example_reaches_the_router() -> None:
 
 def test_the_page_names_every_stage_of_a_request() -> None:
     sources = Path(mmrouter_router.__file__).parent.rglob("*.py")
-    begun = {name for file in sources for name in re.findall(r'\bstage\("([a-z ]+)"', file.read_text())}
+    begun = {name for file in sources for name in re.findall(r'\bchild_span\("([a-z ]+)"', file.read_text())}
     named = re.findall(r"^\| `([^`]+)` \| (?:internal|client) \|", PAGE, re.MULTILINE)
     assert sorted(named) == sorted(begun)

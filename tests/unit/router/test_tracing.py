@@ -19,7 +19,7 @@ from mmrouter_router.telemetry import otlp_export as otlp
 from mmrouter_router.telemetry import span_queue as spanqueue
 from mmrouter_router.telemetry import tracing
 from mmrouter_router.telemetry.otlp_export import OtlpTracing
-from mmrouter_router.telemetry.tracing import NOBODY, enter, failure_of, outcome, passed_on, stage
+from mmrouter_router.telemetry.tracing import NO_SPAN, child_span, enter, failure_of, outcome, trace_context
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, LEFT_OUT = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -84,8 +84,8 @@ def ended(tracer, collected):
 def test_trace_is_propagated_from_client_to_engine(traced, collected, counts):
     tracer = traced()
     span = request(tracer, ("traceparent", SAMPLED), ("tracestate", "vendor=1"), ("cookie", "secret"))
-    part = span.part("engine", client=True)
-    headers = part.passed_on({"traceparent": SAMPLED, "tracestate": "vendor=1"})
+    part = span.child("engine", client=True)
+    headers = part.propagate({"traceparent": SAMPLED, "tracestate": "vendor=1"})
     part.end()
     span.end()
     told = ended(tracer, collected)
@@ -110,7 +110,7 @@ def test_trace_is_propagated_from_client_to_engine(traced, collected, counts):
 def test_request_without_valid_trace_context_begins_a_trace(traced, collected, counts, headers):
     tracer = traced()
     span = request(tracer, *headers)
-    outgoing = span.passed_on({})
+    outgoing = span.propagate({})
     span.end()
     (server,) = ended(tracer, collected).values()
     assert server.parent is None
@@ -121,10 +121,10 @@ def test_request_without_valid_trace_context_begins_a_trace(traced, collected, c
 
 def test_unsampled_request_stays_unsampled(traced, collected, counts):
     tracer = traced()
-    with request(tracer, ("traceparent", LEFT_OUT)) as span, span.part("engine", client=True) as part:
+    with request(tracer, ("traceparent", LEFT_OUT)) as span, span.child("engine", client=True) as part:
         assert not span
         assert not part
-        _, trace, _, flags = part.passed_on({"traceparent": LEFT_OUT})["traceparent"].split("-")
+        _, trace, _, flags = part.propagate({"traceparent": LEFT_OUT})["traceparent"].split("-")
     assert (trace, flags) == (TRACE, "00")
     assert ended(tracer, collected) == {}
 
@@ -144,28 +144,28 @@ async def test_child_spans_belong_to_the_request_of_their_task(traced, collected
     async def serve(name):
         span = request(tracer)
         enter(span)
-        with stage(name):
+        with child_span(name):
             await asyncio.sleep(0)
             await asyncio.create_task(inner(f"{name} inner"))
         span.end()
-        return int(span.passed_on({})["traceparent"].split("-")[2], 16)
+        return int(span.propagate({})["traceparent"].split("-")[2], 16)
 
     async def inner(name):
-        with stage(name):
+        with child_span(name):
             pass
 
     first, second = await asyncio.gather(serve("a"), serve("b"))
     told = ended(tracer, collected)
     assert [told[n].parent.span_id for n in ("a", "a inner", "b", "b inner")] == [first, first, second, second]
-    assert stage("after") is NOBODY
+    assert child_span("after") is NO_SPAN
 
 
 def test_failed_span_has_the_kind_of_error_but_not_its_message(traced, collected, counts):
     tracer = traced()
     span = request(tracer)
-    with pytest.raises(RequestError), span.part("fetch image"):
+    with pytest.raises(RequestError), span.child("fetch image"):
         raise RequestError.invalid("no image at https://host/secret?key=1", param="messages[0]", code="media_timeout")
-    with pytest.raises(ValueError, match="secret"), span.part("prompt"):
+    with pytest.raises(ValueError, match="secret"), span.child("prompt"):
         raise ValueError("secret")
     span.end()
     told = ended(tracer, collected)
@@ -207,8 +207,8 @@ def test_error_without_code_is_named_by_its_class():
 
 def test_only_trace_context_headers_are_propagated():
     headers = [(b"traceparent", b"a"), (b"authorization", b"k"), (b"tracestate", b"b"), (b"tracestate", b"c")]
-    assert passed_on(headers) == {"traceparent": "a", "tracestate": "b,c"}
-    assert NOBODY.passed_on({"traceparent": "a"}) == {"traceparent": "a"}
+    assert trace_context(headers) == {"traceparent": "a", "tracestate": "b,c"}
+    assert NO_SPAN.propagate({"traceparent": "a"}) == {"traceparent": "a"}
 
 
 def test_hanging_collector_fills_the_bounded_queue_and_the_rest_is_counted(traced, collected, counts):
@@ -287,8 +287,8 @@ def test_sdk_is_loaded_only_with_an_endpoint():
 
 
 def test_no_tracing_records_nothing():
-    assert tracing.NO_TRACING.request("POST", "/", []) is NOBODY
-    enter(NOBODY)
-    assert stage("prompt") is NOBODY
-    with stage("prompt", client=True) as span:
+    assert tracing.NO_TRACING.request("POST", "/", []) is NO_SPAN
+    enter(NO_SPAN)
+    assert child_span("prompt") is NO_SPAN
+    with child_span("prompt", client=True) as span:
         assert not span
