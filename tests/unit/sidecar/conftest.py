@@ -163,7 +163,7 @@ class FakeRouter:
     async def ask_raw(self, payload: bytes) -> list[Any]:
         await self._dealer.send_multipart([b"", payload])
         parts: list[Any] = []
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while not parts or not parts[-1].last:
                 parts.append(feed.decode_reply((await self._dealer.recv_multipart())[-1]))
         return parts

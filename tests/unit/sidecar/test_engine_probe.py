@@ -59,7 +59,7 @@ async def watched(engine: Engine) -> AsyncIterator[list[int]]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

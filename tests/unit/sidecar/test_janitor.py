@@ -153,12 +153,12 @@ async def test_ascan_in_progress_at_the_end_leaves_no_mark(node: Node, monkeypat
 
     def slow(self: Janitor) -> None:
         looking.set()
-        assert end.wait(10)
+        assert end.wait(60)
         real(self)
 
     monkeypatch.setattr(Janitor, "scan", slow)
     task = asyncio.create_task(one.run())
-    await asyncio.to_thread(looking.wait, 10)
+    await asyncio.to_thread(looking.wait, 60)
     task.cancel()
     ending = asyncio.create_task(one.end())
     await asyncio.sleep(0)

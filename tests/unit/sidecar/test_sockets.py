@@ -31,14 +31,14 @@ def keys(one: Any, *ids: int, size: int = 2) -> set[int]:
 
 async def applied(one: Any, batches: int) -> None:
     """Wait until the sidecar applied so many batches."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while one.metric("batches_total") < batches:
             await asyncio.sleep(0.002)
 
 
 async def counted(counter: Callable[[], float]) -> None:
     """Wait until a counter is above zero."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not counter():
             await asyncio.sleep(0.002)
 
@@ -419,7 +419,7 @@ async def test_an_encoder_has_its_own_health_path_and_a_long_period(
     http_engine["health"] = 503
     http_engine["metrics"] = "sglang:num_running_reqs 1.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.5\n"
     await start(replace(settings, engine="sglang", health_path="/health", health_seconds=30.0))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while len(http_engine["asked"]) < 2:  # an encoder that is not up has the usual period
             await asyncio.sleep(0.002)
     http_engine["health"] = 200

@@ -21,7 +21,7 @@ def context():
 
 
 async def receive(socket):
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         return await socket.recv_multipart()
 
 

@@ -54,7 +54,7 @@ def ec(serve, unused_port, monkeypatch):
 
 
 async def listening(host, port):
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, port)
@@ -76,7 +76,7 @@ def held(client):
 
 
 async def until(condition):
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -230,7 +230,7 @@ async def replayed(context, endpoint):
     dealer.connect(endpoint)
     await dealer.send_multipart([b"", bytes(8)])
     batches = []
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while (frames := await dealer.recv_multipart())[-2] != b"\xff" * 8:
             batches.append(decode_batch(frames[-1]))
     dealer.close(linger=0)
