@@ -139,7 +139,7 @@ def test_kubectl_explains_every_section(crd: ControlPlane) -> None:
         ("mmrd.spec.pools", "Replicas with the same role, image, flags and accelerator."),
         ("mmrd.spec.pools.accelerator.kind", "ENUM:"),
         ("mmrd.spec.routing.media.maxBytes", "Largest encoded image."),
-        ("mmrd.status.conditions", "Cause in a sentence, for people."),
+        ("mmrd.status.conditions", "Explanation for people."),
     ):
         shown = crd.kubectl("explain", path)
         assert shown.returncode == 0, shown.stderr
