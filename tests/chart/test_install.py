@@ -59,7 +59,7 @@ def served(plane: ControlPlane) -> bool:
 def older(admin: Helm, folder: Path) -> Path:
     """Package a version before this one: another number, and a CRD of another hash."""
     copied = folder / "mmrouter"
-    subprocess.run(["cp", "-r", CHART, copied], check=True)
+    subprocess.run(["cp", "-rL", CHART, copied], check=True)
     (file,) = (copied / "files" / "crds").glob("*")
     now = definition()["metadata"]["annotations"][HASH_ANNOTATION]
     file.write_text(file.read_text().replace(now, "f" * len(now)))
@@ -84,8 +84,8 @@ def test_upgrade_and_uninstall_keep_the_definition_and_every_resource(
     with empty.namespace() as space:
         mine = apply(empty, space, resource("mine"))
 
-        said = install(admin, values={"deployments": {"theirs": {"namespace": space, "spec": MINIMAL}}})
-        assert "`helm uninstall` ends no model: the CRD, every MMRouterDeployment and its pods stay." in said
+        notes = install(admin, values={"deployments": {"theirs": {"namespace": space, "spec": MINIMAL}}})
+        assert "`helm uninstall` removes no model: the CRD, every MMRouterDeployment and its pods stay." in notes
         after = definition_there(empty)
         assert after["uid"] == before["uid"]
         assert after["annotations"][HASH_ANNOTATION] == definition()["metadata"]["annotations"][HASH_ANNOTATION]
@@ -269,8 +269,8 @@ def test_users_may_do_with_models_what_they_may_do_with_deployments(admin: Helm,
 
 
 def test_the_notes_name_what_is_missing(admin: Helm, empty: ControlPlane) -> None:
-    assert "`mmrouter doctor qwen-vl --namespace default` what is wrong with a model" in install(admin)
-    said = install(admin, values={"crds": {"install": False}, "rbac": {"create": False}})
-    assert "crds.install is false: the operator waits" in said
-    assert "rbac.create is false: the operator can do nothing" in said
-    assert "ends no model: every MMRouterDeployment" in said
+    assert "`mmrouter doctor qwen-vl --namespace default` diagnoses a model" in install(admin)
+    notes = install(admin, values={"crds": {"install": False}, "rbac": {"create": False}})
+    assert "crds.install is false: the operator waits" in notes
+    assert "rbac.create is false: the operator cannot work" in notes
+    assert "removes no model: every MMRouterDeployment" in notes

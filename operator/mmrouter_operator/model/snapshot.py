@@ -49,7 +49,7 @@ class DeploymentView(ChildView):
     template_hash: str = ""
     """Annotation ``mmrouter.io/rendering-hash`` of its pod template: which template it is, to the letter."""
     compatibility: str = ""
-    """Label ``mmrouter.io/compatibility`` of its pods: which revision of a set it is (``sets.py``)."""
+    """Label ``mmrouter.io/compatibility`` of its pods: which revision of a set it is (``pool_set_steps.py``)."""
     set_target: int | None = None
     """Annotation ``mmrouter.io/set-target``: replicas that an autoscaled pool had when its set began to switch."""
 
@@ -92,7 +92,7 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class SharedReport:
-    """The memory that a pod shares with others of its node. ``above``: so full that nothing more is handed over."""
+    """Memory that a pod shares with others of its node. ``above``: too full for further hand-overs."""
 
     above: bool = False
     limit: int = 0
@@ -101,7 +101,7 @@ class SharedReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What one frontend says of one engine pod."""
+    """One frontend's report on one engine pod."""
 
     uid: str
     pool: str
@@ -118,7 +118,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class FrontendReport:
-    """What one frontend's control stream said last; the counts only grow while the router lives."""
+    """The last report of one frontend's control stream; the counts only grow while the router lives."""
 
     router: str
     ready: bool
@@ -133,7 +133,7 @@ class FrontendReport:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """An object that the resource names and that is not there. ``path``: the field that names it."""
+    """A missing object that the resource refers to. ``path``: the field with its name."""
 
     kind: str
     name: str
@@ -154,7 +154,7 @@ class RevisionView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that a reconcile looks at. ``reports``: frontend pod uid -> its last report, ``None`` if not heard."""
+    """The inputs of a reconcile. ``reports``: frontend pod uid -> its last report, ``None`` without one."""
 
     resource: Mapping[str, Any]
     now: float
@@ -167,6 +167,6 @@ class Snapshot:
     revisions: tuple[RevisionView, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
     config: OperatorConfig = field(default_factory=OperatorConfig)
-    """What the site told the operator, as it was rendered with."""
+    """The site's settings, as rendered with."""
     listening_since: float = 0.0
-    """When this process began to follow the deployment's frontends, seconds since the epoch; 0 for long ago."""
+    """Since when this process reads the frontends' streams, seconds since the epoch; 0 for long ago."""

@@ -1,4 +1,4 @@
-"""A plan while it is put together, and the small questions that every part of planning asks. Pure."""
+"""The plan under construction, and predicates that all parts of planning share. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ MANAGER = "mmrouter-operator"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that is done now or later, for people."""
+    """One change, now or later, for display."""
 
     action: str
     """create, restart, scale, hold, switch or delete."""
@@ -25,29 +25,29 @@ class Step:
 
 @dataclass(slots=True)
 class PlanDraft:
-    """A plan while it is put together."""
+    """A plan under construction."""
 
     apply: list[dict[str, Any]] = field(default_factory=list)
     """Deployments."""
     steps: list[Step] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     keep: set[str] = field(default_factory=set)
-    """Deployments that stay although they are not rendered."""
+    """Deployments that stay although they are no longer rendered."""
     drop: set[str] = field(default_factory=set)
     """Deployments of a set's generation that is removed now, as a whole."""
     blocked: list[Blocked] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
-    """What is not finished, in sentences."""
+    """What is not finished yet, in sentences."""
 
 
 def live_deployment(snapshot: Snapshot, name: str) -> DeploymentView | None:
-    """Return the live Deployment of that name, ``None`` where there is none."""
+    """Return the live Deployment of that name, ``None`` if there is none."""
     view = snapshot.children.get(("Deployment", name))
     return view if isinstance(view, DeploymentView) else None
 
 
 def is_foreign(snapshot: Snapshot, kind: str, name: str) -> bool:
-    """Whether the name of a child is held by an object that another one controls.
+    """Whether the name of a child belongs to an object of another owner.
 
     An object with our label and without a controller was orphaned, or lost its owner reference; it is adopted.
     """
@@ -61,15 +61,15 @@ def is_owned(snapshot: Snapshot, view: ChildView) -> bool:
 
 
 def resource_uid(snapshot: Snapshot) -> str:
-    """Return the uid of the resource; empty for one that no cluster has seen."""
+    """Return the uid of the resource; empty for one outside of a cluster."""
     return str(snapshot.resource["metadata"].get("uid", ""))
 
 
 def replicas_without_autoscaler(manifest: Mapping[str, Any], snapshot: Snapshot, live: int) -> int:
-    """Return the replicas of a pool's Deployment that stands and that no autoscaler sizes.
+    """Return the replicas of an existing Deployment of a pool without an autoscaler.
 
-    A pool with ``autoscaling`` whose autoscaler cannot be (its API went away, for one) keeps the ``live`` replicas,
-    within its bounds: warm engines are not let go because an adapter is installed anew.
+    A pool with ``autoscaling`` whose autoscaler cannot exist (its API was removed, for example) keeps its ``live``
+    replicas within its bounds: warm engines are not removed while an adapter is reinstalled.
     """
     name = (manifest["metadata"].get("labels") or {}).get(POOL_LABEL)
     for pool in (snapshot.resource.get("spec") or {}).get("pools") or []:
@@ -82,8 +82,8 @@ def replicas_without_autoscaler(manifest: Mapping[str, Any], snapshot: Snapshot,
 def with_replicas(manifest: Mapping[str, Any], replicas: int | None, seen: str = "") -> dict[str, Any]:
     """Return a copy of a Deployment's manifest with these replicas; ``None`` leaves the field to another manager.
 
-    ``seen``: the resource version at which these replicas were seen. The server refuses the manifest when the object
-    has changed since, so that replicas which an autoscaler sets meanwhile are not set back.
+    ``seen``: the resource version at which these replicas were observed. The server refuses the manifest if the object
+    has changed since, so that replicas which an autoscaler sets meanwhile are not reverted.
     """
     spec = {key: value for key, value in manifest["spec"].items() if key != "replicas"}
     made = {**manifest, "spec": spec if replicas is None else {**spec, "replicas": replicas}}
@@ -91,7 +91,7 @@ def with_replicas(manifest: Mapping[str, Any], replicas: int | None, seen: str =
 
 
 def progress_message(rollout: Rollout) -> str:
-    """Return where a rollout stands, in a sentence."""
+    """Return the progress of a rollout, in a sentence."""
     return (
         f"{rollout.subject}: {rollout.updated} of {rollout.desired} replicas updated, {rollout.available} available"
         + (f", {rollout.total - rollout.updated} old ones left" if rollout.total > rollout.updated else "")

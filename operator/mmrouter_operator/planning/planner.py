@@ -1,13 +1,13 @@
-"""What to do next for one deployment, and why. Pure: rendered manifests and a snapshot in, manifests to apply out.
+"""Plans the next step for one deployment. Pure: rendered manifests and a snapshot in, manifests to apply out.
 
-Order: everything that is no Deployment first; then the frontend, which must understand old and new engines; then
+Order: everything that is not a Deployment first; then the frontend, which must understand old and new engines; then
 renderers, encoders, and last the engines that generate text. A *new pod template* waits until the rollout of every
 earlier stage is over. Nothing else waits: not the first creation, not replicas, and not a template that pods of the
 Deployment have already, which is why going back to the old spec in the middle of a rollout takes effect at once.
-A pool that left the spec goes last, when what replaces it serves (``departures.py``).
+A pool that left the spec goes last, when what replaces it serves (``removed_pools.py``).
 
 Within one Deployment the native rolling update moves the pods: surge, unavailability and readiness gates are
-Kubernetes' own. Prefill and decode pools switch as a set (``sets.py``, ``set_rollout.py``).
+Kubernetes' own. Prefill and decode pools switch as a set (``pool_set_steps.py``, ``pool_set_rollout.py``).
 """
 
 import copy
@@ -49,12 +49,12 @@ from mmrouter_operator.planning.template_revisions import stored_template, surpl
 __all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Progress", "Prune", "Rollout", "RolloutPlan", "Step", "plan"]
 
 SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
-KEPT_KINDS = ("Secret", "ControllerRevision")
-"""Kinds that no manifest to apply names. Losing the Secret restarts every pod; revisions are counted by themselves."""
+_NOT_PRUNED = ("Secret", "ControllerRevision")
+"""Kinds that are never in the plan's manifests. Losing the Secret restarts every pod; revisions are counted apart."""
 
 
 class Prune(NamedTuple):
-    """An object that is is_owned and no longer wanted."""
+    """A child of ours that is no longer wanted."""
 
     kind: str
     name: str
@@ -63,7 +63,7 @@ class Prune(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """What to apply, in order, what to delete after that, and where every Deployment stands."""
+    """What to apply, in order, what to delete after that, and the progress of every Deployment."""
 
     outcome: Outcome
     apply: tuple[dict[str, Any], ...] = ()
@@ -75,7 +75,7 @@ class RolloutPlan:
 
 
 def plan(desired: Sequence[dict[str, Any]], snapshot: Snapshot) -> RolloutPlan:
-    """Return the next step from ``snapshot`` towards ``desired``, whose templates are chosen (``revisions.py``).
+    """Return the next step from ``snapshot`` towards ``desired``, whose templates are chosen already.
 
     The result depends on its arguments alone, so a step that is planned twice is the same step, and a plan that is not
     carried out is planned again.
@@ -191,7 +191,7 @@ def _is_new(manifest: Mapping[str, Any], live: DeploymentView, snapshot: Snapsho
 def _others(
     desired: Sequence[dict[str, Any]], snapshot: Snapshot, draft: PlanDraft, switching: bool, together: set[str]
 ) -> list[dict[str, Any]]:
-    """Return what is no Deployment. While a set switches, its planner decides the replicas, so no autoscaler does."""
+    """Return everything but Deployments. While a set switches, its planner decides the replicas, not an autoscaler."""
     result = []
     names = {manifest["metadata"]["name"]: manifest for manifest in draft.apply}
     for manifest in desired:
@@ -235,7 +235,7 @@ def _prune(
     wanted |= {("Deployment", name) for name in draft.keep}
     pruned = []
     for (kind, name), view in snapshot.children.items():
-        if not is_owned(snapshot, view) or view.deleting or (kind, name) in wanted or kind in KEPT_KINDS:
+        if not is_owned(snapshot, view) or view.deleting or (kind, name) in wanted or kind in _NOT_PRUNED:
             continue
         if leaving and _serves_the_leaving(kind, name, snapshot, leaving):
             continue
@@ -252,7 +252,7 @@ def _prune(
 
 
 def _serves_the_leaving(kind: str, name: str, snapshot: Snapshot, leaving: Sequence[DeploymentView]) -> bool:
-    """Whether a child has to stay as long as Deployments of pools that left the spec do: it may be made for them."""
+    """Whether a child must stay as long as Deployments of removed pools do: it may belong to them."""
     if kind == "Deployment":
         return any(view.name == name for view in leaving)
     return kind not in SCALERS or any(rendered_name(snapshot, view) == name for view in leaving)

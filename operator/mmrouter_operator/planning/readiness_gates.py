@@ -1,12 +1,12 @@
-"""Readiness gates of engine pods: the table of docs/architecture.md. Pure.
+"""Decides the readiness gates of engine pods (docs/architecture.md). Pure.
 
 | gate | opens when |
 |---|---|
-| routable | every ready frontend holds the pod (its snapshot, heartbeat or answer, by role) |
-| verified | one frontend proved the pod (canary, generation or image, by role), or nothing of it can be proved |
+| routable | every ready frontend can route to the pod (by its snapshot, heartbeat or answer, depending on the role) |
+| verified | one frontend proved the pod (canary, generation or image, by role), or it has nothing to prove |
 
-After ``verification.timeoutSeconds`` with its containers ready a pod is let in all the same under ``Degrade``, where a
-frontend can reach it: better served without overlap than not at all. The reason says so, and the condition
+After ``verification.timeoutSeconds`` with its containers ready its gates open anyway under ``Degrade``, if a
+frontend can reach it: serving without overlap is better than not serving. The reason says so, and the condition
 ExactRoutingVerified is False. A gate that is open stays open: a restarting frontend reports no pod for a moment, and
 must not take the service down with it.
 """
@@ -18,7 +18,7 @@ from mmrouter_operator.model.labels import FRONTEND_ROLE, ROUTABLE, VERIFIED
 from mmrouter_operator.model.snapshot import FrontendReport, PodView, Snapshot, WorkerReport
 
 HEARING_SECONDS = 30.0
-"""How long it may take until a ready frontend is heard, before its silence counts."""
+"""How long a ready frontend may take to send its first report, before its silence counts."""
 
 NOTHING_TO_PROVE = "not_probed"
 """A frontend's cause for an engine that holds no cache and answers no plain request: an encoder of SGLang."""
@@ -28,7 +28,7 @@ Gate = tuple[bool, str, str]
 
 
 def gate_changes(dep: MMRouterDeployment, snapshot: Snapshot) -> dict[str, dict[str, Gate]]:
-    """Return by pod uid all gates of the pods on which one is to change; other pods are left out."""
+    """Return by pod uid all gates of the pods of which one must change."""
     result = {}
     for pod in snapshot.pods:
         if not pod.pool or pod.deleting or not pod.gates:
@@ -40,35 +40,35 @@ def gate_changes(dep: MMRouterDeployment, snapshot: Snapshot) -> dict[str, dict[
 
 
 def ready_frontends(snapshot: Snapshot) -> list[PodView]:
-    """Return the frontends that clients reach now."""
+    """Return the frontends that clients can reach now."""
     return [
         pod for pod in snapshot.pods if pod.role == FRONTEND_ROLE and not pod.pool and pod.ready and not pod.deleting
     ]
 
 
 def reports_on(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
-    """Return what each ready frontend says of a pod; ``None`` for one that was not heard or does not know it."""
+    """Return each ready frontend's report on a pod; ``None`` for one without a report on it."""
     reports: list[FrontendReport | None] = [snapshot.reports.get(front.uid) for front in ready_frontends(snapshot)]
     return [None if report is None else report.workers.get(pod.uid) for report in reports]
 
 
 def counted_frontends(snapshot: Snapshot) -> list[PodView]:
-    """Return the ready frontends that count: those that were heard, and those that should have been by now.
+    """Return the ready frontends that have reported, or should have by now.
 
-    An operator or a frontend that has just started has not had the time to speak or to listen, and that says nothing.
+    Right after the start of the operator or of a frontend, a missing report means nothing.
     """
     return [pod for pod in ready_frontends(snapshot) if snapshot.reports.get(pod.uid) or _silent(pod, snapshot)]
 
 
 def all_frontends_counted(snapshot: Snapshot) -> bool:
-    """Whether every ready frontend has spoken, or has had its time to."""
+    """Whether every ready frontend has reported, or had time to."""
     return len(counted_frontends(snapshot)) == len(ready_frontends(snapshot))
 
 
 def counted_reports(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
-    """Return what the frontends that count say of a pod, as :func:`reports_on` does of all that are ready."""
-    heard = (snapshot.reports.get(front.uid) for front in counted_frontends(snapshot))
-    return [None if report is None else report.workers.get(pod.uid) for report in heard]
+    """Return the reports on a pod by :func:`counted_frontends`, as :func:`reports_on` does for all ready frontends."""
+    reports = (snapshot.reports.get(front.uid) for front in counted_frontends(snapshot))
+    return [None if report is None else report.workers.get(pod.uid) for report in reports]
 
 
 def _silent(pod: PodView, snapshot: Snapshot) -> bool:
@@ -76,14 +76,14 @@ def _silent(pod: PodView, snapshot: Snapshot) -> bool:
 
 
 def is_routable(reports: Sequence[WorkerReport | None]) -> bool:
-    """Whether every ready frontend holds the pod, and there is one."""
+    """Whether every ready frontend can route to the pod, and there is one."""
     return bool(reports) and all(report is not None and report.routable for report in reports)
 
 
 def is_verified(reports: Sequence[WorkerReport | None]) -> bool:
     """Whether some frontend proved the pod, or reached it where there is nothing to prove.
 
-    The result travels in the heartbeat, so one is enough.
+    One is enough, because frontends share the result in their heartbeats.
     """
     return any(report is not None and (report.verified == "True" or _proves_nothing(report)) for report in reports)
 
@@ -139,7 +139,7 @@ def _overdue(dep: MMRouterDeployment, pod: PodView, now: float) -> bool:
 def _reachable(
     gate: str, pod: PodView, reports: Sequence[WorkerReport | None], heard: Mapping[str, FrontendReport | None]
 ) -> bool:
-    """Whether letting the pod in can do any good: a frontend holds it, or frontends do not follow its role at all."""
+    """Whether opening the gate helps: a frontend can route to the pod, or frontends do not track its role at all."""
     if gate == VERIFIED or any(report is not None and report.routable for report in reports):
         return True
     followed = any(

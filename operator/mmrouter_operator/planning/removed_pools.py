@@ -1,7 +1,7 @@
-"""Pools that left the spec: they serve until what is in the spec does, and go then. Pure.
+"""Pools that left the spec: they are kept until the pools in the spec serve. Pure.
 
-A pool that is renamed, or a worker pool that becomes a prefill and a decode pool, is to the planner one pool that is
-gone and another that is new. The new one takes minutes to load a model; until it serves, the old one does.
+To the planner, a renamed pool, or a worker pool that becomes a prefill and a decode pool, is a removed pool and a new
+one. The new one takes minutes to load a model; until it serves, the old one does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from mmrouter_operator.planning.rollout import STAGES, Blocked, Rollout, pool_of
 def pools_kept_serving(
     deployments: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft: PlanDraft
 ) -> list[DeploymentView]:
-    """Return the Deployments of pools that left the spec and that have to stay for now; say so in the draft.
+    """Return the Deployments of removed pools that must stay for now, and add them to the draft.
 
-    One stays while a pool of its own stage or a later one is short of the replicas that it may not miss, or runs an
-    older template. One without available replicas never stays. ``deployments``: as rendered, all
+    A Deployment stays while a pool of its own stage or a later one lacks required replicas, or runs an older
+    template. One without available replicas never stays. ``deployments``: as rendered, all
     of them already planned in ``draft``.
     """
     wanted = {manifest["metadata"]["name"] for manifest in draft.apply} | draft.keep | draft.drop
@@ -52,7 +52,7 @@ def rendered_name(snapshot: Snapshot, view: DeploymentView) -> str:
 
 
 def _no_room(blocked: Blocked, rollouts: Sequence[Rollout], stay: Sequence[DeploymentView]) -> Blocked:
-    """Return what keeps a pool from starting, with the way out where the one that it replaces may hold its devices."""
+    """Return the block with the way out, if a removed pool may hold the devices that the new one needs."""
     waiting = next((r for r in rollouts if r.blocked == blocked and r.pool), None)
     if blocked.reason != "Unschedulable" or waiting is None:
         return blocked

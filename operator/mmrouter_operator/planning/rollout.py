@@ -1,7 +1,7 @@
-"""One Deployment on its way from one pod template to the next: where it stands, and what keeps it there. Pure.
+"""The rollout of one Deployment: its progress, and what blocks it. Pure.
 
-A rollout is judged by the template that is wanted now: pods of an older one are never counted as updated, also while
-the Deployment controller has not looked at the change yet.
+A rollout is judged by the template that is wanted now: pods of an older one never count as updated, also before the
+Deployment controller has observed the change.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError"
 
 
 STAGES: Mapping[str, int] = {"frontend": 0, "renderer": 1, "encoder": 2, "worker": 3, "prefill": 3, "decode": 3}
-"""Role -> place in the order."""
+"""Role -> its stage in the order of a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """There is more to do or to wait for. ``message``: what for, in a sentence."""
+    """The rollout is under way. ``message``: what it waits for, in a sentence."""
 
     message: str
 
@@ -34,7 +34,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Waiting alone will not help. Callers must not take it for :class:`Complete`."""
+    """The rollout does not continue by itself. Callers must not take it for :class:`Complete`."""
 
     reason: str
     """CamelCase, stable."""
@@ -46,7 +46,7 @@ Outcome = Progress | Complete | Blocked
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Where a pool or the frontend stands. A set pool's counts are summed over its two revisions."""
+    """The progress of a pool or the frontend. A set pool's counts are sums over its two revisions."""
 
     name: str
     """Of the Deployment that is wanted."""
@@ -66,7 +66,7 @@ class Rollout:
     """The new template waits for an earlier stage."""
     blocked: Blocked | None = None
     asks: str = ""
-    """What a node must have to take one of its pods, in words."""
+    """What a node must have to fit one of its pods, in words."""
 
     @property
     def complete(self) -> bool:
@@ -75,12 +75,12 @@ class Rollout:
 
     @property
     def subject(self) -> str:
-        """How a sentence names it."""
+        """Its name in sentences."""
         return f"pool {self.pool}" if self.pool else "frontend"
 
 
 def template_hash(manifest: Mapping[str, Any]) -> str:
-    """Return which template a Deployment's manifest has: its annotation ``mmrouter.io/rendering-hash``."""
+    """Return the annotation ``mmrouter.io/rendering-hash`` of a Deployment's template."""
     annotations = manifest["spec"]["template"]["metadata"].get("annotations") or {}
     return str(annotations.get(RENDERING_HASH, ""))
 
@@ -96,7 +96,7 @@ def role_of(manifest: Mapping[str, Any]) -> str:
 
 
 def assess(manifest: Mapping[str, Any], live: DeploymentView | None, snapshot: Snapshot, desired: int) -> Rollout:
-    """Return where a Deployment stands on the way to ``manifest`` with ``desired`` replicas."""
+    """Return the progress of a Deployment towards ``manifest`` with ``desired`` replicas."""
     pool, role, wanted = pool_of(manifest), role_of(manifest), template_hash(manifest)
     name = manifest["metadata"]["name"]
     if live is None:
@@ -104,7 +104,7 @@ def assess(manifest: Mapping[str, Any], live: DeploymentView | None, snapshot: S
     pods = pods_of(snapshot.pods, pool, role)
     seen = live.observed_generation >= live.generation
     current = seen and live.template_hash == wanted
-    # The controller's own count is of the template that it saw last, so it speaks of the wanted one only when current.
+    # The controller counts the template that it observed last: that is the wanted one only if current.
     updated = live.updated if current else sum(1 for pod in pods if pod.template_hash == wanted and not pod.deleting)
     once = live.progressing_reason == "NewReplicaSetAvailable"
     rollout = Rollout(
@@ -150,16 +150,16 @@ def _asked_by_affinity(spec: Mapping[str, Any]) -> list[str]:
         "requiredDuringSchedulingIgnoredDuringExecution"
     ) or {}
     terms = [
-        " and ".join(_said(expression) for expression in term.get("matchExpressions") or [])
+        " and ".join(_expression_text(expression) for expression in term.get("matchExpressions") or [])
         for term in required.get("nodeSelectorTerms") or []
     ]
-    known = [term for term in terms if term]
-    if not known:
+    labels = [term for term in terms if term]
+    if not labels:
         return []
-    return [f"label {known[0]}" if len(known) == 1 else f"one of the labels {' or '.join(known)}"]
+    return [f"label {labels[0]}" if len(labels) == 1 else f"one of the labels {' or '.join(labels)}"]
 
 
-def _said(expression: Mapping[str, Any]) -> str:
+def _expression_text(expression: Mapping[str, Any]) -> str:
     key, operator, values = expression.get("key"), expression.get("operator"), expression.get("values") or []
     if operator == "In" and len(values) == 1:
         return f"{key}={values[0]}"
@@ -167,22 +167,22 @@ def _said(expression: Mapping[str, Any]) -> str:
 
 
 def pod_problem(pod: PodView, asks: str = "") -> Blocked | None:
-    """Return what keeps a pod from running, ``None`` when nothing that waiting would not cure.
+    """Return what keeps a pod from running, ``None`` if nothing does or it resolves itself.
 
     ``asks``: what its node must have, for the message.
     """
     if pod.deleting:
         return None
     if pod.waiting is not None:
-        container, reason, message = pod.waiting
-        said = f"container {container} of pod {pod.name}: {message or reason}"
+        container, reason, detail = pod.waiting
+        message = f"container {container} of pod {pod.name}: {detail or reason}"
         if reason in IMAGE_REASONS:
-            return Blocked("ImagePullFailed", said)
+            return Blocked("ImagePullFailed", message)
         if reason in CONFIG_REASONS:
-            return Blocked("ContainerConfigError", said)
-        return Blocked("CrashLoopBackOff", said)
+            return Blocked("ContainerConfigError", message)
+        return Blocked("CrashLoopBackOff", message)
     if pod.unschedulable:
-        # The scheduler ends some of its sentences with a full stop, and some not.
+        # Only some of the scheduler's sentences end with a full stop.
         needs = f". It needs a node with {asks}" if asks else ""
         return Blocked("Unschedulable", f"no node takes pod {pod.name}: {pod.unschedulable.rstrip('. ')}{needs}")
     return None
@@ -207,7 +207,7 @@ def _blocked(
             continue
         leaving = live.total > live.updated or any(other.deleting for other in pods)
         if problem.reason == "Unschedulable" and unavailable and leaving:
-            continue  # an old replica goes first and makes room
+            continue  # an old replica is removed first and makes room
         if problem.reason == "Unschedulable" and live.total > live.replicas:
             return Blocked(
                 "NoSurgeRoom",

@@ -1,4 +1,4 @@
-"""The process around the loop: options, logs, metrics, and that docs/operator.md has them all."""
+"""The process around the loop: configuration, options, logs and metrics, and that docs/operator.md has them all."""
 
 import json
 import logging
@@ -15,8 +15,45 @@ from mmrouter_operator.cluster.kinds import CORE_CHILDREN, KINDS
 from mmrouter_operator.cluster.resource_watch import kopf_settings
 from mmrouter_operator.logs import JsonFormatter, TextFormatter
 from mmrouter_operator.metrics import Metrics
+from mmrouter_operator.model.config import ConfigError, OperatorConfig, load_config
 from mmrouter_operator.model.kinds import Capabilities
 from mmrouter_operator.runtime.operator import watched_kinds
+
+
+def test_without_a_file_everything_has_its_default() -> None:
+    assert load_config(None) == OperatorConfig()
+
+
+def test_a_file_is_read_in_camel_case(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("prometheusAddress: http://prometheus:9090\npodCidrs: [10.244.0.0/16, 'fd00:0::/8']\n")
+    config = load_config(path)
+    assert config.prometheus_address == "http://prometheus:9090"
+    assert config.pod_cidrs == ("10.244.0.0/16", "fd00::/8")
+
+
+def test_an_empty_file_is_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("")
+    assert load_config(path) == OperatorConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("podCidrs: [10.244.0.0]\napiServerCidrs: [host]", "apiServerCidrs.0"),
+        ("podCidrs: [10.244.0.1/16]", "podCidrs.0"),
+        ("prometheus: x", "prometheus"),
+        ("image: 1", "image"),
+        ("[", "is not YAML"),
+    ],
+)
+def test_a_malformed_file_is_an_error_that_names_the_field(tmp_path: Path, text: str, field: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=field):
+        load_config(path)
+
 
 DOCS = (Path(__file__).resolve().parents[3] / "docs" / "operator.md").read_text()
 
