@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hack.build_once import ROOT, CannotMakeError
 from hack.python_releases import RELEASES, find_python, make
 
 OTHERS = [release for release in RELEASES if release != "{}.{}".format(*sys.version_info[:2])]
-FOLDERS = ("mmrouter", "operator", "sidecar", "router", "handover", "sim", "cli")
+FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
 LIBRARY_TESTS = [f"tests/unit/{name}" for name in ("api", "families", "feed", "imagesize")]
 
 

@@ -43,7 +43,7 @@ def insert(file: Path, before: str, text: str) -> None:
 
 def test_an_owned_flag_is_one_entry(copy: Copy, tmp_path: Path) -> None:
     traits = copy("mmrouter") / "mmrouter_lib" / "api" / "engine_types" / "vllm.py"
-    insert(traits, '    OwnedFlag("--model",', '    OwnedFlag("--example-flag", "model.id", "it is an example"),\n')
+    insert(traits, "    *owned(", '    *owned("it is an example", "model.id", "--example-flag"),\n')
     output = run(
         tmp_path,
         "import yaml\n"
