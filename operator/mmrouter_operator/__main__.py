@@ -19,8 +19,7 @@ USAGE = 2
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the operator until a signal ends it. Returns the exit status."""
-    parser = _parser()
-    given = parser.parse_args(sys.argv[2:] if arguments is None else arguments)
+    given = parser().parse_args(sys.argv[2:] if arguments is None else arguments)
     logs.configure(given.log_level, plain=given.log_format == "text")
     try:
         host, _, port = given.bind.rpartition(":")
@@ -45,8 +44,9 @@ async def _run(options: Options) -> int:
     return await Operator(options, await connect.load(options.kubeconfig)).run()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; environment variables are its defaults."""
+    made = argparse.ArgumentParser(
         prog="mmrouter operator",
         description="Run the operator. Every option can also be given as MMROUTER_OPERATOR_<OPTION>.",
     )
@@ -56,11 +56,11 @@ def _parser() -> argparse.ArgumentParser:
         value: object = os.environ.get(variable) or default
         if more.get("action") == "append":
             value = [os.environ[variable]] if os.environ.get(variable) else []
-        parser.add_argument(f"--{name}", help=help, default=value, **more)  # type: ignore[arg-type]
+        made.add_argument(f"--{name}", help=help, default=value, **more)  # type: ignore[arg-type]
 
     option("config", "YAML file with site settings", type=Path)
     option("kubeconfig", "kubeconfig file; default: the pod's service account, else the usual places", type=Path)
-    option("namespace", "namespace to look after; repeatable; default: all", action="append")
+    option("namespace", "namespace to watch; repeatable; default: all", action="append")
     option("lease-namespace", "namespace of the lease; default: the operator's own")
     option("lease-name", "name of the lease", default="mmrouter-operator")
     option("identity", "name of this replica in the lease; default: pod name and a random part")
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     option("bind", "ADDRESS:PORT of /metrics, /healthz and /readyz; port 0: none", default="0.0.0.0:9090")
     option("log-level", "debug, info, warning or error", default="info", choices=["debug", "info", "warning", "error"])
     option("log-format", "json or text", default="json", choices=["json", "text"])
-    return parser
+    return made
 
 
 if __name__ == "__main__":

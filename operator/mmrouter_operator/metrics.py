@@ -12,7 +12,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """One registry per operator, so that two of them can live in one process. Implements ``queue.Hooks``."""
+    """One registry per operator, so that two of them can live in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -60,15 +60,15 @@ class Metrics:
         self._shown: dict[Key, set[tuple[str, str]]] = {}
 
     def depth(self, ready: int) -> None:
-        """See ``queue.Hooks``."""
+        """``ready`` deployments could run now."""
         self._depth.set(ready)
 
     def started(self, waited: float) -> None:
-        """See ``queue.Hooks``."""
+        """A reconcile started, ``waited`` seconds after it was due."""
         self._wait.observe(max(waited, 0.0))
 
     def finished(self, result: str, seconds: float) -> None:
-        """See ``queue.Hooks``."""
+        """A reconcile ended; ``result`` is success, retry, error, timeout or gone."""
         self._reconciles.labels(result).inc()
         self._duration.observe(seconds)
 

@@ -96,7 +96,7 @@ class LeaderElection:
         leading = False
         while True:
             if not self._stopping:
-                await self._attempt()
+                await self.attempt()
             if self.valid() != leading:
                 leading = not leading
                 log.info("%s the lease %s/%s", "took" if leading else "lost", self._ref.namespace, self._ref.name)
@@ -119,7 +119,8 @@ class LeaderElection:
         except ApiError as error:
             log.warning("the lease was not released: %s", error)
 
-    async def _attempt(self) -> None:
+    async def attempt(self) -> None:
+        """Acquire or renew the lease once."""
         started = self._clock()
         try:
             async with asyncio.timeout(self._timing.deadline):

@@ -9,8 +9,8 @@ import heapq
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
+from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.snapshot import Key
 
 log = logging.getLogger(__name__)
@@ -163,19 +163,6 @@ class Retry(Exception):  # noqa: N818 - an outcome, not an error
         self.reset = reset
 
 
-class Hooks(Protocol):
-    """Callbacks for metrics."""
-
-    def depth(self, ready: int) -> None:
-        """``ready`` keys could run now."""
-
-    def started(self, waited: float) -> None:
-        """A run started, ``waited`` seconds after it was due."""
-
-    def finished(self, result: str, seconds: float) -> None:
-        """A run ended; ``result`` is success, retry, error, timeout or gone."""
-
-
 class Workers:
     """Runs keys, at most ``concurrency`` at a time, each within ``deadline`` seconds.
 
@@ -186,7 +173,7 @@ class Workers:
     def __init__(
         self,
         work: Callable[[Key], Awaitable[float | None]],
-        hooks: Hooks,
+        metrics: Metrics,
         *,
         concurrency: int = 8,
         deadline: float = 60.0,
@@ -194,7 +181,7 @@ class Workers:
         rng: random.Random | None = None,
     ) -> None:
         self._work = work
-        self._hooks = hooks
+        self._metrics = metrics
         self._concurrency = concurrency
         self._deadline = deadline
         self._version = version
@@ -231,7 +218,7 @@ class Workers:
                     task = asyncio.create_task(self._run_key(*entry))
                     self._tasks.add(task)
                     task.add_done_callback(self._done)
-                self._hooks.depth(self._queue.ready(_now()))
+                self._metrics.depth(self._queue.ready(_now()))
                 busy = self._draining or len(self._tasks) >= self._concurrency
                 wake = None if busy else self._queue.wake_at(_now())
                 try:
@@ -245,14 +232,14 @@ class Workers:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._queue.clear()
-            self._hooks.depth(0)
+            self._metrics.depth(0)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._changed.set()
 
     async def _run_key(self, key: Key, waited: float) -> None:
-        self._hooks.started(waited)
+        self._metrics.started(waited)
         started = _now()
         result, again_in, pause, reset = "error", None, 0.0, False
         version = self._version(key)
@@ -281,7 +268,7 @@ class Workers:
         else:
             edited = self._version(key) != version
             self._queue.failed(key, _now(), pause, reset=reset or edited)
-        self._hooks.finished(result, _now() - started)
+        self._metrics.finished(result, _now() - started)
 
 
 def _now() -> float:

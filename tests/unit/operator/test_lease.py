@@ -85,15 +85,15 @@ def leader(server: Server, identity: str, clock: Time, client: Client | None = N
 async def test_the_first_takes_it_and_the_second_waits_for_the_whole_duration() -> None:
     server, here, there = Server(), Time(), Time(1_000_000.0)
     first, second = leader(server, "a", here), leader(server, "b", there)
-    await first._attempt()
-    await second._attempt()
+    await first.attempt()
+    await second.attempt()
     assert first.valid()
     assert not second.valid()
     there.now += TIMING.duration - 0.01
-    await second._attempt()
+    await second.attempt()
     assert not second.valid()
     there.now += 0.02
-    await second._attempt()
+    await second.attempt()
     assert second.valid()
     assert server.lease is not None
     assert server.lease["spec"]["leaseTransitions"] == 1
@@ -103,8 +103,8 @@ async def test_a_lease_that_is_renewed_is_never_taken() -> None:
     server, here, there = Server(), Time(), Time(500.0)
     first, second = leader(server, "a", here), leader(server, "b", there)
     for _ in range(50):
-        await first._attempt()
-        await second._attempt()
+        await first.attempt()
+        await second.attempt()
         assert first.valid()
         assert not second.valid()
         here.now += TIMING.retry
@@ -115,15 +115,15 @@ async def test_a_lease_that_is_renewed_is_never_taken() -> None:
 async def test_a_holder_that_cannot_renew_stops_writing_before_another_may_take_over() -> None:
     server, here, there = Server(), Time(), Time()
     first, second = leader(server, "a", here), leader(server, "b", there)
-    await first._attempt()
-    await second._attempt()
+    await first.attempt()
+    await second.attempt()
     server.down = True
     here.now = TIMING.deadline
-    await first._attempt()
+    await first.attempt()
     assert not first.valid()
     server.down = False
     there.now = TIMING.deadline
-    await second._attempt()
+    await second.attempt()
     assert not second.valid()
 
 
@@ -136,14 +136,14 @@ async def test_a_renewal_counts_from_before_it_was_sent() -> None:
 
     client.lag = slow
     first = leader(server, "a", here, client)
-    await first._attempt()
+    await first.attempt()
     assert first.left() == pytest.approx(TIMING.deadline - 4.0)
 
 
 async def test_a_holder_that_was_suspended_is_deposed_by_its_clock_alone() -> None:
     server, here = Server(), Time()
     first = leader(server, "a", here)
-    await first._attempt()
+    await first.attempt()
     here.now += 3600.0
     assert not first.valid()
     assert first.left() < 0
@@ -152,39 +152,39 @@ async def test_a_holder_that_was_suspended_is_deposed_by_its_clock_alone() -> No
 async def test_a_holder_that_sees_another_holder_is_deposed_at_once() -> None:
     server, here, there = Server(), Time(), Time()
     first, second = leader(server, "a", here), leader(server, "b", there)
-    await first._attempt()
-    await second._attempt()
+    await first.attempt()
+    await second.attempt()
     there.now += TIMING.duration + 1
-    await second._attempt()
+    await second.attempt()
     assert second.valid()
-    await first._attempt()
+    await first.attempt()
     assert not first.valid()
 
 
 async def test_of_two_that_take_it_at_the_same_moment_one_gets_it() -> None:
     server = Server()
     candidates = [leader(server, name, Time()) for name in "abcd"]
-    await asyncio.gather(*(one._attempt() for one in candidates))
+    await asyncio.gather(*(one.attempt() for one in candidates))
     assert sum(one.valid() for one in candidates) == 1
 
 
 async def test_a_released_lease_is_taken_at_once_and_the_one_who_released_it_stays_away() -> None:
     server, here, there = Server(), Time(), Time()
     first, second = leader(server, "a", here), leader(server, "b", there)
-    await first._attempt()
+    await first.attempt()
     await first.release()
     assert not first.valid()
-    await second._attempt()
+    await second.attempt()
     assert second.valid()
 
 
 async def test_releasing_leaves_the_lease_of_another_holder() -> None:
     server, here, there = Server(), Time(), Time()
     first, second = leader(server, "a", here), leader(server, "b", there)
-    await first._attempt()
-    await second._attempt()
+    await first.attempt()
+    await second.attempt()
     there.now += TIMING.duration + 1
-    await second._attempt()
+    await second.attempt()
     await first.release()
     assert server.lease is not None
     assert server.lease["spec"]["holderIdentity"] == "b"
@@ -247,7 +247,7 @@ def test_no_two_replicas_may_ever_write_at_the_same_time(
             for clock in clocks:
                 clock.now += seconds
             if event == "attempt":
-                await replicas[who]._attempt()
+                await replicas[who].attempt()
             elif event == "suspend":
                 for clock in clocks:
                     clock.now += 4 * seconds

@@ -121,7 +121,7 @@ def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
 
 def test_every_option_is_documented_and_no_other() -> None:
     options = {
-        option for action in entry._parser()._actions for option in action.option_strings if option.startswith("--")
+        option for action in entry.parser()._actions for option in action.option_strings if option.startswith("--")
     }
     section = DOCS[DOCS.index("## Options") :]
     assert set(re.findall(r"`(--[a-z-]+)`", section)) == options - {"--help"}
@@ -147,9 +147,9 @@ def test_an_option_may_come_from_the_environment_and_the_command_line_wins(monke
     monkeypatch.setenv("MMROUTER_OPERATOR_LEASE_NAME", "env")
     monkeypatch.setenv("MMROUTER_OPERATOR_NAMESPACE", "a,b")
     monkeypatch.setenv("MMROUTER_OPERATOR_LEASE_DURATION", "30")
-    given = entry._parser().parse_args([])
+    given = entry.parser().parse_args([])
     assert (given.lease_name, given.namespace, given.lease_duration) == ("env", ["a,b"], 30.0)
-    assert entry._parser().parse_args(["--lease-name=line"]).lease_name == "line"
+    assert entry.parser().parse_args(["--lease-name=line"]).lease_name == "line"
 
 
 def test_kopf_only_watches_and_never_gives_up() -> None:
