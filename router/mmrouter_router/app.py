@@ -11,12 +11,13 @@ import zmq.asyncio
 from fastapi import FastAPI
 
 from mmrouter_router.api import control
+from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.routes import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.build import (
     Base,
-    build_chat,
     build_dispatch,
+    build_needs_prompt,
     build_placement,
     build_preparation,
     build_tracing,
@@ -69,7 +70,15 @@ class Router:
         self.handover, self.stages = dispatch.handover, dispatch.stages
         self._optional = (self._render_sampler, dispatch.encoding, dispatch.encoder_list, self.handover, self._learning)
         self.tracing = build_tracing(base.spec.observability.otlp_endpoint, self.metrics)
-        self.chat = build_chat(base, self.preparer, self.sampler, dispatch.forwarder, self.tracing, self._answered)
+        self.chat = Chat(
+            settings,
+            self.metrics,
+            self.preparer,
+            dispatch.forwarder,
+            self.tracing,
+            needs_prompt=build_needs_prompt(base, self.preparer, self.sampler),
+            answered=self._answered,
+        )
         self.decisions = self.chat.decisions
         self.reporter = Reporter(
             router_id=settings.router_id,

@@ -1,15 +1,13 @@
-"""Builders of a router's components: placement, request preparation, verification, dispatch and the chat handler."""
+"""Builders of a router's components: placement, request preparation, verification, dispatch and tracing."""
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import EngineAdapter
 from mmrouter_lib.media_identity import media_identity
-from mmrouter_router.api.chat import Chat
 from mmrouter_router.core.probe_images import small_pictures
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.dispatch.engine_client import EngineClient
@@ -20,17 +18,12 @@ from mmrouter_router.encoding.encoder_announcements import EncoderAnnouncer
 from mmrouter_router.encoding.encoder_pods import EncoderPods
 from mmrouter_router.encoding.encoder_probes import EncoderProbes
 from mmrouter_router.encoding.image_sender import ImageSender
-from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.load_gossip import LoadGossip
 from mmrouter_router.fleet.workers import Fleet
 from mmrouter_router.handover import BytesDelivery, Delivery, Handover, build_handover
-from mmrouter_router.http.body_budget import BodyBudget
 from mmrouter_router.http.upstream import Upstream
-from mmrouter_router.intake import Limits
-from mmrouter_router.intake.tenants import Tenants
 from mmrouter_router.media import MediaResolver
-from mmrouter_router.request.engine_request import Outgoing
 from mmrouter_router.request.prepare import Preparer, PromptModel
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
@@ -201,38 +194,7 @@ def _build_encoding(
     return encoding, None
 
 
-def build_chat(
-    base: Base,
-    preparer: Preparer,
-    sampler: ParitySampler,
-    forwarder: Forwarder,
-    tracing: Tracing,
-    answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
-) -> Chat:
-    """Build the handler of the hot routes. ``answered`` gets every request that was answered completely."""
-    settings, spec = base.settings, base.spec
-    return Chat(
-        router_id=settings.router_id,
-        served_model=settings.served_model,
-        engine=spec.engine.type,
-        limits=Limits.of(spec.routing.media),
-        tenants=Tenants(
-            settings.config_dir / "api-keys", settings.identity_key, required=spec.frontend.api_keys is not None
-        ),
-        preparer=preparer,
-        forwarder=forwarder,
-        decisions=DecisionLog(),
-        metrics=base.metrics,
-        control_token=settings.control_token,
-        debug_headers=spec.observability.debug_headers,
-        answered=answered,
-        tracing=tracing,
-        needs_prompt=_build_needs_prompt(base, preparer, sampler),
-        body_budget=BodyBudget(quantity_bytes(spec.frontend.max_held_bytes)),
-    )
-
-
-def _build_needs_prompt(base: Base, preparer: Preparer, sampler: ParitySampler) -> Callable[[str], bool]:
+def build_needs_prompt(base: Base, preparer: Preparer, sampler: ParitySampler) -> Callable[[str], bool]:
     """Return whether the request of an id needs a predicted prompt.
 
     A policy that ignores the prompt needs none, except of samples. Pipelines and the learning of sentinels need all.

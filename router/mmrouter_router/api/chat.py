@@ -14,11 +14,12 @@ from typing import Any, cast, get_args
 from blake3 import blake3
 from prometheus_client import Counter
 
-from mmrouter_lib.api import EngineType
+from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import RequestIds
+from mmrouter_router.core.settings import Settings
 from mmrouter_router.dispatch.engine_client import ERROR_LIMIT, EngineReply
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.explain.decisions import DecisionCounts, DecisionLog, DecisionTrace, predicted_afterwards
@@ -33,7 +34,7 @@ from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
-from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing, child_span, enter, failure_of, outcome, trace_context
+from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failure_of, outcome, trace_context
 
 log = logging.getLogger("mmrouter.chat")
 
@@ -50,42 +51,34 @@ class Chat:
 
     def __init__(
         self,
-        *,
-        router_id: str,
-        served_model: str,
-        engine: EngineType,
-        limits: Limits,
-        tenants: Tenants,
+        settings: Settings,
+        metrics: Metrics,
         preparer: Preparer,
         forwarder: Forwarder,
-        decisions: DecisionLog,
-        metrics: Metrics,
-        control_token: str,
-        debug_headers: bool,
+        tracing: Tracing,
+        *,
+        needs_prompt: Callable[[str], bool],
         answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
-        tracing: Tracing = NO_TRACING,
-        body_budget: BodyBudget | None = None,
-        needs_prompt: Callable[[str], bool] = lambda request_id: True,
     ) -> None:
-        """``answered``: called after every complete answer, with the engine's request; must not block.
-
-        ``body_budget``: for the bodies of all requests; ``None``: 1 GiB. ``needs_prompt``: request id -> whether the
-        prompt must be predicted; false only where placement does not depend on it.
+        """``needs_prompt``: request id -> whether the prompt must be predicted; false only where placement does not
+        depend on it. ``answered``: called after every complete answer, with the engine's request; must not block.
         """
-        self._served_model, self._engine, self._limits = served_model, engine, limits
-        self.tenants, self._preparer, self._forwarder = tenants, preparer, forwarder
-        self._adapter = adapter(engine)
-        self.decisions, self._metrics, self._answered = decisions, metrics, answered
-        self._tracing = tracing
-        self.body_budget = body_budget or BodyBudget(1 << 30)
-        self.needs_prompt = needs_prompt
-        self._ids = RequestIds(f"{router_id}-")
+        spec = settings.deployment.spec
+        self._served_model, self._engine = settings.served_model, spec.engine.type
+        self._adapter, self._limits = adapter(self._engine), Limits.of(spec.routing.media)
+        key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
+        self.tenants = Tenants(key_folder, settings.identity_key, required=required)
+        self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
+        self.needs_prompt, self._answered = needs_prompt, answered
+        self.decisions, self.counts = DecisionLog(), DecisionCounts()
+        self.body_budget = BodyBudget(quantity_bytes(spec.frontend.max_held_bytes))
+        self._ids = RequestIds(f"{settings.router_id}-")
         self._intake_seconds, self._prepare_seconds = (metrics.stage.labels(name) for name in ("intake", "prepare"))
         # Cached, because looking a child up by its labels costs more than counting.
         self._answer_counters: dict[tuple[str, str], Counter] = {}
         self._decision_counters: dict[tuple[str, str], Counter] = {}
-        self._control_token, self.debug_headers = control_token.encode(), debug_headers
-        self.counts = DecisionCounts()
+        self._control_token = settings.control_token.encode()
+        self.debug_headers = spec.observability.debug_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = AsgiClient(scope, receive, send)

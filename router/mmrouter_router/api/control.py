@@ -128,7 +128,7 @@ def create(
 
 
 def state_of(report: dict[str, Any], fleet: Fleet, placer: Placer) -> dict[str, Any]:
-    """What this router knows, as plain values: its report, and of every worker all that there is to know."""
+    """Return the report with the full state of every worker, as plain values."""
     rows = report["workers"]
     return {
         **report,
@@ -141,11 +141,11 @@ def state_of(report: dict[str, Any], fleet: Fleet, placer: Placer) -> dict[str, 
 
 
 def _verdict(worker: Worker, row: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {name: row[name] for name in ("routable", "verified", "cause", "message") if name in row}
-    if worker.member.role == "encoder" and found:  # no canary proves it, and nothing of it is in the index
-        proved = {"True": "verified", "False": "degraded"}.get(found["verified"], "pending")
-        found["standing"] = proved if found["routable"] else "unsynced"
-    return found
+    verdict: dict[str, Any] = {name: row[name] for name in ("routable", "verified", "cause", "message") if name in row}
+    if worker.member.role == "encoder" and verdict:  # encoders have no canary and no blocks
+        proved = {"True": "verified", "False": "degraded"}.get(verdict["verified"], "pending")
+        verdict["standing"] = proved if verdict["routable"] else "unsynced"
+    return verdict
 
 
 def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:

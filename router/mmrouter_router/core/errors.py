@@ -46,17 +46,14 @@ class RequestError(Exception):
 
     @classmethod
     def invalid(cls, message: str, *, param: str | None = None, code: str | None = None) -> Self:
-        """400: the request is malformed or asks for something unsupported."""
         return cls(400, message, param=param, code=code)
 
     @classmethod
     def invalid_json(cls, detail: str) -> Self:
-        """400: the body is not JSON; ``detail`` is the parser's message."""
         return cls.invalid(f"The body is not valid JSON: {detail}", code="invalid_json")
 
     @classmethod
     def missing(cls, param: str) -> Self:
-        """400: a required field is absent."""
         return cls.invalid(f"Missing required field: '{param}'.", param=param, code="missing_required_parameter")
 
     @classmethod
@@ -79,13 +76,11 @@ class RequestError(Exception):
 
     @classmethod
     def unknown_model(cls, model: str) -> Self:
-        """404: not the served model."""
         message = f"The model {shown(model)} does not exist or is not served here."
         return cls(404, message, param="model", code="model_not_found")
 
     @classmethod
     def too_large(cls, limit: int) -> Self:
-        """413: the body is larger than ``limit`` bytes."""
         return cls(413, f"The request body is larger than the limit of {limit} bytes.", code="request_too_large")
 
     @classmethod
@@ -96,28 +91,23 @@ class RequestError(Exception):
 
     @classmethod
     def too_slow(cls) -> Self:
-        """408: the body came too slowly."""
         return cls(408, "The request body came too slowly.", code="request_timeout")
 
     @classmethod
     def unauthorized(cls, message: str = "Incorrect API key provided.") -> Self:
-        """401: no API key, or an unknown one."""
         return cls(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     @classmethod
     def not_found(cls, method: str, path: str) -> Self:
-        """404: a path that is not served."""
         return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.", code="unknown_url")
 
     @classmethod
     def method_not_allowed(cls, method: str, path: str, allowed: Sequence[str] = ("POST",)) -> Self:
-        """405: a served path with another method."""
         message = f"{method} is not allowed for {path[:SHOWN_CHARACTERS]}; use {' or '.join(allowed)}."
         return cls(405, message, code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
 
     @classmethod
     def no_worker(cls, reason: str, *, retry_after_s: int = 1) -> Self:
-        """503: no engine can take the request."""
         message = f"No worker can take the request: {reason}. Try again."
         headers = {"Retry-After": str(retry_after_s)}
         return cls(503, message, type="server_error", code="no_worker", headers=headers)
@@ -130,18 +120,15 @@ class RequestError(Exception):
 
     @classmethod
     def queue_full(cls, reason: str) -> Self:
-        """429: the queues of all eligible engines are full."""
         return cls.busy(f"All queues are full: {reason}. Try again.", param=None, code="queue_full")
 
     @classmethod
     def router_full(cls, held: int, limit: int) -> Self:
-        """429: the body budget of this router is used up."""
         message = f"The requests under way hold {held} of the {limit} bytes that this router holds. Try again."
         return cls.busy(message, param=None, code="router_full")
 
     @classmethod
     def quarantined(cls) -> Self:
-        """400: the same request has ended engines before."""
         message = "Engine processes ended under this request, so it is not sent to another one. Change the request."
         return cls.invalid(message, code="request_quarantined")
 

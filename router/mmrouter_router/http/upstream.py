@@ -143,6 +143,10 @@ class EngineConnection(asyncio.Protocol):
             await self._wait()
 
     async def piece(self) -> bytes:
+        """Return the body's next bytes, de-chunked, as they arrived; empty at its end.
+
+        Raises :class:`UpstreamError` when the engine breaks off its answer.
+        """
         while not self._chunks:
             if self.complete:
                 return b""
@@ -154,6 +158,7 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     def remaining(self) -> bytes | None:
+        """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
         if not self.complete:
             return None
         data = self._take_buffered() if self._chunks else b""
@@ -161,6 +166,7 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     async def pour(self, sink: Sink) -> None:
+        """Write the body into a sink as it arrives; return at its end. Raises what :meth:`piece` raises."""
         self._sink = sink
         sink.when_writable(self._resume)
         try:
@@ -233,31 +239,17 @@ class Answer:
         self._pool, self._address, self.connection = pool, address, connection
         self.status = connection.status
         self.headers = connection.headers
+        self.piece, self.remaining, self.pour = connection.piece, connection.remaining, connection.pour
 
     @property
     def complete(self) -> bool:
         """Whether the whole body has arrived."""
         return self.connection.complete
 
-    async def piece(self) -> bytes:
-        """Return the body's next bytes, de-chunked, as they arrived; empty at its end.
-
-        Raises :class:`UpstreamError` when the engine breaks off its answer.
-        """
-        return await self.connection.piece()
-
-    def remaining(self) -> bytes | None:
-        """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
-        return self.connection.remaining()
-
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the unread pieces of the body. Raises what :meth:`piece` raises."""
-        while piece := await self.connection.piece():
+        while piece := await self.piece():
             yield piece
-
-    async def pour(self, sink: Sink) -> None:
-        """Write the body into a sink as it arrives; return at its end. Raises what :meth:`piece` raises."""
-        await self.connection.pour(sink)
 
     async def read(self, limit: int) -> bytes:
         """Return the whole body, at most ``limit`` bytes of it."""

@@ -36,7 +36,7 @@ MAX_ANSWER = 64 << 20
 RENDER_SECONDS = 20.0
 PROBE_SECONDS = 1.0
 RETRY_TURNS = 10
-"""Turns of probing after which a renderer that failed to render the probe image is asked again."""
+"""Turns of probing after which a renderer that failed to render the probe image is probed again."""
 PROBE_IDENTITY = bytes(32)
 """Identity of the probe image, which no other image has."""
 

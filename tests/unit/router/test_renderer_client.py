@@ -201,9 +201,9 @@ async def test_renderers_take_turns_and_removed_ones_are_skipped(rig):
 
 
 async def test_every_failure_has_a_counted_cause(rig):
-    with pytest.raises(RendererError, match="no renderer is ready") as nobody:
+    with pytest.raises(RendererError, match="no renderer is ready") as unavailable:
         await rig.renderer.render(chat(A))
-    assert (nobody.value.cause, rig.counted("nobody")) == ("nobody", 1)
+    assert (unavailable.value.cause, rig.counted("nobody")) == ("nobody", 1)
     await rig.with_servers(server := Server())
     server.status, server.raw = 400, b'{"error": {"message": "bad template"}}'
     with pytest.raises(RendererError, match="bad template") as refused:

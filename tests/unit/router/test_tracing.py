@@ -37,7 +37,7 @@ class Collected(SpanExporter):
     def export(self, spans):
         self.free.wait()
         if self.down:
-            logging.getLogger(spanqueue.EXPORTER_LOG).error("nobody listens")
+            logging.getLogger(spanqueue.EXPORTER_LOG).error("connection refused")
             return SpanExportResult.FAILURE
         self.spans += spans
         return SpanExportResult.SUCCESS
@@ -255,7 +255,7 @@ def test_lost_spans_are_counted_each_and_logged_once(traced, collected, counts, 
     assert counts == {"failed": 3, "exported": 1}
     lost, again = [record.getMessage() for record in caplog.records]
     assert lost.startswith("spans are lost, export failed after ")
-    assert lost.endswith(": nobody listens")
+    assert lost.endswith(": connection refused")
     assert again == "spans are exported again; 3 were lost"
 
 
