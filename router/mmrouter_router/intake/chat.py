@@ -21,13 +21,13 @@ def parse_chat(raw: Raw, limits: Limits, served_model: str, engine: EngineType =
         request = _parse_extracted(extracted, limits, served_model, engine)
         if request is not None:
             return request
-    return _parse(raw, limits, served_model, engine)
+    return parse_unextracted(raw, limits, served_model, engine)
 
 
 def _parse_extracted(extracted: Extracted, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest | None:
     """Return the request of a body without its images, ``None`` where the original body must be parsed."""
     try:
-        request = _parse(extracted.raw, limits, served_model, engine)
+        request = parse_unextracted(extracted.raw, limits, served_model, engine)
     except RequestError:
         return None  # the original body gives an error that quotes the client
     images = tuple(replace(image, inline=extracted.images.get(image.url)) for image in request.images)
@@ -35,7 +35,8 @@ def _parse_extracted(extracted: Extracted, limits: Limits, served_model: str, en
     return replace(request, images=images) if sorted(placed) == sorted(extracted.images) else None
 
 
-def _parse(raw: Raw, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
+def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
+    """Parse a body whose large images are not extracted, or are placeholders already."""
     body = parse_object(raw, limits.max_request_bytes)
     model = model_of(body, served_model)
     messages = objects(body, "messages")

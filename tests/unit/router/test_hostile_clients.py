@@ -45,14 +45,14 @@ class Front:
         async def app(scope, receive, send) -> None:
             client = AsgiClient(scope, receive, send)
             try:
-                await self._answer(client)
+                await self.answer(client)
             finally:
                 await client.close()
 
-        app.hot = {b"/": self._answer} if hot else {}
+        app.hot = {b"/": self.answer} if hot else {}
         return app
 
-    async def _answer(self, client) -> None:
+    async def answer(self, client) -> None:
         try:
             body, status = await self._describe(client), 200
         except RequestError as error:
@@ -452,7 +452,7 @@ async def test_invalid_input_is_refused_after_the_pending_answer(hot):
             await self.piece()
 
     async with Front(hot=hot) as front:
-        front._answer = streams
+        front.answer = streams
         if hot:
             front.server.config.app.hot = {b"/": streams}
         async with connected(front) as (reader, writer):
@@ -532,7 +532,7 @@ async def test_client_that_reads_nothing_is_aborted_and_slow_reader_is_not(hot):
             endless.cut.set()
 
     async with Front(hot=hot) as front:
-        front._answer = streams
+        front.answer = streams
         front.server.config.app.hot = {b"/": streams} if hot else {}
         with socket.create_connection((front.ip, PORT)) as made:
             made.sendall(request(LINES[0], [], FRAMED[0]))

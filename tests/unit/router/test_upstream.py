@@ -20,10 +20,10 @@ class Engine:
     def __init__(self) -> None:
         self.connections = 0
         self.requests: list[tuple[bytes, bytes]] = []
-        self.answer = self._json
+        self.answer = self.json
         self.closed = asyncio.Event()
 
-    async def _json(self, writer, head, body) -> None:
+    async def json(self, writer, head, body) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -137,7 +137,7 @@ async def test_closed_idle_connection_is_replaced_once(engine, upstream):
         if engine.connections == kept:
             writer.transport.close()
         else:
-            await engine._json(writer, head, body)
+            await engine.json(writer, head, body)
 
     engine.answer = close_idle
     answer = await ask(upstream, engine)
@@ -205,7 +205,7 @@ async def test_surplus_answer_is_not_taken_for_the_next_one(engine, upstream):
     second = b"HTTP/1.1 404 Not Found\r\ncontent-length: 6\r\n\r\nstolen"
 
     async def twice(writer, head, body):
-        await engine._json(writer, head, body)
+        await engine.json(writer, head, body)
         if body != b"later":
             writer.write(second)  # with the answer, or later without a request
             return
@@ -221,7 +221,7 @@ async def test_surplus_answer_is_not_taken_for_the_next_one(engine, upstream):
         async with asyncio.timeout(20):
             while upstream.idle_connections("127.0.0.1", engine.port):  # until the surplus answer arrived
                 await asyncio.sleep(0.001)
-        engine.answer = engine._json
+        engine.answer = engine.json
         answer = await ask(upstream, engine)
         assert (answer.status, await answer.read(100)) == (200, b"{}")
         answer.close()
@@ -284,7 +284,7 @@ async def test_closed_idle_connections_are_forgotten(engine, upstream):
 
     async def notes(writer, head, body):
         transports.append(writer.transport)
-        await engine._json(writer, head, body)
+        await engine.json(writer, head, body)
 
     engine.answer = notes
     answers = [await ask(upstream, engine) for _ in range(3)]
