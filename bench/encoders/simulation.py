@@ -12,7 +12,8 @@ from typing import Final, Literal
 
 from bench.encoders.image_requests import Arrival, Device, shared
 from mmrouter_router.core.linear_cost import Line
-from mmrouter_router.encoding import Encoder, EncoderScheduler, Image, Mode, Outcome
+from mmrouter_router.encoding.scheduler import EncoderScheduler
+from mmrouter_router.encoding.types import Encoder, Image, Mode, Outcome
 
 UNBOUNDED: Final = 10**9
 

@@ -63,7 +63,11 @@ class Router:
         preparation = build_preparation(base)
         self.media, self.renderer, self.preparer = preparation.media, preparation.renderer, preparation.preparer
         verification = build_verification(base, preparation, self.placer)
-        self.sampler, self.canary, self.own = verification.sampler, verification.canary, verification.own
+        self.sampler, self.canary, self.probe_requests = (
+            verification.sampler,
+            verification.canary,
+            verification.probe_requests,
+        )
         self._render_sampler, self._learning = verification.render_sampler, verification.learning
         self.probes = verification.probes
         dispatch = build_dispatch(base, self.renderer, self.placer, verification)
@@ -88,7 +92,7 @@ class Router:
             probes=self.probes,
             counts=self.chat.counts,
             ready=lambda: self.ready,
-            possible=lambda: self.own.possible,
+            possible=lambda: self.probe_requests.possible,
             degraded=lambda: self.stages.form().degraded,
         )
         self.shutdown = Shutdown()
@@ -206,7 +210,7 @@ class Router:
 
     async def _verify_all(self) -> None:
         """Run a canary for every routable, unverified worker, one at a time per worker; update gauges."""
-        if not self.own.possible:
+        if not self.probe_requests.possible:
             log.warning(
                 "family %s is not modelled for %s and there is no renderer: requests are placed by affinity",
                 self.preparer.unknown_family,
@@ -215,7 +219,7 @@ class Router:
         while True:
             self._changed.clear()
             workers = [worker for worker in self.fleet if canary_applies(worker.member.role)]
-            for worker in workers if self.own.possible and not self.shutdown.draining else ():
+            for worker in workers if self.probe_requests.possible and not self.shutdown.draining else ():
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))

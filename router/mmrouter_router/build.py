@@ -13,11 +13,11 @@ from mmrouter_router.core.settings import Settings
 from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.encoding import EncoderScheduler
 from mmrouter_router.encoding.encoder_announcements import EncoderAnnouncer
 from mmrouter_router.encoding.encoder_pods import EncoderPods
 from mmrouter_router.encoding.encoder_probes import EncoderProbes
 from mmrouter_router.encoding.image_sender import ImageSender
+from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.load_gossip import LoadGossip
 from mmrouter_router.fleet.workers import Fleet
@@ -112,7 +112,7 @@ class Verification:
 
     sampler: ParitySampler
     render_sampler: RenderSampler | None
-    own: ProbeRequests
+    probe_requests: ProbeRequests
     canary: Canary
     learning: SentinelLearning | None
     probes: EncoderProbes
@@ -123,14 +123,16 @@ def build_verification(base: Base, preparation: Preparation, placer: Placer) -> 
     settings, engine, preparer = base.settings, base.spec.engine.type, preparation.preparer
     key, served_model = settings.engine_key, settings.served_model
     sampler = ParitySampler(float(base.spec.verification.sample_ratio), base.fleet, base.feed_of, base.metrics)
-    own = ProbeRequests(engine, preparer, base.upstream, key, served_model, settings.identity_key, placer.partner)
+    probe_requests = ProbeRequests(
+        engine, preparer, base.upstream, key, served_model, settings.identity_key, placer.partner
+    )
     sentinels = preparer.sentinels
-    canary = Canary(settings.router_id, base.fleet, own, sentinels, preparer.seed(None), base.metrics)
+    canary = Canary(settings.router_id, base.fleet, probe_requests, sentinels, preparer.seed(None), base.metrics)
     learning = SentinelLearning(sentinels, base.fleet, canary, base.feed_of, base.metrics) if sentinels else None
     return Verification(
         sampler=sampler,
         render_sampler=RenderSampler(sampler.wants, preparation.renderer, base.metrics) if preparer.renderer else None,
-        own=own,
+        probe_requests=probe_requests,
         canary=canary,
         learning=learning,
         probes=EncoderProbes(base.fleet, base.upstream, engine, key, served_model),

@@ -107,7 +107,7 @@ class Second:
         worker = next(iter(self.router.fleet))
         feeder = self.router.feed(worker.member.uid)
         size = self.router.placer.block_size(worker)
-        future = asyncio.run_coroutine_threadsafe(self.router.canary._compare(worker, 0, feeder, size), self.loop)
+        future = asyncio.run_coroutine_threadsafe(self.router.canary.compare(worker, 0, feeder, size), self.loop)
         return future.result(30)[0]
 
 
@@ -258,14 +258,14 @@ def test_a_sidecar_that_stood_still_is_not_taken_for_an_engine_that_publishes_no
     asked = []
 
     def break_it(router):
-        send = router.own.send
+        send = router.probe_requests.send
 
         async def starved(worker, rank, question):
             asked.append(worker.member.name)
             sidecar.send_signal(signal.SIGSTOP if len(asked) == 1 else signal.SIGCONT)
             return await send(worker, rank, question)
 
-        router.own.send = starved
+        router.probe_requests.send = starved
 
     with second.running(break_it):
         assert not asked

@@ -20,8 +20,8 @@ from mmrouter_lib.engines.vllm.disaggregation import (
     why_whole,
     with_embeddings,
 )
-from mmrouter_router.encoding import Image
 from mmrouter_router.encoding.image_sender import EncodeError, ImageSender, ImageToEncode
+from mmrouter_router.encoding.types import Image
 from mmrouter_router.fleet.workers import Fleet, Target
 from mmrouter_router.handover import AddressedRequest, BufferedAnswer, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Body, UpstreamError

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrouter_lib.engines.vllm.disaggregation import StageError, embedding_bytes, read_encoded
-from mmrouter_router.encoding import Answer, Encoder, EncoderScheduler, Image, ImagePlacement, Outcome
+from mmrouter_router.encoding.scheduler import EncoderScheduler
+from mmrouter_router.encoding.types import Answer, Encoder, Image, ImagePlacement, Outcome
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.request.engine_request import OutgoingImage
 

@@ -70,7 +70,7 @@ class Canary:
             return None
         difference: Difference | None = None
         compared = 0
-        compare = self._compare if publishes_blocks(self._probes.engine, worker.member.role) else self._answers
+        compare = self.compare if publishes_blocks(self._probes.engine, worker.member.role) else self._answers
         for rank in range(worker.ranks):
             difference, blocks = await compare(worker, rank, feeder, block_size)
             compared += blocks
@@ -114,20 +114,20 @@ class Canary:
         except TimeoutError:
             return False
 
-    async def _compare(
+    async def compare(
         self, worker: Worker, rank: int, feeder: FeedClient, block_size: int
     ) -> tuple[Difference | None, int]:
+        """Compare the probe images' blocks at one rank; returns the first difference and the blocks compared."""
         nonce = new_nonce()
         compared = 0
+        # With sentinels, a comparison learns the image's values. Else an engine that only stalled gets a second chance,
+        # because a result is final for the epoch.
+        retried = INCONCLUSIVE if worker.scope is None else ("identity",)
         for image in map(self._probes.image, small_pictures()):
             if worker.scope is not None and self._values(worker.scope, image) is None:
                 await self.learn(worker, rank, feeder, block_size, image)
             difference, blocks = await self._ask(worker, rank, feeder, block_size, nonce, image)
-            if difference is not None and difference.cause == "identity" and worker.scope is not None:
-                # The comparison learned the image's values; if only they differed, this one succeeds.
-                difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), image)
-            elif difference is not None and difference.cause in INCONCLUSIVE and worker.scope is None:
-                # A result is final for the epoch, so an engine that only stalled gets a second chance.
+            if difference is not None and difference.cause in retried:
                 difference, blocks = await self._ask(worker, rank, feeder, block_size, new_nonce(), image)
             if difference is not None and worker.scope is not None and difference.cause in INCONCLUSIVE:
                 raise ProbeRequestError(f"its blocks were not published in time: {difference.message}")

@@ -3,9 +3,9 @@
 import pytest
 
 from mmrouter_router.core.linear_cost import Line
-from mmrouter_router.encoding import Abort, Encoder, EncoderScheduler, EncodingFailed, Image, QueuesFull
 from mmrouter_router.encoding.encoder_queue import STALL_COLD, STALL_FACTOR
-from mmrouter_router.encoding.scheduler import ATTEMPTS, PATIENCE
+from mmrouter_router.encoding.scheduler import ATTEMPTS, PATIENCE, EncoderScheduler
+from mmrouter_router.encoding.types import Abort, Encoder, EncodingFailed, Image, QueuesFull
 
 SPEEDS = {"fast": 8000.0, "middle": 3000.0, "slow": 1000.0}
 """Visual tokens per second by kind, which is also the id where there is one of a kind."""

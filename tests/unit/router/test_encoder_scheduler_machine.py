@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mmrouter_router.core.linear_cost import Line
-from mmrouter_router.encoding import Encoder, EncoderScheduler, Image
+from mmrouter_router.encoding.scheduler import EncoderScheduler
+from mmrouter_router.encoding.types import Encoder, Image
 
 KEYS = [bytes([number]) for number in range(12)]
 TOKENS = {key: 4 + 100 * number for number, key in enumerate(KEYS)}

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from mmrouter_router.encoding import Encoder, EncoderScheduler, Image
 from mmrouter_router.encoding.image_sender import EncodeError, ImageSender, ImageToEncode
+from mmrouter_router.encoding.scheduler import EncoderScheduler
+from mmrouter_router.encoding.types import Encoder, Image
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import OutgoingImage

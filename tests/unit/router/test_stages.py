@@ -10,8 +10,9 @@ from unit.router.rig import BLOCK, SEED, Rig
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.encoding import Encoder, EncoderScheduler
 from mmrouter_router.encoding.image_sender import ImageSender
+from mmrouter_router.encoding.scheduler import EncoderScheduler
+from mmrouter_router.encoding.types import Encoder
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.media import Media
 from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
