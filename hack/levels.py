@@ -86,7 +86,7 @@ UNIT, ROUTER = "tests/unit", "tests/unit/router"
 LARGE = tuple(f"{UNIT}/{name}" for name in ("router", "operator", "cli", "render"))
 CONNECTIONS = (
     f"{ROUTER}/media",
-    *files(ROUTER, "server", "control_stream", "pod_watch", "fetch_metadata", "app", "process", "connection"),
+    *files(ROUTER, "server", "control", "pod_watch", "fetch_metadata", "app", "process", "connection"),
 )
 """Tests that mostly wait for connections."""
 RELEASES = files(f"{UNIT}/hack", "python_releases")
