@@ -89,7 +89,7 @@ class AttemptHistory:
     transfers: list[dict[str, Any]] = field(default_factory=list)
 
     def allow(self, decision: Decision) -> None:
-        """Let an engine be asked once more, because it was not at fault."""
+        """Make an engine eligible again, because the failure was not its own."""
         self.tried.discard(decision.target.worker.member.uid)
 
 

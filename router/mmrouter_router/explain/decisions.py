@@ -49,7 +49,7 @@ class DecisionTrace:
     images: list[dict[str, Any]]  # without their bytes
     expected: ExpectedBlocks | None = None  # blocks that the engine should hold after it
     parity: Verdict | None = None  # of a sampled request
-    rendering: RenderVerdict | None = None  # of a request that a renderer was asked about
+    rendering: RenderVerdict | None = None  # of a request that a renderer rendered as well
     identity: tuple[str, str] = ("uuid", "the engine uses the router's image identities")
     attempts: list[dict[str, Any]] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Compare a decision's predicted blocks with those that the chosen engine holds and published (docs/exactness.md).
 
-Only the worker's sidecar is asked: client requests, their streams and the engine are not affected.
+Only the worker's sidecar is queried: client requests, their streams and the engine are not affected.
 """
 
 import asyncio

@@ -100,7 +100,7 @@ class WayBackoff:
 def plan_handover(loads: Sequence[ImageLoad], eligibility: WayEligibility, costs: WayCosts) -> HandoverPlan:
     """Return how these images, each once, are to reach an engine.
 
-    A renderer processes a whole prompt, so it is asked for all images or for none. Every image also has a way of its
+    A renderer processes a whole prompt, so it receives all images or none. Every image also has a way of its
     own, for when the renderer fails.
     """
     processed, skipped = _plan_processed(loads, eligibility, costs)

@@ -53,7 +53,7 @@ class Fallback:
 class HandoverPlan:
     """How the images of one request are to reach one engine.
 
-    ``processed``: the ways to ask a renderer for, empty where none is asked. ``files``: identities to hand over as
+    ``processed``: the ways to request from a renderer, empty without one. ``files``: identities to hand over as
     files where they are not processed. ``fallbacks``: identity -> skipped ways.
     """
 

@@ -3,8 +3,8 @@
 A *place* is where an image's run starts: the key of the block before, and the offset in its own block. The places of a
 request's images are known before the engine answers, up to the first block that holds an unknown image; once that one
 is learned, the next ones follow. A sighting names a place and the sentinels there. An image is learned only where it is
-the only candidate for a place; every other possibility makes the place ambiguous. This requires that the router knows
-of every request with images that the engine got, so the caller says when that does not hold (``trusted`` in
+the only candidate for a place; every other possibility makes the place ambiguous. This requires that the router
+sent every request with images that the engine got; the caller says when that does not hold (``trusted`` in
 :meth:`Aligner.add_sighting`).
 """
 

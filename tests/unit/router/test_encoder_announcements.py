@@ -1,4 +1,4 @@
-"""Sidecars of SGLang's engines are told which encoders are up: on every change, and again for those that forgot."""
+"""Announcing encoders to the sidecars of SGLang engines: on every change, and again after a sidecar's restart."""
 
 import pytest
 
@@ -12,7 +12,7 @@ PATIENCE = 60.0
 
 
 class Sidecar:
-    """A feed that keeps what it was told."""
+    """A feed that records the announcements."""
 
     def __init__(self):
         self.told, self.silent = [], False

@@ -80,7 +80,7 @@ class Everything(RuleBasedStateMachine):
         self.waiting[request] = images
         assert len(outcome.placed) == len(images)
         assert all(placed.finish >= self.now for placed in outcome.placed)
-        # More work makes nobody done earlier.
+        # More work makes no encoder finish earlier.
         after = {view.id: view.backlog for view in self.encoders.statuses(self.now)}
         assert all(after[view.id] >= view.backlog - 1e-9 for view in before)
         self.apply(outcome)

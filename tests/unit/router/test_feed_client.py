@@ -126,7 +126,7 @@ async def listened(
     answers = await reader.request(lambda number: feed.CanaryClaim(number, 7, "router-a", 30.0))
     assert answers == [feed.ClaimAnswer(answers[0].id, False, "router-b")]
 
-    # More at once than is taken in one go, and then nothing that would wake anybody.
+    # More messages than one read takes, then none that would wake the client.
     player.published.clear()
     end = worker.sync.seq + 3 * DRAIN + 7
     for seq in range(worker.sync.seq + 1, end + 1):

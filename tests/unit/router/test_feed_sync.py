@@ -184,7 +184,7 @@ def test_case_48_gap_ends_in_one_snapshot_and_the_stream_continues():
     assert (view.sync.seq, view.held) == (sidecar.seq, sidecar.held)
     view.take(view.sync.on_heartbeat(sidecar.heartbeat()))
     view.take(view.sync.on_delta(sidecar.change({99}, set())))
-    assert view.asked == [], "nothing is asked for again"
+    assert view.asked == [], "no request is repeated"
     assert view.held == sidecar.held
 
 

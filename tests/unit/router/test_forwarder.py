@@ -52,7 +52,7 @@ class Engine(LoopbackEngine):
 
 
 class Rig:
-    """Engines named a, b, c...; round robin, so that they are asked in the order of their names."""
+    """Engines named a, b, c...; round robin sends to them in the order of their names."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()

@@ -185,7 +185,7 @@ def test_failing_way_backs_off_until_a_success():
 
 
 class Rig:
-    """A router with its folder, one engine on its node, and an engine that answers as it is told."""
+    """A router with its folder, one engine on its node, and an engine with scripted answers."""
 
     def __init__(self, root: Path, *, node: str = "n", limit: int = 64 << 20, clock=lambda: 0.0) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""Images on their way to encoders: sent once, moved where an encoder fails, taken back when nobody waits."""
+"""Images on their way to encoders: sent once, moved when an encoder fails, withdrawn when no request waits."""
 
 import asyncio
 import json

@@ -62,7 +62,7 @@ class Router:
             synced(self.fleet, Member(f"uid-{engine}", engine, "127.0.0.1", "worker", "worker"))
 
     def send(self, seed: int) -> tuple[str, Booking]:
-        """Place a prompt that nobody has seen; return the engine's name and the booking."""
+        """Place a new prompt; return the engine's name and the booking."""
         ids = array("I", range(1000 * seed, 1000 * seed + 10 * BLOCK))
         decision = self.placer.place(Prepared(None, None, (), ids, (), "exact", (), 5, 77))
         return decision.target.worker.member.name, self.placer.begin(decision)

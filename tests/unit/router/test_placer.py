@@ -169,7 +169,7 @@ def test_block_with_the_last_token_is_not_hit_by_a_window():
 
 
 def test_case_45_full_attention_group_decides_in_any_position():
-    """What came of the other group is asked for again once the groups are known."""
+    """Once the groups are known, the keys of the other group are computed again."""
     rig = Rig()
     worker = rig.worker("a")
     delta = feed.Delta(1, 1, 0.0, 0, 1, "GPU", pack_keys(KEYS[:3]), b"")
@@ -254,7 +254,7 @@ def announce(rig: Rig, worker: Worker, keys) -> None:
 
 
 def test_second_request_follows_promised_blocks():
-    """The holder of a block has less to do with the prompt than whoever is idle, before it has told anything."""
+    """The holder of a block has less work with the prompt than an idle engine, before any event."""
     rig = Rig()
     for name in "abc":
         rig.worker(name)
@@ -492,7 +492,7 @@ def test_load_columns_match_rank_usages(steps):
             happen(rig, what, worker, value)
         with suppress(NoWorkerError):
             assert all(seen == said for seen, said in columns(rig))
-    # No two ranks share a row, and a row that is nobody's is empty for whoever comes.
+    # No two ranks share a row, and an unused row is empty for the next rank.
     rows = [usage.row for worker in rig.fleet for usage in worker.usage.values()]
     assert len(set(rows)) == len(rows)
     free = set(range(len(rig.fleet.loads.active))) - set(rows)

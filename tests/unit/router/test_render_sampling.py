@@ -33,7 +33,7 @@ _hosts = itertools.count(1)
 
 @functools.cache
 def simulated():
-    """The simulator in the part of a renderer; it keeps nothing of what it is asked."""
+    """The simulator as a renderer; it keeps no request."""
     settings = parse(["launch", "render", str(MODEL), "--served-model-name", "t"])
     return build(SimulatedEngine(settings, model.load("t", MODEL, chat_template=None, processor={})))
 
@@ -68,7 +68,7 @@ class Rig:
         return RenderSampler(lambda request_id: "unsampled" not in request_id, self.renderer, self.metrics, **options)
 
     async def asked(self, prepared, request_id="r-1"):
-        """What came of one request."""
+        """The outcome of one request."""
         sampler, trace = self.sampler(), kept(request_id)
         sampler.offer(trace, prepared, lambda: sent(prepared))
         running = asyncio.create_task(sampler.run())

@@ -42,7 +42,7 @@ WRONG = answer(400, b'{"object":"error","message":"The prompt is empty.","code":
 STREAMED = answer(200, b'data: {"error": {"message": "KVTransferError", "code": 500}}\n\n')
 HANGS, DIES, MEETS = b"hangs", b"dies", b"meets"
 SOON = 0.4
-"""Seconds after which what hangs is given up; whoever does not hang must answer within them on a busy machine, too."""
+"""Timeout of a hanging engine; a healthy one answers within it on a busy machine, too."""
 
 
 class Engine(LoopbackEngine):
@@ -89,7 +89,7 @@ class Engine(LoopbackEngine):
 
 
 class Rig:
-    """A deployment with pools of SGLang; round robin, so that engines are asked in the order of their names."""
+    """A deployment with pools of SGLang; round robin sends to engines in the order of their names."""
 
     def __init__(self, policy: str = "roundRobin", prefill_seconds: float = 60, **spec) -> None:
         roles = ("prefill", "decode")
@@ -396,7 +396,7 @@ async def test_pair_requires_equal_layouts(make):
 
 
 @pytest.mark.parametrize("alone", ["p1", "d1"])
-async def test_without_a_pair_no_engine_is_asked(make, alone):
+async def test_without_a_pair_no_engine_receives_a_request(make, alone):
     rig = make()
     engine = await rig.engine(alone)
     with pytest.raises(RequestError) as refused:

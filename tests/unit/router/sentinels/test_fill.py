@@ -75,7 +75,7 @@ def test_image_is_observed_across_split_events(offset, cut, tokens):
     assert observe_sentinels(ids, span, SIZE, [stored(foreign, 0, len(foreign) // SIZE)]) is None
 
 
-def test_single_sentinel_and_text_are_told_apart():
+def test_single_sentinel_differs_from_text():
     ids = array("I", [*range(10, 18), *[1] * 6, *range(50, 60)])
     span = Span(8, 6, b"x")
     single = array("Q", ids)
