@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench import report, rows
 from bench.cluster import policy_comparison, weight_sweep
-from bench.peers.environment import MODE, MODES
+from bench.peers.peer_installation import MODE, MODES
 
 BENCHMARKS = {
     "cluster": "cluster.policy_comparison",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from mmrouter_sim.core.encoder import EncoderCache
+from mmrouter_sim.core.encoder_budget import EncoderCache
 from mmrouter_sim.core.hashing import Media
 from mmrouter_sim.core.pool import BlockPool
 

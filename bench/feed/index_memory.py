@@ -7,10 +7,10 @@ pair of block and worker.
 
 import psutil
 
-from bench.command_child import Child
 from bench.feed.router_ingest import IngestCase, feed_receiver
+from bench.measured_process import Child
 from bench.peers.dynamo_client import fed_dynamo
-from bench.peers.environment import DYNAMO, PeerMissingError
+from bench.peers.peer_installation import DYNAMO, PeerMissingError
 from bench.placing.block_workload import BLOCK_SIZE, BlockWorkload, build
 from bench.rows import Row, not_run, row
 

@@ -12,7 +12,7 @@ from typing import Any
 import uvloop
 import zmq.asyncio
 
-from bench.command_child import serve
+from bench.measured_process import serve
 from mmrouter_router.core.settings import CurveKeys
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.workers import Fleet, Member, Worker

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bench.command_child import Child
 from bench.feed import sidecar_ingest
 from bench.feed.fake_sidecars import Curve, FakeSidecars, address
+from bench.measured_process import Child
 from bench.peers.dynamo_client import fed_dynamo
-from bench.peers.environment import DYNAMO, PeerMissingError
+from bench.peers.peer_installation import DYNAMO, PeerMissingError
 from bench.placing import router_objects
 from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, BlockWorkload, Event, build, split, steps
 from bench.rows import Row, not_run, row

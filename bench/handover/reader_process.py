@@ -12,8 +12,8 @@ import zlib
 from multiprocessing import resource_tracker, shared_memory
 from typing import Any
 
-from bench.command_child import serve
 from bench.handover import fresh_segment
+from bench.measured_process import serve
 from mmrouter_handover.shm import Reader, read_handle
 
 

@@ -15,8 +15,8 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.command_child import Child
 from bench.handover import fresh_segment
+from bench.measured_process import Child
 from bench.rows import Row, not_run, row
 from mmrouter_handover.shm import Pool
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import zmq
 
-from bench.command_child import Child, ChildError
-from bench.peers.environment import DYNAMO, ensure
+from bench.measured_process import Child, ChildError
+from bench.peers.peer_installation import DYNAMO, ensure
 from bench.placing.block_workload import BLOCK_SIZE, BlockWorkload, Event, vllm_payload
 
 SCRIPT = Path(__file__).with_name("dynamo_process.py")

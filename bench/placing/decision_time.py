@@ -14,13 +14,13 @@ from functools import partial
 from itertools import takewhile
 
 from bench.peers.dynamo_client import Dynamo, fed_dynamo
-from bench.peers.environment import PeerMissingError
+from bench.peers.peer_installation import PeerMissingError
 from bench.placing import router_objects
 from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, BlockWorkload, build
 from bench.rows import Row, not_run, percentile, row
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_router.fleet.index import mask_of
-from mmrouter_router.scheduling.candidates import column_getter
+from mmrouter_router.scheduling.candidate_columns import column_getter
 from mmrouter_router.scheduling.scoring import CandidateTable, choose
 
 SIZES = (64, 256)

@@ -34,7 +34,7 @@ from bench.rows import Row, not_run, percentile, row
 from mmrouter_lib.block_keys import pack_keys
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys, Settings
-from mmrouter_router.intake.tenants import DEFAULT
+from mmrouter_router.intake.tenant_keys import DEFAULT
 from mmrouter_router.request.engine_request import CHAT
 
 WORKERS = 64

@@ -10,9 +10,9 @@ from typing import Final
 
 import psutil
 
-from bench.command_child import Child
 from bench.feed.fake_sidecars import address
 from bench.feed.sidecar_ingest import cpu_of
+from bench.measured_process import Child
 from bench.quick.verdicts import Figure
 from bench.serving.router_processes import Process, ServingRig
 

@@ -8,9 +8,9 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.command_child import Child
 from bench.feed.fake_sidecars import address
-from bench.peers.environment import SMG
+from bench.measured_process import Child
+from bench.peers.peer_installation import SMG
 from bench.pictures import padded_png
 from bench.rows import Row, not_run, row
 from bench.serving.proxy_overhead import CONNECTIONS, DIRECT, OURS, PAUSE_MS, latency_rows, stream

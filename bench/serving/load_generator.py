@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from bench.command_child import serve
+from bench.measured_process import serve
 from bench.serving.plain_engine import TOKENS
 from mmrouter_cli.bench.load_client import Connection, Receiver, connect, post_message
 

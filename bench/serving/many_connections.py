@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.command_child import Child, ChildError
+from bench.measured_process import Child, ChildError
 from bench.rows import Row, not_run, row
 from bench.serving.router_processes import Process, ServingRig
 

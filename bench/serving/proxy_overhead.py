@@ -8,7 +8,7 @@ targets take turns in every round.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.command_child import Child
+from bench.measured_process import Child
 from bench.rows import Row, not_run, percentile, row
 from bench.serving.router_processes import CpuCost, Process, ServingRig
 

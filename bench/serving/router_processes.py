@@ -17,9 +17,9 @@ from typing import Self
 
 import psutil
 
-from bench.command_child import Child
 from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
-from bench.peers.environment import SGLANG_ROUTER, SMG, Peer, PeerMissingError, ensure
+from bench.measured_process import Child
+from bench.peers.peer_installation import SGLANG_ROUTER, SMG, Peer, PeerMissingError, ensure
 from bench.placing.router_objects import resource
 from bench.serving.load_generator import chat_body
 

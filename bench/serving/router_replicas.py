@@ -6,8 +6,8 @@ they learn late or never of each other's requests is simulated (:mod:`bench.clus
 """
 
 from bench.cluster import multiple_routers
-from bench.command_child import Child
 from bench.feed.fake_sidecars import FRONTEND, address
+from bench.measured_process import Child
 from bench.rows import Row, row
 from bench.serving.router_processes import CpuCost, Process, ServingRig
 

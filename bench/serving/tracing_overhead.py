@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from bench.command_child import Child
 from bench.feed.fake_sidecars import address
+from bench.measured_process import Child
 from bench.rows import Row, row
 from bench.serving.router_processes import CpuCost, Process, ServingRig
 

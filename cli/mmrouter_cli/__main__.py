@@ -30,7 +30,7 @@ def main() -> None:
 
         sys.exit(run_sidecar())
     if command == "shared-memory":
-        from mmrouter_sidecar.shared_memory.shared_folder import main as open_shared_memory
+        from mmrouter_sidecar.shared_memory.folder_access import main as open_shared_memory
 
         sys.exit(open_shared_memory(sys.argv[2:]))
     if command == "fetch-metadata":

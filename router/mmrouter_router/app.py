@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from mmrouter_router.api import control
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
-from mmrouter_router.api.routes import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
+from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.build import (
     Base,
     build_dispatch,
@@ -25,7 +25,7 @@ from mmrouter_router.build import (
 )
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.explain.decisions import DecisionTrace
-from mmrouter_router.fleet import discovery
+from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, serve
@@ -54,7 +54,7 @@ class Router:
         self.metrics = Metrics()
         self.fleet = Fleet(self.metrics)
         self.upstream = Upstream()
-        self.peers: tuple[discovery.Peer, ...] = ()
+        self.peers: tuple[membership.Peer, ...] = ()
         self._feeds: dict[str, tuple[FeedClient, asyncio.Task[None]]] = {}
         self._canaries: dict[str, asyncio.Task[None]] = {}
 
@@ -121,14 +121,14 @@ class Router:
             self._ready = (self._discovered and synced) or time.monotonic() - self._started > READY_SECONDS
         return self._ready and not self.shutdown.draining
 
-    def apply_membership(self, membership: discovery.Membership) -> None:
+    def apply_membership(self, present: membership.Membership) -> None:
         """Start feeds for new pods and drop pods that are gone."""
-        self.peers = tuple(peer for peer in membership.peers if peer.ip != self.settings.pod_ip)
-        if membership.leaving:
+        self.peers = tuple(peer for peer in present.peers if peer.ip != self.settings.pod_ip)
+        if present.leaving:
             self.shutdown.drain("this pod is being deleted")
         # Renderers have no cache and no sidecar, and are no targets of requests.
-        members = [member for member in membership.members if member.role != RENDERER_ROLE]
-        self.renderer.roster(member for member in membership.members if member.role == RENDERER_ROLE)
+        members = [member for member in present.members if member.role != RENDERER_ROLE]
+        self.renderer.roster(member for member in present.members if member.role == RENDERER_ROLE)
         # A pod whose sandbox was recreated keeps its uid, gets a new address and has lost its cache.
         addresses = {member.uid: member.ip for member in members}
         for worker in list(self.fleet):
@@ -200,7 +200,7 @@ class Router:
     async def _discover(self) -> None:
         settings = self.settings
         if settings.discovery == "file":
-            await discovery.watch_file(settings.config_dir / "workers.json", self.apply_membership)
+            await membership.watch_file(settings.config_dir / "workers.json", self.apply_membership)
         else:
             # Imported here so that only a router in a cluster loads the cluster client.
             from mmrouter_router.fleet.pod_watch import watch_pods  # noqa: PLC0415

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, load_deployment
-from mmrouter_lib.api.paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.api.pod_paths import CONFIG_DIR, MODEL_DIR
 
 PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of tokenizers, templates and processors; the star also matches folders."""

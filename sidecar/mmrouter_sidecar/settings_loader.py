@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError, load_deployment
-from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
+from mmrouter_lib.api.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
 from mmrouter_lib.engines.base.launch import LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.media_identity import KEY_BYTES

@@ -17,7 +17,7 @@ from mmrouter_sim.encoder_engine import ImageEncoder
 from mmrouter_sim.media import ProcessorCache
 from mmrouter_sim.model import Model
 from mmrouter_sim.publisher import Publisher
-from mmrouter_sim.runner import Runner
+from mmrouter_sim.rank_loop import Runner
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang.encoder_shares import EncoderShares
 from mmrouter_sim.sglang.metrics import SglangMetrics

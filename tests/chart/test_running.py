@@ -15,7 +15,7 @@ from cluster.operators import PORT, holder
 from cluster.resources import apply, complete, resource
 from waiting import wait_for
 
-from mmrouter_cli.local.network import can_bind
+from mmrouter_cli.local.loopback_network import can_bind
 
 HERE = f"--namespace={NAMESPACE}"
 ACCOUNT = "mmrouter-operator"

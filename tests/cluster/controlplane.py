@@ -26,7 +26,7 @@ from cluster.audit import POLICY, AuditLog, AuditRow
 from cluster.pki import make_keys
 from waiting import wait_for
 
-from mmrouter_cli.local.network import take_block
+from mmrouter_cli.local.loopback_network import take_block
 from mmrouter_cli.local.process import MARK, Guard
 
 API_PORT = 6443

@@ -14,7 +14,7 @@ import yaml
 from cluster.controlplane import APPLY, ControlPlane, end
 from waiting import wait_for
 
-from mmrouter_cli.local.network import can_bind
+from mmrouter_cli.local.loopback_network import can_bind
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_ROLE = ROOT / "charts" / "mmrouter" / "files" / "clusterrole.yaml"

@@ -10,7 +10,7 @@ from cluster.controlplane import API_PORT, ControlPlane
 from waiting import wait_for
 
 from mmrouter_router.core.settings import ApiServer
-from mmrouter_router.fleet.discovery import Membership
+from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.fleet.pod_watch import watch_pods
 from mmrouter_router.telemetry.metrics import Metrics
 

@@ -6,7 +6,7 @@ import pytest
 from cluster.controlplane import ControlPlane
 
 from mmrouter_cli.init import answers as init
-from mmrouter_operator.cluster.kinds import KINDS
+from mmrouter_operator.cluster.child_kinds import KINDS
 from mmrouter_operator.model.kinds import RESOURCE
 
 

@@ -21,7 +21,7 @@ import zmq
 
 from hack.build_once import cache_dir
 from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.api.paths import MODEL_DIR
+from mmrouter_lib.api.pod_paths import MODEL_DIR
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import Batch, Stored
 from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch

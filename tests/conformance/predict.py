@@ -11,7 +11,7 @@ from conformance.workload import Case
 
 from mmrouter_lib import families
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.families import Family
 from mmrouter_lib.image_size import probe

@@ -20,7 +20,7 @@ from scenarios import Chat
 
 from mmrouter_handover.shm import Entry, ledger
 from mmrouter_handover.shm.files import clock
-from mmrouter_lib.api.paths import SHARED_DIR
+from mmrouter_lib.api.pod_paths import SHARED_DIR
 
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
 """Labels of a namespace for pods that share a folder of their node."""

@@ -23,7 +23,7 @@ from e2e.test_placement import RACK, device, equip, label
 from scenarios import SCENARIOS, Chat, Scenario, title
 from waiting import wait_for
 
-from mmrouter_lib.api.paths import SHARED_DIR
+from mmrouter_lib.api.pod_paths import SHARED_DIR
 from mmrouter_operator.model.kinds import RESOURCE
 
 FAST_MS, SLOW_MS = 2, 6

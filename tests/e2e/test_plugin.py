@@ -8,7 +8,7 @@ from cluster.resources import condition
 from e2e.deploying import RESTRICTED, Deployed, deploy, example, make_model
 from e2e.endpoints import reached
 
-from mmrouter_lib.api.paths import PLUGIN_DIR
+from mmrouter_lib.api.pod_paths import PLUGIN_DIR
 from mmrouter_operator.render.pod.handover_plugin import NAME
 
 ALWAYS = [{"name": "MMROUTER_HANDOVER", "value": "always"}]

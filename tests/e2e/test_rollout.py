@@ -163,7 +163,7 @@ def test_a_pool_is_replaced_under_load_and_nothing_is_lost(mine: Deployed, recor
         assert {since[gate]["reason"] for gate in GATES} <= {"Held", "Proved"}
     assert_waited(pods, traffic, lambda sent: sent.worker, *GATES)
     # To the request itself it is said at once, not in whole seconds: a worker that is not proved is never ``exact``.
-    assert not traffic.inexact, traffic.inexact[:5]
+    traffic.assert_exact()
     assert condition(mine.cluster, "ExactRoutingVerified", mine.namespace, mine.name)["status"] == "True"
 
 
@@ -176,7 +176,7 @@ def test_the_frontends_are_replaced_under_load_and_forget_nothing(mine: Deployed
     outlived = assert_drained(pods, traffic, lambda sent: router(sent, pods.old))
     record("frontends replaced under load", figures(traffic, measured, outlived))
     assert not traffic.failed, traffic
-    assert not traffic.inexact, traffic.inexact[:5]
+    traffic.assert_exact()
     assert_waited(pods, traffic, lambda sent: router(sent, new), "Ready")
     # A new frontend has the whole index before it is Ready, so not even the first requests are placed worse.
     assert measured["new"] > measured["before"] - SAME

@@ -77,7 +77,7 @@ def test_a_pool_grows_and_shrinks_under_load_and_nothing_is_lost(mine: Deployed,
         after = traffic.recovered(before - SAME)
     record("pool 1 -> 3 -> 1 under load", told(traffic, {"before": before, "after": after}, up, down))
     assert not traffic.failed, traffic
-    assert not traffic.inexact, traffic.inexact[:5]
+    traffic.assert_exact()
     (left,) = {pod["metadata"]["name"] for pod in mine.pods("worker")}
     assert names < grown
     assert [each for each in traffic.sent if each.started < shrunk < each.ended and each.worker in grown - {left}]

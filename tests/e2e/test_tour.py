@@ -24,7 +24,7 @@ from waiting import wait_for
 
 from mmrouter_cli.local.process import Guard
 
-STAND = ROOT / "tests" / "e2e" / "stand.py"
+STAND = ROOT / "tests" / "e2e" / "one_node_cluster.py"
 ELSEWHERE = ("make ", "kind ", "source ")
 """What makes a cluster: `make cluster` is the fixture, and kind needs Docker."""
 TAKEN_AS_RUN = "x-mmrouter-request-id: (\\S+)"

@@ -131,6 +131,6 @@ def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
     told = f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; {seconds[0]:.1f} s and {seconds[1]:.1f} s"
     record("operator upgraded and back under load", told)
     assert not traffic.failed, traffic
-    assert not traffic.inexact, traffic.inexact[:5]
+    traffic.assert_exact()
     for type in ("Ready", "ExactRoutingVerified"):
         assert condition(cluster, type, deployed.namespace, deployed.name)["status"] == "True"

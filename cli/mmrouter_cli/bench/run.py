@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mmrouter_cli.bench import endpoint, measure
+from mmrouter_cli.bench import endpoint_probe, measure
 from mmrouter_cli.bench.chat_request import ask
-from mmrouter_cli.bench.endpoint import Endpoint
+from mmrouter_cli.bench.endpoint_probe import Endpoint
 from mmrouter_cli.bench.load_client import Client, clock
 from mmrouter_cli.bench.terminal import ProgressScreen
 from mmrouter_cli.bench.types import Answer, BenchError, Conversation, EventState, LoadSpec, Result, Routing
@@ -54,7 +54,7 @@ async def run(
 
     Raises ``BenchError`` where the endpoint does not answer at all.
     """
-    target_endpoint = await endpoint.examine(
+    target_endpoint = await endpoint_probe.examine(
         target.url,
         target.headers,
         model=target.model,
@@ -201,7 +201,7 @@ Events = tuple[EventState, str, dict[str, str]]
 async def _event_state(target_endpoint: Endpoint) -> Events:
     if target_endpoint.control is None:
         return "unknown", target_endpoint.why, {}
-    return await endpoint.event_state(target_endpoint.control)
+    return await endpoint_probe.event_state(target_endpoint.control)
 
 
 def _routing(answers: Sequence[Answer], before: Events, after: Events) -> Routing:

@@ -12,8 +12,8 @@ from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFac
 from mmrouter_cli.status.frontend_state import Frontend, State, Unread, client, fetch, open_frontends
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
+from mmrouter_operator.cluster.child_kinds import KINDS
 from mmrouter_operator.cluster.client import NotFound
-from mmrouter_operator.cluster.kinds import KINDS
 from mmrouter_operator.model.external_refs import references
 from mmrouter_operator.model.kinds import RESOURCE, Ref
 from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL

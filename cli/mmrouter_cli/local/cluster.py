@@ -14,14 +14,14 @@ from typing import Any
 
 import aiohttp
 
-from mmrouter_cli.local.container import VainError, log_failure
 from mmrouter_cli.local.environment import Commands, Engines, PodFacts, engine_commands
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
-from mmrouter_cli.local.network import AddressBlock, Forwarder, can_bind, take_block
+from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
 from mmrouter_cli.local.pod import LocalPod, PodBuilder
+from mmrouter_cli.local.pod_processes import VainError, log_failure
 from mmrouter_cli.local.process import Guard, LogSink, console_sink
 from mmrouter_cli.local.run_plan import RunPlan, ServicePlan, ServicePort, make_plan
-from mmrouter_lib.api.paths import CONFIG_DIR
+from mmrouter_lib.api.pod_paths import CONFIG_DIR
 
 NODE = "local"
 UNPRIVILEGED_PORT = 8000

@@ -11,9 +11,9 @@ from rich.console import Console
 from mmrouter_cli import demo as demo_workload
 from mmrouter_cli import local
 from mmrouter_cli.demo import DemoError, DemoResult
-from mmrouter_cli.local.container import VainError
+from mmrouter_cli.local.pod_processes import VainError
 from mmrouter_cli.status.control_endpoint import ControlEndpoint
-from mmrouter_cli.status.wait_ready import NotReadyError, wait_verified
+from mmrouter_cli.status.wait_verified import NotReadyError, wait_verified
 from mmrouter_lib.api import MMRouterDeployment
 
 __all__ = ["DemoError", "NotReadyError", "run"]

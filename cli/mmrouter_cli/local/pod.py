@@ -9,9 +9,9 @@ from pathlib import Path
 
 import aiohttp
 
-from mmrouter_cli.local.container import VAIN_STARTS, Container
 from mmrouter_cli.local.environment import Commands, PodFacts, expand, inherited_env, resolve_env, rewriter
 from mmrouter_cli.local.folders import SHM, RunFolders
+from mmrouter_cli.local.pod_processes import VAIN_STARTS, Container
 from mmrouter_cli.local.probes import Target
 from mmrouter_cli.local.process import Guard, LogSink
 from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, RunPlan

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mmrouter_cli.replay.capture import CaptureError
+from mmrouter_cli.replay.capture_reader import CaptureError
 from mmrouter_lib.families import Family, ModelFolderError, ProcessorLimits, load_family
 from mmrouter_lib.prompt import Prompter
 

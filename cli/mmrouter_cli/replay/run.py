@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mmrouter_cli.replay.capture import CaptureError, EngineName, read
+from mmrouter_cli.replay.capture_reader import CaptureError, EngineName, read
 from mmrouter_cli.replay.report import ReplayReport
 
 

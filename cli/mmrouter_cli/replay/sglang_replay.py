@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmrouter_cli.replay.capture import Capture, Row, comparing
+from mmrouter_cli.replay.capture_reader import Capture, Row, comparing
 from mmrouter_cli.replay.model_folder import load as load_model
 from mmrouter_cli.replay.report import ReplayReport
 from mmrouter_lib.block_keys import chain, namespace_seed

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_cli.replay.capture import Capture, Row, comparing
+from mmrouter_cli.replay.capture_reader import Capture, Row, comparing
 from mmrouter_cli.replay.report import ReplayReport
 from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
 from mmrouter_lib.block_keys import block_keys, chain, namespace_seed

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mmrouter_cli.replay.capture import Capture, Row
+from mmrouter_cli.replay.capture_reader import Capture, Row
 from mmrouter_cli.replay.model_folder import load as load_model
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.vllm.image_hash import default_identifier

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mmrouter_cli.local import run_root
-from mmrouter_lib.api.paths import CONFIG_DIR
+from mmrouter_lib.api.pod_paths import CONFIG_DIR
 
 CONTROL_PORT = 8001
 

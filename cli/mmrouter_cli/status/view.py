@@ -213,8 +213,8 @@ async def from_cluster(
 ) -> AsyncIterator[list[View]]:
     """Yield the views of a deployment, or of all of a namespace. Raises :class:`StatusError`."""
     from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
+    from mmrouter_operator.cluster.child_kinds import KINDS
     from mmrouter_operator.cluster.client import NotFound, Unavailable
-    from mmrouter_operator.cluster.kinds import KINDS
     from mmrouter_operator.model.kinds import RESOURCE
     from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
 

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mmrouter_lib.api.base import DNS_LABEL
 from mmrouter_lib.api.deployment import API_VERSION, KIND, NAME_LENGTH
 from mmrouter_lib.api.rules import NO_DEFAULT, VALIDATIONS, Resource, validation
+from mmrouter_lib.api.shared_types import DNS_LABEL
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.api.status import Status
 

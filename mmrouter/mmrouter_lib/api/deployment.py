@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from mmrouter_lib.api.base import DNS_LABEL
 from mmrouter_lib.api.engine_types import ENGINE_TYPES
 from mmrouter_lib.api.rules import Resource
 from mmrouter_lib.api.sections.pools import Pool
+from mmrouter_lib.api.shared_types import DNS_LABEL
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.api.status import Status
 

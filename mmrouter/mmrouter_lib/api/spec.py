@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pydantic import Field, model_validator
 
 from mmrouter_lib.api import owned_flags
-from mmrouter_lib.api.base import by_key
 from mmrouter_lib.api.engine_types import ENGINE_TYPES, EngineTraits
 from mmrouter_lib.api.rules import Broken, Resource, broken, rule
 from mmrouter_lib.api.sections.engine import EngineSpec
@@ -14,6 +13,7 @@ from mmrouter_lib.api.sections.model import Model
 from mmrouter_lib.api.sections.operations import NetworkPolicy, Observability, Sidecar, Verification
 from mmrouter_lib.api.sections.pools import Pool, Role
 from mmrouter_lib.api.sections.routing import Routing
+from mmrouter_lib.api.shared_types import by_key
 
 
 def _any(role: Role) -> str:

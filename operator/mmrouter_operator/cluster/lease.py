@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mmrouter_operator.cluster.boot_clock import boot_time
+from mmrouter_operator.cluster.child_kinds import KINDS
 from mmrouter_operator.cluster.client import AlreadyExists, ApiError, Conflict, KubernetesCluster, NotFound, Object
-from mmrouter_operator.cluster.kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
 
 log = logging.getLogger(__name__)

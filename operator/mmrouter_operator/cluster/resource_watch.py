@@ -15,8 +15,8 @@ from typing import Any, cast
 import kopf
 
 from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.child_kinds import KINDS
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
-from mmrouter_operator.cluster.kinds import KINDS
 from mmrouter_operator.cluster.watches import WatchError
 from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.model.snapshot import Key

@@ -1,6 +1,6 @@
 """What a kind of accelerator means for a pod: data, no code per vendor.
 
-The engines' own settings for it are :data:`mmrouter_lib.engines.base.devices.DEVICES`, a column of this
+The engines' own settings for it are :data:`mmrouter_lib.engines.base.accelerator_settings.DEVICES`, a column of this
 table.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mmrouter_lib.api import AcceleratorKind
-from mmrouter_lib.engines.base.devices import DEVICES, Device
+from mmrouter_lib.engines.base.accelerator_settings import DEVICES, Device
 
 NodeLabel = tuple[str, str | None]
 """A label of a node and its value; ``None``: any value."""

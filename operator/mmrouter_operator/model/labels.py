@@ -19,7 +19,7 @@ SHARED_MEMORY: Final = "mmrouter.io/shared-memory"
 pods and do not have the label: they should not attract each other."""
 
 INPUTS_HASH: Final = "mmrouter.io/template-hash"
-"""Annotation of pod templates: the hash of their inputs (:mod:`mmrouter_operator.render.pod.template_inputs`)."""
+"""Annotation of pod templates: the hash of their inputs (:mod:`mmrouter_operator.render.pod.template_hashes`)."""
 RENDERING_HASH: Final = "mmrouter.io/rendering-hash"
 """Annotation of pod templates: the hash of their content, set when one is chosen
 (:mod:`mmrouter_operator.planning.template_revisions`)."""

@@ -28,7 +28,7 @@ from mmrouter_operator.planning.plan_draft import (
     replicas_without_autoscaler,
     with_replicas,
 )
-from mmrouter_operator.planning.pool_set_rollout import in_set, plan_set
+from mmrouter_operator.planning.pool_set_manifests import in_set, plan_set
 from mmrouter_operator.planning.removed_pools import pools_kept_serving, rendered_name
 from mmrouter_operator.planning.rollout import (
     STAGES,

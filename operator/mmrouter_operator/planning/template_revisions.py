@@ -2,7 +2,7 @@
 
 Rendered templates may change with the operator's version. That alone must not restart an engine, so every template is
 stored in a ControllerRevision with the hash of its *inputs*: the spec and the secrets
-(:mod:`mmrouter_operator.render.pod.template_inputs`). While the inputs are equal the stored template is applied, which
+(:mod:`mmrouter_operator.render.pod.template_hashes`). While the inputs are equal the stored template is applied, which
 also repairs drift. A change of the spec, or the annotation ``mmrouter.io/adopt``, takes a new one.
 """
 
@@ -17,7 +17,7 @@ from mmrouter_operator.model.labels import ADOPT, COMPATIBILITY, INPUTS_HASH, RE
 from mmrouter_operator.model.snapshot import RevisionView, Snapshot
 from mmrouter_operator.planning.rollout import pods_of, pool_of, role_of, template_hash
 from mmrouter_operator.render import controllerrevision
-from mmrouter_operator.render.pod.template_inputs import SET_ROLES
+from mmrouter_operator.render.pod.template_hashes import SET_ROLES
 
 REVISION_LIMIT = 3
 """Revisions that are kept, besides those that a Deployment still runs."""

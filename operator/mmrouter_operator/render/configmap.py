@@ -14,7 +14,7 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return the one ConfigMap.
 
     Its name is fixed: the number of replicas is part of the resource, and a new name would restart every engine when it
-    changes. :mod:`mmrouter_operator.render.pod.template_inputs` decides which changes restart pods.
+    changes. :mod:`mmrouter_operator.render.pod.template_hashes` decides which changes restart pods.
     """
     return [
         {

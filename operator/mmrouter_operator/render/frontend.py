@@ -3,14 +3,14 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_lib.api.paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.api.pod_paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ROUTER_ITEMS
 from mmrouter_operator.model.labels import INPUTS_HASH
 from mmrouter_operator.render.child import RenderInputs
 from mmrouter_operator.render.metadata import frontend_labels, frontend_name, frontend_pods, labels, object_metadata
 from mmrouter_operator.render.pod import parts, placement, probes, shared_memory
-from mmrouter_operator.render.pod.template_inputs import frontend_inputs
+from mmrouter_operator.render.pod.template_hashes import frontend_inputs
 from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
 from mmrouter_operator.render.pool import KIND
 from mmrouter_operator.render.serviceaccount import frontend_account

@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_operator.render.autoscaling import METRICS, quantity, scale_down, scaled_pools
+from mmrouter_operator.render.autoscaler_choice import METRICS, quantity, scale_down, scaled_pools
 from mmrouter_operator.render.child import ChildKind, RenderInputs
 from mmrouter_operator.render.metadata import object_metadata, pool_labels, pool_name
 

@@ -16,7 +16,7 @@ from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
 from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.model.labels import KV_LAYOUT
-from mmrouter_operator.render.pod.template_inputs import SET_ROLES
+from mmrouter_operator.render.pod.template_hashes import SET_ROLES
 
 _UNSET: Final = ("", "auto")
 _SPELLINGS: Final = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32"}

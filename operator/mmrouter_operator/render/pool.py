@@ -16,7 +16,7 @@ from mmrouter_operator.render.metadata import labels, object_metadata, pool_name
 from mmrouter_operator.render.pod import handover_plugin, parts, placement, probes, shared_memory
 from mmrouter_operator.render.pod.engine import engine, engine_image, startup_seconds
 from mmrouter_operator.render.pod.sidecar import sidecar
-from mmrouter_operator.render.pod.template_inputs import compatibility, kv_layout, partners, pool_inputs
+from mmrouter_operator.render.pod.template_hashes import compatibility, kv_layout, partners, pool_inputs
 from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
 from mmrouter_operator.render.serviceaccount import engine_account
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.kinds import KEDA_API
-from mmrouter_operator.render.autoscaling import METRICS, scale_down, scaled_pools
+from mmrouter_operator.render.autoscaler_choice import METRICS, scale_down, scaled_pools
 from mmrouter_operator.render.child import ChildKind, RenderInputs
 from mmrouter_operator.render.metadata import object_metadata, pool_labels, pool_name
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL

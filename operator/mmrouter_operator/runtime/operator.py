@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import mmrouter_lib as mmrouter
 from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.child_kinds import CORE_CHILDREN, KINDS, OPTIONAL_CHILDREN
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
 from mmrouter_operator.cluster.connection import kopf_credentials
-from mmrouter_operator.cluster.frontend_streams import FrontendStreams
-from mmrouter_operator.cluster.kinds import CORE_CHILDREN, KINDS, OPTIONAL_CHILDREN
+from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.lease import LeaderElection, LeaseTiming
 from mmrouter_operator.cluster.resource_watch import Comparison, ResourceWatch
 from mmrouter_operator.cluster.watches import ChildWatches

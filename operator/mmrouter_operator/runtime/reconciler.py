@@ -19,7 +19,7 @@ from mmrouter_operator.cluster.client import (
     Object,
 )
 from mmrouter_operator.cluster.existence import RECHECK_SECONDS, ExistenceCache
-from mmrouter_operator.cluster.frontend_streams import FrontendStreams
+from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.work_queue import ObjectDeleted, Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig
@@ -37,7 +37,7 @@ from mmrouter_operator.model.problems import (
 )
 from mmrouter_operator.model.snapshot import Key, Missing, Snapshot
 from mmrouter_operator.planning.planner import RolloutPlan, plan
-from mmrouter_operator.planning.readiness_gates import counted_reports, gate_changes, is_verified
+from mmrouter_operator.planning.pod_readiness_gates import counted_reports, gate_changes, is_verified
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates
 from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.metadata import secret_name

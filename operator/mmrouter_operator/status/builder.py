@@ -13,7 +13,7 @@ from mmrouter_operator.model.problems import Problem
 from mmrouter_operator.model.snapshot import PodView, Snapshot
 from mmrouter_operator.planning.plan_draft import is_foreign
 from mmrouter_operator.planning.planner import RolloutPlan
-from mmrouter_operator.planning.readiness_gates import (
+from mmrouter_operator.planning.pod_readiness_gates import (
     all_frontends_counted,
     counted_frontends,
     counted_reports,

@@ -13,7 +13,7 @@ from mmrouter_operator.planning.rollout import Blocked, Complete, Progress, Roll
 from mmrouter_operator.render import overridden
 from mmrouter_operator.render.kv_layouts import mismatches
 from mmrouter_operator.render.pod.pod_security import violations
-from mmrouter_operator.render.pod.template_inputs import SET_ROLES
+from mmrouter_operator.render.pod.template_hashes import SET_ROLES
 from mmrouter_operator.render.podmonitor import podmonitor_unavailable
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition

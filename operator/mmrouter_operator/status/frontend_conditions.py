@@ -6,7 +6,12 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.model.snapshot import FrontendReport, Snapshot
 from mmrouter_operator.planning.planner import RolloutPlan
-from mmrouter_operator.planning.readiness_gates import counted_frontends, counted_reports, is_verified, ready_frontends
+from mmrouter_operator.planning.pod_readiness_gates import (
+    counted_frontends,
+    counted_reports,
+    is_verified,
+    ready_frontends,
+)
 from mmrouter_operator.planning.rollout import Progress
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition

@@ -14,7 +14,7 @@ from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.model.snapshot import Key, Snapshot
 from mmrouter_operator.planning.planner import RolloutPlan
 from mmrouter_operator.status.builder import Status, status_of, status_of_failure, urgent
-from mmrouter_operator.status.transitions import transitions
+from mmrouter_operator.status.condition_events import transitions
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneEr
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
 from mmrouter_router.intake.json_body import Raw
-from mmrouter_router.intake.tenants import Tenant, Tenants
+from mmrouter_router.intake.tenant_keys import Tenant, Tenants
 from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import Prepared

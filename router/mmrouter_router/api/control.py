@@ -20,9 +20,9 @@ from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.explain.decisions import DecisionTrace, trace_of
 from mmrouter_router.explain.parity_check import verdict_json
 from mmrouter_router.explain.render_diff import rendering_json
-from mmrouter_router.fleet.discovery import Peer
+from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.intake.tenants import DEFAULT
+from mmrouter_router.intake.tenant_keys import DEFAULT
 from mmrouter_router.request.engine_request import CHAT
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer

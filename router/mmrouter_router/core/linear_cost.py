@@ -11,7 +11,7 @@ from itertools import combinations
 from statistics import median
 from typing import Final
 
-from mmrouter_lib.engines.base.devices import DEVICES
+from mmrouter_lib.engines.base.accelerator_settings import DEVICES
 
 WINDOW: Final = 32
 """Images of one fit: a change of rate shows after half of them."""

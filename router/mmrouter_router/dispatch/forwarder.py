@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from mmrouter_lib.engines.sglang.disaggregation import failure_of as failure_of_sglang
+from mmrouter_lib.engines.sglang.pair_headers import failure_of as failure_of_sglang
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply
 from mmrouter_router.dispatch.sglang_pair import PrefillError, PrefillHalf, choose_pair

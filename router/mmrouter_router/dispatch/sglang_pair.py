@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from mmrouter_lib.engines.sglang.disaggregation import decode_headers, failure_of, new_meeting, prefill_headers
+from mmrouter_lib.engines.sglang.pair_headers import decode_headers, failure_of, new_meeting, prefill_headers
 from mmrouter_router.dispatch.stages import PREFILL_SECONDS, StageReport
 from mmrouter_router.fleet.workers import Target
 from mmrouter_router.http.upstream import Answer, Sink, UpstreamError

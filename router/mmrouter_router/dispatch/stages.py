@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.vllm.disaggregation import (
+from mmrouter_lib.engines.vllm.stage_requests import (
     StageError,
     decode_request,
     prefill_request,

@@ -7,7 +7,7 @@ from typing import Any
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.vllm.connectors import embedding_cache_bytes
-from mmrouter_lib.engines.vllm.disaggregation import encode_request
+from mmrouter_lib.engines.vllm.stage_requests import encode_request
 from mmrouter_router.encoding.encoder_probes import EncoderProbes
 from mmrouter_router.encoding.types import Encoder
 from mmrouter_router.fleet.workers import Fleet, Worker, prefer_admitted

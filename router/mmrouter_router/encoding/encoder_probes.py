@@ -13,8 +13,8 @@ import orjson
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.base.request import ImageRewrite
-from mmrouter_lib.engines.vllm.disaggregation import StageError, encode_request, read_encoded
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
+from mmrouter_lib.engines.vllm.stage_requests import StageError, encode_request, read_encoded
 from mmrouter_router.core.probe_images import new_nonce, small_pictures
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.upstream import Upstream, UpstreamError

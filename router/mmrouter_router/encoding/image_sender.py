@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrouter_lib.engines.vllm.disaggregation import StageError, embedding_bytes, read_encoded
+from mmrouter_lib.engines.vllm.stage_requests import StageError, embedding_bytes, read_encoded
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.encoding.types import Answer, Encoder, Image, ImagePlacement, Outcome
 from mmrouter_router.http.upstream import UpstreamError

@@ -13,7 +13,7 @@ from kubernetes.aio.client.api_client import ApiClient
 from mmrouter_kube.connection import in_cluster
 from mmrouter_kube.list_watch import ListWatch
 from mmrouter_router.core.settings import ApiServer
-from mmrouter_router.fleet.discovery import Membership, Peer
+from mmrouter_router.fleet.membership import Membership, Peer
 from mmrouter_router.fleet.pods import DEPLOYMENT_LABEL, is_leaving, membership_of, parse_pod
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.telemetry.metrics import Metrics

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mmrouter_router.fleet.discovery import Membership, Peer
+from mmrouter_router.fleet.membership import Membership, Peer
 from mmrouter_router.fleet.workers import Member
 
 DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL = "mmrouter.io/deployment", "mmrouter.io/pool", "mmrouter.io/role"

@@ -4,7 +4,7 @@ Checks only what routing, fetching or the prompt depends on; the engine checks t
 """
 
 from mmrouter_router.intake.chat import parse_chat
-from mmrouter_router.intake.forwarded import parse_forwarded
+from mmrouter_router.intake.forwarded_routes import parse_forwarded
 from mmrouter_router.intake.prompt_fields import Cause, Reason
 from mmrouter_router.intake.request import ChatRequest, ImagePart, Limits, MediaPart
 

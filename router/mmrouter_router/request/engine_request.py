@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_router.http.upstream import Body
 from mmrouter_router.media import Media
 

@@ -11,7 +11,7 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.block_keys import Span, namespace_seed
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.families import Family, ImageSizeError, is_proved, load_family
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe

@@ -15,7 +15,7 @@ from mmrouter_router.core.types import Exactness, Scope
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.candidates import CandidateGroup
+from mmrouter_router.scheduling.candidate_columns import CandidateGroup
 from mmrouter_router.scheduling.pipeline_form import canary_applies
 from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose
 from mmrouter_router.telemetry.tracing import Value

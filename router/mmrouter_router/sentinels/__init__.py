@@ -6,7 +6,7 @@ engine version and pool, because the values depend on both.
 """
 
 from mmrouter_router.sentinels.align import SentRequest
-from mmrouter_router.sentinels.fingerprints import FingerprintPlan, plan_fingerprints
+from mmrouter_router.sentinels.processor_fingerprints import FingerprintPlan, plan_fingerprints
 from mmrouter_router.sentinels.store import RankEpoch, SentinelStore, sha256_of
 from mmrouter_router.sentinels.table import Values
 from mmrouter_router.sentinels.token_ids import FilledPrompt, fill_sentinels, observe_sentinels

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from mmrouter_lib.engines.sglang.identity import artifact_hash_of, sentinels
 from mmrouter_router.core.types import Scope
 from mmrouter_router.sentinels.align import Aligner, LearnedImage, Place, SentRequest
-from mmrouter_router.sentinels.fingerprints import FingerprintPlan, Provider, plan_fingerprints
+from mmrouter_router.sentinels.processor_fingerprints import FingerprintPlan, Provider, plan_fingerprints
 from mmrouter_router.sentinels.table import SentinelTable, Values
 
 Event = Literal["calibrated", "proven", "learned", "ambiguous", "demoted"]

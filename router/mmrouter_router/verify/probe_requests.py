@@ -16,8 +16,8 @@ import orjson
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.base.request import ImageRewrite
-from mmrouter_lib.engines.sglang.disaggregation import decode_headers, new_meeting, prefill_headers
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
+from mmrouter_lib.engines.sglang.pair_headers import decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
 from mmrouter_router.core.probe_images import SIDE

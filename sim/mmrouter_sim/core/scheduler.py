@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mmrouter_sim.core.cache_contents import CacheContents
+from mmrouter_sim.core.cache_snapshot import CacheContents
 from mmrouter_sim.core.dialect import Dialect, VllmDialect
-from mmrouter_sim.core.encoder import EncoderCache
+from mmrouter_sim.core.encoder_budget import EncoderCache
 from mmrouter_sim.core.events import Event, PublishedHash
 from mmrouter_sim.core.hashing import Hash, Media, published_int, sha256_cbor
 from mmrouter_sim.core.pool import BlockPool

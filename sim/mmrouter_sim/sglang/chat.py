@@ -13,16 +13,16 @@ from starlette.responses import Response, StreamingResponse
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
-from mmrouter_sim.runner import Aborted
+from mmrouter_sim.rank_loop import Aborted
 from mmrouter_sim.sglang import prompts
 from mmrouter_sim.sglang.encoder_shares import Embedding
 from mmrouter_sim.sglang.pages import padded
 from mmrouter_sim.sglang.pairing import RoomAddress, place
 from mmrouter_sim.sglang.schema import ChatRequest, CompletionRequest, check
-from mmrouter_sim.vllm import generate
+from mmrouter_sim.vllm import completions
 from mmrouter_sim.vllm import prompts as texts
+from mmrouter_sim.vllm.completions import Job, Piece
 from mmrouter_sim.vllm.connectors import TransferError
-from mmrouter_sim.vllm.generate import Job, Piece
 from mmrouter_sim.vllm.prompts import Prompt
 from mmrouter_sim.vllm.schema import StreamOptions, parse
 
@@ -123,7 +123,7 @@ async def _pieces(job: Job, at: RoomAddress | None) -> AsyncIterator[Piece]:
     """Run a job, or this engine's half of it. Raises :class:`RequestError` where the other half fails."""
     pairing = job.engine.pairing
     if pairing is None:
-        async for piece in generate.pieces(job):
+        async for piece in completions.pieces(job):
             yield piece
         return
     if at is None:
@@ -133,7 +133,7 @@ async def _pieces(job: Job, at: RoomAddress | None) -> AsyncIterator[Piece]:
     try:
         if pairing.config.mode == "decode":
             job.request.external, job.cached = await pairing.take(at)
-            async for piece in generate.pieces(job):
+            async for piece in completions.pieces(job):
                 yield piece
             return
         ranks = job.engine.settings.ranks
@@ -145,7 +145,7 @@ async def _pieces(job: Job, at: RoomAddress | None) -> AsyncIterator[Piece]:
         job.request.hold = True
         try:
             async with pairing.prefilling(at.room) as reader:
-                done = await generate.collect(job)
+                done = await completions.collect(job)
                 await reader.give(job.request.prompt_length, job.request.cached_tokens or 0)
         finally:
             if job.request.id in job.runner.scheduler.held:
@@ -177,7 +177,7 @@ async def _whole(
     http: HttpRequest, job: Job, at: RoomAddress | None, make: Callable[[Job, list[Piece]], dict[str, Any]]
 ) -> Response:
     work = asyncio.create_task(_collect(job, at))
-    gone = asyncio.create_task(generate.disconnected(http))
+    gone = asyncio.create_task(completions.disconnected(http))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         return json_response(make(job, await work)) if work.done() else Response(status_code=499)

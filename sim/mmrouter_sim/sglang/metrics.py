@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.encoder_engine import ImageEncoder
 from mmrouter_sim.media import ProcessorCache
-from mmrouter_sim.runner import Runner
+from mmrouter_sim.rank_loop import Runner
 from mmrouter_sim.settings import Settings
 
 _SECONDS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 80.0, 100.0, 200.0, 400.0)

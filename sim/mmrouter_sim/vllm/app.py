@@ -13,7 +13,7 @@ from starlette.responses import Response
 from mmrouter_sim import http_app
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, error_response, json_response, validation_error
-from mmrouter_sim.vllm import generate, prompts
+from mmrouter_sim.vllm import completions, prompts
 from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
@@ -37,7 +37,10 @@ def build(engine: SimulatedEngine) -> Starlette:
     if engine.settings.renders:
         routes.append(("/v1/chat/completions/render", ["POST"], _rendered))
     else:
-        routes += [("/v1/chat/completions", ["POST"], generate.chat), ("/v1/completions", ["POST"], generate.complete)]
+        routes += [
+            ("/v1/chat/completions", ["POST"], completions.chat),
+            ("/v1/completions", ["POST"], completions.complete),
+        ]
     if engine.settings.dev_mode:
         routes += [
             ("/reset_prefix_cache", ["POST"], _reset_prefix_cache),
@@ -82,7 +85,7 @@ async def _models(engine: SimulatedEngine, _request: Request) -> Response:
 
 async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
     body = parse(await request.body(), TokenizeRequest)
-    generate.check_model(engine, body.model)
+    completions.check_model(engine, body.model)
     check(body)
     special = body.add_special_tokens
     if body.messages is not None:
@@ -105,7 +108,7 @@ async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
     See docs/engine-facts/vllm.md#renderer.
     """
     body = parse(await request.body(), ChatRequest)
-    generate.check_model(engine, body.model)
+    completions.check_model(engine, body.model)
     check(body)
     make = partial(prompts.from_messages, engine, body, body.messages, special=body.add_special_tokens)
     prompt = await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
@@ -121,7 +124,7 @@ async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
 
 async def _detokenize(engine: SimulatedEngine, request: Request) -> Response:
     body = parse(await request.body(), DetokenizeRequest)
-    generate.check_model(engine, body.model)
+    completions.check_model(engine, body.model)
     if any(not 0 <= token < 1 << 32 for token in body.tokens):
         raise validation_error("tokens: a token id is not in the vocabulary")
     return json_response({"prompt": engine.model.tokenizer.decode(body.tokens, skip_special_tokens=False)})

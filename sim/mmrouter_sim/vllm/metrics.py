@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.encoder_engine import ImageEncoder
 from mmrouter_sim.media import ProcessorCache
-from mmrouter_sim.runner import Runner
+from mmrouter_sim.rank_loop import Runner
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.vllm.connectors import ConnectorTransfers
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mmrouter_handover.plugin import wire
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
-from mmrouter_sim.vllm import generate, prompts
+from mmrouter_sim.vllm import completions, prompts
 from mmrouter_sim.vllm.plugin import Plugin
 from mmrouter_sim.vllm.schema import ChatRequest, check, parse
 
@@ -28,7 +28,7 @@ async def _render(engine: SimulatedEngine, request: Request) -> Response:
     plugin = _plugin(engine, "renderer")
     asked = await _read(request, wire.RenderRequest)
     body = parse(bytes(asked.chat), ChatRequest)
-    generate.check_model(engine, body.model)
+    completions.check_model(engine, body.model)
     check(body)
     make = partial(prompts.from_messages, engine, body, body.messages, special=body.add_special_tokens)
     loop = asyncio.get_running_loop()

@@ -21,12 +21,12 @@ from conformance.scenarios import Scenario, faults, fetched, scenarios, served_i
 from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
 
 from mmrouter_lib.engines.base.events import Batch, Cleared
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import artifact_hash, sentinels
 from mmrouter_lib.engines.sglang.request import rewrite_chat
 from mmrouter_lib.engines.sglang.server_info import INFO_PATHS, parse_info
-from mmrouter_router.sentinels.fingerprints import plan_fingerprints
+from mmrouter_router.sentinels.processor_fingerprints import plan_fingerprints
 from mmrouter_router.sentinels.token_ids import fill_sentinels
 
 FAMILIES = {

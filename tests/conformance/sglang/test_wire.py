@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mmrouter_lib.engines.sglang.disaggregation import ROOMS, Meeting, decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.engines.sglang.encoder_requests import SLOTS, image_key, urls
+from mmrouter_lib.engines.sglang.pair_headers import ROOMS, Meeting, decode_headers, new_meeting, prefill_headers
 from mmrouter_sim.sglang.encoder_shares import EncodeRequest, split_shares
 
 HOST = "10.0.0.7"

@@ -19,7 +19,7 @@ from conformance.rendering import Renderer, renderer
 from conformance.workload import STORY, WEATHER
 
 from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.vllm.request import prompt_error_field, rewrite_chat
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import RequestError

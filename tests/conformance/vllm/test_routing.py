@@ -25,7 +25,7 @@ from conformance.workload import Case, user, workload
 from local.rig import Deployment, running
 from waiting import wait_for
 
-from mmrouter_cli.bench import endpoint
+from mmrouter_cli.bench import endpoint_probe
 from mmrouter_cli.bench.types import Result
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 
@@ -74,7 +74,7 @@ def questions(deployment: Deployment, salt: str) -> Counter[str]:
     """Return what engines count of the two questions that bench asks before it sends its load, once they are cached."""
 
     async def ask() -> None:
-        await endpoint.examine(deployment.url, {}, model=None, salt=salt, timeout=60, control=None, token=None)
+        await endpoint_probe.examine(deployment.url, {}, model=None, salt=salt, timeout=60, control=None, token=None)
 
     def again() -> Counter[str]:
         before = counted(deployment)

@@ -19,7 +19,7 @@ from conformance.rendering import Rendered, Renderer
 from conformance.vllm.conftest import Served
 from conformance.workload import Case, case, user
 
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.media_identity import media_identity, to_wire

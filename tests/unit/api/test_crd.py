@@ -9,9 +9,9 @@ import yaml
 from pydantic import Field
 
 from mmrouter_lib.api import parse_deployment, to_json
-from mmrouter_lib.api.base import QUANTITY_SCHEMA
 from mmrouter_lib.api.crd import HASH_ANNOTATION, SchemaError, definition, schema_hash, structural
 from mmrouter_lib.api.rules import VALIDATIONS, Resource, immutable
+from mmrouter_lib.api.shared_types import QUANTITY_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.encoders import simulation, split_comparison
+from bench.encoders import image_split_policies, simulation
 from bench.encoders.image_requests import (
     SAMPLE,
     Arrival,
@@ -21,7 +21,7 @@ from bench.encoders.image_requests import (
 )
 
 TRACES = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[4] / "shared" / "traces"))
-FLEET = split_comparison.FLEETS["8:3:1"]
+FLEET = image_split_policies.FLEETS["8:3:1"]
 
 
 def requests_at(count=150, share=0.6, cv=2.0, seed=3):
@@ -83,22 +83,22 @@ def test_undivided_images_are_never_faster_than_divided_ones_in_the_mean():
 
 
 def test_the_same_seed_gives_the_same_figures():
-    assert split_comparison.cases((0.6,), 60) == split_comparison.cases((0.6,), 60)
+    assert image_split_policies.cases((0.6,), 60) == image_split_policies.cases((0.6,), 60)
 
 
 def test_repeated_images_are_encoded_once(monkeypatch):
-    monkeypatch.setattr(split_comparison, "REPEATS", 200)
-    monkeypatch.setattr(split_comparison, "REPEATED", 40)
-    shown, encodes = split_comparison.repeats()
+    monkeypatch.setattr(image_split_policies, "REPEATS", 200)
+    monkeypatch.setattr(image_split_policies, "REPEATED", 40)
+    shown, encodes = image_split_policies.repeats()
     assert encodes == shown
     assert shown > 30
 
 
 def test_the_goals_of_the_encoder_scheduler_are_rows_of_that_name_and_met_on_a_short_run(monkeypatch):
-    short = split_comparison.cases
-    monkeypatch.setattr(split_comparison, "cases", lambda loads=split_comparison.LOADS: short(loads, 250))
-    monkeypatch.setattr(split_comparison, "REPEATS", 200)
-    rows = {item.name: item for item in split_comparison.run()}
+    short = image_split_policies.cases
+    monkeypatch.setattr(image_split_policies, "cases", lambda loads=image_split_policies.LOADS: short(loads, 250))
+    monkeypatch.setattr(image_split_policies, "REPEATS", 200)
+    rows = {item.name: item for item in image_split_policies.run()}
     goals = ("p95_gain_over_round_robin", "worst_case_over_best_static", "over_pooled_bound")
     assert [rows[name].met for name in goals] == [True] * 3
 

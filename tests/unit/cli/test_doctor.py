@@ -25,7 +25,7 @@ from mmrouter_cli.doctor.facts import FrontendFacts, RoutingFacts
 from mmrouter_cli.doctor.findings import Diagnosis, Finding
 from mmrouter_cli.status.frontend_state import NOT_RUNNING, Unread, open_frontends
 from mmrouter_lib.api.crd import HASH_ANNOTATION
-from mmrouter_operator.cluster.kinds import KINDS
+from mmrouter_operator.cluster.child_kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
 from mmrouter_router.explain.block_diff import Cause

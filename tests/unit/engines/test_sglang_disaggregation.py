@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrouter_lib.engines.base.launch import BOOTSTRAP_PORT
-from mmrouter_lib.engines.sglang.disaggregation import (
+from mmrouter_lib.engines.sglang.pair_headers import (
     ROOMS,
     Meeting,
     decode_headers,

@@ -6,7 +6,7 @@ import pytest
 from unit.engines.sglang_rows import capture_rows
 
 from mmrouter_lib.engines.base.metrics import RankLoad
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.sglang.metrics import METRICS, parse_block_size, parse_load
 from mmrouter_lib.engines.sglang.request import REFUSED_FIELDS, prompt_error_field, rewrite_chat
 from mmrouter_lib.engines.sglang.server_info import parse_info

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_lib.engines.base.request import ImageRewrite
-from mmrouter_lib.engines.vllm.disaggregation import (
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
+from mmrouter_lib.engines.vllm.stage_requests import (
     StageError,
     decode_request,
     encode_request,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.vllm.media_files import file_url, is_file_refused
 from mmrouter_lib.engines.vllm.request import REFUSED_FIELDS, prompt_error_field, rewrite_chat
 

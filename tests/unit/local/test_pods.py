@@ -14,8 +14,8 @@ import aiohttp
 import psutil
 import pytest
 
-from mmrouter_cli.local.container import VAIN_STARTS, VainError
 from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.pod_processes import VAIN_STARTS, VainError
 
 
 async def ask(url: str) -> dict[str, Any]:

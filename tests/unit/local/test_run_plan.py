@@ -12,7 +12,7 @@ from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.run_plan import make_plan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, CONFIG_DIR
+from mmrouter_lib.api.pod_paths import CHAT_TEMPLATE_PATH, CONFIG_DIR
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
 

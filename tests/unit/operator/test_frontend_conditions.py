@@ -11,8 +11,8 @@ from unit.operator.test_status import conditions, engines, judged, message, pods
 
 from mmrouter_operator.model.snapshot import SharedReport, Snapshot
 from mmrouter_operator.status.builder import urgent
+from mmrouter_operator.status.condition_events import transitions
 from mmrouter_operator.status.frontend_conditions import MISSING_STAGES
-from mmrouter_operator.status.transitions import transitions
 
 CHAIN = "ChainComplete"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.frontend import PORT, Frontend
 
-from mmrouter_operator.cluster.frontend_streams import EventStreamParser, FrontendStreams, StreamError
+from mmrouter_operator.cluster.frontend_stream_reader import EventStreamParser, FrontendStreams, StreamError
 from mmrouter_operator.model.snapshot import FrontendReport, SharedReport, WorkerReport
 
 KEY = ("default", "demo")

@@ -10,7 +10,7 @@ from unit.operator.simulated_world import SECRETS, UID, Child, World, deployment
 from mmrouter_operator.model.kinds import Capabilities
 from mmrouter_operator.model.snapshot import ChildView
 from mmrouter_operator.planning.planner import Blocked, Complete, Progress, plan
-from mmrouter_operator.planning.pool_set_rollout import compatibility_of, generation_name
+from mmrouter_operator.planning.pool_set_manifests import compatibility_of, generation_name
 from mmrouter_operator.planning.rollout import asks_of, template_hash
 from mmrouter_operator.render import render
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from mmrouter_operator import __main__ as entry
-from mmrouter_operator.cluster.kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.cluster.child_kinds import CORE_CHILDREN, KINDS
 from mmrouter_operator.cluster.resource_watch import kopf_settings
 from mmrouter_operator.logs import JsonFormatter, TextFormatter
 from mmrouter_operator.metrics import Metrics

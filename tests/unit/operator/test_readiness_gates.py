@@ -11,7 +11,7 @@ from unit.operator.simulated_world import deployment
 
 from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
 from mmrouter_operator.model.snapshot import FrontendReport, PodView, Snapshot, WorkerReport
-from mmrouter_operator.planning.readiness_gates import gate_changes
+from mmrouter_operator.planning.pod_readiness_gates import gate_changes
 
 NOW = 10_000.0
 TIMEOUT = 300.0

@@ -13,7 +13,7 @@ from unit.operator.fake_cluster import Table
 from mmrouter_lib.api.crd import definition
 from mmrouter_operator.cluster.cache import WatchCache
 from mmrouter_operator.cluster.client import Conflict, Object, Refused, Unavailable
-from mmrouter_operator.cluster.frontend_streams import FrontendStreams
+from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.work_queue import Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig

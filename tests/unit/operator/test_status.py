@@ -14,7 +14,7 @@ from mmrouter_operator.model.problems import Problem
 from mmrouter_operator.model.snapshot import FrontendReport, Missing, PodView, Snapshot, WorkerReport
 from mmrouter_operator.planning.planner import plan
 from mmrouter_operator.status.builder import status_of, urgent
-from mmrouter_operator.status.transitions import transitions
+from mmrouter_operator.status.condition_events import transitions
 
 
 def conditions(status: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -13,7 +13,7 @@ from mmrouter_operator.planning.planner import plan
 from mmrouter_operator.planning.template_revisions import choose_templates
 from mmrouter_operator.render import render
 from mmrouter_operator.status.builder import status_of
-from mmrouter_operator.status.transitions import transitions
+from mmrouter_operator.status.condition_events import transitions
 
 SERVICE = ("Service", "vl")
 

@@ -13,7 +13,7 @@ from mmrouter_lib.api import MMRouterDeployment, quantity_value, to_json
 from mmrouter_lib.engines.base.metrics import RankLoad
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.kinds import KEDA_API, Capabilities
-from mmrouter_operator.render.autoscaling import METRICS, ROLES, quantity
+from mmrouter_operator.render.autoscaler_choice import METRICS, ROLES, quantity
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL
 from mmrouter_sidecar.metrics import EngineLoad
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render import CHILD_KINDS
-from mmrouter_operator.render.autoscaling import METRICS, ROLES
+from mmrouter_operator.render.autoscaler_choice import METRICS, ROLES
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "children.md").read_text()
 TABLES = TEXT.split("\n## ")

@@ -12,7 +12,7 @@ from unit.render.test_pods_inputs import hashes, templates
 
 from mmrouter_handover.plugin.transports import read_settings
 from mmrouter_lib.api import MMRouterDeployment, to_json
-from mmrouter_lib.api.paths import PLUGIN_DIR, SHARED_DIR
+from mmrouter_lib.api.pod_paths import PLUGIN_DIR, SHARED_DIR
 from mmrouter_operator.model.credentials import SecretData
 from mmrouter_operator.render import render
 from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP

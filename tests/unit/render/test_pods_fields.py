@@ -7,7 +7,7 @@ import pytest
 from unit.render.objects import change, container, deployments, pod_of, variables, with_pool
 
 from mmrouter_lib.api import MMRouterDeployment, to_json
-from mmrouter_lib.api.paths import API_KEYS_DIR, CHAT_TEMPLATE_PATH, CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR
+from mmrouter_lib.api.pod_paths import API_KEYS_DIR, CHAT_TEMPLATE_PATH, CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData
 from mmrouter_operator.render import render

@@ -18,7 +18,7 @@ from unit.render.objects import (
 from unit.render.test_children import GOLDENS, load
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_lib.api.paths import SHARED_DIR
+from mmrouter_lib.api.pod_paths import SHARED_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData
 from mmrouter_operator.render import render

@@ -12,7 +12,7 @@ from unit.router.rig import BLOCK, KEYS, Rig, deployment
 from mmrouter_router import app
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys, Settings
-from mmrouter_router.fleet.discovery import Membership, Peer
+from mmrouter_router.fleet.membership import Membership, Peer
 from mmrouter_router.fleet.workers import Member
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen2-vl"

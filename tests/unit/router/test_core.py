@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ulid import ULID
 
-from mmrouter_lib.engines.base.devices import DEVICES
+from mmrouter_lib.engines.base.accelerator_settings import DEVICES
 from mmrouter_router.core.linear_cost import WINDOW, Line, Rate, guess
 from mmrouter_router.core.request_ids import RequestIds
 

@@ -8,7 +8,7 @@ from unit.router.rig import BLOCK, IDS, KEYS, Rig, deployment, prepared
 from unit.router.test_app import heard, member, router, value
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.fleet.discovery import Membership
+from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.request.engine_request import CHAT
 from mmrouter_router.scheduling.placer import Booking, Placer, QueueFullError

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from mmrouter_router.fleet.discovery import Peer
+from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.pods import membership_of, parse_pod
 from mmrouter_router.fleet.workers import Member
 

@@ -13,7 +13,7 @@ from unit.router.rig import value
 from unit.router.test_prepare import MODEL, image, prepare, text  # noqa: F401  (a fixture)
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 from mmrouter_lib.engines.vllm.request import rewrite_chat
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.explain.decisions import DecisionTrace

@@ -19,8 +19,8 @@ from mmrouter_lib.api import parse_deployment
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys
 from mmrouter_router.explain.decisions import BODY_BYTES, DecisionLog
-from mmrouter_router.fleet.discovery import Membership
-from mmrouter_router.intake.tenants import DEFAULT
+from mmrouter_router.fleet.membership import Membership
+from mmrouter_router.intake.tenant_keys import DEFAULT
 from mmrouter_router.request.engine_request import CHAT
 from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
 

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake.tenants import CHECK_SECONDS, Tenant, Tenants
+from mmrouter_router.intake.tenant_keys import CHECK_SECONDS, Tenant, Tenants
 
 KEY = bytes(range(32))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrouter_sidecar.shared_memory.shared_folder import MODE, SharedFolderError, main, open_folder
+from mmrouter_sidecar.shared_memory.folder_access import MODE, SharedFolderError, main, open_folder
 
 GROUP = 65533
 OTHER_USER = 65534

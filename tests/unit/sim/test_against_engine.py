@@ -11,8 +11,8 @@ from mmrouter_sim.core.events import EventBatch, encode
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.vllm import prompts
+from mmrouter_sim.vllm.completions import prompt_details
 from mmrouter_sim.vllm.flags import parse
-from mmrouter_sim.vllm.generate import prompt_details
 from mmrouter_sim.vllm.schema import ChatRequest
 
 

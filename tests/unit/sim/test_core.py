@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmrouter_sim.core.encoder import EncoderCache
+from mmrouter_sim.core.encoder_budget import EncoderCache
 from mmrouter_sim.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from mmrouter_sim.core.hashing import Media, block_hash, first_parent, published_int, sha256_cbor
 from mmrouter_sim.core.pool import NULL_BLOCK, BlockPool, OutOfBlocksError

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mmrouter_lib.api.base import DNS_LABEL, ObjectName, by_key
 from mmrouter_lib.api.rules import Broken, Resource, broken, rule
+from mmrouter_lib.api.shared_types import DNS_LABEL, ObjectName, by_key
 
 AcceleratorKind = Literal["nvidia", "amd", "intel-i915", "intel-xe", "gaudi", "cpu"]
 

@@ -5,9 +5,9 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from mmrouter_lib.api import owned_flags
-from mmrouter_lib.api.base import Argument, ConfigMapKey, Image, Opaque
 from mmrouter_lib.api.engine_types import EngineType
 from mmrouter_lib.api.rules import Resource, immutable, rule
+from mmrouter_lib.api.shared_types import Argument, ConfigMapKey, Image, Opaque
 
 BlockSize = Annotated[int, Field(ge=1, le=1024)]
 Pixels = Annotated[int, Field(ge=1, le=1_000_000_000)]

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter_lib.api.base import Opaque, Resources, SecretName, Size
 from mmrouter_lib.api.rules import Resource
+from mmrouter_lib.api.shared_types import Opaque, Resources, SecretName, Size
 
 
 class Service(Resource):

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from mmrouter_lib.api.base import WORD, WORD_OR_EMPTY, Opaque, SecretKey
 from mmrouter_lib.api.rules import VALIDATIONS, Resource, immutable, validation
+from mmrouter_lib.api.shared_types import WORD, WORD_OR_EMPTY, Opaque, SecretKey
 
 ONE_SOURCE = "name exactly one volume source, such as `persistentVolumeClaim` or `hostPath`"
 

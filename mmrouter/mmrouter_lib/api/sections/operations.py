@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter_lib.api.base import Decimal, Resources
 from mmrouter_lib.api.rules import Resource, rule
+from mmrouter_lib.api.shared_types import Decimal, Resources
 
 
 class Verification(Resource):

@@ -4,7 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter_lib.api.base import (
+from mmrouter_lib.api.rules import NO_DEFAULT, Broken, Resource, immutable, rule
+from mmrouter_lib.api.sections.accelerator import Accelerator
+from mmrouter_lib.api.sections.engine import BlockSize
+from mmrouter_lib.api.shared_types import (
     DNS_LABEL,
     LABEL_NAME,
     Argument,
@@ -16,9 +19,6 @@ from mmrouter_lib.api.base import (
     Resources,
     Size,
 )
-from mmrouter_lib.api.rules import NO_DEFAULT, Broken, Resource, immutable, rule
-from mmrouter_lib.api.sections.accelerator import Accelerator
-from mmrouter_lib.api.sections.engine import BlockSize
 
 Role = Literal["encoder", "prefill", "decode", "worker", "renderer"]
 DEFAULT_WEIGHT = 100

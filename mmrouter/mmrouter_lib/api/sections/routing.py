@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from mmrouter_lib.api.base import Decimal, Size
 from mmrouter_lib.api.rules import VALIDATIONS, Resource, rule, validation
+from mmrouter_lib.api.shared_types import Decimal, Size
 
 _LABEL = "[a-zA-Z0-9]([-a-zA-Z0-9]{0,61}[a-zA-Z0-9])?"
 _HOST = rf"^([*][.])?{_LABEL}([.]{_LABEL})*$"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrouter_lib.engines.base.events import Batch
 from mmrouter_lib.engines.base.metrics import RankLoad
-from mmrouter_lib.engines.base.request import ImageRewrite, Rewritten
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite, Rewritten
 from mmrouter_lib.engines.base.server_info import EngineInfo
 
 if TYPE_CHECKING:

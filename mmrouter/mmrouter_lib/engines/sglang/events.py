@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mmrouter_lib.engines.base.event_frame import BatchDecoder, WireBatch, count_ids
+from mmrouter_lib.engines.base.event_batch import BatchDecoder, WireBatch, count_ids
 from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
 
 IGNORED_REASONS = frozenset(
@@ -30,7 +30,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 Ids = TypeVar("Ids", list[Any], bytes)
-"""Token ids as received, or packed into 8 bytes each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
+"""Token ids as received, or packed into 8 bytes each (:mod:`mmrouter_lib.engines.base.event_batch`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):

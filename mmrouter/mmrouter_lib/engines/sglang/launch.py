@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
-from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR
-from mmrouter_lib.engines.base.devices import DEVICES
+from mmrouter_lib.api.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR
+from mmrouter_lib.engines.base.accelerator_settings import DEVICES
 from mmrouter_lib.engines.base.launch import (
     BOOTSTRAP_PORT,
     HTTP_PORT,
@@ -16,8 +16,8 @@ from mmrouter_lib.engines.base.launch import (
     events_config,
     flag,
 )
-from mmrouter_lib.engines.sglang.disaggregation import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
 from mmrouter_lib.engines.sglang.encoder_requests import TRANSFER, urls
+from mmrouter_lib.engines.sglang.pair_headers import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
 
 API_KEY_ENV = "SGLANG_API_KEY"
 """Variable that the ``--api-key`` argument expands; the engine itself reads none."""

@@ -4,7 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from mmrouter_lib.engines.base.request import ImageRewrite, Removed, Rewritten, error_of, rewrite_messages, without
+from mmrouter_lib.engines.base.request_rewriting import (
+    ImageRewrite,
+    Removed,
+    Rewritten,
+    error_of,
+    rewrite_messages,
+    without,
+)
 
 REFUSED_FIELDS: Final = (
     # Ends Qwen3-VL engines, and lets one tenant name the pixels of another.

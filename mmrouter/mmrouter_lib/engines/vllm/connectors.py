@@ -8,7 +8,7 @@ vLLM 0.32 fails the request by default (docs/engine-facts/vllm.md#prefill-decode
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, quantity_bytes
-from mmrouter_lib.engines.base.devices import DEVICES
+from mmrouter_lib.engines.base.accelerator_settings import DEVICES
 from mmrouter_lib.engines.base.launch import SIDE_CHANNEL_PORT, SIXTEEN_BITS, LaunchError, flag, uses_plugin
 
 KV_EXACT_FLAGS: Final[dict[str, frozenset[str] | None]] = {

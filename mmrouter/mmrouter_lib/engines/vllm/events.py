@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from mmrouter_lib.block_keys import span_extra
-from mmrouter_lib.engines.base.event_frame import BatchDecoder, WireBatch, count_ids
+from mmrouter_lib.engines.base.event_batch import BatchDecoder, WireBatch, count_ids
 from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
 from mmrouter_lib.media_identity import foreign_identity, from_wire
 
@@ -40,7 +40,7 @@ _EMBEDS_TAG = b"prompt embeddings of this block:"
 
 
 Ids = TypeVar("Ids", list[int], bytes)
-"""Token ids as received, or packed into 4 bytes each (:mod:`mmrouter_lib.engines.base.event_frame`)."""
+"""Token ids as received, or packed into 4 bytes each (:mod:`mmrouter_lib.engines.base.event_batch`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):

@@ -9,7 +9,7 @@ change a prompt (docs/engine-facts/vllm.md#renderer). An encoder has no KV cache
 from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
-from mmrouter_lib.api.paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
+from mmrouter_lib.api.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
 from mmrouter_lib.engines.base.launch import (
     HTTP_PORT,
     SIDE_CHANNEL_PORT,

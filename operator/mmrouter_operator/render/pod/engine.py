@@ -3,7 +3,7 @@
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
-from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR
+from mmrouter_lib.api.pod_paths import CONFIG_DIR, HUB_CACHE_DIR
 from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, uses_plugin
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.model.accelerators import ACCELERATORS

@@ -7,7 +7,7 @@ The engine's command is then the plugin's start script with the engine's own com
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_lib.api.paths import PLUGIN_DIR
+from mmrouter_lib.api.pod_paths import PLUGIN_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.pod import parts, shared_memory
 

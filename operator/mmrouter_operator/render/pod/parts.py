@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
-from mmrouter_lib.api.base import Resources
-from mmrouter_lib.api.paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.api.pod_paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.api.shared_types import Resources
 from mmrouter_operator.render.metadata import config_name, secret_name
-from mmrouter_operator.render.pod.template_types import volume_faults
+from mmrouter_operator.render.pod.template_validation import volume_faults
 
 USER = 65532
 METRICS_PORT = 9090

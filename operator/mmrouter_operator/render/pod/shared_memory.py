@@ -8,8 +8,8 @@ images are handed over (``routing.transfer``): they write what engines read.
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, quantity_bytes
-from mmrouter_lib.api.base import Resources
-from mmrouter_lib.api.paths import SHARED_DIR
+from mmrouter_lib.api.pod_paths import SHARED_DIR
+from mmrouter_lib.api.shared_types import Resources
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.pod import parts
 

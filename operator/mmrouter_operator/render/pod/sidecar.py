@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_lib.api.paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
+from mmrouter_lib.api.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, STATE_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.pod import parts, shared_memory
 from mmrouter_operator.render.pod.probes import our_probes

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from mmrouter_lib.api import SpecError
 from mmrouter_operator.render.pod.strategic_merge import OverlayError, overlay
-from mmrouter_operator.render.pod.template_types import template_faults
+from mmrouter_operator.render.pod.template_validation import template_faults
 
 OWNED_VOLUMES: Final = frozenset({"config", "engine-config", "api-keys", "state", "shared", "plugin"})
 """Volumes that hold our configuration, secrets and journal. Others (hub, shm, tmp) may be of the user's choice."""

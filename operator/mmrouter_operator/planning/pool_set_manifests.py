@@ -31,7 +31,7 @@ from mmrouter_operator.planning.plan_draft import (
 )
 from mmrouter_operator.planning.rollout import Blocked, Rollout, assess, pool_of, role_of, strategy, template_hash
 from mmrouter_operator.planning.template_revisions import stored_template
-from mmrouter_operator.render.pod.template_inputs import SET_ROLES
+from mmrouter_operator.render.pod.template_hashes import SET_ROLES
 
 DIGITS = 8
 

@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 from mmrouter_sim.core.request import Request
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, error_response, json_response, parameter_error
-from mmrouter_sim.runner import Aborted, Runner
+from mmrouter_sim.rank_loop import Aborted, Runner
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.vllm import encode, prompts
 from mmrouter_sim.vllm.connectors import TransferError

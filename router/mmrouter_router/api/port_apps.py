@@ -12,7 +12,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import Message, Receive, Scope, Send
 from mmrouter_router.http.hot_request import HotRequest
 from mmrouter_router.http.server import Shutdown
-from mmrouter_router.intake.tenants import Tenants
+from mmrouter_router.intake.tenant_keys import Tenants
 from mmrouter_router.request.engine_request import CHAT
 from mmrouter_router.telemetry.metrics import Metrics
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrouter_lib.engines.base.request import ImageRewrite
+from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
 
 _REMOTE_DECODE: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 _ONE_TOKEN: Final = {"max_tokens": 1, "max_completion_tokens": 1}
