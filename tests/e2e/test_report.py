@@ -20,6 +20,7 @@ from waiting import wait_for
 from mmrouter_operator.model.kinds import RESOURCE
 
 FAILING = """\
+from waiting import wait_for
 
 POD = {{
     "apiVersion": "v1",
