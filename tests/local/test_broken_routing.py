@@ -213,7 +213,7 @@ def test_an_image_that_is_taken_as_equal_fails_the_gate(second, monkeypatch):
     with second.running():
         monkeypatch.setattr(mmrouter_router.request.prepare, "media_identity", lambda data, options, key: bytes(32))
         failed = first_failure(second.gate())
-        assert "wrong image" in failed.message
+        assert "a different image is treated as equal" in failed.message
         assert "another image misses" in failed.name
 
 

@@ -153,7 +153,7 @@ def second(by_shm: Deployment) -> Iterator[Second]:
     with second.running():
         handover = second.router.handover
         assert handover is not None
-        wait_for(lambda: len(handover.plugins._said) == WORKERS + 1, 30, "the plugins have answered")
+        wait_for(lambda: len(handover.plugins._polled) == WORKERS + 1, 30, "the plugins have answered")
         yield second
 
 
@@ -161,14 +161,14 @@ def asks_otherwise(path: str, instead: Callable[[Ask, bytes], Any]) -> Callable[
     """Have a question to a plugin asked otherwise than the router would."""
 
     def broken(handover: Any, patch: pytest.MonkeyPatch) -> None:
-        asks = handover._processing._ask
+        asks = handover._processed._ask
 
         async def other(host: str, where: str, body: bytes, seconds: float) -> bytes:
             if where != path:
                 return bytes(await asks(host, where, body, seconds))
             return bytes(await instead(lambda other_body: asks(host, where, other_body, seconds), body))
 
-        patch.setattr(handover._processing, "_ask", other)
+        patch.setattr(handover._processed, "_ask", other)
 
     return broken
 
@@ -231,7 +231,7 @@ def test_case_61_of_the_field_what_breaks_is_counted_and_the_request_succeeds(
     break_it, way, reason, instead = BROKEN[broken]
     handover = second.router.handover
     assert handover is not None
-    handover._resting._states.clear()
+    handover.backoff.retain(set())
     break_it(handover, monkeypatch)
     counted = second.router.metrics.handovers
     before = [counted.labels(*labels)._value.get() for labels in ((way, reason), (instead, ""))]
