@@ -137,7 +137,8 @@ class Soak:
             # Cancelled, or its writer is dead and the reader came after the end of the lease.
             late = self.writer.lives != life and time.monotonic() - began > LEASE_SECONDS
             assert is_cancelled(number) or late, (number, answer)
-            assert answer["failed"] in (("gone",) if is_plain(number) else ("stale", "gone") if late else ("stale",))
+            # A slot that nothing leases is stale until its writer gives it back, then it is gone.
+            assert answer["failed"] in (("gone",) if is_plain(number) else ("stale", "gone")), answer
             return FELL_BACK
         assert answer["wrong"] is False
         if hold and not is_plain(number):
