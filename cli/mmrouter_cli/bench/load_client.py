@@ -140,7 +140,7 @@ class Client:
             connection = await self._connection()
             try:
                 await connection.exchange(message, receiver)
-            except BaseException:
+            except BaseException:  # also when cancelled: half an answer makes the connection unusable
                 connection.close()
                 raise
         if connection.reusable:

@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -227,9 +226,8 @@ def test_close_does_not_wait_for_a_hanging_collector(traced, collected, counts, 
     collected.free.clear()
     tracer = traced()
     request(tracer).end()
-    began = time.monotonic()
     tracer.close()
-    assert time.monotonic() - began < 5
+    assert not counts, "the export was still unanswered when close returned"
     request(tracer).end()  # lost without an error
     assert counts["queue_full"] == 1
     collected.free.set()
